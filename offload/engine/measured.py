@@ -68,6 +68,7 @@ def step_model(
         memory_profiles=meter.memory_profiles,
         kept_profiles=meter.kept_profiles,
         graph_bytes_per_row=steps.graph_bytes_per_row(),
+        copied_bytes=steps.copied_bytes() if on_host else {},
         constant_bytes=(tier.staging_bytes + steps.reserved_bytes if on_host else 0)
         + (sum(resting_bytes.values()) if always else 0),
     )

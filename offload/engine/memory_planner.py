@@ -23,10 +23,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from offload.engine.gradients_held import (
+    accumulates_in_memory,
+    begins_with_gradients,
+    gradient_bytes,
+    unowned_gradients,
+)
 from offload.limits import MemoryLimits
 from offload.planning.search import Found, NothingFitsError, fill, search
 from offload.planning.step_model import Choice, Given, Prediction, StepModel, predict
 from offload.policy import MemoryPolicy
+from offload.streaming.heap import LEAST_BYTES, HeapBound
 from offload.streaming.moves import HomeInUseError
 from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.peak import PeakMeter
@@ -44,6 +51,8 @@ LEAST_GAIN = 0.05
 CELL_SHARE = 4
 #: Different sizes of a batch whose choices are remembered.
 SIZES_REMEMBERED = 64
+#: Steps of each choice whose memory is measured, after the first one, which allocates slots and buffers.
+STEPS_MEASURED = 2
 
 
 class MemoryPlanner:
@@ -66,7 +75,9 @@ class MemoryPlanner:
         #: Of the present step, if anything is known yet.
         self.choice: Choice | None = None
         self._prediction: Prediction | None = None
-        self._choices: dict[tuple[tuple[int, ...], int], Prediction] = {}
+        self._choices: dict[tuple[object, ...], Prediction] = {}
+        #: Whether gradients were ever accumulated, or zeroed in place.
+        self._accumulates = False
         self._margin_bytes = 0
         #: Whether slots and buffers of the present plan are still to be allocated.
         self._fresh = True
@@ -76,6 +87,12 @@ class MemoryPlanner:
         #: Sizes of batches that ran: these are never refused later.
         self._ran: set[tuple[int, ...]] = set()
         self._peak = PeakMeter(executor.device)
+        self._heap = HeapBound() if executor.device.type == "cpu" else None
+        #: Whether this step measures the memory of its plan.
+        self._measures = False
+        self._to_measure = self._began_with = 0
+        #: Predicted bytes at the begin of this step; and of those, gradients that updates of its begin free.
+        self._held = self._updated_bytes = 0
         self._began = 0.0
         self._streamer.allow_free_bytes(self.limit_bytes // 8)
         self._measured_seconds: float | None = None
@@ -111,18 +128,57 @@ class MemoryPlanner:
         """
         awaited, self._awaited = self._awaited, self._streamer.gradient_offload.optimizers.awaits_states()
         self._due |= awaited and not self._awaited
+        self._accumulates |= any(map(unowned_gradients, self._streamer.shards))
         if self._due and idle:
             self._plan_again(rows)
         if self._steps_done:
             self._choose(rows, idle=idle)
+        self._measures = False
+        if idle:
+            self._bound_memory()
         self._peak.begin()
+        self._began_with = 0 if self._heap is None else self._heap.held() or 0
         self._sample_course()
         self._began = time.perf_counter()
+
+    def _bound_memory(self) -> None:
+        """Returns free memory before the cells that need it.
+
+        In steps that measure their plan, that is all; later free memory may take what the limit leaves.
+        """
+        prediction = self._prediction
+        if prediction is None:
+            return
+        self._held = prediction.peak.begin_bytes
+        if self._heap is None:
+            return
+        self._measures = self._fresh or self._to_measure > 0
+        most = self.limit_bytes
+        if self._measures:
+            self._to_measure -= not self._fresh
+            self._streamer.finish_updates_in_memory()
+            self._held -= self._updated_bytes
+            self._heap.measure_others(self._held - self._streamer.slot_pool.unallocated_bytes)
+            most = min(most, prediction.memory_bytes - self._margin_bytes)
+        actions = prediction.plan.actions
+        cells = {
+            (action.kind.value, action.shard, action.microbatch): moment
+            for moment in prediction.course
+            for action in actions[moment.position : moment.position + 1]
+        }
+        make_room, most = self._heap.make_room, most + LEAST_BYTES
+
+        def before(kind: str, shard: int, microbatch: int) -> None:
+            moment = cells.get((kind, shard, microbatch))
+            if moment is not None:
+                make_room(moment.nbytes - moment.rise, moment.rise, most)
+
+        self._meter.before_cell = before
 
     def _sample_course(self) -> None:
         """Samples the memory after each cell of a plan's second step: the first one allocates slots and buffers."""
         samples: list[int] = []
-        held = None if self._fresh or self._prediction is None else self._held_before(self._prediction)
+        held = None if self._fresh or self._prediction is None else self._held
 
         def sample() -> None:
             if (above := self._peak.now()) is not None and held is not None:
@@ -136,28 +192,31 @@ class MemoryPlanner:
     def end(self, rows: Sequence[int]) -> None:
         """Ends a training step: measures it, and decides whether to plan again before the next."""
         self._steps_done += 1
-        self._meter.after_cell = None
+        self._meter.before_cell = self._meter.after_cell = None
         self._rows = tuple(rows)
         self._ran.add(self._rows)
         self._measured_seconds = time.perf_counter() - self._began
         rise, predicted = self._peak.rise(), self._prediction
         if rise is not None and predicted is not None:
-            # What is made in the first step of a plan is not there at its begin.
-            held = 0 if self._fresh else self._held_before(predicted)
-            more = held + rise - (predicted.memory_bytes - self._margin_bytes)
-            if not self._fresh:
-                self._measured_bytes = held + rise
-            self._fresh = False
-            if more > self._margin_bytes:
-                self._margin_bytes = more
-                self._due |= predicted.memory_bytes > self.limit_bytes - more
-                self._choices.clear()
+            self._compare(predicted, rise)
         self._due |= self._steps_done in PLAN_AFTER
 
-    def _held_before(self, prediction: Prediction) -> int:
-        """Predicted bytes at the beginning of the step."""
-        first = prediction.course[0]
-        return first.nbytes - first.cell - first.boundaries
+    def _compare(self, predicted: Prediction, rise: int) -> None:
+        """Compares a step with its prediction: what it took more becomes a margin, and may be too much."""
+        if self._heap is not None and not self._measures:
+            # Free memory is a part of this peak, which says nothing of the plan unless it is too much.
+            self._to_measure += self._began_with + rise > self.limit_bytes + 2 * LEAST_BYTES
+            return
+        # What is made in the first step of a plan is not there at its begin.
+        held = 0 if self._fresh else self._held
+        more = held + rise - (predicted.memory_bytes - self._margin_bytes)
+        if not self._fresh:
+            self._measured_bytes = held + rise
+        self._fresh = False
+        if more > self._margin_bytes:
+            self._margin_bytes = more
+            self._due |= predicted.memory_bytes > self.limit_bytes - more
+            self._choices.clear()
 
     def _model(self, rows: Sequence[int]) -> StepModel:
         executor = self._executor()
@@ -174,6 +233,7 @@ class MemoryPlanner:
             updates=updates,
             resting_bytes=resting,
             always_kept=frozenset((j, i) for j, i in executor.steps.written_cells(rows, model.first)),
+            accumulates=self._accumulates,
             gradients_wait=any(shard.blocking_io for shard in executor.shards) and not updates["updates"],
             margin_bytes=self._margin_bytes,
             given=self._given,
@@ -228,10 +288,16 @@ class MemoryPlanner:
 
     def _choose(self, rows: Sequence[int], *, idle: bool) -> None:
         """The choice for micro-batches of so many rows, with the present slots and shards in memory if it fits so."""
-        key = (tuple(rows), self._gradient_bytes_held())
+        executor, shards = self._executor(), self._streamer.shards
+        assert executor is not None
+        held, begins = frozenset[int](), None
+        if self._heap is not None:
+            held = frozenset(shard.index for shard in shards if accumulates_in_memory(shard))
+            begins = frozenset(shard.index for shard in shards if begins_with_gradients(shard))
+        key = (tuple(rows), held, begins, frozenset(executor.steps.copied_bytes()) & self._in_memory)
         if key not in self._choices:
             model = self._model(rows)
-            model = replace(model, sizes=replace(model.sizes, constant_bytes=model.sizes.constant_bytes + key[1]))
+            model = replace(model, sizes=replace(model.sizes, held=held, begins=begins))
             present = Choice(self._streamer.slots, self._in_memory)
             try:
                 choice = fill(model, present, self.limit_bytes)
@@ -244,21 +310,14 @@ class MemoryPlanner:
                 choice = replace(present, boundary_bytes=0)
             if len(self._choices) >= SIZES_REMEMBERED:
                 self._choices.clear()
-            self._choices[key] = predict(model, choice)
+            self._choices[key] = predict(replace(model, accumulates=False), choice)
+            self._to_measure = STEPS_MEASURED
         self._prediction = self._choices[key]
-        self._streamer.allow_free_bytes(self.limit_bytes - self._prediction.memory_bytes)
+        pending = self._prediction.plan.pending - held
+        self._updated_bytes = sum(gradient_bytes(s) for s in shards if s.index in pending and not s.blocking_io)
+        self._streamer.allow_free_bytes(self.limit_bytes)
         self.choice = self._prediction.choice
         self._streamer.gradient_offload.waiting = self.choice.waiting
-
-    def _gradient_bytes_held(self) -> int:
-        """Bytes of gradients in memory that no pending update owns: those of accumulation."""
-        held = 0
-        for shard in self._streamer.shards:
-            if shard.pending is not None or shard.index in self._in_memory or not shard.blocking_io:
-                continue
-            stored = {id(s.parameter) for region in shard.gradient_regions for s in region.stored()}
-            held += sum(s.nbytes for s in shard.own if s.parameter.grad is not None and id(s.parameter) not in stored)
-        return held
 
     def _refuse(self, error: NothingFitsError, rows: Sequence[int]) -> None:
         """Raises ValueError for a batch that does not fit; warns for a size that ran before, which goes on."""

@@ -108,14 +108,16 @@ class MemoryProfileRecorder:
         self._weights = {slot + s.offset: s.nbytes for s in shard.slices if s.parameter.requires_grad}
         #: Address of a weight, or storage of an activation; bytes of its gradient.
         self._saved: list[tuple[int | StorageWeakRef, int]] = []
+        #: Positions in it of results that recipes make again, with their bytes.
+        self._made: dict[int, int] = {}
         #: Of the storage of each activation.
         self.nbytes: dict[StorageWeakRef, int] = {}
 
-    def add(self, tensor: Tensor) -> None:
-        """Called for each tensor that autograd saves."""
+    def add(self, tensor: Tensor, *, made_again: bool = False) -> None:
+        """Called for each tensor that autograd saves; ``made_again``: as a recipe, which holds no memory."""
         if is_traceable_wrapper_subclass(tensor):
             for part in parts_of(tensor):
-                self.add(part)
+                self.add(part, made_again=made_again)
             return
         if tensor.layout is not torch.strided or not tensor.numel():
             return
@@ -123,7 +125,10 @@ class MemoryProfileRecorder:
         if storage == self._slot:
             self._saved.append((tensor.data_ptr(), 0))
             return
-        self.nbytes[storage] = tensor.untyped_storage().nbytes()
+        if made_again:
+            self._made[len(self._saved)] = tensor.untyped_storage().nbytes()
+        else:
+            self.nbytes[storage] = tensor.untyped_storage().nbytes()
         differentiable = tensor.is_floating_point() or tensor.is_complex()
         self._saved.append((storage, tensor.numel() * tensor.element_size() if differentiable else 0))
 
@@ -140,8 +145,8 @@ class MemoryProfileRecorder:
                 come.add(key)
                 saved_tensors.append(SavedTensor(stays, 0, 0))
             else:
-                freed = self.nbytes[key] if first[key] == k and key not in staying else 0
-                saved_tensors.append(SavedTensor(0, flows, freed))
+                freed = self.nbytes.get(key, 0) if first[key] == k and key not in staying else 0
+                saved_tensors.append(SavedTensor(0, flows, freed, self._made.get(k, 0)))
         return saved_tensors
 
 
@@ -194,6 +199,7 @@ def weights_by_reference(
             parts = {name: pack(getattr(tensor, name)) for name in names}
             return _Wrapped(type(tensor), parts, context, tensor.size(), tensor.stride())
         if recipes.knows(tensor):
+            recorder.add(tensor, made_again=True)
             return recipes.pack(tensor)
         saved = reference(tensor)
         if saved is None or saved.cast is None:

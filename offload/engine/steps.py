@@ -143,6 +143,10 @@ class Steps:
         each = ((runner.shard.index, runner.graph_bytes_per_row) for runner in self._runners)
         return {j: nbytes for j, nbytes in each if nbytes is not None and self._runners[j].measures_graphs}
 
+    def copied_bytes(self) -> dict[int, int]:
+        """Bytes of each shard of which the next forward uses a copy where it rests in memory."""
+        return {r.shard.index: r.shard.slot_bytes for r in self._runners if r.needs_copy}
+
     @property
     def needs_sizes(self) -> bool:
         """Whether a first input could be too large for the budget."""

@@ -25,6 +25,8 @@ class SavedTensor:
     flows: int
     #: Bytes that are freed after its use.
     freed: int
+    #: Bytes of the result that a recipe makes again for its use.
+    made: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,13 @@ class MemoryProfile:
         kept = float(self.kept_bytes(rows))
         weights, new, following = 0.0, 0.0, 0.0  # gradients of weights, the newest of them, of the operation after
         peak = kept
-        for saved_tensor in self.saved_tensors:
+        made = [*(saved_tensor.made for saved_tensor in self.saved_tensors), 0]
+        for k, saved_tensor in enumerate(self.saved_tensors):
             # A gradient to be added exists until its operation has also made the gradient that is passed on.
             new = saved_tensor.stays or (new if adds else 0.0)
-            peak = max(peak, kept + weights + new + following + saved_tensor.flows * scale)
+            # An operation has its weight and its input at once, which was saved before the weight.
+            again = max(made[k : k + 2]) * scale
+            peak = max(peak, kept + weights + new + following + again + saved_tensor.flows * scale)
             if not adds:
                 weights += saved_tensor.stays
             elif saved_tensor.flows:

@@ -35,6 +35,11 @@ class StepBytes:
     #: for an update at the beginning of the next step.
     gradients_stay: Set[int] = frozenset()
     waiting: Set[int] = frozenset()
+    #: The shards whose gradients are there during the whole step, and are added to: of an earlier backward, or zeros.
+    held: Set[int] = frozenset()
+    #: The shards whose gradients are there when the step begins, for updates that are pending; None: those of
+    #: ``waiting`` and ``gradients_stay``, as after a step of the same plan.
+    begins: Set[int] | None = None
     #: Shard -> position in the plan of the first cell after its gradients were stored. Missing: at the next drain.
     drained: Mapping[int, int] = field(default_factory=dict)
     #: Rows of each micro-batch.
@@ -49,6 +54,8 @@ class StepBytes:
     graph_bytes_per_row: Mapping[int, float] = field(default_factory=dict)
     #: Held all the time: homes in that memory, buffers.
     constant_bytes: int = 0
+    #: Of the copies that forward cells use of shards that rest in memory, instead of the shards themselves.
+    copied_bytes: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -61,8 +68,10 @@ class PeakMemory:
     spilled_bytes: int = 0
     #: Tensors saved for backward and allocated in it, without gradients of weights.
     activation_bytes: int = 0
-    #: Everything in the memory that layers compute in, with the output and the gradients stored there.
+    #: Everything in the memory that layers compute in, with the output and the gradients stored there; and when the
+    #: step begins.
     memory_bytes: int = 0
+    begin_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +87,12 @@ class Moment:
     cell: int
     #: The output and its gradient, and what is held all the time.
     others: int
+    #: Of all these: what is not there yet when the cell begins.
+    rise: int
 
     @property
     def nbytes(self) -> int:
-        """The sum."""
+        """The sum of all kinds."""
         return self.weights + self.gradients + self.boundaries + self.graphs + self.cell + self.others
 
 
@@ -126,9 +137,9 @@ class _Replay:
         self._sizes = sizes
         self._course = course
         self._shards = len(sizes.gradient_bytes)
+        self._copied = {j: nbytes for j, nbytes in sizes.copied_bytes.items() if j in plan.in_memory}
         self._slots = plan.slots * sizes.slot_bytes
         constant = self._slots + sizes.constant_bytes
-        self.peak = PeakMemory(self._slots, memory_bytes=constant)
         backward = [action for action in plan.actions if action.kind in BACKWARD_CELLS]
         self._recomputed = {(a.shard, a.microbatch) for a in backward if a.kind is Kind.BACKWARD}
         self._last_shard = min((a.shard for a in backward), default=0)
@@ -136,8 +147,11 @@ class _Replay:
         #: Shards whose gradients are being stored. With updates in backward the engine waits for them one shard later.
         self._draining: deque[int] = deque(maxlen=2 if self._updates else 1)
         #: Shards that are being updated, with gradients of the step before.
-        self._waiting = set(sizes.waiting & plan.pending)
-        self._at_home = sum(sizes.gradient_bytes[j] for j in self._waiting)
+        waiting = sizes.waiting | sizes.gradients_stay if sizes.begins is None else sizes.begins
+        self._waiting = set((waiting & plan.pending) - sizes.held)
+        self._at_home = sum(sizes.gradient_bytes[j] for j in self._waiting | sizes.held)
+        at_begin = constant + self._at_home
+        self.peak = PeakMemory(self._slots, memory_bytes=at_begin, begin_bytes=at_begin)
         self._held: dict[_Value, int] = {}
         #: Of :attr:`_held`, boundaries and gradients of the output.
         self._held_bytes = self._output_gradient_bytes = 0
@@ -176,7 +190,7 @@ class _Replay:
             self._at_home -= sizes.gradient_bytes[j]
         following = sizes.boundaries((j + 1, i)) if j + 1 < self._shards else 0
         if profile is not None:
-            self._count_memory(position, profile.kept_bytes(sizes.rows[i]), following)
+            self._count_memory(position, profile.kept_bytes(sizes.rows[i]) + self._copied.get(j, 0), following)
         if keeps and profile is not None:
             self._graphs[cell] = self._bytes_of_graph(cell, profile)
             self._graph_bytes += self._graphs[cell]
@@ -195,7 +209,8 @@ class _Replay:
             own = max(0, kept - profile.kept_bytes(sizes.rows[i])) if kept is not None else 0
             inside = profile.peak_bytes(sizes.rows[i], sizes.gradient_bytes[j], adds=i > 0)
             self._graph_bytes -= kept or 0
-            self._count_memory(position, own + inside, onward)
+            there = 0 if kept is None else own + profile.kept_bytes(sizes.rows[i])
+            self._count_memory(position, own + inside, onward, there)
             graphs = self._graph_bytes + own + profile.peak_bytes(sizes.rows[i], 0)
             self.peak.activation_bytes = max(self.peak.activation_bytes, graphs)
         self._drop((True, j + 1, i))
@@ -227,11 +242,12 @@ class _Replay:
         self._output_gradients = count
 
     def _drain(self, j: int) -> None:
-        if not self._updates and (j in self._sizes.gradients_stay or j in self._sizes.waiting):
-            self._at_home += self._sizes.gradient_bytes[j]
+        sizes = self._sizes
+        if not self._updates and j not in sizes.held and (j in sizes.gradients_stay or j in sizes.waiting):
+            self._at_home += sizes.gradient_bytes[j]
             return
         # The engine waits for the previous shard's gradients only when these are complete.
-        self._count_device(self._sizes.gradient_bytes[j])
+        self._count_device(sizes.gradient_bytes[j])
         self._draining.append(j)
         self._draining_bytes = sum(self._sizes.gradient_bytes[k] for k in self._draining)
 
@@ -282,8 +298,8 @@ class _Replay:
         if now > self.peak.device_bytes:
             self.peak.device_bytes = now
 
-    def _count_memory(self, position: int, inside: int, following: int) -> None:
-        """Counts a cell at its peak, with the boundary or gradient that it makes."""
+    def _count_memory(self, position: int, inside: int, following: int, there: int = 0) -> None:
+        """Counts a cell at its peak, with the boundary or gradient that it makes; ``there`` of it before it begins."""
         sizes = self._sizes
         late = [k for k in self._draining if position < sizes.drained.get(k, position + 1)]
         parts = (
@@ -297,4 +313,4 @@ class _Replay:
         )
         self.peak.memory_bytes = max(self.peak.memory_bytes, sum(parts))
         if self._course is not None:
-            self._course.append(Moment(position, *parts))
+            self._course.append(Moment(position, *parts, rise=max(0, inside - there) + following))

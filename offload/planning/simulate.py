@@ -83,6 +83,8 @@ def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
             resting = shard in plan.in_memory and bool(costs.resting_update)
             seconds = (costs.resting_update if resting else costs.update)[shard]
             updating = updated[shard] = lanes.busy(begin, begin + seconds, _UPDATE)
+            if kind is Kind.UPDATE_IN_BACKWARD:
+                home[shard] = updating  # the gradients are kept until then
         elif kind in (Kind.SPILL, Kind.SPILL_GRADIENT):
             oldest = leaving.popleft() if len(leaving) == WRITES_IN_FLIGHT else compute
             waited += max(0.0, oldest - compute)

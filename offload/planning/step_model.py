@@ -79,6 +79,8 @@ class StepModel:
     least_slots: int = 2
     #: Whether the gradients of a shard can wait in memory.
     gradients_wait: bool = False
+    #: Whether gradients in memory stay there from one backward to the next: they are accumulated, or zeroed in place.
+    accumulates: bool = False
     #: Added to predicted bytes: what measured steps took more.
     margin_bytes: int = 0
     #: What is not searched but given.
@@ -168,10 +170,12 @@ def costs_of(model: StepModel, choice: Choice) -> Costs:
 def _sizes(model: StepModel, choice: Choice, forecast: Forecast | None) -> StepBytes:
     resting = sum(model.resting_bytes[j] for j in choice.in_memory)
     # Without recipes a graph holds what a recomputed cell saves, and its input.
+    waiting = choice.in_memory | choice.waiting
     smaller = model.sizes if choice.cheap_recompute else replace(model.sizes, kept_profiles={}, graph_bytes_per_row={})
     return replace(
         smaller,
-        waiting=choice.in_memory | choice.waiting,
+        waiting=waiting,
+        held=smaller.held | (waiting | smaller.gradients_stay if model.accumulates else frozenset()),
         constant_bytes=model.sizes.constant_bytes + resting,
         drained={} if forecast is None else forecast.drained,
     )

@@ -88,10 +88,15 @@ class CastsSeen(OperationMode):
     def __init__(self, casts: Casts, slot: Tensor) -> None:
         super().__init__()
         self._casts = casts
-        self._slot = slot
+        self._slot: Tensor | None = slot
         self._address = slot.untyped_storage().data_ptr()
         # Weak references hold no memory, but reserve the identity of a freed storage, so it is not reused.
         self._seen: dict[StorageWeakRef, Cast] = {}
+
+    def __exit__(self, *raised: Any) -> None:
+        """Drops the slot: graphs hold the hooks that packed for them, and these hold this object."""
+        super().__exit__(*raised)
+        self._slot = None
 
     def find(self, tensor: Tensor) -> Cast | None:
         """The cast that ``tensor`` is, or is a view of, unless it was written to."""
@@ -106,6 +111,7 @@ class CastsSeen(OperationMode):
             return func(*args, **kwargs)
         if func._schema.is_mutable and any(map(self._in_slot, _written(func, args, kwargs))):
             # Without this, backward would recompute earlier casts from what the layer writes now.
+            assert self._slot is not None
             self._casts.preserve(self._slot)
         result = func(*args, **kwargs)
         if func is _CAST and self._in_slot(args[0]) and not (args[0].is_conj() or args[0].is_neg()):

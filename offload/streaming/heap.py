@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Callable
 
-__all__ = ["KEEP_BYTES", "Heap", "anonymous_bytes", "return_freed_memory"]
+__all__ = ["KEEP_BYTES", "LEAST_BYTES", "Heap", "HeapBound", "anonymous_bytes", "return_freed_memory"]
 
 #: Growth of the process beyond its earlier need after which free memory is returned.
 KEEP_BYTES: int | None = 512 << 20
@@ -84,3 +84,30 @@ class Heap:
             self._needed = anonymous_bytes()
         elif self._needed is None or held < self._needed:
             self._needed = held
+
+
+class HeapBound:
+    """Bounds the memory of the process while a step runs whose memory is predicted.
+
+    What a cell allocates may not fit into the gaps of what was freed before it, so in the worst case these stay beside
+    it. Free memory is returned before a cell that could exceed the bound so, and kept for reuse at all other times.
+    """
+
+    def __init__(self) -> None:
+        #: Bytes of the process that are none of the model's; None before they were measured.
+        self._others: int | None = None
+
+    def measure_others(self, held: int) -> None:
+        """Measures what the process holds besides the ``held`` bytes of the model, without free memory."""
+        return_freed_memory()
+        self._others = anonymous_bytes() - held
+
+    def held(self) -> int | None:
+        """Bytes that the model holds now, with free memory; None before the others were measured."""
+        return None if self._others is None else anonymous_bytes() - self._others
+
+    def make_room(self, there: int, rise: int, limit_bytes: int) -> None:
+        """Returns free memory if ``rise`` more bytes could exceed the limit where ``there`` are predicted now."""
+        held = self.held()
+        if held is not None and held + rise > limit_bytes and held > there:
+            return_freed_memory()

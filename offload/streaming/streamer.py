@@ -165,6 +165,14 @@ class Streamer:
         # Update lane -> load lane. Without these, the slot is filled with values from before the optimizer's step.
         self._loads[j] = self._lanes.load.submit(f"L{j}", fill, arrivals + others)
 
+    def finish_updates_in_memory(self) -> None:
+        """Waits for the pending updates of shards that rest in memory. Raises what they raise."""
+        for shard in self.shards:
+            if (pending := shard.pending) is not None and not shard.blocking_io:
+                with error_context(f"updating shard {shard.index} in memory"):
+                    # Update lane -> host. Without this, their gradients count as held in one measurement of two.
+                    pending.start().synchronize()
+
     def apply_pending_updates(self) -> None:
         """Runs all pending updates and waits for them, before stored weights are read or written.
 

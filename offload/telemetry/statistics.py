@@ -72,7 +72,8 @@ class Meter:
         self.tracer = Tracer()
         #: How much copies and updates slow down layers that compute on the same cores.
         self.contention = Contention()
-        #: Called after each cell.
+        #: Called before each cell, with its letter in the plan, shard and micro-batch; and after each.
+        self.before_cell: Callable[[str, int, int], None] | None = None
         self.after_cell: Callable[[], None] | None = None
         #: Bytes that are on the compute device now.
         self.held_bytes = 0
@@ -106,6 +107,8 @@ class Meter:
         """Counts the time of one cell, whose letter in the plan is ``kind``."""
         clock = self.cells.setdefault((kind, shard), Clock(self._device))
         token = f"{kind}{shard}.{microbatch}"
+        if self.before_cell is not None:
+            self.before_cell(kind, shard, microbatch)
         began, busy = time.perf_counter(), self.contention.busy_seconds()
         # A visit is one sample, since its first micro-batch always takes longer than the others.
         with self.compute.span(), clock.span(rows, continues=microbatch > 0), self.tracer.span("compute", token):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer
+from offload.engine.gradients_held import accumulates_in_memory
 from offload.engine.memory_planner import MemoryPlanner
 from offload.streaming.heap import anonymous_bytes
 
@@ -91,7 +92,7 @@ def test_much_memory_keeps_every_graph_and_every_shard_and_little_keeps_none(tmp
 
 
 def test_a_larger_batch_keeps_fewer_graphs_and_a_smaller_one_more(tmp_path: Path) -> None:
-    model = OffloadModel(stack(), "cpu", tmp_path, memory=MemoryPolicy("80MiB", resident_bytes=0))
+    model = OffloadModel(stack(), "cpu", tmp_path, memory=MemoryPolicy("96MiB", slots=2, resident_bytes=0))
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     kept = []
     for rows in (512, 512, 2048, 128, 512):
@@ -225,16 +226,21 @@ def test_accumulated_gradients_count(tmp_path: Path) -> None:
     model = OffloadModel(stack(), "cpu", tmp_path, memory=MemoryPolicy("64MiB", resident_bytes=0))
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     train(model, optimizer, 4)
-    planner = planner_of(model)
+    planner, shards = planner_of(model), model._executor.shards
     optimizer.synchronize()
     optimizer.zero_grad()
-    assert planner._gradient_bytes_held() == 0
+    assert not any(map(accumulates_in_memory, shards))
     model(torch.randn(ROWS, WIDTH)).sum().backward()
     assert planner.choice is not None
-    shards = model._executor.shards
-    assert planner._gradient_bytes_held() == sum(shards[j].own[0].nbytes for j in ()) + sum(
-        s.nbytes for j in planner.choice.waiting for s in shards[j].own
-    )
+    assert planner.choice.waiting
+    assert {shard.index for shard in shards if accumulates_in_memory(shard)} == planner.choice.waiting
+    before = planner._prediction
+    model(torch.randn(ROWS, WIDTH)).sum().backward()
+    assert planner._accumulates
+    assert before is not None
+    assert planner._prediction is not None
+    held = sum(s.nbytes for j in planner.choice.waiting for s in shards[j].own)
+    assert planner._prediction.peak.begin_bytes == before.peak.begin_bytes + held
 
 
 def test_the_report_names_each_choice_and_what_more_memory_would_buy(tmp_path: Path) -> None:

@@ -309,10 +309,10 @@ def test_boundaries_that_are_written_out_are_not_in_memory() -> None:
         return peak_memory(Plan.parse(text, 2), sizes)
 
     stays = peak("F0.0 F1.0 F2.0 B2.0 D2 B1.0 D1 B0.0 D0")
-    assert stays == PeakMemory(100 + 20 + 20, 0, 1, 100 + 10 + 20 + 20 + 1 + 2 * 10)
+    assert stays == PeakMemory(100 + 20 + 20, 0, 1, 100 + 10 + 20 + 20 + 1 + 2 * 10, begin_bytes=100)
     # One that is being written out is in memory until the next but one is.
     away = peak("F0.0 F1.0 S1.0 F2.0 S2.0 P2.0 B2.0 D2 P1.0 B1.0 D1 B0.0 D0")
-    assert away == PeakMemory(100 + 20 + 10 + 20, 20, 1, 100 + 20 + 10 + 20 + 20 + 1 + 2 * 10)
+    assert away == PeakMemory(100 + 20 + 10 + 20, 20, 1, 100 + 20 + 10 + 20 + 20 + 1 + 2 * 10, begin_bytes=100)
 
 
 @given(
