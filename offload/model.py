@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from offload.engine.tape import Tape
 from offload.files.pretrained import Pretrained, tensors_of
 from offload.limits import MemoryLimits
 from offload.memory import layout_of, limits_for, memory_of
+from offload.mesh.sharding import Sharding, check_mesh
 from offload.optim.access import OptimizerAccess
 from offload.persistence import PersistentHome
 from offload.policy import MemoryPolicy
@@ -43,6 +44,9 @@ from pipe.microbatch import gather_nested, split_nested
 from pipe.nested import map_tensors
 from pipe.process import finalize_here
 from pipe.torch_private import outside_of_compiled_graphs
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["OffloadModel"]
 
@@ -127,6 +131,8 @@ class OffloadModel(ReportingModule):
         pretrained: Pretrained | str | os.PathLike[str] | None = None,
         detect_weight_writes: bool = False,
         blocks: Blocks | None = None,
+        mesh: DeviceMesh | None = None,
+        gradient_divide_factor: float | None = None,
         _cuts: list[int] | None = None,
     ) -> None:
         self._adopt(model)
@@ -139,7 +145,12 @@ class OffloadModel(ReportingModule):
         check_dense(parameters)
         check_separate(parameters)
         self.device = compute_device(device)
-        plans = num_slices is None and checkpoint_activation is None
+        called = getattr(type(self), "_kind", None)  # the class of a model that is called by its own forward
+        not_sharded = {"blocks=": called, "memory=": memory, "memory_budget=": memory_budget}
+        mesh = check_mesh(
+            mesh, gradient_divide_factor, device=self.device, offload_device=offload_device, refused=not_sharded
+        )
+        plans = num_slices is None and checkpoint_activation is None and mesh is None
         if blocks is not None or not isinstance(model, nn.Sequential):
             num_slices = len(named)
         check_choices(num_slices, num_microbatches, param_dtype)
@@ -173,6 +184,7 @@ class OffloadModel(ReportingModule):
             "memory": resources,
             "param_dtype": param_dtype,
             "detect_weight_writes": detect_weight_writes,
+            "mesh": mesh,
         }
         self._num_microbatches = num_microbatches
         #: Names of the arguments of layers after the first.
@@ -186,9 +198,15 @@ class OffloadModel(ReportingModule):
             self._memory_limits = limits_for(resources, layout, needs, self.device, self._meter)
             undo.callback(_release, self._memory_limits)
             self._persistent_home = PersistentHome(self._tier, named, layout.cuts, stored)
-            undo.callback(Rollback(layers, self._persistent_home.values).restore)
-            # A copy that changes the type is converted on the host, which must not block this thread.
-            lanes = open_lanes(self.device, blocking_io=self._tier.blocking_io or param_dtype is not None)
+            sharding = None if mesh is None else Sharding(mesh, gradient_divide_factor, self._meter)
+            # With a mesh, homes do not hold whole values to restore.
+            replaced = self._persistent_home.values if sharding is None else {p: p for _, p in parameters}
+            undo.callback(Rollback(layers, replaced).restore)
+            if sharding is None:
+                # A copy that changes the type is converted on the host, which must not block this thread.
+                lanes = open_lanes(self.device, blocking_io=self._tier.blocking_io or param_dtype is not None)
+            else:
+                lanes = sharding.open_lanes(self.device)
             undo.callback(lanes.close)
             self._executor = Executor(
                 named,
@@ -202,6 +220,7 @@ class OffloadModel(ReportingModule):
                 meter=self._meter,
                 recompute=recompute,
                 param_dtype=param_dtype,
+                sharding=sharding,
             )
             self._join(self._executor, named, undo.callback)
             for runner in self._executor.runners:

@@ -38,6 +38,8 @@ from offload.engine.steps import Steps, joined
 from offload.engine.structure import Structure
 from offload.engine.tape import Tape
 from offload.engine.weight_writes import AssignedData
+from offload.mesh.public import PublicParameters
+from offload.mesh.sharding import Sharding
 from offload.planning.plan import Action, Kind
 from offload.planning.planner import Pass
 from offload.planning.residency import Key
@@ -78,8 +80,10 @@ class Executor(BlockForwards):
         meter: Meter,
         recompute: bool,
         param_dtype: torch.dtype | None,
+        sharding: Sharding | None = None,
     ) -> None:
-        self.shards = make_shards(list(layers.items()), cuts, tier, param_dtype, values)
+        make = make_shards if sharding is None else sharding.make_shards
+        self.shards = make(list(layers.items()), cuts, tier, param_dtype, values)
         for module in (module for layer in layers.values() for module in layer.modules()):
             for key, buffer in module._buffers.items():
                 if buffer is not None:
@@ -93,6 +97,10 @@ class Executor(BlockForwards):
             meter=meter,
             budget_bytes=budget_bytes,
         )
+        if sharding is not None:
+            self.streamer.gradient_offload = sharding.gradient_offload(
+                self.shards, device=device, tier=tier, lane=lanes.drain, meter=meter
+            )
         names = list(layers)
         self.runners = [
             ShardRunner(shard, names[shard.first : shard.first + len(shard.layers)], device) for shard in self.shards
@@ -120,6 +128,8 @@ class Executor(BlockForwards):
         self._references = References(self.shards, (p for runner in self.runners for _, p in runner.watched.parameters))
         super().__init__()
         self.assigned_data = AssignedData(self.shards, self.streamer.gradient_offload.optimizers.views)
+        #: The parameters that users see; with a mesh, layers hold them from now on.
+        self.public = PublicParameters() if sharding is None else sharding.public(self.shards)
         self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
         #: The autograd nodes whose outputs are alive: each holds ``parameters``.
         self.nodes: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -139,8 +149,10 @@ class Executor(BlockForwards):
         tensors = [x for leaves in inputs for x in leaves if isinstance(x, Tensor)]
         check_inputs(inputs)
         if self.structure is not None and self.structure.check():
-            for runner in self.runners:
-                runner.watch()
+            with self.public.in_layers():
+                for runner in self.runners:
+                    runner.watch()
+        self.public.take_settings()
         first = 0 if any(x.requires_grad for x in tensors) else self.first_trainable()
         rows = [largest_rows(leaves) for leaves in inputs]
         records = torch.is_grad_enabled() and (first < len(self.shards) or self.trains_outside)
@@ -206,6 +218,7 @@ class Executor(BlockForwards):
                 later=range(n) if reuses_slots and shared else range(n - 1, tape.first - 1, -1) if tape.records else (),
                 pending=self.streamer.pending(),
             )
+            self.public.begin_pass(this)
             outputs: list[Any] = [None] * m
 
             def run(cell: Cell) -> Generator[tuple[Cell, Any], Any, None]:
@@ -324,6 +337,7 @@ class Executor(BlockForwards):
                 updates=updates,
                 consume=consume,
             )
+            self.public.begin_pass(this, stores=accumulate)
             if consume:
                 tape.used = True  # its used boundaries are freed
 

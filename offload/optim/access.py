@@ -36,6 +36,8 @@ class OptimizerAccess:
         self.device = executor.device
         #: Storage of the states where shards rest at home, the same as that of the parameters.
         self.tier = tier
+        #: Which parameters users see, and what of them is stored.
+        self.public = executor.public
         #: Counts the bytes that updates read and write.
         self.meter = meter
 
@@ -74,6 +76,8 @@ class OptimizerAccess:
 
     def held_elsewhere(self, optimizer: OffloadOptimizer) -> bool:
         """Whether other code holds parameters of the optimizer, and so can read them without asking the model."""
+        if self.public.sharded:
+            return True  # DTensors may be read at any time
         return self._executor.held_elsewhere(*self._streamer.gradient_offload.optimizers.references(optimizer))
 
     def store_assigned_data(self) -> None:

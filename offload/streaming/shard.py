@@ -301,6 +301,13 @@ class Shard:
         with outside_inference_mode():
             return self.gradients, offset, replace(s, offset=offset).view(self.gradients.tensor)
 
+    def part_at_home(self, position: int, whole: Tensor) -> Tensor:
+        """What is stored of a whole parameter, at ``position`` of :attr:`slices`, by this process: all of it."""
+        return whole
+
+    def check_stores(self, positions: Sequence[int]) -> None:
+        """Raises RuntimeError if writes of layers to parameters at ``positions`` cannot be stored."""
+
     def owner_of(self, position: int) -> tuple[Shard, Slice]:
         """The shard that stores the parameter at ``position`` of :attr:`slices`, and its slice there."""
         borrowed = position - len(self.own)
