@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from offload.mesh.elementwise import check_elementwise
 from offload.planning.plan import Kind
 from offload.planning.planner import Pass
 from offload.planning.residency import Residency
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from offload.mesh.parts import Part
     from offload.mesh.ranks import Ranks
     from offload.mesh.shard import MeshShard
+    from offload.optim.optimizer import OffloadOptimizer
 
 __all__ = ["PublicParameters", "ShardedParameters"]
 
@@ -58,6 +60,12 @@ class PublicParameters:
 
     def begin_pass(self, this: Pass, *, stores: bool = True) -> None:
         """Called before the first action of a pass; ``stores``: whether a backward stores gradients."""
+
+    def check_optimizer(self, optimizer: OffloadOptimizer) -> None:
+        """Raises TypeError for a class that needs whole parameters, where this process stores a part of each."""
+
+    def begin_step(self, optimizer: OffloadOptimizer) -> None:
+        """Called at the beginning of a step."""
 
     def local(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """What is stored of parameters that users see."""
@@ -221,6 +229,21 @@ class ShardedParameters(PublicParameters):
         self._ranks.agree("a backward" if this.backward else "a forward", " ".join(words))
 
     # --- optimizers -----------------------------------------------------------------------------------------------
+
+    def check_optimizer(self, optimizer: OffloadOptimizer) -> None:
+        """Raises TypeError for a class that needs whole parameters."""
+        factory = optimizer.factory
+        for options in optimizer.options():
+            check_elementwise(factory.kind, options, factory.arguments)
+
+    def begin_step(self, optimizer: OffloadOptimizer) -> None:
+        """Takes over gradients. Raises RuntimeError for a scale that each rank decides by itself."""
+        if getattr(optimizer, "found_inf", None) is not None:
+            raise RuntimeError(
+                "GradScaler does not support mesh= yet: each rank would decide by itself whether to skip a step; use "
+                "torch.bfloat16, which needs no scale"
+            )
+        self.take_gradients()
 
     def local(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """The stored parameters of DTensors."""

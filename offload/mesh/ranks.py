@@ -1,7 +1,7 @@
-"""The ranks that share one model: their process group, the lane of their collectives, and how they agree on a plan.
+"""The ranks that share one model: their process groups, the lane of their collectives, how they agree on a plan.
 
-All collectives of a model run on one thread, :attr:`Ranks.lane`, strictly first in, first out, in a process group of
-their own, so that collectives of other code in other threads cannot come between them.
+All collectives that move parameters and gradients run on one thread, :attr:`Ranks.lane`, strictly first in, first out,
+in a process group of their own: collectives of other code, in other threads, cannot come between them.
 
 Why it cannot deadlock
     Every rank submits the same jobs in the same order: the order of loads and reductions is the plan's, which depends
@@ -12,20 +12,25 @@ Why it cannot deadlock
       and the jobs before it have ended.
     * A job also waits for the arrivals in ``after``: updates of stored parameters. An update waits for the gradients
       that it uses, which earlier jobs reduced, and for files. So it ends.
-    * The thread that submits jobs blocks only for jobs that it has submitted, or for what they wait for. These are
-      before ``k`` as long as ``k`` is not submitted, so it goes on and submits ``k``.
+    * The thread that submits jobs blocks only for jobs that it has submitted, for what they wait for, and in
+      :meth:`Ranks.agree`, between passes, for the same thread of other ranks. As long as ``k`` is not submitted, these
+      jobs are before ``k``, so it goes on and submits ``k``.
 
     Every wait points backwards in the one common sequence, so ``k`` ends: there is none.
 
-A rank that raises or is killed in a pass leaves the others without their peer. Their next collective raises at the
-latest after the ``timeout`` of the process group.
+Why what fails is not mistaken for something else
+    * After a job that failed (a file that cannot be read, a peer that is gone) no later job of this rank communicates:
+      its collective would meet another one of the peers. All further calls of the model raise.
+    * A rank whose layers raise in a pass submits fewer jobs than the others. These raise at the latest after the
+      ``timeout`` of the mesh's process group. :meth:`Ranks.agree` compares the numbers of jobs, so a rank that goes on
+      by itself raises as well. If all ranks raised at the same place, all go on.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-import threading
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.storage.buffer import host_buffer
-from offload.streaming.lane import ThreadCopyLane
+from offload.streaming.lane import Arrival, ThreadCopyLane
 from pipe.torch_private import timeout_of
 
 if TYPE_CHECKING:
@@ -45,6 +50,41 @@ __all__ = ["MESSAGE_BYTES", "Ranks"]
 
 #: Of one message of :meth:`Ranks.agree`: a digest and a number.
 MESSAGE_BYTES = 32 + 8
+
+
+class CollectiveLane(ThreadCopyLane):
+    """The thread of collectives. Jobs run in the order of their submission; after one that failed no other does."""
+
+    def __init__(self) -> None:
+        super().__init__("ranks", torch.device("cpu"))
+        #: Number of jobs, and the token of the first that failed.
+        self.submitted = 0
+        self.failed: str | None = None
+
+    def check(self) -> None:
+        """Raises RuntimeError after a failure."""
+        if self.failed is not None:
+            raise RuntimeError(
+                f"{self.failed} failed on this rank, so the ranks of the mesh are out of step; end all processes and "
+                f"resume from the last checkpoint (torchrun --max-restarts)"
+            )
+
+    def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
+        """Queues a job."""
+        self.submitted += 1
+
+        def job() -> None:
+            self.check()
+            try:
+                for arrival in after:
+                    # Update lane -> lane of ranks. Without this, parameters from before the step are gathered.
+                    arrival.synchronize()
+                copy()
+            except BaseException:
+                self.failed = token
+                raise
+
+        return super().submit(token, job)
 
 
 class Ranks:
@@ -64,11 +104,14 @@ class Ranks:
         self.rank = mesh.get_local_rank()
         self.divide_factor = float(self.count if divide_factor is None else divide_factor)
         #: The thread of all collectives, and of what is done with their bytes.
-        self.lane = ThreadCopyLane("ranks", torch.device("cpu"))
+        self.lane = CollectiveLane()
         self._meter = meter
-        self._group = dist.new_group(
-            members, backend="gloo", timeout=timeout_of(of_mesh), use_local_synchronization=True
-        )
+
+        def group() -> Any:
+            return dist.new_group(members, backend="gloo", timeout=timeout_of(of_mesh), use_local_synchronization=True)
+
+        #: That of the lane; and one for messages, which are exchanged while the lane may be waiting.
+        self._group, self._messages = group(), group()
         self._buffers: dict[str, Tensor] = {}
 
     def buffer(self, name: str, nbytes: int) -> Tensor:
@@ -82,8 +125,7 @@ class Ranks:
 
     def all_gather(self, staging: Tensor) -> None:
         """Fills ``staging``, of one row of bytes a rank, with the rows of the others. On the lane only."""
-        assert threading.current_thread().name.startswith("offload-ranks"), threading.current_thread().name
-        _all_gather(staging.view(-1), staging[self.rank], group=self._group)
+        _all_gather(staging.view(-1), staging[self.rank], self._group)
         self._meter.bytes_gathered += staging[0].numel() * (self.count - 1)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
@@ -93,27 +135,24 @@ class Ranks:
 
     # --- agreement, on the thread that runs the model -------------------------------------------------------------
 
-    def agree(self, what: str, text: str, number: float = 0.0, *, failed: bool = False) -> list[float]:
+    def agree(self, what: str, text: str, number: float = 0.0) -> list[float]:
         """Compares ``text``, words of which ``what`` is the title, over all ranks; returns the ``number`` of each.
 
         Raises RuntimeError on all ranks if the texts differ, with the first word that does.
         """
+        self.lane.check()
+        text = f"{self.lane.submitted}-collectives-before {text}"
         digest = hashlib.sha256(f"{what} {text}".encode()).digest()
         messages = torch.zeros(self.count, MESSAGE_BYTES, dtype=torch.uint8)
         messages[self.rank] = torch.frombuffer(bytearray(digest + struct.pack("<d", number)), dtype=torch.uint8)
-        texts: list[Any] = [None] * self.count
-
-        def exchange() -> None:
-            _all_gather(messages.view(-1), messages[self.rank], group=self._group)
-            self._meter.bytes_agreed += MESSAGE_BYTES * (self.count - 1)
-            if any(bytes(row[:32].tolist()) != digest for row in messages):
-                dist.all_gather_object(texts, (what, text), group=self._group)
-
-        # Lane -> host. Without this, a pass would begin before it is known that all ranks run the same.
-        self.lane.submit(what, exchange).synchronize()
-        if texts[0] is not None:
+        _all_gather(messages.view(-1), messages[self.rank], self._messages)
+        self._meter.bytes_agreed += MESSAGE_BYTES * (self.count - 1)
+        rows = [bytes(row.tolist()) for row in messages]
+        if any(row[:32] != digest for row in rows):
+            texts: list[Any] = [None] * self.count
+            dist.all_gather_object(texts, (what, text), group=self._messages)
             raise RuntimeError(_difference(texts))
-        return [struct.unpack("<d", bytes(row[32:].tolist()))[0] for row in messages]
+        return [struct.unpack("<d", row[32:])[0] for row in rows]
 
 
 def _all_gather(staging: Tensor, mine: Tensor, group: Any) -> None:

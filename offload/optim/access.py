@@ -48,6 +48,7 @@ class OptimizerAccess:
 
     def add(self, optimizer: OffloadOptimizer) -> None:
         """Registers the optimizer with the model, by a weak reference: see :mod:`offload.streaming.optimizers`."""
+        self.public.check_optimizer(optimizer)
         self._streamer.gradient_offload.optimizers.add(optimizer)
 
     def spare_bytes(self) -> float:

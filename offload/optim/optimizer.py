@@ -171,7 +171,7 @@ class OffloadOptimizer(MovableStates):
                 "then step()"
             )
         self._check_idle()
-        self.access.public.take_gradients()
+        self.access.public.begin_step(self)
         self._synchronize()
         held = self.access.held_elsewhere(self)
         self.access.store_assigned_data()
