@@ -16,6 +16,7 @@ from offload import OffloadModel, OffloadOptimizer
 from tests.offload.mesh import mesh_worker
 
 ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "docs" / "examples" / "train_on_a_mesh.py"
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="needs a torch built with gloo"
@@ -93,3 +94,23 @@ def test_checkpoint_of_two_ranks_is_read_by_one_process(two: list[dict[str, str]
     mesh_worker.run(model, optimizer, None, mesh_worker.batches()[1:])
     expected = torch.load(folder / "expected.pt")
     assert max(float((p.detach() - expected[name]).abs().max()) for name, p in model.named_parameters()) < 1e-5
+
+
+@pytest.mark.parametrize("way", ["ends", "goes on"])
+def test_rank_that_fails_alone_ends_the_others_and_is_never_mistaken_for_one_in_step(tmp_path: Path, way: str) -> None:
+    """A later call raises as well: without that, what it gathers could be the values of another shard."""
+    workers = started("tests.offload.mesh.fault_worker", 2, tmp_path, way)
+    first, second = (output.splitlines() for output, _ in outputs_of(workers))
+    assert first[0] == "0 ValueError: this layer fails"
+    assert all("RuntimeError" in line for line in (*first[1:], *second))
+    assert len(second) == 3
+    assert "out of step; end all processes and resume from the last checkpoint" in second[1]
+    assert len(first) == (1 if way == "ends" else 3)
+
+
+def test_example_trains_and_resumes_in_two_processes() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 of 2 stores 3201 of 6337 elements" in done.stdout
