@@ -297,7 +297,8 @@ class GradCache:
             if model is not inner and isinstance(inner, StreamedModel):
                 raise ValueError(
                     f"expected a {type(inner).__name__} by itself, got one in {type(model).__name__}: its gradients "
-                    f"are offloaded, so the wrapper does not reduce them; average them after the step"
+                    f"are offloaded, so the wrapper does not reduce them; make it with mesh=, which does, or average "
+                    f"them after the step"
                 )
         sizes = [self._rows(*parts) for parts in zip(models, model_inputs, self.chunk_sizes, strict=True)]
         split = [self.split_inputs(x, size) for x, size in zip(model_inputs, sizes, strict=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from offload.files.pretrained import Pretrained
 from offload.limits import MemoryLimits
 from offload.loading import LoadingModule
 from offload.memory import layout_of, limits_for, memory_of
+from offload.mesh.sharding import Sharding, check_mesh
 from offload.optim.access import OptimizerAccess
 from offload.persistence import PersistentHome
 from offload.policy import MemoryPolicy
@@ -43,6 +44,9 @@ from pipe.microbatch import gather_nested, split_nested
 from pipe.nested import map_tensors
 from pipe.process import finalize_here
 from pipe.torch_private import outside_of_compiled_graphs
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["OffloadModel"]
 
@@ -86,6 +90,10 @@ class OffloadModel(LoadingModule):
             its blocks, names in the order of calls, or a class of blocks. Each block is a shard; parameters outside of
             them stay on the compute device. None: the layers of a Sequential or list; else the longest list of modules
             of one class, with a warning that names it.
+        mesh: a one-dimensional ``DeviceMesh`` of processes that train the model together, each on its own rows. Every
+            rank stores a part of each parameter, its gradient and its optimizer states; all may pass one directory.
+            ``parameters()`` are DTensors, and gradients are means over ranks. All ranks make the same calls.
+        gradient_divide_factor: with ``mesh``, divide sums of gradients by this instead of the number of ranks.
         pretrained: a safetensors file, an index of several or the directory of one, or a :class:`~offload.Pretrained`:
             parameters and buffers are read from there straight into their homes, without being initialised first. See
             :meth:`from_pretrained`.
@@ -130,6 +138,8 @@ class OffloadModel(LoadingModule):
         pretrained: Pretrained | str | os.PathLike[str] | None = None,
         detect_weight_writes: bool = False,
         blocks: Blocks | None = None,
+        mesh: DeviceMesh | None = None,
+        gradient_divide_factor: float | None = None,
         _cuts: list[int] | None = None,
     ) -> None:
         self._adopt(model)
@@ -140,9 +150,21 @@ class OffloadModel(LoadingModule):
         named = self._layers_of(model, blocks, **choices)
         parameters = [(f"{k}.{path}", p) for k, layer in named.items() for path, p in layer.named_parameters()]
         check_storable(parameters, named.values(), self.device)
-        check_separate(stored_tensors(named.items()))
+        stored_parts = stored_tensors(named.items())
+        check_separate(stored_parts)
+        called = getattr(type(self), "_kind", None)  # the class of a model that is called by its own forward
+        quantised = [each.name for each in stored_parts if each.part_of is not None]
+        not_sharded = {
+            "blocks=": called,
+            "memory=": memory,
+            "memory_budget=": memory_budget,
+            "a model with quantised weights": quantised or None,
+        }
+        mesh = check_mesh(
+            mesh, gradient_divide_factor, device=self.device, offload_device=offload_device, refused=not_sharded
+        )
         separate([model] if isinstance(model, nn.Module) else named.values())
-        plans = num_slices is None and checkpoint_activation is None
+        plans = num_slices is None and checkpoint_activation is None and mesh is None
         if blocks is not None or not isinstance(model, nn.Sequential):
             num_slices = len(named)
         check_choices(num_slices, num_microbatches, param_dtype)
@@ -177,6 +199,7 @@ class OffloadModel(LoadingModule):
             "memory": resources,
             "param_dtype": param_dtype,
             "detect_weight_writes": detect_weight_writes,
+            "mesh": mesh,
         }
         self._num_microbatches = num_microbatches
         #: Names of the arguments of layers after the first.
@@ -190,9 +213,15 @@ class OffloadModel(LoadingModule):
             self._memory_limits = limits_for(resources, layout, needs, self.device, self._meter)
             undo.callback(_release, self._memory_limits)
             self._persistent_home = PersistentHome(self._tier, named, stored, self._around)
-            undo.callback(Rollback(owners.values(), self._persistent_home.values).restore)
-            # A copy that changes the type is converted on the host, which must not block this thread.
-            lanes = open_lanes(self.device, blocking_io=self._tier.blocking_io or param_dtype is not None)
+            sharding = None if mesh is None else Sharding(mesh, gradient_divide_factor, self._meter)
+            # With a mesh, homes do not hold whole values to restore.
+            replaced = self._persistent_home.values if sharding is None else {p: p for _, p in parameters}
+            undo.callback(Rollback(owners.values(), replaced).restore)
+            if sharding is None:
+                # A copy that changes the type is converted on the host, which must not block this thread.
+                lanes = open_lanes(self.device, blocking_io=self._tier.blocking_io or param_dtype is not None)
+            else:
+                lanes = sharding.open_lanes(self.device)
             undo.callback(lanes.close)
             self._executor = Executor(
                 named,
@@ -206,6 +235,7 @@ class OffloadModel(LoadingModule):
                 meter=self._meter,
                 recompute=recompute,
                 param_dtype=param_dtype,
+                sharding=sharding,
             )
             self._join(self._executor, named, self._persistent_home.values, undo.callback)
             for runner in self._executor.runners:

@@ -177,6 +177,7 @@ class ModuleAtHome(nn.Module):
 
     def __deepcopy__(self: M, memo: dict[int, Any]) -> M:
         """Another model with homes of its own."""
+        self._refuse_copies()
         self._executor.streamer.apply_pending_updates()
         with CopiesOfHomes(self._executor.shards):
             layers = {name: copy.deepcopy(layer, memo) for name, layer in self._modules.items()}
@@ -186,12 +187,20 @@ class ModuleAtHome(nn.Module):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as bare layers, with storage of their own, and the arguments that offload them again."""
+        self._refuse_copies()
         self._executor.streamer.apply_pending_updates()
         memo: dict[int, Any] = {}
         with CopiesOfHomes(self._executor.shards, results=True):
             layers = {name: copy.deepcopy(layer, memo) for name, layer in self._modules.items()}
         cuts = [len(shard.layers) for shard in self._executor.shards]
         return _rebuild, (type(self), layers, cuts, self._arguments, self._state())
+
+    def _refuse_copies(self) -> None:
+        if self._arguments["mesh"] is not None:
+            raise TypeError(
+                "cannot copy or pickle an OffloadModel with mesh=: each rank stores a part of it. Save it by "
+                "torch.distributed.checkpoint, or make another one on all ranks"
+            )
 
     def _state(self) -> dict[str, Any]:
         """The module's own mode and hooks."""

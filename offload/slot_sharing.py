@@ -30,6 +30,9 @@ class SlotSharingModule(ModuleAtHome):
         Args:
             stages: for each stage of a pipe, in order, the models that it runs.
         """
+        models = [m for stage in stages for m in stage if isinstance(m, SlotSharingModule)]
+        if any(m._executor.public.sharded for m in models):
+            raise ValueError("models with mesh= cannot share slots yet: leave out share_slots, or mesh=")
         Streamer.share_slots(
             [[m._executor.streamer for m in stage if isinstance(m, SlotSharingModule)] for stage in stages]
         )

@@ -13,6 +13,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -61,6 +62,7 @@ __all__ = [
     "set_grad_enabled",
     "set_versions",
     "storage_uses",
+    "timeout_of",
     "transform_of_functions_under_way",
     "transform_under_way",
     "uncompiled_hooks",
@@ -104,6 +106,12 @@ def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
 def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiplies tensors in place."""
     torch._foreach_mul_(tensors, factor)
+
+
+def timeout_of(group: Any) -> timedelta:
+    """The timeout of the collectives of a process group on the CPU."""
+    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return timeout
 
 
 def negative_view(tensor: Tensor) -> Tensor:

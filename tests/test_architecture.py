@@ -53,6 +53,7 @@ ORDERS = {
         "limits",
         "telemetry",
         "streaming",
+        "mesh",
         "engine",
         "optim",
         "files",

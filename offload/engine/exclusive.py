@@ -17,6 +17,7 @@ import torch
 
 from offload.engine.cell import ShardRunner
 from offload.engine.state_before import StateBefore
+from offload.mesh.public import PublicParameters
 from offload.streaming.streamer import Streamer
 from pipe.process import check_process
 from pipe.recompute.thread_state import close_contexts
@@ -30,6 +31,7 @@ class ExclusivePasses:
     device: torch.device
     runners: Sequence[ShardRunner]
     streamer: Streamer
+    public: PublicParameters
     #: The methods whose frames are running passes.
     pass_codes: frozenset[CodeType]
 
@@ -83,7 +85,7 @@ class ExclusivePasses:
                 "or another thread did"
             )
         before = StateBefore(self.device, (runner.watched for runner in self.runners) if recomputes else ())
-        with self.streamer.slot_pool.turn(self.streamer):
+        with self.streamer.slot_pool.turn(self.streamer), self.public.in_layers():
             try:
                 if self._busy or self.streamer.must_cancel:
                     self._cancel()

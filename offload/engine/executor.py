@@ -39,6 +39,8 @@ from offload.engine.steps import joined
 from offload.engine.structure import Structure
 from offload.engine.tape import Tape
 from offload.engine.weight_writes import AssignedData
+from offload.mesh.public import PublicParameters
+from offload.mesh.sharding import Sharding
 from offload.planning.plan import Action, Kind
 from offload.planning.planner import Pass
 from offload.planning.residency import Key
@@ -80,8 +82,12 @@ class Executor(BlockForwards):
         meter: Meter,
         recompute: bool,
         param_dtype: torch.dtype | None,
+        sharding: Sharding | None = None,
     ) -> None:
-        self.shards, self.layer_homes = make_shards(list(layers.items()), cuts, tier, param_dtype, values)
+        if sharding is None:
+            self.shards, self.layer_homes = make_shards(list(layers.items()), cuts, tier, param_dtype, values)
+        else:
+            self.shards, self.layer_homes = sharding.make_shards(list(layers.items()), cuts, tier, param_dtype, values)
         for module in (module for layer in layers.values() for module in layer.modules()):
             for key, buffer in module._buffers.items():
                 if buffer is not None:
@@ -97,6 +103,10 @@ class Executor(BlockForwards):
             meter=meter,
             budget_bytes=budget_bytes,
         )
+        if sharding is not None:
+            self.streamer.gradient_offload = sharding.gradient_offload(
+                self.shards, device=device, tier=tier, lane=lanes.drain, meter=meter
+            )
         self.device = device
         self._tier = tier
         self._lanes = lanes
@@ -109,6 +119,8 @@ class Executor(BlockForwards):
         self.use(self.parts_over(self.shards))
         super().__init__()
         self.assigned_data = AssignedData(self.shards, self.streamer.gradient_offload.optimizers.views)
+        #: The parameters that users see; with a mesh, layers hold them from now on.
+        self.public = PublicParameters() if sharding is None else sharding.public(self.shards)
         self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
         #: The autograd nodes whose outputs are alive: each holds ``parameters``.
         self.nodes: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -160,6 +172,7 @@ class Executor(BlockForwards):
             )
         if not self.blocks:  # else before the forward, which may run with casts of parameters
             self.check_structure()
+        self.public.take_settings()
         first = 0 if any(x.requires_grad for x in tensors) else self.first_trainable()
         rows = [largest_rows(leaves) for leaves in inputs]
         records = torch.is_grad_enabled() and (first < len(self.shards) or self.trains_outside)
@@ -225,6 +238,7 @@ class Executor(BlockForwards):
                 later=range(n) if reuses_slots and shared else range(n - 1, tape.first - 1, -1) if tape.records else (),
                 pending=self.streamer.pending(),
             )
+            self.public.begin_pass(this)
             outputs: list[Any] = [None] * m
 
             def run(cell: Cell) -> Generator[tuple[Cell, Any], Any, None]:
@@ -343,6 +357,7 @@ class Executor(BlockForwards):
                 updates=updates,
                 consume=consume,
             )
+            self.public.begin_pass(this, stores=accumulate)
             if consume:
                 tape.used = True  # its used boundaries are freed
 

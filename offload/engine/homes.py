@@ -95,6 +95,8 @@ class MovableHomes(ExclusivePasses):
         self.check_open()
         check_process(self.made_in, "this OffloadModel")
         wanted = frozenset(shards)
+        if self.public.sharded:
+            raise ValueError("shards of a model with mesh= stay at home: their DTensors would not follow a move")
         if not wanted <= {*range(len(self.shards))}:
             raise ValueError(f"expected indices of {len(self.shards)} shards, got {sorted(wanted)} (shards)")
         if self.busy:

@@ -66,6 +66,7 @@ def find_writes(shard: Shard, *, compare: bool) -> list[int]:
             s.point_to(view)
         if assigned or versions[k] != shard.loaded_versions[k] or (compare and not _equals_home(shard, k)):
             positions.append(k)
+    shard.check_stores(positions)
     return positions
 
 
@@ -97,7 +98,7 @@ def set_values(shard: Shard, values: Sequence[Tensor]) -> None:
 
 
 def _equals_home(shard: Shard, position: int) -> bool:
-    here = shard.slices[position].parameter.detach()
+    here = shard.part_at_home(position, shard.slices[position].parameter.detach())
     owner, s = shard.owner_of(position)
     return _same_bytes(here, owner.home_view(s).to(here.dtype))
 

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offload.files.tensor_file import ChecksumError, TensorFile, read_index, write_all, write_tensors
+from offload.files.tensor_file import ChecksumError, TensorFile, check_plain, read_index, write_all, write_tensors
 from offload.optim import OffloadOptimizer
 from offload.storage.page_cache import available_bytes
 from offload.streaming.quantised import part_names
@@ -85,6 +85,7 @@ def save_checkpoint(
         ValueError: if safetensors cannot hold the type of a tensor.
         OSError: if the disk is full or fails; the previous checkpoint is complete, and nothing is left behind.
     """
+    check_plain(dict(model.named_parameters()), "torch.distributed.checkpoint: get_state_dict and dcp.save")
     folder = Path(path)
     if not folder.exists():
         folder.mkdir(parents=True)
@@ -145,6 +146,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
             is then served from memory. For larger checkpoints the optimizer states are verified first, the model while
             it is loaded; the error lists the tensors that hold values of the checkpoint already.
     """
+    check_plain(dict(model.named_parameters()), "torch.distributed.checkpoint: dcp.load and set_state_dict")
     folder = Path(path)
     try:
         weight_map, metadata = read_index(folder / INDEX)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from offload.files.tensor_file import TensorFile, read_index
+from offload.files.tensor_file import TensorFile, check_plain, read_index
 from offload.streaming.quantised import part_names
 
 __all__ = ["KeyMap", "Pretrained", "Stored", "Unmatched", "load_pretrained", "tensors_of"]
@@ -151,8 +151,10 @@ def load_pretrained(
 
     Source: accelerate's ``load_checkpoint_in_model``, without a ``state_dict`` in between.
     """
+    tensors = tensors_of({"": model})
+    check_plain(tensors, "pretrained= of the constructor")
     found, unmatched = Pretrained(path, key_map=key_map, strict=strict).match({"": model})
-    empty = [name for name, tensor in tensors_of({"": model}).items() if tensor.is_meta]
+    empty = [name for name, tensor in tensors.items() if tensor.is_meta]
     if empty:
         raise ValueError(
             f"expected a model with memory, got {len(empty)} tensors on the meta device, such as {empty[0]}; wrap its "

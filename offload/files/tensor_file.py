@@ -30,8 +30,9 @@ from offload.files.running_sum import RunningSum
 from offload.storage.buffer import view_memory
 from offload.storage.contract import bytes_of
 from offload.storage.transfer import move_all
+from pipe.torch_private import is_traceable_wrapper_subclass
 
-__all__ = ["ChecksumError", "TensorFile", "read_index", "write_all", "write_tensors"]
+__all__ = ["ChecksumError", "TensorFile", "check_plain", "read_index", "write_all", "write_tensors"]
 
 _NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -302,3 +303,11 @@ class TensorFile:
         if begin % dtype.itemsize:
             part = part.clone()  # a file of another tool
         return part.view(dtype).view(self.shape(name))
+
+
+def check_plain(tensors: Mapping[str, Tensor], instead: str) -> None:
+    """Raises TypeError for a tensor without memory of its own, such as a DTensor, which each rank has a part of."""
+    found = next((name for name, tensor in tensors.items() if is_traceable_wrapper_subclass(tensor)), None)
+    if found is not None:
+        kind = type(tensors[found]).__name__
+        raise TypeError(f"expected plain tensors, got a {kind} ({found}), of which each rank has a part; use {instead}")

@@ -36,6 +36,8 @@ class OptimizerAccess:
         self.device = executor.device
         #: Storage of the states where shards rest at home, the same as that of the parameters.
         self.tier = tier
+        #: Which parameters users see, and what of them is stored.
+        self.public = executor.public
         #: Counts the bytes that updates read and write.
         self.meter = meter
 
@@ -46,6 +48,7 @@ class OptimizerAccess:
 
     def add(self, optimizer: OffloadOptimizer) -> None:
         """Registers the optimizer with the model, by a weak reference: see :mod:`offload.streaming.optimizers`."""
+        self.public.check_optimizer(optimizer)
         self._streamer.gradient_offload.optimizers.add(optimizer)
 
     def spare_bytes(self) -> float:
@@ -74,6 +77,8 @@ class OptimizerAccess:
 
     def held_elsewhere(self, optimizer: OffloadOptimizer) -> bool:
         """Whether other code holds parameters of the optimizer, and so can read them without asking the model."""
+        if self.public.sharded:
+            return True  # DTensors may be read at any time
         return self._executor.held_elsewhere(*self._streamer.gradient_offload.optimizers.references(optimizer))
 
     @property

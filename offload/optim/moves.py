@@ -60,9 +60,19 @@ class MovableStates(Optimizer):
 
     def publish(self, param_block: ParamBlock) -> None:
         """Shows the states of a param block in :attr:`state`."""
-        for parameter, state in zip(param_block.parameters, param_block.states(), strict=True):
+        public = self.access.public
+        for s, state in zip(param_block.slices, param_block.states(), strict=True):
             if state:
-                self.state[parameter] = state
+                self.state[public.of(s)] = public.show_state(s, state)
+
+    def load_states(self, param_block: ParamBlock, options: list[dict[str, Any]]) -> None:
+        """Takes the states of a param block from :attr:`state`, where they were loaded, and shows them there again."""
+        public = self.access.public
+        shown = [(s, public.of(s)) for s in param_block.slices]
+        param_block.load_states([public.stored_state(s, self.state.get(p, {})) for s, p in shown], options)
+        for _, p in shown:
+            self.state.pop(p, None)
+        self.publish(param_block)
 
     def make_param_blocks(self, shard: Shard, slices: Sequence[Slice], group: int, tier: Tier) -> list[ParamBlock]:
         """New param blocks of parameters of one shard and one group, whose states are stored in ``tier``."""

@@ -145,7 +145,7 @@ class OffloadOptimizer(MovableStates):
         super().add_param_group(group)
         index, members = len(self.param_groups) - 1, set(self.param_groups[-1]["params"])
         for shard in self.access.shards:
-            slices = [s for s in shard.own if s.parameter in members]
+            slices = [s for s in shard.own if self.access.public.of(s) in members]
             tier = shard.tier or self.access.tier
             self.param_blocks.setdefault(shard, []).extend(self.make_param_blocks(shard, slices, index, tier))
         self._resident.add_group(members, index)
@@ -171,6 +171,7 @@ class OffloadOptimizer(MovableStates):
                 "then step()"
             )
         self._check_idle()
+        self.access.public.begin_step(self)
         self._synchronize()
         at_once = self.access.at_once or self.access.held_elsewhere(self)
         self.access.store_assigned_data()
@@ -226,6 +227,7 @@ class OffloadOptimizer(MovableStates):
         if not set_to_none:
             self._synchronize()
         super().zero_grad(set_to_none)
+        self.access.public.take_gradients()
 
     def synchronize(self) -> None:
         """Finishes the pending updates: afterwards parameters, gradients and states have their values of the last step.
@@ -275,13 +277,8 @@ class OffloadOptimizer(MovableStates):
         for group in self.param_groups:
             for key, value in self._class_defaults.items():  # missing in checkpoints of older releases of torch
                 group.setdefault(key, value)
-        loaded = self.state
-        options = self.options()
         for param_block in self._all_param_blocks():
-            param_block.load_states([loaded.get(p, {}) for p in param_block.parameters], options)
-            for p in param_block.parameters:
-                loaded.pop(p, None)
-            self.publish(param_block)
+            self.load_states(param_block, self.options())
 
     def _step_groups_without_gradients(self, options: list[dict[str, Any]]) -> None:
         """Steps groups without gradients on one param block: the plain class writes into these groups, too."""
@@ -320,9 +317,13 @@ class OffloadOptimizer(MovableStates):
         """Factor of the gradients; None for 1."""
         if self.max_norm is None:
             return None if scale is None else 1 / scale.to("cpu")
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        public = self.access.public
+        stored = public.local(p for group in self.param_groups for p in group["params"])
+        grads = [p.grad for p in stored if p.grad is not None]
+        trusted &= not public.sharded  # a write to a DTensor does not increment the version of what it shows
         attached = [attached_norm(grad) if trusted else None for grad in grads]
-        total = total_norm([norm_of(g) if norm is None else norm for g, norm in zip(grads, attached, strict=True)])
+        norms = [norm_of(g) if norm is None else norm for g, norm in zip(grads, attached, strict=True)]
+        total = public.total_norm(total_norm(norms))
         self.last_norm = total if scale is None else total / scale.to(total)
         # As in torch.nn.utils.clip_grad_norm_.
         coefficient = torch.clamp(self.max_norm / (self.last_norm + 1e-6), max=1.0)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from offload.storage.buffer import on_own_storage
 from offload.storage.contract import bytes_of
+from pipe.torch_private import is_traceable_wrapper_subclass
 
 __all__ = ["on_own_storages"]
 
@@ -25,7 +26,7 @@ def on_own_storages(values: Iterable[Any]) -> dict[int, Tensor]:
     Tensors with the same bytes still share a storage. The views are dense, and keep their memory alive.
     """
     tensors = [v for v in values if isinstance(v, Tensor) and v.layout is torch.strided and v.device.type == "cpu"]
-    tensors = [t for t in tensors if t.numel()]
+    tensors = [t for t in tensors if t.numel() and not is_traceable_wrapper_subclass(t)]
     types: dict[int, set[torch.dtype]] = defaultdict(set)
     for t in tensors:
         types[t.untyped_storage().data_ptr()].add(t.dtype)

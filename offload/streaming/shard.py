@@ -18,6 +18,7 @@ their gradients are added to the owner's.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -314,6 +315,13 @@ class Shard:
             self.gradient_regions.append(region)
         with outside_inference_mode():
             return region.block, region.offsets[id(s.parameter)], region.view(s)
+
+    def part_at_home(self, position: int, whole: Tensor) -> Tensor:
+        """What is stored of a whole parameter, at ``position`` of :attr:`slices`, by this process: all of it."""
+        return whole
+
+    def check_stores(self, positions: Sequence[int]) -> None:
+        """Raises RuntimeError if writes of layers to parameters at ``positions`` cannot be stored."""
 
     def owner_of(self, position: int) -> tuple[Shard, Slice]:
         """The shard that stores the parameter at ``position`` of :attr:`slices`, and its slice there."""

@@ -45,6 +45,11 @@ class Statistics:
     shard_updates: int = 0
     update_bytes_read: int = 0
     update_bytes_written: int = 0
+    #: With a mesh, bytes that this rank received from the others: parts of parameters for loads; of gradients; and
+    #: messages by which ranks compare plans and sum norms.
+    bytes_gathered: int = 0
+    bytes_reduced: int = 0
+    bytes_agreed: int = 0
 
 
 class Meter:
@@ -58,6 +63,7 @@ class Meter:
         self.shard_updates = 0
         self.update_bytes_read = 0
         self.update_bytes_written = 0
+        self.bytes_gathered = self.bytes_reduced = self.bytes_agreed = 0
         self.wait = Clock(device)
         self.compute = Clock(device)
         #: (letter of the cell in a plan, shard) -> time of its cells, by rows.
@@ -195,4 +201,7 @@ class Meter:
             self.shard_updates,
             self.update_bytes_read,
             self.update_bytes_written,
+            self.bytes_gathered,
+            self.bytes_reduced,
+            self.bytes_agreed,
         )

@@ -1,0 +1,1 @@
+"""Homes that are sharded over the ranks of a ``DeviceMesh``: loads gather parameters, gradients are reduced."""

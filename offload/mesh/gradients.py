@@ -1,0 +1,142 @@
+"""Reduces gradients over ranks on their way home: each rank stores the mean of its part of every gradient.
+
+::
+
+    visit of shard j      whole gradients  -->  one row of bytes for each rank
+    lane of ranks         all_to_all: row r of every rank arrives at rank r
+                          the sum of these in rank order, in float32 at least  -->  this rank's part
+    next drain            the part is stored, as a gradient of the stored parameter
+
+A parameter without a gradient on this rank counts as zeros. One without on any rank keeps none: each row ends with a
+byte for each parameter that says whether there was one.
+
+``all_to_all`` moves each byte once; gloo's ``reduce_scatter`` moves twice as many. The order of the sum is fixed, so
+results have the same bits from run to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from offload.mesh.parts import offsets_of
+from offload.mesh.ranks import Ranks
+from offload.planning.partition import aligned
+from offload.streaming.gradient_offload import GradientOffload
+from offload.streaming.lane import error_context
+from offload.streaming.shard import Shard
+
+if TYPE_CHECKING:
+    from offload.mesh.shard import MeshShard
+
+__all__ = ["MeshGradientOffload", "row_bytes"]
+
+
+class MeshGradientOffload(GradientOffload):
+    """Offloads the gradients of a model that ``ranks`` share.
+
+    A drain submits one reduction. What is to be stored is known when that is done, so it is stored at the next drain,
+    while further shards compute.
+    """
+
+    def __init__(self, *args: Any, ranks: Ranks, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._ranks = ranks
+        #: What follows the last reduction.
+        self._deferred: list[Callable[[], None]] = []
+        #: Bytes of whole gradients that are being reduced.
+        self._reducing = 0
+
+    def drain(self, shard: Shard, gradients: list[Tensor | None]) -> None:
+        """Starts to reduce the ``gradients`` of the last visit. Those before are stored meanwhile."""
+        self._continue()
+        if self._drop_others or not shard.trainable:
+            return
+        for position, gradient in enumerate(gradients):
+            if gradient is not None and gradient.is_sparse:
+                raise RuntimeError(
+                    f"the gradient of {shard.slices[position].name} is sparse, which is not supported with mesh=; use "
+                    f"a layer with sparse=False"
+                )
+        self._reducing = sum(g.numel() * g.element_size() for g in gradients if g is not None)
+        self._meter.hold(self._reducing)
+        parts: list[Tensor | None] = [None] * len(gradients)
+
+        def reduce() -> None:
+            with self._meter.on_lane("drain", f"R{shard.index}", self._reducing):
+                _reduce(cast("MeshShard", shard), gradients, parts, self._ranks)
+
+        arrival = self._ranks.lane.submit(f"R{shard.index}", reduce)
+
+        def store() -> None:
+            with self._meter.waiting(f"R{shard.index}"), error_context(f"reducing gradients of shard {shard.index}"):
+                # Lane of ranks -> compute. Without this, gradients are stored before they are summed.
+                arrival.wait()
+            self._release()
+            super(MeshGradientOffload, self).drain(shard, parts)
+
+        self._deferred.append(store)
+
+    def update(self, shard: Shard) -> None:
+        """Starts to update a shard once its gradients are reduced."""
+        self._deferred.append(partial(super().update, shard))
+
+    def wait_idle(self) -> None:
+        """Waits until all gradients are stored, at the end of the backward."""
+        self._continue()
+        super().wait_idle()
+
+    def cancel(self) -> None:
+        """Resets all state after a failure, once no copy is running."""
+        self._deferred.clear()
+        self._release()
+        super().cancel()
+
+    def _continue(self) -> None:
+        deferred, self._deferred = self._deferred, []
+        for follow in deferred:
+            follow()
+
+    def _release(self) -> None:
+        self._meter.release(self._reducing)
+        self._reducing = 0
+
+
+def row_bytes(shard: MeshShard) -> int:
+    """Bytes that one rank sends to each other one for the gradients of a shard."""
+    return offsets_of(shard.parts[k] for k in _trainable(shard))[1] + aligned(len(_trainable(shard)))
+
+
+def _trainable(shard: Shard) -> list[int]:
+    return [k for k, s in enumerate(shard.slices) if s.parameter.requires_grad]
+
+
+def _reduce(shard: MeshShard, gradients: list[Tensor | None], reduced: list[Tensor | None], ranks: Ranks) -> None:
+    """Fills ``reduced`` with this rank's part of the mean of each gradient; empties ``gradients``. On the lane."""
+    positions = _trainable(shard)
+    parts = [shard.parts[k] for k in positions]
+    offsets, flags = offsets_of(parts)
+    nbytes = row_bytes(shard)
+    sent = ranks.buffer("staging", ranks.count * nbytes).view(ranks.count, nbytes)
+    received = ranks.buffer("received", ranks.count * nbytes).view(ranks.count, nbytes)
+    for n, (k, part, offset) in enumerate(zip(positions, parts, offsets, strict=True)):
+        gradient, gradients[k] = gradients[k], None
+        sent[:, flags + n] = gradient is not None
+        for rank in range(ranks.count):
+            begin, end = part.span(rank)
+            row = part.view(sent[rank], offset, rank)
+            row.zero_() if gradient is None else row.copy_(gradient[begin:end])
+    ranks.all_to_all(received, sent)
+    for n, (k, part, offset) in enumerate(zip(positions, parts, offsets, strict=True)):
+        if not bool(received[:, flags + n].any()):
+            continue
+        wide = torch.promote_types(part.dtype, torch.float32)
+        # In rank order: the same bits in each run.
+        total = part.view(received[0], offset, ranks.rank).to(wide, copy=True)
+        for rank in range(1, ranks.count):
+            total += part.view(received[rank], offset, ranks.rank)
+        reduced[k] = total.div_(ranks.divide_factor).to(part.dtype)

@@ -1,0 +1,82 @@
+"""Which rows of a parameter each rank stores, as ``torch.distributed.tensor.Shard(0)`` cuts them, and where.
+
+Dimension 0 is cut into equal pieces of ``rows``; the last ranks may store fewer rows, or none. What ranks send to each
+other has the place of every parameter at the same offset, padded to ``rows``, so that one collective moves all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload.planning.partition import aligned
+
+__all__ = ["Part", "offsets_of"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The cut of one parameter, of whole ``shape`` and ``stride``, over so many ``ranks``."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    ranks: int
+
+    @classmethod
+    def of(cls, name: str, parameter: Tensor, ranks: int) -> Part:
+        """The cut of a parameter. Raises ValueError for one that has no rows which are contiguous in memory."""
+        stride = torch.empty_like(parameter, device="meta").stride()
+        part = cls(name, tuple(parameter.shape), tuple(stride), parameter.dtype, ranks)
+        if not part.shape:
+            raise ValueError(
+                f"expected parameters with at least one dimension, got the scalar {name}: mesh= cuts parameters along "
+                f"dimension 0; give it the shape (1,)"
+            )
+        if part.shape[0] > 1 and parameter.numel() and part.stride[0] != part.row_elements:
+            raise ValueError(
+                f"expected parameters whose dimension 0 is outermost in memory, got {name} with shape {part.shape} and "
+                f"strides {part.stride}: mesh= cuts parameters along dimension 0; make it contiguous before wrapping"
+            )
+        return part
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of one row."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def rows(self) -> int:
+        """Rows of each rank, with padding."""
+        return -(-self.shape[0] // self.ranks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the rows of one rank take, with padding."""
+        return aligned(self.rows * self.row_elements * self.dtype.itemsize)
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """The first row of a rank, and the row after its last."""
+        end = self.shape[0]
+        return min(rank * self.rows, end), min((rank + 1) * self.rows, end)
+
+    def view(self, memory: Tensor, offset: int, rank: int) -> Tensor:
+        """The rows of ``rank`` at ``offset`` in flat bytes; no copy."""
+        begin, end = self.span(rank)
+        nbytes = (end - begin) * self.row_elements * self.dtype.itemsize
+        flat = memory[offset : offset + nbytes].view(self.dtype)
+        return flat.as_strided((end - begin, *self.shape[1:]), self.stride)
+
+
+def offsets_of(parts: Iterable[Part]) -> tuple[Sequence[int], int]:
+    """The offset of each part in what one rank sends, and the end of the last."""
+    offsets, end = [], 0
+    for part in parts:
+        offsets.append(end)
+        end += part.nbytes
+    return offsets, end

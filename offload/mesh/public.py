@@ -1,0 +1,282 @@
+"""The parameters that users see: without a mesh those of the layers, with one DTensors whose local part is the home.
+
+Outside of forward and backward the layers hold the DTensors; in a pass they hold the whole plain tensors. An optimizer,
+``clip_grad_norm_``, an average, ``state_dict()`` or ``torch.distributed.checkpoint`` therefore work on stored values
+without knowing of homes.
+
+Gradients of DTensors are set by users, too (``zero_grad``, clipping). So they are taken over before each pass and each
+step, and shown again after each pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.mesh.elementwise import check_elementwise
+from offload.planning.plan import Kind
+from offload.planning.planner import Pass
+from offload.planning.residency import Residency
+from offload.streaming.slices import Slice
+from pipe.torch_private import has_hooks
+
+if TYPE_CHECKING:
+    from offload.mesh.parts import Part
+    from offload.mesh.ranks import Ranks
+    from offload.mesh.shard import MeshShard
+    from offload.optim.optimizer import OffloadOptimizer
+
+__all__ = ["PublicParameters", "ShardedParameters"]
+
+#: The actions of a plan that are collectives, or decide what collectives find.
+_COMMON = (Kind.LOAD, Kind.EVICT, Kind.DRAIN, Kind.UPDATE_IN_BACKWARD)
+
+
+class PublicParameters:
+    """Without a mesh: users see the parameters of the layers themselves."""
+
+    #: Whether each rank stores a part only.
+    sharded = False
+
+    def of(self, s: Slice) -> nn.Parameter:
+        """The parameter that users see for a stored one."""
+        return s.parameter
+
+    def in_layers(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which layers hold the parameters that they compute with."""
+        return contextlib.nullcontext()
+
+    def take_settings(self) -> None:
+        """Takes over ``requires_grad`` before a forward. Raises RuntimeError for hooks that would never run."""
+
+    def take_gradients(self) -> None:
+        """Takes over gradients that were set, replaced or removed."""
+
+    def begin_pass(self, this: Pass, *, stores: bool = True) -> None:
+        """Called before the first action of a pass; ``stores``: whether a backward stores gradients."""
+
+    def check_optimizer(self, optimizer: OffloadOptimizer) -> None:
+        """Raises TypeError for a class that needs whole parameters, where this process stores a part of each."""
+
+    def begin_step(self, optimizer: OffloadOptimizer) -> None:
+        """Called at the beginning of a step."""
+
+    def local(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """What is stored of parameters that users see."""
+        return list(parameters)
+
+    def total_norm(self, norm: Tensor) -> Tensor:
+        """The norm of all gradients, from that of what this process stores."""
+        return norm
+
+    def show_state(self, s: Slice, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of an optimizer for a parameter as users see it."""
+        return state
+
+    def stored_state(self, s: Slice, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What this process stores of a state that users loaded."""
+        return state
+
+
+@dataclass(frozen=True, eq=False)
+class _Parameter:
+    """One parameter in its three forms."""
+
+    stored: nn.Parameter
+    whole: nn.Parameter
+    shown: nn.Parameter
+    part: Part
+
+
+class ShardedParameters(PublicParameters):
+    """DTensors for the stored parameters of ``shards``."""
+
+    sharded = True
+
+    def __init__(self, shards: Sequence[MeshShard], ranks: Ranks) -> None:
+        self._shards = shards
+        self._ranks = ranks
+        self._all = [
+            _Parameter(s.parameter, here.parameter, self._new(s.parameter, here.parameter, part), part)
+            for shard in shards
+            for s, here, part in zip(shard.own, shard.slices, shard.parts, strict=False)
+        ]
+        self._by_stored = {p.stored: p for p in self._all}
+        self._by_shown = {p.shown: p for p in self._all}
+        by_whole = {p.whole: p for p in self._all}
+        for shard in shards:
+            shard.shown.update((there.parameter, self.of(there)) for there in shard.at_home)
+        modules = dict.fromkeys(m for shard in shards for layer in shard.layers for m in layer.modules())
+        #: Where layers hold parameters.
+        self._places = [
+            (module._parameters, key, by_whole[p])
+            for module in modules
+            for key, p in module._parameters.items()
+            if p is not None
+        ]
+        #: Stored gradients, each with the DTensor that shows it; the same of states of optimizers.
+        self._gradients: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+        self._states: dict[nn.Parameter, dict[str, tuple[Tensor, Tensor]]] = {}
+        self._show()
+
+    def _new(self, stored: nn.Parameter, whole: nn.Parameter, part: Part) -> nn.Parameter:
+        shown = nn.Parameter(self._wrap(stored.detach(), part), stored.requires_grad)
+        vars(shown).update({key: value for key, value in vars(whole).items() if key not in vars(shown)})
+        return shown
+
+    def _wrap(self, local: Tensor, part: Part) -> Tensor:
+        """A DTensor whose local part shares the memory of ``local``."""
+        from torch.distributed.tensor import DTensor, Shard
+
+        wrapped: Tensor = DTensor.from_local(
+            local,
+            self._ranks.mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size(part.shape),
+            stride=part.stride,
+        )
+        return wrapped
+
+    def of(self, s: Slice) -> nn.Parameter:
+        """The DTensor of a stored parameter."""
+        return self._by_stored[s.parameter].shown
+
+    # --- before and after passes ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def in_layers(self) -> Iterator[None]:
+        """A context in which layers hold whole parameters, and gradients are the stored ones."""
+        self.take_gradients()
+        try:
+            for register, key, p in self._places:
+                register[key] = p.whole
+            yield
+        finally:
+            self._show()
+
+    def _show(self) -> None:
+        for register, key, p in self._places:
+            register[key] = p.shown
+        for p in self._all:
+            gradient = p.stored.grad
+            if gradient is None:
+                p.shown.grad = None
+            elif self._shown_gradient(p) is not gradient:
+                self._gradients[p.stored] = gradient, self._wrap(gradient.detach(), p.part)
+                p.shown.grad = self._gradients[p.stored][1]
+
+    def _shown_gradient(self, p: _Parameter) -> Tensor | None:
+        """The stored gradient that the DTensor's ``.grad`` shows, if it is the one that was shown last."""
+        stored, shown = self._gradients.get(p.stored, (None, None))
+        return stored if p.shown.grad is shown and shown is not None else None
+
+    def take_gradients(self) -> None:
+        """Takes over gradients that were set, replaced or removed."""
+        for p in self._all:
+            gradient = p.shown.grad
+            if gradient is None:
+                p.stored.grad = None
+                self._gradients.pop(p.stored, None)
+            elif (known := self._shown_gradient(p)) is not None:
+                p.stored.grad = known
+            else:
+                local = gradient.to_local()  # type: ignore[attr-defined]
+                p.stored.grad = local
+                self._gradients[p.stored] = local, gradient
+
+    def take_settings(self) -> None:
+        """Takes over ``requires_grad``. Raises RuntimeError for hooks on gradients."""
+        hooked = []
+        for p in self._all:
+            if has_hooks(p.shown):
+                hooked.append(p.part.name)
+            p.stored.requires_grad_(p.shown.requires_grad)
+            p.whole.requires_grad_(p.shown.requires_grad)
+        if hooked:
+            raise RuntimeError(
+                f"parameters have gradient hooks ({', '.join(hooked[:3])}), which would never run with mesh=: "
+                f"gradients are stored shard by shard. Remove the hooks"
+            )
+
+    # --- agreement of ranks ---------------------------------------------------------------------------------------
+
+    def check_model(self) -> None:
+        """Compares names, shapes and cuts of parameters over all ranks. Raises RuntimeError on all if they differ."""
+        text = " ".join(f"{shard.index}:{self._described(shard)}" for shard in self._shards)
+        self._ranks.agree("the construction of the model", text)
+
+    @staticmethod
+    def _described(shard: MeshShard) -> str:
+        return ",".join(
+            f"{part.name}{list(part.shape)}{str(part.dtype).removeprefix('torch.')}".replace(" ", "")
+            for part in shard.parts
+        )
+
+    def begin_pass(self, this: Pass, *, stores: bool = True) -> None:
+        """Compares the collectives of a pass over all ranks. Raises RuntimeError on all if they differ."""
+        actions = replace(this, microbatches=1, kept=()).actions(Residency(math.inf), lambda key: 0)
+        words = [str(action) for action in actions if action.kind in _COMMON]
+        if this.backward:
+            words.append("stores" if stores else "drops")
+            words += [p.part.name for p in self._all if p.whole.requires_grad]
+        self._ranks.agree("a backward" if this.backward else "a forward", " ".join(words))
+
+    # --- optimizers -----------------------------------------------------------------------------------------------
+
+    def check_optimizer(self, optimizer: OffloadOptimizer) -> None:
+        """Raises TypeError for a class that needs whole parameters."""
+        factory = optimizer.factory
+        for options in optimizer.options():
+            check_elementwise(factory.kind, options, factory.arguments)
+
+    def begin_step(self, optimizer: OffloadOptimizer) -> None:
+        """Takes over gradients. Raises RuntimeError for a scale that each rank decides by itself."""
+        if getattr(optimizer, "found_inf", None) is not None:
+            raise RuntimeError(
+                "GradScaler does not support mesh= yet: each rank would decide by itself whether to skip a step; use "
+                "torch.bfloat16, which needs no scale"
+            )
+        self.take_gradients()
+
+    def local(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """The stored parameters of DTensors."""
+        return [self._by_shown[p].stored for p in parameters]
+
+    def total_norm(self, norm: Tensor) -> Tensor:
+        """The norm of all gradients, from that of this rank's parts; a sum in rank order, equal on all ranks."""
+        squares = self._ranks.agree("the norm of gradients", "", float(norm) ** 2)
+        return torch.tensor(math.sqrt(sum(squares)), dtype=norm.dtype)
+
+    def show_state(self, s: Slice, state: dict[str, Any]) -> dict[str, Any]:
+        """The state with a DTensor for each tensor that has an element for each of the parameter."""
+        p = self._by_stored[s.parameter]
+        known = self._states.setdefault(p.stored, {})
+        shown = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() and value.shape == p.stored.shape:
+                if key not in known or known[key][0] is not value:
+                    known[key] = value, self._wrap(value, replace(p.part, dtype=value.dtype))
+                shown[key] = known[key][1]
+            else:
+                shown[key] = value
+        return shown
+
+    def stored_state(self, s: Slice, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """This rank's part of a state: of DTensors, or of tensors of the whole parameter's shape."""
+        p = self._by_stored[s.parameter]
+        begin, end = p.part.span(self._ranks.rank)
+        found = {}
+        for key, value in state.items():
+            if hasattr(value, "to_local"):
+                value = value.to_local()
+            elif isinstance(value, Tensor) and value.dim() and tuple(value.shape) == p.part.shape:
+                value = value[begin:end]
+            found[key] = value
+        return found

@@ -1,0 +1,182 @@
+"""The ranks that share one model: their process groups, the lane of their collectives, how they agree on a plan.
+
+All collectives that move parameters and gradients run on one thread, :attr:`Ranks.lane`, strictly first in, first out,
+in a process group of their own: collectives of other code, in other threads, cannot come between them.
+
+Why it cannot deadlock
+    Every rank submits the same jobs in the same order: the order of loads and reductions is the plan's, which depends
+    on nothing local, and :meth:`Ranks.agree` compares it before each pass. Let ``k`` be the first job that does not end
+    on some rank although every rank lives. All jobs before ``k`` end everywhere.
+
+    * A job waits for its collective, which ends as soon as all ranks have begun job ``k``; they do once it is submitted
+      and the jobs before it have ended.
+    * A job also waits for the arrivals in ``after``: updates of stored parameters. An update waits for the gradients
+      that it uses, which earlier jobs reduced, and for files. So it ends.
+    * The thread that submits jobs blocks only for jobs that it has submitted, for what they wait for, and in
+      :meth:`Ranks.agree`, between passes, for the same thread of other ranks. As long as ``k`` is not submitted, these
+      jobs are before ``k``, so it goes on and submits ``k``.
+
+    Every wait points backwards in the one common sequence, so ``k`` ends: there is none.
+
+Why what fails is not mistaken for something else
+    * After a job that failed (a file that cannot be read, a peer that is gone) no later job of this rank communicates:
+      its collective would meet another one of the peers. All further calls of the model raise.
+    * A rank whose layers raise in a pass submits fewer jobs than the others. These raise at the latest after the
+      ``timeout`` of the mesh's process group. :meth:`Ranks.agree` compares the numbers of jobs, so a rank that goes on
+      by itself raises as well. If all ranks raised at the same place, all go on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offload.storage.buffer import host_buffer
+from offload.streaming.lane import Arrival, ThreadCopyLane
+from pipe.torch_private import timeout_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from offload.telemetry.statistics import Meter
+
+__all__ = ["MESSAGE_BYTES", "Ranks"]
+
+#: Of one message of :meth:`Ranks.agree`: a digest and a number.
+MESSAGE_BYTES = 32 + 8
+
+
+class CollectiveLane(ThreadCopyLane):
+    """The thread of collectives. Jobs run in the order of their submission; after one that failed no other does."""
+
+    def __init__(self) -> None:
+        super().__init__("ranks", torch.device("cpu"))
+        #: Number of jobs, and the token of the first that failed.
+        self.submitted = 0
+        self.failed: str | None = None
+
+    def check(self) -> None:
+        """Raises RuntimeError after a failure."""
+        if self.failed is not None:
+            raise RuntimeError(
+                f"{self.failed} failed on this rank, so the ranks of the mesh are out of step; end all processes and "
+                f"resume from the last checkpoint (torchrun --max-restarts)"
+            )
+
+    def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
+        """Queues a job."""
+        self.submitted += 1
+
+        def job() -> None:
+            self.check()
+            try:
+                for arrival in after:
+                    # Update lane -> lane of ranks. Without this, parameters from before the step are gathered.
+                    arrival.synchronize()
+                copy()
+            except BaseException:
+                self.failed = token
+                raise
+
+        return super().submit(token, job)
+
+
+class Ranks:
+    """The ranks of a one-dimensional ``mesh``. Made on all of them at the same time.
+
+    Args:
+        mesh: its ranks share the model.
+        divide_factor: by which a sum of gradients over ranks is divided; None: by the number of ranks.
+        meter: counts the bytes that this rank receives from others.
+    """
+
+    def __init__(self, mesh: DeviceMesh, divide_factor: float | None, meter: Meter) -> None:
+        of_mesh = mesh.get_group()
+        members = dist.get_process_group_ranks(of_mesh)
+        self.mesh = mesh
+        self.count = len(members)
+        self.rank = mesh.get_local_rank()
+        self.divide_factor = float(self.count if divide_factor is None else divide_factor)
+        #: The thread of all collectives, and of what is done with their bytes.
+        self.lane = CollectiveLane()
+        self._meter = meter
+
+        def group() -> Any:
+            return dist.new_group(members, backend="gloo", timeout=timeout_of(of_mesh), use_local_synchronization=True)
+
+        #: That of the lane; and one for messages, which are exchanged while the lane may be waiting.
+        self._group, self._messages = group(), group()
+        self._buffers: dict[str, Tensor] = {}
+
+    def buffer(self, name: str, nbytes: int) -> Tensor:
+        """Flat bytes that are reused by the next job of the lane that asks for the same name. On the lane only."""
+        found = self._buffers.get(name)
+        if found is None or found.numel() < nbytes:
+            found = self._buffers[name] = host_buffer(nbytes)
+        return found[:nbytes]
+
+    # --- collectives, on the lane ---------------------------------------------------------------------------------
+
+    def all_gather(self, staging: Tensor) -> None:
+        """Fills ``staging``, of one row of bytes a rank, with the rows of the others. On the lane only."""
+        _all_gather(staging.view(-1), staging[self.rank], self._group)
+        self._meter.bytes_gathered += staging[0].numel() * (self.count - 1)
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        """Sends row ``r`` of bytes to rank ``r``, and receives one row from each. On the lane only."""
+        dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._group)
+        self._meter.bytes_reduced += sent[0].numel() * (self.count - 1)
+
+    # --- agreement, on the thread that runs the model -------------------------------------------------------------
+
+    def agree(self, what: str, text: str, number: float = 0.0) -> list[float]:
+        """Compares ``text``, words of which ``what`` is the title, over all ranks; returns the ``number`` of each.
+
+        Raises RuntimeError on all ranks if the texts differ, with the first word that does.
+        """
+        self.lane.check()
+        text = f"{self.lane.submitted}-collectives-before {text}"
+        digest = hashlib.sha256(f"{what} {text}".encode()).digest()
+        messages = torch.zeros(self.count, MESSAGE_BYTES, dtype=torch.uint8)
+        messages[self.rank] = torch.frombuffer(bytearray(digest + struct.pack("<d", number)), dtype=torch.uint8)
+        _all_gather(messages.view(-1), messages[self.rank], self._messages)
+        self._meter.bytes_agreed += MESSAGE_BYTES * (self.count - 1)
+        rows = [bytes(row.tolist()) for row in messages]
+        if any(row[:32] != digest for row in rows):
+            texts: list[Any] = [None] * self.count
+            dist.all_gather_object(texts, (what, text), group=self._messages)
+            raise RuntimeError(_difference(texts))
+        return [struct.unpack("<d", row[32:])[0] for row in rows]
+
+
+def _all_gather(staging: Tensor, mine: Tensor, group: Any) -> None:
+    """Fills flat ``staging``, of which ``mine`` is a part, from all ranks."""
+    # The name that is kept since torch 2.13; before there is only the other one.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(staging, mine, group=group)
+
+
+def _difference(texts: list[tuple[str, str]]) -> str:
+    """Names the first word in which a rank differs from rank 0."""
+    (what, first), words = texts[0], texts[0][1].split()
+    for rank, (other_what, other) in enumerate(texts):
+        if other_what != what:
+            return f"ranks of one mesh run different calls: rank 0 begins {what}, rank {rank} begins {other_what}"
+        if other == first:
+            continue
+        others = other.split()
+        place = next((k for k, (a, b) in enumerate(zip(words, others, strict=False)) if a != b), None)
+        place = min(len(words), len(others)) if place is None else place
+        mine, theirs = (" ".join(w[place : place + 1]) or "the end" for w in (words, others))
+        before = " ".join(words[max(0, place - 4) : place]) or "the beginning"
+        return (
+            f"ranks of one mesh differ in {what}: after {before}, rank 0 has {mine} and rank {rank} has {theirs} "
+            f"(word {place + 1}); build the same model on all ranks, and call it in the same order"
+        )
+    raise AssertionError

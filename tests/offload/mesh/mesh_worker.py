@@ -1,0 +1,545 @@
+"""What each of several processes does in ``test_mesh``: prints one JSON line with the claims that do not hold.
+
+Run as ``python -m tests.offload.mesh.mesh_worker RANK WORLD FOLDER GROUP``. Processes of their own, since a process
+group is global. All ranks check the same claims in the same order; a claim that fails on one rank only ends the others
+by the timeout of the group.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from gradcache import GradCache
+from gradcache.loss import DistributedContrastiveLoss, SimpleContrastiveLoss
+from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
+from offload.mesh.ranks import CollectiveLane
+from offload.streaming.lane import Arrival
+from tests.waits import find_sites, take_out
+
+WIDTH, ROWS, STEPS = 7, 24, 3
+#: Seconds after which a collective without its peers raises.
+TIMEOUT = 20
+
+
+def build(seed: int = 0, *, tied: bool = False, meta: bool = False) -> nn.Sequential:
+    """Rows that no number of ranks divides, a layer of one row, and one that may be used twice."""
+    torch.manual_seed(seed)
+    with torch.device("meta" if meta else "cpu"):
+        again = nn.Linear(WIDTH, WIDTH)
+        return nn.Sequential(
+            *(nn.Linear(5, WIDTH), nn.Tanh(), again, nn.Tanh()),
+            *(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), again if tied else nn.Linear(WIDTH, WIDTH)),
+            *(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1)),
+        )
+
+
+def batches() -> Tensor:
+    return torch.randn(STEPS, ROWS, 5, generator=torch.Generator().manual_seed(5))
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return (output - 1).square().mean()
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def greatest_error(model: nn.Module, bare: nn.Module) -> float:
+    """Of the gradients, relative to the greatest of all."""
+    names = [name for name, _ in bare.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == names
+    pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), bare.parameters(), strict=True)]
+    assert [p is None for p, _ in pairs] == [q is None for _, q in pairs]
+    most = max(float(q.abs().max()) for _, q in pairs if q is not None)
+    return max(float((whole(p) - q).abs().max()) for p, q in pairs if q is not None) / most
+
+
+def difference(model: nn.Module, bare: nn.Module) -> float:
+    pairs = zip(model.parameters(), bare.parameters(), strict=True)
+    return max(float((whole(p.detach()) - whole(q.detach())).abs().max()) for p, q in pairs)
+
+
+class World:
+    """This rank, and how it makes models."""
+
+    def __init__(self, mesh: DeviceMesh, folder: Path) -> None:
+        self.mesh, self.folder = mesh, folder
+        self.rank, self.ranks = mesh.get_local_rank(), mesh.size()
+
+    def part(self, batch: Tensor) -> Tensor:
+        return batch.chunk(self.ranks)[self.rank]
+
+    def model(self, bare: Any, home: Any = "cpu", slices: int = 4, **how: Any) -> OffloadModel:
+        how = {"checkpoint_activation": True, "mesh": self.mesh, **how}
+        return OffloadModel(copy.deepcopy(bare), "cpu", home, slices, **how)
+
+    def raises(self, kind: type[BaseException], call: Callable[[], Any], *words: str) -> None:
+        with pytest.raises(kind) as raised:
+            call()
+        assert all(word in str(raised.value) for word in words), str(raised.value)
+
+
+# --- gradients and training -------------------------------------------------------------------------------------------
+
+
+def gradients_are_those_of_one_process_on_the_whole_batch(world: World) -> None:
+    ways: list[dict[str, Any]] = [
+        {},
+        {"tied": True, "slices": 5},
+        {"checkpoint_activation": False, "tied": True},
+        {"num_microbatches": 3, "slices": 1},
+        {"home": world.folder / "homes"},
+    ]
+    for way in ways:
+        bare = build(tied=way.pop("tied", False))
+        model = world.model(bare, **way)
+        for batch in batches()[:2]:  # the second accumulates
+            loss_of(model(world.part(batch))).backward()
+            loss_of(bare(batch)).backward()
+        assert greatest_error(model, bare) < 1e-6, way
+        model.close()
+
+
+def the_same_run_gives_the_same_bits(world: World) -> None:
+    def bits() -> str:
+        model = world.model(build(), slices=3)
+        optimizer = OffloadOptimizer(model, torch.optim.AdamW, max_norm=0.1)
+        for batch in batches():
+            loss_of(model(world.part(batch))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        values = b"".join(whole(p.detach()).numpy().tobytes() for p in model.parameters())
+        return hashlib.sha256(values).hexdigest()
+
+    assert bits() == bits()
+
+
+def trains_as_one_process(world: World) -> None:
+    """An ``OffloadOptimizer`` with clipping and accumulation, in memory and in files, and a plain optimizer."""
+    ways: list[dict[str, Any]] = [
+        {"max_norm": 0.05, "accumulate": 2},
+        {"max_norm": 0.05, "home": world.folder / "homes"},
+        {"update_in_backward": True},
+        {"plain": {}},
+        {"plain": {"foreach": True}},
+        {"plain": {"fused": True}},
+    ]
+    for way in ways:
+        bare, accumulate = build(), way.get("accumulate", 1)
+        model = world.model(bare, way.get("home", "cpu"))
+        reference = torch.optim.AdamW(bare.parameters(), lr=0.01)
+        if "plain" in way:
+            optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, **way["plain"])
+        else:
+            how = {key: way[key] for key in ("max_norm", "update_in_backward") if key in way}
+            optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01, **how)
+        for batch in batches():
+            for rows in batch.chunk(accumulate):
+                loss_of(model(world.part(rows))).backward()
+                loss_of(bare(rows)).backward()
+            if "max_norm" in way:
+                norm = nn.utils.clip_grad_norm_(bare.parameters(), way["max_norm"])
+            optimizer.step()
+            reference.step()
+            optimizer.zero_grad()
+            reference.zero_grad()
+            if "max_norm" in way:
+                assert abs(float(optimizer.last_norm - norm)) < 1e-5 * float(norm)
+            assert difference(model, bare) < 1e-5, way
+        model.close()
+
+
+def gradients_that_users_clip_or_replace_are_those_that_are_used(world: World) -> None:
+    bare = build()
+    model = world.model(bare)
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=1.0, max_norm=1e6)
+    reference = torch.optim.SGD(bare.parameters(), lr=1.0)
+    for _ in range(2):
+        for one, batch in ((model, world.part(batches()[0])), (bare, batches()[0])):
+            loss_of(one(batch)).backward()
+            nn.utils.clip_grad_norm_(one.parameters(), 0.01)
+            first = next(one.parameters())
+            first.grad = first.grad * 2
+        optimizer.step()
+        reference.step()
+        reference.zero_grad()
+        model.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+        assert difference(model, bare) < 1e-6
+
+
+def a_parameter_without_gradients_keeps_none(world: World) -> None:
+    """One that no rank uses has none; one that some ranks use counts as zero on the others; frozen ones stay."""
+
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.some, self.never = nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.some(x) if bool(x[0, 0] > 0) else x
+
+    torch.manual_seed(1)
+    bare = nn.Sequential(nn.Linear(5, 5), Branch(), nn.Linear(5, 2))
+    bare[2].bias.requires_grad_(False)
+    model = world.model(bare, slices=3)
+    x = torch.rand(4 * world.ranks, 5) - 0.5
+    with torch.no_grad():
+        bare[0].weight.copy_(torch.eye(5))
+        bare[0].bias.zero_()
+        model[0].weight.copy_(torch.distributed.tensor.distribute_tensor(torch.eye(5), world.mesh))
+        model[0].bias.zero_()
+    x[:, 0] = torch.where(torch.arange(len(x)) < 4, 1.0, -1.0)  # the first rank's rows use the branch
+    model(world.part(x)).square().mean().backward()
+    sum(bare(rows).square().mean() for rows in x.chunk(world.ranks)).div(world.ranks).backward()
+    assert greatest_error(model, bare) < 1e-6
+    assert model[1].some.weight.grad is not None
+    assert model[1].never.weight.grad is None
+    assert model[2].bias.grad is None
+    model[2].bias.requires_grad_(True)
+    model(world.part(x)).square().mean().backward()
+    assert model[2].bias.grad is not None
+
+
+def the_divisor_of_gradients_can_be_chosen(world: World) -> None:
+    bare = build()
+    model = world.model(bare, gradient_divide_factor=1)
+    loss_of(model(world.part(batches()[0]))).backward()
+    (loss_of(bare(batches()[0])) * world.ranks).backward()
+    assert greatest_error(model, bare) < 1e-6
+
+
+def layers_compute_in_another_type_and_sum_in_that_of_homes(world: World) -> None:
+    model, one = world.model(build(), param_dtype=torch.bfloat16), build()
+    alone = OffloadModel(one, "cpu", num_slices=4, checkpoint_activation=True, param_dtype=torch.bfloat16)
+    x = world.part(batches()[0])
+    assert torch.equal(model(x), alone(x))
+    model(batches()[0]).float().square().mean().backward()  # the same rows on all ranks: the mean is that of one
+    alone(batches()[0]).float().square().mean().backward()
+    assert all(p.grad.dtype is torch.float32 for p in model.parameters())
+    assert greatest_error(model, alone) < 1e-6
+
+
+def layers_on_the_meta_device_are_initialised_as_on_one_process(world: World) -> None:
+    torch.manual_seed(3)
+    model = world.model(build(meta=True))
+    torch.manual_seed(3)
+    alone = OffloadModel(build(meta=True), "cpu", num_slices=4, checkpoint_activation=True)
+    assert difference(model, alone) == 0
+
+
+def gradcache_runs_over_it_with_unequal_rows_and_chunks(world: World) -> None:
+    rows = [5, 3, 4, 2][: world.ranks]
+    x, y = torch.randn(2, sum(rows), 5, generator=torch.Generator().manual_seed(3))
+    first = sum(rows[: world.rank])
+    mine = slice(first, first + rows[world.rank])
+    for tied in (False, True):
+        bare = [nn.Sequential(*build(seed)[:3]) for seed in (1, 2)]
+        towers = [world.model(tower, slices=2) for tower in bare]
+        if tied:
+            bare[1], towers[1] = bare[0], towers[0]
+        SimpleContrastiveLoss()(bare[0](x), bare[1](y)).backward()
+        before = towers[0].statistics()
+        GradCache(towers, 2, DistributedContrastiveLoss())(x[mine], y[mine])
+        for tower, expected in zip(towers, bare, strict=True):
+            assert greatest_error(tower, expected) < 1e-6
+        assert towers[0].statistics().shard_loads - before.shard_loads == 2  # both fit in slots, whatever the chunks
+
+
+# --- order of copies --------------------------------------------------------------------------------------------------
+
+
+class LateLane(CollectiveLane):
+    """Runs each job when it, or a later one, is waited for; never in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[Callable[[], None]] = []
+        self.done = 0
+
+    def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Any:
+        self.submitted += 1
+        self.waiting.append(copy)
+        number = self.submitted
+
+        class Late:
+            def wait(late) -> None:
+                while self.done < number:
+                    self.done += 1
+                    with torch.no_grad():
+                        self.waiting.pop(0)()
+
+            synchronize = wait
+
+        return Late()
+
+    def wait_idle(self) -> None:
+        self.waiting.clear()
+
+
+def collectives_that_run_late_change_nothing_but_a_drain_that_is_not_awaited_loses_gradients(world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("offload.mesh.ranks.CollectiveLane", LateLane)
+        for taken in (False, True):
+            bare = build()
+            model = world.model(bare)
+            if taken:
+                (site,) = [
+                    site for site in find_sites(["offload"]) if site.text == "arrival.wait()" and "mesh" in str(site)
+                ]
+                take_out(site, patch)
+            loss_of(model(world.part(batches()[0]))).backward()
+            loss_of(bare(batches()[0])).backward()
+            if taken:
+                assert all(p.grad is None for p in model.parameters())
+            else:
+                assert greatest_error(model, bare) < 1e-6
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def row_bytes(parameters: Any, ranks: int) -> int:
+    """What one rank stores, and sends to each other one: a piece of dimension 0 of each, in whole cache lines."""
+    sizes = [-(-p.shape[0] // ranks) * math.prod(p.shape[1:]) * p.element_size() for p in parameters]
+    return sum(-(-size // 64) * 64 for size in sizes)
+
+
+def bytes_are_those_of_the_formula(world: World) -> None:
+    bare = nn.Sequential(nn.Linear(5, 50), nn.Tanh(), nn.Linear(50, 301), nn.Linear(301, 64), nn.Linear(64, 3))
+    folder = world.folder / f"rank{world.rank}"
+    folder.mkdir(exist_ok=True)
+    model = world.model(bare, folder, len(bare))
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, max_norm=1.0)
+    of_layers = [row_bytes(layer.parameters(), world.ranks) for layer in bare]
+    shards = model._executor.shards
+    assert [0 if shard.home is None else shard.home.nbytes for shard in shards] == of_layers
+    files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    # A file has whole pages; boundaries have one, which is empty so far.
+    assert sorted(files) == [0, *sorted(-(-size // 4096) * 4096 for size in of_layers if size)]
+    padding = 2 * 64 * len([*bare.parameters()]) + 5 * 64 * 4
+    assert sum(of_layers) <= row_bytes(bare.parameters(), 1) / world.ranks + padding
+    for number, batch in enumerate(batches()):
+        before = model.statistics()
+        loss_of(model(world.part(batch))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after, others = model.statistics(), world.ranks - 1
+        # All are loaded forward; the last two are still in slots when backward begins.
+        assert after.bytes_gathered - before.bytes_gathered == others * (sum(of_layers) + sum(of_layers[:-2]))
+        flags = sum(64 for layer in bare if [*layer.parameters()])
+        assert after.bytes_reduced - before.bytes_reduced == others * (sum(of_layers) + flags), number
+        assert after.bytes_agreed - before.bytes_agreed == others * 3 * 40  # forward, backward, norm
+    states = sum(2 * p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
+    shown = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, DTensor)]
+    assert sum(value.to_local().nbytes for value in shown) == states
+    model.close()
+
+
+def all_ranks_may_share_one_directory(world: World) -> None:
+    homes = world.folder / "homes"
+    model = world.model(build(), homes)
+    dist.barrier()
+    files = list(homes.rglob("*weights*"))
+    assert len(files) == sum(shard.home is not None for shard in model._executor.shards) * world.ranks
+    dist.barrier()
+    model.close()
+
+
+def a_mesh_of_one_is_the_engine_without_a_mesh(world: World) -> None:
+    alone = init_device_mesh("cpu", (world.ranks, 1), mesh_dim_names=("replicate", "shard"))["shard"]
+    model, plain = world.model(build(), mesh=alone), world.model(build(), mesh=None)
+    for one in (model, plain):
+        loss_of(one(batches()[0])).backward()
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    seconds = {"wait_seconds": 0, "compute_seconds": 0}
+    assert {**vars(model.statistics()), **seconds} == {**vars(plain.statistics()), **seconds}
+    assert str(model.plan()) == str(plain.plan())
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def checkpoints_are_written_by_all_ranks(world: World) -> None:
+    """Read again here with other slices, and by one process in ``test_mesh``."""
+    model = world.model(build())
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01)
+    run(model, optimizer, world, batches()[:1])
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.state_dict_saver.save(states, checkpoint_id=world.folder / "checkpoint")
+    run(model, optimizer, world, batches()[1:])
+    other = world.model(build(seed=7), world.folder / "homes", 2)
+    resumed = OffloadOptimizer(other, torch.optim.AdamW, lr=0.5)
+    resume(world.folder / "checkpoint", other, resumed)
+    run(other, resumed, world, batches()[1:])
+    assert difference(other, model) == 0
+    values = {name: whole(p.detach()) for name, p in model.named_parameters()}
+    if world.rank == 0:
+        torch.save(values, world.folder / "expected.pt")
+
+
+def run(model: nn.Module, optimizer: Any, world: World | None, steps: Tensor) -> None:
+    for batch in steps:
+        loss_of(model(batch if world is None else world.part(batch))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def resume(path: Path, model: nn.Module, optimizer: Any) -> None:
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.state_dict_loader.load(states, checkpoint_id=path, no_dist=not dist.is_initialized())
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+
+
+# --- what is refused, and failures ------------------------------------------------------------------------------------
+
+
+def ranks_that_differ_are_told_the_first_word_that_does(world: World) -> None:
+    first = world.rank == 0
+    wide = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4 if first else 5))
+    world.raises(RuntimeError, lambda: world.model(wide, slices=2), "rank 0", "1:1.weight[4,4]float32", "[5,4]")
+    assert next(tuple(p.shape) for p in wide.parameters()) == (4, 3)
+    model = world.model(build())
+    model[0].weight.requires_grad_(first)
+    output = model(world.part(batches()[0]))
+    world.raises(RuntimeError, output.sum().backward, "rank 0 has 0.weight and rank 1 has 0.bias")
+    model[0].weight.requires_grad_(True)
+    call = (lambda: model(batches()[0])) if first else model(batches()[0]).sum().backward
+    if first:
+        model(batches()[0])
+    world.raises(RuntimeError, call, "rank 0 begins a forward, rank 1 begins a backward")
+    loss_of(model(world.part(batches()[0]))).backward()
+
+
+def what_is_not_supported_is_refused_before_anything_changes(world: World) -> None:
+    bare, mesh = build(), world.mesh
+    two = init_device_mesh("cpu", (1, world.ranks))
+    scalar = nn.Linear(2, 2)
+    scalar.register_parameter("scale", nn.Parameter(torch.ones(())))
+    across = nn.Linear(4, 3)
+    across.weight = nn.Parameter(torch.ones(4, 3).t())
+    world.raises(ValueError, lambda: world.model(bare, mesh=two), "one dimension", "got 2")
+    world.raises(TypeError, lambda: world.model(bare, mesh="cpu"), "DeviceMesh", "str")
+    world.raises(ValueError, lambda: world.model(bare, memory="1GiB"), "memory=", "mesh=")
+    policy = MemoryPolicy(slots=2)
+    world.raises(ValueError, lambda: world.model(bare, memory=policy), "memory=", "mesh=")
+    kept = DiskHome(world.folder / "kept", keep=True)
+    world.raises(ValueError, lambda: world.model(bare, kept), "keep=True", "dcp.save")
+    world.raises(ValueError, lambda: world.model(bare, gradient_divide_factor=0), "gradient_divide_factor=0")
+    world.raises(ValueError, lambda: world.model(bare, mesh=None, gradient_divide_factor=2), "mesh=")
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1, 8), 2, enable_nested_tensor=False)
+    world.raises(ValueError, lambda: OffloadModel(encoder, "cpu", blocks="layers", mesh=mesh), "blocks=", "mesh=")
+    world.raises(ValueError, lambda: world.model([scalar], slices=1), "scale", "(1,)")
+    world.raises(ValueError, lambda: world.model([across], slices=1), "weight", "contiguous")
+    assert scalar.scale.shape == ()
+    assert across.weight.stride() == (1, 3)
+    model = world.model(bare)
+    adafactor = torch.optim.Adafactor
+    world.raises(TypeError, lambda: OffloadOptimizer(model, adafactor), "Adafactor", "mesh=", "each element")
+    optimizer = OffloadOptimizer(model, torch.optim.SGD)
+    setattr(optimizer, "found_inf", torch.zeros(()))  # noqa: B010
+    world.raises(RuntimeError, optimizer.step, "GradScaler", "mesh=")
+    world.raises(TypeError, lambda: copy.deepcopy(model), "mesh=", "torch.distributed.checkpoint")
+    path = world.folder / "refused"
+    world.raises(TypeError, lambda: save_checkpoint(path, model), "dcp.save")
+    world.raises(TypeError, lambda: load_checkpoint(path, model), "dcp.load")
+    world.raises(ValueError, lambda: model.share_slots([[model]]), "mesh=")
+    handle = model[0].weight.register_hook(lambda gradient: gradient)
+    world.raises(RuntimeError, lambda: model(batches()[0]), "hooks", "0.weight")
+    handle.remove()
+    sparse = world.model([nn.Embedding(10, 4, sparse=True)], slices=1)
+    output = sparse(torch.arange(4))
+    world.raises(RuntimeError, lambda: output.sum().backward(), "sparse", "mesh=")
+
+
+def layers_that_write_their_own_parameters_are_refused(world: World) -> None:
+    class Writes(nn.Linear):
+        through_data = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                (self.weight.data if self.through_data else self.weight).mul_(0.5)
+            return super().forward(x)
+
+    for through_data in (False, True):
+        layer = Writes(4, 4)
+        layer.through_data = through_data
+        model = world.model([layer, nn.Linear(4, 4)], slices=2)
+        world.raises(RuntimeError, lambda model=model: model(torch.ones(2, 4)), "wrote their own parameters", "mesh=")
+        assert torch.equal(whole(model[0].weight.detach()), layer.weight.detach()) or world.ranks
+
+
+def a_failure_on_all_ranks_leaves_the_model_usable(world: World) -> None:
+    bare = build()
+    model = world.model(bare)
+    world.raises(RuntimeError, lambda: model(torch.ones(3, 4)), "shapes")
+    loss_of(model(world.part(batches()[0]))).backward()
+    loss_of(bare(batches()[0])).backward()
+    assert greatest_error(model, bare) < 1e-6
+
+
+CLAIMS = [
+    gradients_are_those_of_one_process_on_the_whole_batch,
+    the_same_run_gives_the_same_bits,
+    trains_as_one_process,
+    gradients_that_users_clip_or_replace_are_those_that_are_used,
+    a_parameter_without_gradients_keeps_none,
+    the_divisor_of_gradients_can_be_chosen,
+    collectives_that_run_late_change_nothing_but_a_drain_that_is_not_awaited_loses_gradients,
+    layers_compute_in_another_type_and_sum_in_that_of_homes,
+    layers_on_the_meta_device_are_initialised_as_on_one_process,
+    gradcache_runs_over_it_with_unequal_rows_and_chunks,
+    bytes_are_those_of_the_formula,
+    all_ranks_may_share_one_directory,
+    a_mesh_of_one_is_the_engine_without_a_mesh,
+    checkpoints_are_written_by_all_ranks,
+    ranks_that_differ_are_told_the_first_word_that_does,
+    what_is_not_supported_is_refused_before_anything_changes,
+    layers_that_write_their_own_parameters_are_refused,
+    a_failure_on_all_ranks_leaves_the_model_usable,
+]
+#: Checked by four ranks as well.
+OF_FOUR = [*CLAIMS[:3], bytes_are_those_of_the_formula, gradcache_runs_over_it_with_unequal_rows_and_chunks]
+
+
+def main(rank: int, ranks: int, folder: Path, claims: list[Callable[[World], None]]) -> None:
+    torch.set_num_threads(1)
+    store, timeout = f"file://{folder / 'store'}", timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timeout)
+    world = World(init_device_mesh("cpu", (ranks,)), folder)
+    (folder / "homes").mkdir(exist_ok=True)
+    broken = {}
+    for claim in claims:
+        try:
+            claim(world)
+        except BaseException:
+            broken[claim.__name__] = traceback.format_exc()
+        dist.barrier()
+    dist.destroy_process_group()
+    print(json.dumps(broken))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), OF_FOUR if sys.argv[4] == "some" else CLAIMS)
