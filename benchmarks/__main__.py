@@ -25,6 +25,7 @@ BENCHMARKS = {  # name -> the question
     "train-overlap": "with a slow loader, slow embedding rows and compute: how near is a step to its slowest part?",
     "pipe-ladder": "beside torchgpipe and fairscale, what do time, memory and bubble of our pipe come to?",
     "gradcache-batch": "how large may an exact contrastive batch be in fixed memory, and what do its chunks cost?",
+    "qwen-embedding": "train the architecture of Qwen3-Embedding-0.6B under a memory cap: who can, and in what time?",
     "gpu-train": "up to 7B parameters with full Adam on one GPU: what memory does each method need?",
     "gpu": "all that needs a GPU, in under ten minutes: the CUDA tests, memory-latency, gpu-train small to 7B",
 }

@@ -19,6 +19,7 @@ PEERS = {
     # Its module has the name of ours: installed beside it, one would hide the other.
     "gradcache": "--no-deps --target FOLDER gradcache==0.0.1 and set PYTHONPATH=FOLDER",
     "sentence-transformers": "sentence-transformers>=3",
+    "transformers": "transformers>=5",
     "torchrec": "torchrec==1.8.0",
     "accelerate": "accelerate",
     "diffusers": "diffusers accelerate",

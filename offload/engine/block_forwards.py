@@ -14,6 +14,7 @@ One chunk runs in the caller's thread: each call of a block runs at once. More o
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -131,11 +132,12 @@ class BlockForwards(MovableHomes):
         """Runs the forwards of many chunks."""
         glue, n, own = self._glue(len(chunks)), len(self.shards), OwnAttributes(len(chunks))
         outside = self.modules_outside()
-        everywhere = [*outside, *(m for shard in self.shards for layer in shard.layers for m in layer.modules())]
+        inside = [[m for layer in shard.layers for m in layer.modules()] for shard in self.shards]
+        everywhere = [*outside, *itertools.chain(*inside)]
 
         def expected(i: int, j: int, state: BlockCall | Result) -> BlockCall:
             call = self._expected(state, j)
-            glue.contexts[i] = self._as_called(call, own.running(i, [*self.shards[j].layers[0].modules()]))
+            glue.contexts[i] = self._as_called(call, own.running(i, inside[j]))
             return call
 
         def suspended(i: int) -> SuspendedForward:

@@ -125,6 +125,32 @@ def test_gradcache_batch_runs_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> 
     assert len({*loads.values()}) == 1
 
 
+def test_qwen_embedding_has_the_sizes_of_the_model_that_it_names(tmp_path: Path) -> None:
+    from benchmarks.qwen_embedding.workload import Model, write_model
+    from offload import Pretrained
+
+    assert Model().parameters == 595_776_512
+    small = Model(blocks=2, width=64, vocabulary=50)
+    assert write_model(tmp_path / "w", small) == 4 * small.parameters
+    assert sum(torch.Size(shape).numel() for _, shape, _ in Pretrained(tmp_path / "w").headers()) == small.parameters
+
+
+def test_qwen_embedding_trains_to_the_losses_of_the_plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
+    from benchmarks.qwen_embedding import benchmark, methods
+
+    monkeypatch.setattr(methods, "cap_memory", lambda nbytes: None)  # it would be this process's
+    cases = {benchmark.OURS: ("ours", ""), "plain": ("plain", ""), benchmark.REFERENCE: ("plain", "")}
+    monkeypatch.setattr(benchmark, "CASES", cases)
+    sizes = "--blocks 3 --width 64 --vocabulary 2000 --pairs 4 6 --positions 8 --chunk 4 --cap 1 --steps 2"
+    run_here("qwen-embedding", sizes, "q")
+    assert "difference of losses" not in pages("q")
+    for group in outcomes_of("q").values():
+        assert [len({*case.values("loss")}) for case in group] == [2, 2, 2]
+        mine, plain = (case.values("loss") for case in group[:2])
+        assert mine == pytest.approx(plain, rel=1e-5)
+
+
 @pytest.mark.parametrize("work", ["training", "contrastive"])
 def test_frontier_trains_to_the_losses_of_the_resident_model_at_each_budget(
     work: str, monkeypatch: pytest.MonkeyPatch
