@@ -1,7 +1,7 @@
 """The examples with trainers, on models that are built from configurations: results of the plain model under them.
 
-In an environment of their own (``.ci/transformers``), where transformers, sentence-transformers, accelerate or datasets
-are not installed.
+Where transformers, sentence-transformers, accelerate or datasets are not installed, ``tests/with_transformers.sh`` runs
+them in an environment of their own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _loaded: dict[str, ModuleType] = {}
 
 def example(name: str, *needs: str) -> Any:
     for package in needs:
-        pytest.importorskip(package, reason=f"needs {package}: .ci/transformers installs it")
+        pytest.importorskip(package, reason=f"needs {package}: tests/with_transformers.sh installs it")
     if name not in _loaded:
         spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
         assert spec is not None

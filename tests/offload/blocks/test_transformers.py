@@ -1,6 +1,6 @@
 """Families of transformers, by tiny configs: loss, gradients, buffers and generator state of the plain model.
 
-In an environment of their own (``pip install transformers peft``), where these are not installed.
+In an environment of their own (``tests/with_transformers.sh``), where these are not installed.
 """
 
 from __future__ import annotations
