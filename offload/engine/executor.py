@@ -335,7 +335,7 @@ class Executor(BlockForwards):
             waiting = sum(other is not tape and not other.used for other in self._tapes)
             gradient_offload = self.streamer.gradient_offload
             if tape.glue is not None:
-                to_inputs |= tape.glue.begin_backward(None if accumulate else returned)
+                to_inputs |= tape.glue.begin_backward(None if accumulate else returned, to_inputs)
             updates = gradient_offload.begin(waiting, returned, drop_others=not accumulate)
             only = None if accumulate else frozenset(returned)
             # Shards that no requested gradient needs are skipped, as in autograd: their hooks must not run.

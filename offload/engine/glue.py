@@ -124,6 +124,7 @@ class Glue:
         self._gradients: dict[Tensor, Tensor] = {}
         self._owned: set[Tensor] = set()
         self._wanted: Collection[Tensor] = ()
+        self._to_inputs = True
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -289,8 +290,9 @@ class Glue:
 
     # --- backward -----------------------------------------------------------------------------------------------
 
-    def begin_backward(self, wanted: Collection[Tensor] | None) -> bool:
-        """Begins a backward that computes the gradients of the ``wanted`` leaves (None: all); whether there are any."""
+    def begin_backward(self, wanted: Collection[Tensor] | None, to_inputs: bool) -> bool:
+        """Begins a backward to the ``wanted`` leaves (None: all), and perhaps to the inputs; whether any are wanted."""
+        self._to_inputs = to_inputs
         asked = None if wanted is None else set(wanted)
         self._wanted = [leaf for leaf in self.leaves if asked is None or leaf in asked]
         self._gradients, self._owned = {}, set()
@@ -342,7 +344,8 @@ class Glue:
                 _add(chunk.returned.setdefault(place[0], {}), place[1], gradient)
         if not through:
             return
-        places = [(b, k) for b, edges in chunk.begins.items() if b < j for k in edges]
+        begins = (b for b in chunk.begins if b < j and (self._to_inputs or b != _INPUTS))
+        places = [(b, k) for b in begins for k in chunk.begins[b]]
         leaves = [leaf for leaf in self._wanted if leaf in chunk.leaves]
         inputs: list[Any] = [*(chunk.begins[b][k] for b, k in places), *leaves]
         if not inputs:

@@ -50,6 +50,9 @@ CORPUS: dict[str, Program] = {
     "a_functional_call_is_refused_or_right": program(Functional("call"), checkpoint=True),
     "backward_of_given_inputs_reaches_parameters": program(Forward(), Backward(inputs="all")),
     "backward_of_the_last_parameter_reaches_it_alone": program(Forward(), Backward(inputs="last"), checkpoint=True),
+    "code_before_blocks_that_given_inputs_leave_out_does_not_run_backward": program(
+        Forward(x_grad=True), Write("set", 0), Backward(inputs="last"), model="blocks_normed"
+    ),
     "gradients_of_parameters_are_returned": program(Forward(), Grad()),
     # What was handed out is never written again.
     "gradients_that_are_kept_outlive_a_backward_on_disk": program(
