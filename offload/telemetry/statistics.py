@@ -138,6 +138,7 @@ class Meter:
         self.cells.clear()
         self.memory_profiles.clear()
         self.kept_profiles.clear()
+        self.activation_bytes_per_row = 0.0
         self.contention.forget_cells()
         self._steps = 0
 

@@ -16,6 +16,7 @@ from offload.engine.executor import Executor
 from offload.files.tensor_file import TensorFile
 from offload.storage.disk import DiskTier
 from offload.storage.host import HostTier
+from offload.streaming.layer_homes import LayerHomes
 from tests.offload.interrupts import interrupted, lines_of
 
 WIDTH, LAYERS = 8, 5
@@ -105,13 +106,13 @@ def wrapped(model: nn.Sequential, home: str, **more: Any) -> OffloadModel:
 
 @pytest.mark.parametrize("k", range(LAYERS))
 @pytest.mark.parametrize("meta", [(), (1, 4), tuple(range(LAYERS))], ids=["cpu", "some on meta", "all on meta"])
-def test_a_full_home_at_any_shard_leaves_the_layers_as_they_were(
+def test_a_failure_at_any_shard_leaves_the_layers_as_they_were(
     home: str, k: int, meta: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = layers(meta)
     before = StateBefore(model)
-    fail_at(monkeypatch, HostTier if home == "cpu" else DiskTier, "allocate", k, full())
-    with pytest.raises(OSError, match="No space left"):
+    fail_at(monkeypatch, LayerHomes, "shard", k, MemoryError("no memory"))
+    with pytest.raises(MemoryError, match="no memory"):
         wrapped(model, home)
     monkeypatch.undo()
     if not meta:
@@ -124,6 +125,21 @@ def test_a_full_home_at_any_shard_leaves_the_layers_as_they_were(
         model.load_state_dict(layers().state_dict())
         assert torch.equal(model(x), expected)
         assert torch.equal(wrapped(model, home)(x), expected)
+
+
+@pytest.mark.parametrize("meta", [(), (1, 4)], ids=["cpu", "some on meta"])
+def test_a_full_home_leaves_the_layers_as_they_were(
+    home: str, meta: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = layers(meta)
+    before = StateBefore(model)
+    addresses = [p.data_ptr() for p in model.parameters()]
+    fail_at(monkeypatch, HostTier if home == "cpu" else DiskTier, "weights", 0, full())
+    with pytest.raises(OSError, match="No space left"):
+        wrapped(model, home)
+    monkeypatch.undo()
+    before.check()
+    assert [p.data_ptr() for p in model.parameters()] == addresses  # nothing has moved
 
 
 @pytest.mark.parametrize("k", [0, 3, 11])
@@ -184,7 +200,7 @@ def test_bad_arguments_are_refused_before_anything_moves(
     model = layers()
     before = StateBefore(model)
     addresses = [p.data_ptr() for p in model.parameters()]
-    fail_at(monkeypatch, HostTier if home == "cpu" else DiskTier, "allocate", 0, AssertionError("something moved"))
+    fail_at(monkeypatch, HostTier if home == "cpu" else DiskTier, "weights", 0, AssertionError("something moved"))
     with pytest.raises((TypeError, ValueError), match=next(iter(arguments))):
         wrapped(model, home, **arguments)
     before.check()

@@ -45,6 +45,9 @@ class Recorded(Block):
     def staged(self) -> Tensor:
         return self.tensor
 
+    def part(self, offset: int, nbytes: int) -> Block:
+        raise AssertionError("states and gradients are not cut")
+
     def write(self, source: Tensor, offset: int) -> None:
         self._note("write")
         self.tensor[offset : offset + source.numel()] = source

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import DiskHome, HomeError, OffloadEmbeddingBag, OffloadModel
+from offload import DiskHome, HomeError, OffloadEmbeddingBag, OffloadModel, OffloadOptimizer
 from offload.storage import PersistentTier, Tier
 from offload.storage.buffer import PAGE_BYTES
 from offload.storage.manifest import read_manifest, write_manifest
@@ -67,6 +67,27 @@ def test_training_continues_in_other_cuts(tmp_path: Path) -> None:
     assert ours == losses
     assert the_same(everything(bare), everything(model))
     assert len(inodes) == 1
+
+
+def test_optimizer_states_follow_a_home_into_other_cuts(tmp_path: Path) -> None:
+    def loss_of(model: nn.Module, k: int) -> Tensor:
+        return model(torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(k))).square().mean()
+
+    bare, folder, checkpoint = layers(tied=False), tmp_path / "home", tmp_path / "saved"
+    plain = torch.optim.AdamW(bare.parameters(), lr=0.01, fused=True)
+    for begin, slices in zip(range(0, 8, 2), (2, 5, 1, 3), strict=True):
+        model = offloaded(layers("meta" if begin else "cpu", tied=False), folder, slices=slices)
+        ours = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01)
+        if begin:
+            ours.load_state_dict(torch.load(checkpoint, weights_only=True))
+        for k in range(begin, begin + 2):
+            for run, optimizer in ((bare, plain), (model, ours)):
+                optimizer.zero_grad()
+                loss_of(run, k).backward()
+                optimizer.step()
+        torch.save(ours.state_dict(), checkpoint)
+        model.close()
+        assert the_same(everything(bare), everything(model))
 
 
 def test_an_adopted_home_is_neither_copied_nor_initialised(
