@@ -167,6 +167,8 @@ def make_mesh_shards(
             if whole.grad is not None:
                 one.grad, whole.grad = whole.grad[begin:end].clone(), None
             whole.data = _without_memory(whole)
+        if shard.home is not None:
+            ranks.copy_first_replica(shard.home.tensor)
         borrowed = [(name, p) for name, p in used if stored[p][0] is not shard]
         shard.loans = [stored[p][:2] for _, p in borrowed]
         shard.parts = [stored[p][2] for _, p in (*new, *borrowed)]
