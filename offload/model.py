@@ -90,9 +90,10 @@ class OffloadModel(LoadingModule):
             its blocks, names in the order of calls, or a class of blocks. Each block is a shard; parameters outside of
             them stay on the compute device. None: the layers of a Sequential or list; else the longest list of modules
             of one class, with a warning that names it.
-        mesh: a one-dimensional ``DeviceMesh`` of processes that train the model together, each on its own rows. Every
-            rank stores a part of each parameter, its gradient and its optimizer states; all may pass one directory.
-            ``parameters()`` are DTensors, and gradients are means over ranks. All ranks make the same calls.
+        mesh: a ``DeviceMesh`` of processes that train the model together, each on its own rows: of one dimension
+            (shard), or two (replicate, shard). Each rank stores a part of each parameter, its gradient and its
+            optimizer states; all may pass one directory. ``parameters()`` are DTensors, and gradients are means over
+            ranks. All ranks make the same calls.
         gradient_divide_factor: with ``mesh``, divide sums of gradients by this instead of the number of ranks.
         pretrained: a safetensors file, an index of several or the directory of one, or a :class:`~offload.Pretrained`:
             parameters and buffers are read from there straight into their homes, without being initialised first. See

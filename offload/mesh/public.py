@@ -132,12 +132,13 @@ class ShardedParameters(PublicParameters):
 
     def _wrap(self, local: Tensor, part: Part) -> Tensor:
         """A DTensor whose local part shares the memory of ``local``."""
-        from torch.distributed.tensor import DTensor, Shard
+        from torch.distributed.tensor import DTensor, Replicate, Shard
 
+        replicas = [Replicate()] * (self._ranks.mesh.ndim - 1)
         wrapped: Tensor = DTensor.from_local(
             local,
             self._ranks.mesh,
-            [Shard(0)],
+            [*replicas, Shard(0)],
             run_check=False,
             shape=torch.Size(part.shape),
             stride=part.stride,

@@ -88,30 +88,40 @@ class CollectiveLane(ThreadCopyLane):
 
 
 class Ranks:
-    """The ranks of a one-dimensional ``mesh``. Made on all of them at the same time.
+    """The ranks of a ``mesh`` of one dimension (shard) or two (replicate, shard). Made on all of them at the same time.
 
     Args:
-        mesh: its ranks share the model.
+        mesh: its ranks share the model. Those of one row of two dimensions store it together, each row all of it.
         divide_factor: by which a sum of gradients over ranks is divided; None: by the number of ranks.
         meter: counts the bytes that this rank receives from others.
+
+    Raises ValueError if the ranks of the mesh are not in ascending order.
     """
 
     def __init__(self, mesh: DeviceMesh, divide_factor: float | None, meter: Meter) -> None:
-        of_mesh = mesh.get_group()
-        members = dist.get_process_group_ranks(of_mesh)
+        last = mesh.ndim - 1
+        everybody = mesh.mesh.flatten().tolist()
+        if everybody != sorted(everybody):
+            raise ValueError(f"expected a mesh of ranks in ascending order, got {everybody} (mesh)")
         self.mesh = mesh
-        self.count = len(members)
-        self.rank = mesh.get_local_rank()
-        self.divide_factor = float(self.count if divide_factor is None else divide_factor)
+        #: Ranks that store one model together, and the place of this one among them.
+        self.count, self.rank = mesh.size(last), mesh.get_local_rank(last)
+        #: How often the model is stored, and by which row of the mesh this rank is.
+        self.replicas, self.replica = (mesh.size(0), mesh.get_local_rank(0)) if last else (1, 0)
+        self._total = len(everybody)
+        self.divide_factor = float(self._total if divide_factor is None else divide_factor)
         #: The thread of all collectives, and of what is done with their bytes.
         self.lane = CollectiveLane()
         self._meter = meter
+        timeout = timeout_of(mesh.get_group(last))
 
-        def group() -> Any:
-            return dist.new_group(members, backend="gloo", timeout=timeout_of(of_mesh), use_local_synchronization=True)
+        def group(members: list[int]) -> Any:
+            return dist.new_group(members, backend="gloo", timeout=timeout, use_local_synchronization=True)
 
-        #: That of the lane; and one for messages, which are exchanged while the lane may be waiting.
-        self._group, self._messages = group(), group()
+        #: Those of the lane; and one for messages, which are exchanged while the lane may be waiting.
+        self._group = group(dist.get_process_group_ranks(mesh.get_group(last)))
+        self._messages = group(everybody)
+        self._rows = group(dist.get_process_group_ranks(mesh.get_group(0))) if self.replicas > 1 else None
         self._buffers: dict[str, Tensor] = {}
 
     def buffer(self, name: str, nbytes: int) -> Tensor:
@@ -133,26 +143,41 @@ class Ranks:
         dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._group)
         self._meter.bytes_reduced += sent[0].numel() * (self.count - 1)
 
+    def all_gather_replicas(self, rows: Tensor) -> None:
+        """Fills ``rows``, of bytes for each replica of what this rank stores, with those of the others."""
+        _all_gather(rows.view(-1), rows[self.replica], self._rows)
+        self._meter.bytes_reduced += rows[0].numel() * (self.replicas - 1)
+
+    def copy_first_replica(self, tensor: Tensor) -> None:
+        """Gives ``tensor``, the home of a shard, the values of the first row of the mesh."""
+        if self._rows is not None:
+            source = dist.get_global_rank(self._rows, 0)
+            self.lane.submit("initial values", lambda: dist.broadcast(tensor, source, self._rows)).synchronize()
+
     # --- agreement, on the thread that runs the model -------------------------------------------------------------
 
     def agree(self, what: str, text: str, number: float = 0.0) -> list[float]:
-        """Compares ``text``, words of which ``what`` is the title, over all ranks; returns the ``number`` of each.
+        """Compares ``text``, words of which ``what`` is the title, over all ranks.
+
+        Returns the ``number`` of each rank that stores the model together with this one.
 
         Raises RuntimeError on all ranks if the texts differ, with the first word that does.
         """
         self.lane.check()
         text = f"{self.lane.submitted}-collectives-before {text}"
         digest = hashlib.sha256(f"{what} {text}".encode()).digest()
-        messages = torch.zeros(self.count, MESSAGE_BYTES, dtype=torch.uint8)
-        messages[self.rank] = torch.frombuffer(bytearray(digest + struct.pack("<d", number)), dtype=torch.uint8)
-        _all_gather(messages.view(-1), messages[self.rank], self._messages)
-        self._meter.bytes_agreed += MESSAGE_BYTES * (self.count - 1)
+        messages = torch.zeros(self._total, MESSAGE_BYTES, dtype=torch.uint8)
+        mine = messages[self.replica * self.count + self.rank]
+        mine[:] = torch.frombuffer(bytearray(digest + struct.pack("<d", number)), dtype=torch.uint8)
+        _all_gather(messages.view(-1), mine, self._messages)
+        self._meter.bytes_agreed += MESSAGE_BYTES * (self._total - 1)
         rows = [bytes(row.tolist()) for row in messages]
         if any(row[:32] != digest for row in rows):
-            texts: list[Any] = [None] * self.count
+            texts: list[Any] = [None] * self._total
             dist.all_gather_object(texts, (what, text), group=self._messages)
             raise RuntimeError(_difference(texts))
-        return [struct.unpack("<d", row[32:])[0] for row in rows]
+        first = self.replica * self.count
+        return [struct.unpack("<d", row[32:])[0] for row in rows[first : first + self.count]]
 
 
 def _all_gather(staging: Tensor, mine: Tensor, group: Any) -> None:

@@ -171,6 +171,8 @@ def make_mesh_shards(
             if whole.grad is not None:
                 one.grad, whole.grad = whole.grad[begin:end].clone(), None
             whole.data = _without_memory(whole)
+        if shard.home is not None:
+            ranks.copy_first_replica(shard.home.tensor)
         borrowed = [each for each in used if stored[each.parameter][0] is not shard]
         shard.loans = [stored[each.parameter][:2] for each in borrowed]
         shard.parts = [stored[each.parameter][2] for each in (*new, *borrowed)]

@@ -58,8 +58,8 @@ def check_mesh(
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"expected a torch.distributed.DeviceMesh, got {type(mesh).__name__} (mesh)")
     wrong = []
-    if mesh.ndim != 1:
-        wrong.append(f"mesh= supports one dimension as yet, got {mesh.ndim}: pass one of them, such as mesh['shard']")
+    if mesh.ndim > 2:
+        wrong.append(f"expected a mesh of one dimension (shard) or two (replicate, shard), got {mesh.ndim} (mesh)")
     elif mesh.size() == 1:
         _check_alone(divide_factor)
         return None

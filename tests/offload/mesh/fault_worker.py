@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from offload import OffloadModel
 
@@ -28,10 +28,12 @@ class FailsOnce(nn.Linear):
 
 
 def main(rank: int, ranks: int, folder: Path, way: str) -> None:
-    store, timeout = f"file://{folder / 'store'}", timedelta(seconds=3)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timeout)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=ranks)
+    # Ranks start at different times, and wait for each other here; collectives of the model wait for less.
+    dist.barrier()
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=8)), "cpu")
     layers = [FailsOnce(4, 4) for _ in range(6)]
-    model = OffloadModel(layers, "cpu", folder, mesh=init_device_mesh("cpu", (ranks,)), checkpoint_activation=True)
+    model = OffloadModel(layers, "cpu", folder, mesh=mesh, checkpoint_activation=True)
     x = torch.ones(2, 4)
     model(x)
     FailsOnce.fails = rank == 0

@@ -265,6 +265,39 @@ def gradcache_runs_over_it_with_unequal_rows_and_chunks(world: World) -> None:
         assert towers[0].statistics().shard_loads - before.shard_loads == 2  # both fit in slots, whatever the chunks
 
 
+def rows_of_a_mesh_of_two_dimensions_store_the_model_each(world: World) -> None:
+    """(replicate, shard): the gradients, clipping and bytes of both dimensions; replicas keep the same bits."""
+    for shape in ((2, world.ranks // 2), (1, world.ranks)):
+        mesh = init_device_mesh("cpu", shape)
+        replicas, ranks = shape
+        bare = build()
+        # Replicas begin with the values of the first one.
+        first = build(seed=0 if mesh.get_local_rank(0) == 0 else 7)
+        model = world.model(first, "cpu" if replicas == 1 else world.folder / "homes", len(bare), mesh=mesh)
+        optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01, max_norm=0.05)
+        reference = torch.optim.AdamW(bare.parameters(), lr=0.01)
+        for batch in batches():
+            before = model.statistics()
+            loss_of(model(world.part(batch))).backward()
+            loss_of(bare(batch)).backward()
+            assert greatest_error(model, bare) < 1e-6
+            after = model.statistics()
+            of_layers = sum(row_bytes(layer.parameters(), ranks) + 64 for layer in bare if [*layer.parameters()])
+            assert after.bytes_reduced - before.bytes_reduced == of_layers * (ranks - 1 + replicas - 1)
+            assert after.bytes_agreed - before.bytes_agreed == 2 * 40 * (world.ranks - 1)
+            norm = nn.utils.clip_grad_norm_(bare.parameters(), 0.05)
+            optimizer.step()
+            reference.step()
+            optimizer.zero_grad()
+            reference.zero_grad()
+            assert abs(float(optimizer.last_norm - norm)) < 1e-5 * float(norm)
+            assert difference(model, bare) < 1e-5
+        mine = b"".join(p.to_local().detach().numpy().tobytes() for p in model.parameters() if isinstance(p, DTensor))
+        bits: list[Any] = [None] * world.ranks
+        dist.all_gather_object(bits, mine)
+        assert all(bits[k] == bits[k % ranks] for k in range(world.ranks))
+
+
 # --- order of copies --------------------------------------------------------------------------------------------------
 
 
@@ -435,12 +468,12 @@ def ranks_that_differ_are_told_the_first_word_that_does(world: World) -> None:
 
 def what_is_not_supported_is_refused_before_anything_changes(world: World) -> None:
     bare, mesh = build(), world.mesh
-    two = init_device_mesh("cpu", (1, world.ranks))
+    three = init_device_mesh("cpu", (1, 1, world.ranks))
     scalar = nn.Linear(2, 2)
     scalar.register_parameter("scale", nn.Parameter(torch.ones(())))
     across = nn.Linear(4, 3)
     across.weight = nn.Parameter(torch.ones(4, 3).t())
-    world.raises(ValueError, lambda: world.model(bare, mesh=two), "one dimension", "got 2")
+    world.raises(ValueError, lambda: world.model(bare, mesh=three), "one dimension", "got 3")
     world.raises(TypeError, lambda: world.model(bare, mesh="cpu"), "DeviceMesh", "str")
     world.raises(ValueError, lambda: world.model(bare, memory="1GiB"), "memory=", "mesh=")
     policy = MemoryPolicy(slots=2)
@@ -507,6 +540,7 @@ CLAIMS = [
     gradients_that_users_clip_or_replace_are_those_that_are_used,
     a_parameter_without_gradients_keeps_none,
     the_divisor_of_gradients_can_be_chosen,
+    rows_of_a_mesh_of_two_dimensions_store_the_model_each,
     collectives_that_run_late_change_nothing_but_a_drain_that_is_not_awaited_loses_gradients,
     layers_compute_in_another_type_and_sum_in_that_of_homes,
     layers_on_the_meta_device_are_initialised_as_on_one_process,
@@ -521,7 +555,12 @@ CLAIMS = [
     a_failure_on_all_ranks_leaves_the_model_usable,
 ]
 #: Checked by four ranks as well.
-OF_FOUR = [*CLAIMS[:3], bytes_are_those_of_the_formula, gradcache_runs_over_it_with_unequal_rows_and_chunks]
+OF_FOUR = [
+    *CLAIMS[:3],
+    rows_of_a_mesh_of_two_dimensions_store_the_model_each,
+    bytes_are_those_of_the_formula,
+    gradcache_runs_over_it_with_unequal_rows_and_chunks,
+]
 
 
 def main(rank: int, ranks: int, folder: Path, claims: list[Callable[[World], None]]) -> None:
