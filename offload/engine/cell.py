@@ -32,7 +32,7 @@ from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.replay import Replay
 from pipe.recompute.rerun import RepeatableLayers, Rerun
-from pipe.torch_private import hidden_hooks, uncompiled_hooks
+from pipe.torch_private import hidden_hooks, storage_uses, uncompiled_hooks
 
 __all__ = ["Cell", "OutputFn", "ShardRunner"]
 
@@ -165,6 +165,7 @@ class ShardRunner:
                 recomputed.update(storages_of([tensor]))
 
         others = [mode for mode in (casts, cheap_recompute) if mode is not None]
+        uses = storage_uses(self.shard.slot)
         output, given, rerun = self._recorded(boundary, output_fn, drop, *others, listener=listener)
         weights = self.shard.memory
         saved = {storage: nbytes for storage, nbytes in recorder.nbytes.items() if storage not in weights}
@@ -179,6 +180,9 @@ class ShardRunner:
             recomputed.update(storages_of(own))
         saved |= entered
         self.graph_bytes = sum(saved[storage] for storage in saved if storage in entered or storage not in recomputed)
+        if storage_uses(self.shard.slot) > uses and not self.shard.bound_in_place:
+            # A function refers to weights where no hook sees them. A graph that is kept would keep the slot.
+            self.graph_bytes += self.shard.slot.numel()
         if self.skips_dead_code:
             rerun.dead_code = listener.dead_code()
         return output, rerun

@@ -65,14 +65,21 @@ class _Place:
 
 def stored_tensors(layers: Iterable[tuple[str, nn.Module]]) -> list[StoredTensor]:
     """What homes store of some layers, in the order of a block: each parameter once, by its first name."""
-    layers = list(layers)
-    names = {p: f"{name}.{path}" for name, module in layers for path, p in reversed([*module.named_parameters()])}
-    owners = _owners(module for _, module in layers)
+    names: dict[nn.Parameter, str] = {}
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    for prefix, layer in layers:
+        of_layer: dict[nn.Parameter, str] = {}
+        for path, module in layer.named_modules():
+            for key, p in module._parameters.items():
+                if p is not None:
+                    of_layer.setdefault(p, ".".join(filter(None, (prefix, path, key))))
+                    owners.setdefault(p, []).append(module)
+        names.update(of_layer)
     found = []
-    for p in dict.fromkeys(p for _, module in layers for p in module.parameters()):
+    for p in names:
         groups = _grouped(_places(p, owners[p]))
         for first, *others in groups:
-            name = f"{names[p]}.{first.name}" if first.name else names[p]
+            name = ".".join(filter(None, (names[p], first.name)))
             aliases = tuple(place.tensor for place in others)
             found.append(StoredTensor(name, cast(nn.Parameter, first.tensor), p, aliases))
         if not groups:

@@ -128,6 +128,40 @@ def test_a_kept_graph_refers_to_quantised_weights_and_holds_no_slot(kind: str) -
         model(torch.ones(1, WIDTH)).sum().backward()
 
 
+class Holding(torch.autograd.Function):
+    """Keeps a view of its weight as an attribute of its graph, as the 4-bit product of bitsandbytes does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight.view(-1, 1)
+        return x * weight.float().mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.weight.float().mean(), None
+
+
+class Held(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH, dtype=torch.uint8), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.product = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x * self.scale, self.weight)
+
+
+def test_a_graph_that_holds_weights_where_no_hook_sees_them_counts_them(tmp_path: Path) -> None:
+    def graph_bytes(function: Any) -> int:
+        model = OffloadModel(nn.Sequential(Held(function), Held(function)), "cpu", tmp_path, memory="64MiB")
+        model(torch.ones(3, WIDTH))
+        return model._executor.runners[0].graph_bytes
+
+    hidden, seen = graph_bytes(Holding.apply), graph_bytes(lambda x, weight: x * weight.float().mean())
+    assert hidden >= seen + WIDTH * WIDTH
+
+
 @kinds
 def test_a_state_dict_of_a_quantised_model_is_saved_and_loaded(kind: str, home: str) -> None:
     model, other = OffloadModel(layers(kind), "cpu", home, 2, checkpoint_activation=True), layers(kind, seed=1)

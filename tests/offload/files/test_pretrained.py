@@ -479,6 +479,9 @@ def watched(module, *arguments, **more):
 
 torch.set_num_threads(1)
 with torch.device("meta"):
+    first = [Layer(1, 1, bias=False)]
+OffloadModel(first, "cpu", sys.argv[1] + "/first/")
+with torch.device("meta"):
     layers = [Layer(2048, 512, bias=False) for _ in range(16)]
 named_modules, Layer.named_modules = Layer.named_modules, watched
 model = OffloadModel(layers, "cpu", sys.argv[1] + "/home/", pretrained=sys.argv[2] or None)

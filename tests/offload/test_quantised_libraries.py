@@ -1,0 +1,184 @@
+"""Bases quantised by torchao and bitsandbytes, with the results of the plain quantised model.
+
+In an environment of their own (``pip install torchao bitsandbytes transformers peft``), where these are not installed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import OffloadModel, OffloadOptimizer
+
+WIDTH = 256  # NF4Tensor needs a multiple of 256 blocks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def torchao(config: Callable[[Any], Any]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        quantization: Any = pytest.importorskip("torchao.quantization", reason="needs torchao: pip install torchao")
+        holder = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        quantization.quantize_(holder, config(quantization))
+        return holder[0]
+
+    return make
+
+
+def nf4() -> nn.Module:
+    api: Any = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor", reason="needs torchao")
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.weight = nn.Parameter(api.to_nf4(layer.weight.data, 64, 256), requires_grad=False)
+    return layer
+
+
+def bitsandbytes(kind: str, **options: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install bitsandbytes")
+        layer: nn.Module = getattr(bnb.nn, kind)(WIDTH, WIDTH, **options)
+        layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+        return layer.to("cpu")
+
+    return make
+
+
+MAKES = {
+    "torchao int8": torchao(lambda q: q.Int8WeightOnlyConfig()),
+    "torchao int4": torchao(lambda q: q.IntxWeightOnlyConfig(weight_dtype=torch.int4)),
+    "torchao float8": torchao(lambda q: q.Float8WeightOnlyConfig()),
+    "torchao nf4": nf4,
+    "bitsandbytes nf4": bitsandbytes("Linear4bit", quant_type="nf4", compress_statistics=False),
+    "bitsandbytes nf4 twice": bitsandbytes("Linear4bit", quant_type="nf4", compress_statistics=True),
+    "bitsandbytes fp4": bitsandbytes("Linear4bit", quant_type="fp4"),
+    "bitsandbytes int8": bitsandbytes("Linear8bitLt", has_fp16_weights=False),
+}
+makes = pytest.mark.parametrize("make", MAKES.values(), ids=list(MAKES))
+
+
+class Block(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.base = make().requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+def layers(make: Callable[[], nn.Module]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(make) for _ in range(3)))
+
+
+def train(model: Any) -> list[Tensor]:
+    """Outputs and gradients of two steps, and outputs without gradients."""
+    sgd = torch.optim.SGD
+    offloaded = isinstance(model, OffloadModel)
+    optimizer: Any = OffloadOptimizer(model, sgd, lr=0.1) if offloaded else sgd(model.parameters(), lr=0.1)
+    seen = []
+    for k in range(2):
+        y = model(torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(k)))
+        y.square().sum().backward()
+        seen += [y.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.requires_grad)]
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return [*seen, model(torch.ones(1, WIDTH)), model.eval()(torch.ones(1, WIDTH))]
+
+
+def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@makes
+@pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "keep"])
+def test_a_base_of_a_library_trains_adapters_as_the_plain_model(
+    make: Callable[[], nn.Module], recompute: bool, home: str
+) -> None:
+    model = OffloadModel(layers(make), "cpu", home, 3, checkpoint_activation=recompute)
+    held = sum(each.nbytes for shard in model._executor.shards for each in [shard.home] if each is not None)
+    assert held < 3 * WIDTH * WIDTH * 1.2
+    assert_same(train(model), train(layers(make)))
+
+
+@makes
+def test_a_base_of_a_library_that_has_run_before_is_wrapped(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    plain, used = layers(make), layers(make)
+    train(plain)
+    train(used)
+    assert_same(train(OffloadModel(used.train(), "cpu", tmp_path, 3, checkpoint_activation=True)), train(plain.train()))
+
+
+@makes
+def test_a_base_of_a_library_is_copied_bit_by_bit(make: Callable[[], nn.Module], home: str) -> None:
+    model = OffloadModel(layers(make), "cpu", home, 2, checkpoint_activation=True)
+    x = torch.ones(1, WIDTH)
+    before = model(x)
+    assert torch.equal(copy.deepcopy(model)(x), before)
+
+
+def test_four_bit_layers_that_repack_themselves_are_refused() -> None:
+    model = layers(MAKES["bitsandbytes nf4"])
+    model[1].base.support_avx512bf16_for_cpu = True
+    with pytest.raises(TypeError, match="support_avx512bf16_for_cpu = False"):
+        OffloadModel(model, "cpu", checkpoint_activation=True)
+
+
+def test_four_bit_layers_that_are_not_quantised_yet_are_refused() -> None:
+    bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install bitsandbytes")
+    with pytest.raises(TypeError, match="move the model first"):
+        OffloadModel(nn.Sequential(bnb.nn.Linear4bit(8, 8)), "cpu", checkpoint_activation=True)
+
+
+@pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "keep"])
+def test_peft_adapters_of_a_four_bit_llama_train_as_the_plain_model(recompute: bool, tmp_path: Path) -> None:
+    """QLoRA with the base in a file."""
+    bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install bitsandbytes")
+    tf: Any = pytest.importorskip("transformers", reason="needs transformers: pip install transformers peft")
+    peft: Any = pytest.importorskip("peft", reason="needs peft: pip install peft")
+
+    def qlora() -> Any:
+        torch.manual_seed(0)
+        config = tf.LlamaConfig(
+            vocab_size=100,
+            hidden_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            intermediate_size=128,
+            use_cache=False,
+        )
+        model = tf.LlamaForCausalLM(config)
+        for block in model.model.layers:
+            for module in (block.self_attn, block.mlp):
+                for name, linear in list(module.named_children()):
+                    if isinstance(linear, nn.Linear):
+                        layer = bnb.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, quant_type="nf4")
+                        layer.load_state_dict(linear.state_dict())
+                        layer.support_avx512bf16_for_cpu = False
+                        setattr(module, name, layer.to("cpu"))
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return peft.get_peft_model(model, lora)
+
+    plain = qlora()
+    blocks = "base_model.model.model.layers"
+    model: Any = OffloadModel(qlora(), "cpu", tmp_path, checkpoint_activation=recompute, blocks=blocks)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    words = torch.randint(0, 100, (2, 8), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for each in (plain, model):
+        sgd: Any = torch.optim.SGD
+        optimizer = OffloadOptimizer(each, sgd, lr=0.1) if each is model else sgd(each.parameters(), lr=0.1)
+        for _ in range(2):
+            loss = each(input_ids=words, labels=words).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+    assert losses[:2] == losses[2:]
+    adapters = peft.get_peft_model_state_dict(plain)
+    assert all(torch.equal(value, adapters[name]) for name, value in peft.get_peft_model_state_dict(model).items())
