@@ -32,6 +32,43 @@ def _malloc_trim() -> Callable[[int], int] | None:
     return trim
 
 
+class _HeapInfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``: of all arenas."""
+
+    _fields_ = (
+        ("arena", ctypes.c_size_t),
+        ("ordblks", ctypes.c_size_t),
+        ("smblks", ctypes.c_size_t),
+        ("hblks", ctypes.c_size_t),
+        ("hblkhd", ctypes.c_size_t),
+        ("usmblks", ctypes.c_size_t),
+        ("fsmblks", ctypes.c_size_t),
+        ("uordblks", ctypes.c_size_t),
+        ("fordblks", ctypes.c_size_t),
+        ("keepcost", ctypes.c_size_t),
+    )
+
+
+@functools.cache
+def _mallinfo() -> Callable[[], _HeapInfo] | None:
+    try:
+        read = ctypes.CDLL(None).mallinfo2  # since glibc 2.33
+    except (AttributeError, OSError, TypeError):
+        return None
+    read.restype = _HeapInfo
+    found: Callable[[], _HeapInfo] = read
+    return found
+
+
+def _allocated_bytes() -> int | None:
+    """Bytes that the C allocator has given out; None where it does not say. Takes microseconds."""
+    read = _mallinfo()
+    if read is None:
+        return None
+    found = read()
+    return int(found.uordblks + found.hblkhd)
+
+
 def return_freed_memory() -> None:
     """Returns free pages of the C heap, if the allocator supports it; takes milliseconds."""
     trim = _malloc_trim()
@@ -96,11 +133,17 @@ class HeapBound:
     def __init__(self) -> None:
         #: Bytes of the process that are none of the model's; None before they were measured.
         self._others: int | None = None
+        #: Bytes of the process that the allocator does not manage.
+        self._unmanaged = 0
 
     def measure_others(self, held: int) -> None:
         """Measures what the process holds besides the ``held`` bytes of the model, without free memory."""
-        return_freed_memory()
+        self._return()
         self._others = anonymous_bytes() - held
+
+    def _return(self) -> None:
+        return_freed_memory()
+        self._unmanaged = anonymous_bytes() - (_allocated_bytes() or 0)
 
     def held(self) -> int | None:
         """Bytes that the model holds now, with free memory; None before the others were measured."""
@@ -109,5 +152,9 @@ class HeapBound:
     def make_room(self, there: int, rise: int, limit_bytes: int) -> None:
         """Returns free memory if ``rise`` more bytes could exceed the limit where ``there`` are predicted now."""
         held = self.held()
-        if held is not None and held + rise > limit_bytes and held > there:
-            return_freed_memory()
+        if held is None or held + rise <= limit_bytes:
+            return
+        allocated = _allocated_bytes()
+        free = held - there if allocated is None else anonymous_bytes() - allocated - self._unmanaged
+        if free >= LEAST_BYTES // 4:
+            self._return()

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.engine.gradients_held import accumulates_in_memory
 from offload.engine.memory_planner import MemoryPlanner
 from offload.streaming.heap import anonymous_bytes
+from offload.streaming.shard import Shard
 
 WIDTH, ROWS, DEPTH = 256, 64, 6
 MIB = 1 << 20
@@ -241,6 +243,29 @@ def test_accumulated_gradients_count(tmp_path: Path) -> None:
     assert planner._prediction is not None
     held = sum(s.nbytes for j in planner.choice.waiting for s in shards[j].own)
     assert planner._prediction.peak.begin_bytes == before.peak.begin_bytes + held
+
+
+def test_kept_graphs_do_not_hold_the_copies_that_their_cells_used(tmp_path: Path) -> None:
+    """The first forwards of a shard that rests in memory use a copy of it, which is freed at the end of its visit."""
+    model = OffloadModel(stack(), "cpu", tmp_path, memory="1GiB")
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    train(model, optimizer, 1)
+    copies: list[StorageWeakRef] = []
+    bind = Shard.bind
+
+    def bound(shard: Shard) -> int:
+        if not shard.bound_in_place:
+            copies.append(StorageWeakRef(shard.slot.untyped_storage()))
+        return bind(shard)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Shard, "bind", bound)
+        loss = model(torch.randn(ROWS, WIDTH)).sum()
+    choice = planner_of(model).choice
+    assert choice is not None
+    assert len(choice.kept) == len(copies) == DEPTH
+    assert all(copy.expired() for copy in copies)
+    loss.backward()
 
 
 def test_the_report_names_each_choice_and_what_more_memory_would_buy(tmp_path: Path) -> None:

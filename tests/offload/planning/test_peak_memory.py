@@ -21,7 +21,7 @@ from offload import MemoryPolicy, OffloadModel
 from offload.engine.saved_tensors import MemoryProfileRecorder
 from offload.planning.estimate import Estimate
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
-from offload.planning.peak_memory import PeakMemory, StepBytes, peak_memory
+from offload.planning.peak_memory import Moment, PeakMemory, StepBytes, peak_memory
 from offload.planning.plan import Action, Kind, Plan
 from offload.planning.planner import plan_step
 from offload.planning.residency import Residency
@@ -343,3 +343,44 @@ def test_a_plan_that_a_budget_admits_never_holds_more_boundaries_than_it(
         gradients=lambda key: sizes[key[0]],
     )
     assert peak_memory(plan, bytes_of_step).device_bytes <= 2 * budget
+
+
+def test_gradients_count_from_their_backward_to_their_update() -> None:
+    """Those of pending updates until the cells of their shard, those that are added to all the time."""
+
+    def course(**sizes: Any) -> list[int]:
+        moments: list[Moment] = []
+        plan = Plan.parse("F0.0 F1.0 F2.0 B2.0 D2 B1.0 D1 B0.0 D0", 0, pending=range(3), in_memory=range(3))
+        given = StepBytes(
+            slot_bytes=0,
+            gradient_bytes=[100, 10, 1],
+            waiting=frozenset(range(3)),
+            memory_profiles=dict.fromkeys(range(3), MemoryProfile(1, [SavedTensor(0, 0, 0)])),
+            **sizes,
+        )
+        peak = peak_memory(plan, given, moments)
+        return [peak.begin_bytes, *(moment.gradients for moment in moments)]
+
+    assert course() == [111, 11, 1, 0, 0, 1, 11]
+    assert course(begins=frozenset({1})) == [10, 10, 0, 0, 0, 1, 11]
+    assert course(held=frozenset({0, 1, 2})) == [111, 111, 111, 111, 111, 111 + 1, 111 + 10]
+    assert course(held=frozenset({0}), begins=frozenset()) == [100, 100, 100, 100, 100, 101, 111]
+
+
+def test_a_copy_of_a_shard_in_memory_counts_while_its_forward_runs() -> None:
+    moments: list[Moment] = []
+    plan = Plan.parse("L1 F0.0 F1.0 B1.0 D1 B0.0 D0", 1, in_memory=[0])
+    sizes = StepBytes(
+        slot_bytes=0,
+        gradient_bytes=[0, 0],
+        memory_profiles=dict.fromkeys(range(2), MemoryProfile(1, [SavedTensor(0, 0, 0)])),
+        copied_bytes={0: 5, 1: 7},
+    )
+    peak_memory(plan, sizes, moments)
+    assert [moment.cell for moment in moments] == [5, 0, 0, 0]
+
+
+def test_a_result_that_a_recipe_makes_again_is_there_with_the_weight_that_it_is_multiplied_with() -> None:
+    weight, entered = SavedTensor(10, 0, 0), SavedTensor(0, 4, 0, made=4)
+    assert MemoryProfile(1, [weight, entered]).peak_bytes(2, 10) == 10 + 2 * (4 + 4)
+    assert MemoryProfile(1, [entered, SavedTensor(0, 4, 4)]).peak_bytes(1, 0) == 4 + 4 + 4

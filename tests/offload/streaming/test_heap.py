@@ -15,8 +15,10 @@ import offload.streaming.gradient_offload
 import offload.streaming.heap
 from offload import OffloadModel
 from offload.storage import Block
-from offload.streaming.heap import Heap, anonymous_bytes
+from offload.streaming.heap import Heap, HeapBound, anonymous_bytes
 from tests.offload.zoo import WIDTH, build
+
+MIB = 1 << 20
 
 
 def test_freed_memory_is_given_back_only_when_the_process_has_outgrown_what_it_needed(
@@ -40,6 +42,36 @@ def test_freed_memory_is_given_back_only_when_the_process_has_outgrown_what_it_n
     held[0] = 10**9
     heap.trim_if_grown()
     assert returned == [251, 401]
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_free_memory_is_returned_before_a_cell_that_could_exceed_the_limit_with_it(
+    says: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``says``: whether the allocator tells what it has given out; else that is predicted."""
+    others, used, free, returned = 1000 * MIB, [40 * MIB], [30 * MIB], []
+
+    def give_back() -> None:
+        returned.append(free[0])
+        free[0] = 0
+
+    heap = offload.streaming.heap
+    monkeypatch.setattr(heap, "anonymous_bytes", lambda: others + used[0] + free[0])
+    monkeypatch.setattr(heap, "return_freed_memory", give_back)
+    monkeypatch.setattr(heap, "_allocated_bytes", lambda: used[0] if says else None)
+    bound = HeapBound()
+    bound.make_room(40 * MIB, 100 * MIB, 90 * MIB)
+    assert not returned  # nothing is measured yet
+    bound.measure_others(40 * MIB)
+    assert returned.pop() == 30 * MIB
+    assert bound.held() == 40 * MIB
+    used[0], free[0] = 50 * MIB, 20 * MIB
+    bound.make_room(50 * MIB, 20 * MIB, 90 * MIB)
+    assert not returned  # it fits beside what is free
+    bound.make_room(50 * MIB, 21 * MIB, 90 * MIB)
+    assert returned.pop() == 20 * MIB
+    bound.make_room(50 * MIB, 41 * MIB, 90 * MIB)
+    assert not returned  # nothing is free
 
 
 _STEPS = """
