@@ -139,8 +139,7 @@ def test_copies_of_data_parallel_are_refused() -> None:
     """Trainers wrap a model so where they see several GPUs."""
     model = OffloadModel(build(["linear"]), "cpu", num_slices=3, checkpoint_activation=False)
     with pytest.raises(RuntimeError, match="CUDA_VISIBLE_DEVICES"):
-        for module in nn.ModuleList([model]).modules():
-            module._replicate_for_data_parallel()
+        model._replicate_for_data_parallel()
 
 
 def test_layers_added_after_construction_are_refused() -> None:
