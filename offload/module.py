@@ -175,6 +175,13 @@ class ModuleAtHome(nn.Module):
                 )
         return self
 
+    def _replicate_for_data_parallel(self) -> Any:
+        """Called by ``nn.DataParallel``, whose copies would run this object's one executor from several threads."""
+        raise RuntimeError(
+            "expected one device, got an OffloadModel in nn.DataParallel, whose copies would share its homes. Trainers "
+            "make one where they see several GPUs: let them see one (CUDA_VISIBLE_DEVICES=0)"
+        )
+
     def __deepcopy__(self: M, memo: dict[int, Any]) -> M:
         """Another model with homes of its own."""
         self._refuse_copies()

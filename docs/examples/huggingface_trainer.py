@@ -10,6 +10,7 @@ rounding those of the plain model under the same Trainer.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,9 @@ class OffloadTrainer(Trainer):
         if self.optimizer is None and isinstance(self.model, OffloadModel):
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             decays = set(self.get_decay_parameter_names(self.model))
+            trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
             groups = [
-                {"params": [p for n, p in self.model.named_parameters() if (n in decays) == yes], "weight_decay": decay}
+                {"params": [p for name, p in trained if (name in decays) == yes], "weight_decay": decay}
                 for yes, decay in ((True, self.args.weight_decay), (False, 0.0))
             ]
             self.optimizer = OffloadOptimizer(self.model, kind, params=groups, **options)
@@ -76,7 +78,14 @@ class StopAfter(TrainerCallback):
         control.should_training_stop = control.should_training_stop or state.global_step >= self.steps
 
 
-def train(output: Path, home: Path | None, steps: int = 6, resume: bool = False, **options: Any) -> Trainer:
+def train(
+    output: Path,
+    home: Path | None,
+    steps: int = 6,
+    resume: bool = False,
+    model: Callable[[Path | None], Any] = llama,
+    **options: Any,
+) -> Trainer:
     """Trains for 6 steps of two batches each, or stops before; returns the trainer."""
     chosen: dict[str, Any] = {
         "per_device_train_batch_size": 4,
@@ -96,7 +105,7 @@ def train(output: Path, home: Path | None, steps: int = 6, resume: bool = False,
         **options,
     }
     arguments = TrainingArguments(output_dir=str(output), **chosen)
-    trainer = OffloadTrainer(model=llama(home), args=arguments, train_dataset=rows(), callbacks=[StopAfter(steps)])
+    trainer = OffloadTrainer(model=model(home), args=arguments, train_dataset=rows(), callbacks=[StopAfter(steps)])
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 

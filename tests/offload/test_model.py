@@ -135,6 +135,13 @@ def test_moving_to_the_compute_device_changes_nothing() -> None:
         around.to("meta", torch.bfloat16)
 
 
+def test_copies_of_data_parallel_are_refused() -> None:
+    """Trainers wrap a model so where they see several GPUs."""
+    model = OffloadModel(build(["linear"]), "cpu", num_slices=3, checkpoint_activation=False)
+    with pytest.raises(RuntimeError, match="CUDA_VISIBLE_DEVICES"):
+        model._replicate_for_data_parallel()
+
+
 def test_layers_added_after_construction_are_refused() -> None:
     model = OffloadModel(build(["linear"]), "cpu", num_slices=3, checkpoint_activation=False)
     with pytest.raises(TypeError, match="layers are fixed"):

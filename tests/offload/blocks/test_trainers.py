@@ -112,6 +112,46 @@ def test_checkpoints_of_the_plain_model_and_of_ours_are_exchanged(huggingface: A
     assert_equal(back.model, plain.model, exact=False)
 
 
+def test_adapters_train_evaluate_and_resume_under_the_trainer(huggingface: Any, home: Path, tmp_path: Path) -> None:
+    peft: Any = pytest.importorskip("peft", reason="needs peft: tests/with_transformers.sh installs it")
+
+    def adapted(home: Path | None) -> Any:
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.1)
+        model = peft.get_peft_model(huggingface.llama(None), config)
+        if home is None:
+            return model
+        blocks = "base_model.model.model.layers"
+        return OffloadModel(model, "cpu", home, checkpoint_activation=True, blocks=blocks)
+
+    run = partial(huggingface.train, model=adapted, optim="sgd")
+    plain, whole = run(tmp_path / "plain", None), run(tmp_path / "whole", home)
+    assert_equal(whole.model, plain.model)
+    assert whole.evaluate(huggingface.rows(8))["eval_loss"] == plain.evaluate(huggingface.rows(8))["eval_loss"]
+    run(tmp_path / "parts", home, steps=3)
+    resumed = run(tmp_path / "parts", home, resume=True)
+    assert_equal(resumed.model, whole.model)
+    saved = {path.name for path in (tmp_path / "parts" / "checkpoint-6").iterdir()}
+    assert "adapter_model.safetensors" in saved
+    assert "model.safetensors" not in saved
+
+
+def test_the_best_checkpoint_is_loaded_at_the_end(huggingface: Any, home: Path, tmp_path: Path) -> None:
+    arguments = huggingface.TrainingArguments(
+        output_dir=str(tmp_path / "run"),
+        **{"max_steps": 4, "save_steps": 1, "eval_steps": 1, "eval_strategy": "steps", "learning_rate": 0.01},
+        **{"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True},
+        **{"use_cpu": True, "report_to": [], "disable_tqdm": True},
+    )
+    model = huggingface.llama(home)
+    trainer = huggingface.Trainer(
+        model=model, args=arguments, train_dataset=huggingface.rows(), eval_dataset=huggingface.rows(8)
+    )
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")  # the loss falls
+    best = huggingface.LlamaForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
+    assert_equal(model, best)
+
+
 def test_the_trainer_does_not_move_the_model(huggingface: Any, home: Path, tmp_path: Path) -> None:
     moved = []
 
