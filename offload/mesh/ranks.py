@@ -152,7 +152,9 @@ class Ranks:
         """Gives ``tensor``, the home of a shard, the values of the first row of the mesh."""
         if self._rows is not None:
             source = dist.get_global_rank(self._rows, 0)
-            self.lane.submit("initial values", lambda: dist.broadcast(tensor, source, self._rows)).synchronize()
+            arrival = self.lane.submit("initial values", lambda: dist.broadcast(tensor, source, self._rows))
+            # Lane -> host. Without this, a failure would be told by a later call.
+            arrival.synchronize()
 
     # --- agreement, on the thread that runs the model -------------------------------------------------------------
 
