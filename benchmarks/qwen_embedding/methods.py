@@ -123,7 +123,9 @@ def deepspeed(chunk: int, memory: int) -> Made:
         port = free.getsockname()[1]
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     theirs.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-    on_disk = {"device": "nvme", "nvme_path": str(Path("nvme").absolute()), "pin_memory": False}
+    folder = Path("nvme").absolute()
+    folder.mkdir(exist_ok=True)
+    on_disk = {"device": "nvme", "nvme_path": str(folder), "pin_memory": False}
     config = transformers.AutoConfig.from_pretrained(WEIGHTS)
     largest = config.vocab_size * config.hidden_size
     block = Model(1, config.hidden_size, 1).block_parameters
