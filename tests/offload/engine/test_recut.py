@@ -228,6 +228,8 @@ def test_the_next_steps_are_planned_with_what_they_measure(tmp_path: Path) -> No
     plain, ours = torch.optim.SGD(bare.parameters(), lr=0.1), OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     for k, cuts in enumerate([*CUTS, *CUTS]):
         recut(model, cuts)
+        meter = model._executor.meter
+        assert [meter.cells, meter.memory_profiles, meter.kept_profiles] == [{}, {}, {}]  # those of other shards
         for _ in range(3):  # the lean plan, then one that keeps shards in memory
             for run, each in ((bare, plain), (model, ours)):
                 each.zero_grad()
