@@ -85,6 +85,7 @@ class ModelWithBlocks(ReportingModule):
     _blocks_argument: Blocks
     _forwards: list[StreamedForward]
     _num_microbatches: int
+    _plans_microbatches = False
     _run_outside_of_compiled_graphs: Callable[..., Any]
 
     @property

@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offload.limits import MemoryLimits
-from offload.planning.search import Found, NothingFitsError, fill, search
+from offload.planning.search import Found, NothingFitsError, fill, least_bytes, search
 from offload.planning.step_model import Choice, Given, Prediction, StepModel, predict
 from offload.policy import MemoryPolicy
 from offload.streaming.moves import HomeInUseError
@@ -54,6 +54,10 @@ class MemoryPlanner:
         self._given = Given(
             policy.slots, policy.resident_bytes, policy.graph_bytes, policy.boundary_bytes, policy.gradient_bytes
         )
+        #: Whether the policy lets layers draw other random numbers than they would for the whole batch.
+        self.may_draw_otherwise = policy.join_chunks is True
+        #: Rows of a batch -> its micro-batches.
+        self._counts: dict[int, int] = {}
         self._executor = weakref.ref(executor)  # without it, a cycle with its steps
         self._streamer = executor.streamer
         self._meter = executor.meter
@@ -102,6 +106,30 @@ class MemoryPlanner:
     @property
     def _in_memory(self) -> frozenset[int]:
         return self._streamer.in_place()
+
+    def microbatches(self, rows: int) -> int:
+        """The least number of micro-batches with which a batch of so many rows fits, of powers of two and the most.
+
+        One before a step was measured. A number that was chosen stays until a step takes more memory than predicted.
+        """
+        if not self._steps_done:
+            return 1
+        if rows not in self._counts:
+            count = 1
+            while count < rows and not self._fits_in_parts(rows, count):
+                count = min(2 * count, rows)
+            if len(self._counts) >= SIZES_REMEMBERED:
+                self._counts.clear()
+            self._counts[rows] = count
+        return self._counts[rows]
+
+    def _fits_in_parts(self, rows: int, count: int) -> bool:
+        """Whether the leanest plan fits for a batch that is cut into so many micro-batches."""
+        model = self._model([rows // count + (i < rows % count) for i in range(count)])
+        held = model.sizes.constant_bytes + self._gradient_bytes_held()
+        model = replace(model, sizes=replace(model.sizes, constant_bytes=held))
+        least = Choice(min(self._given.slots or model.least_slots, model.shards))
+        return least_bytes(model, least) <= self.limit_bytes
 
     def begin(self, rows: Sequence[int], *, idle: bool) -> None:
         """Begins a training step; ``idle``: no earlier forward waits for its backward.
@@ -152,6 +180,7 @@ class MemoryPlanner:
                 self._margin_bytes = more
                 self._due |= predicted.memory_bytes > self.limit_bytes - more
                 self._choices.clear()
+                self._counts.clear()
         self._due |= self._steps_done in PLAN_AFTER
 
     def _held_before(self, prediction: Prediction) -> int:
