@@ -81,6 +81,8 @@ class MemoryPlanner:
         self._ran: set[tuple[int, ...]] = set()
         self._peak = PeakMeter(executor.device)
         self._began = 0.0
+        #: Seconds of updates in memory until the last step ended, and of those between it and the present one.
+        self._updated, self._updates_before = 0.0, 0.0
         self._streamer.allow_free_bytes(self.limit_bytes // 8)
         self._measured_seconds: float | None = None
         self._measured_bytes: int | None = None
@@ -145,6 +147,7 @@ class MemoryPlanner:
             self._choose(rows, idle=idle)
         self._peak.begin()
         self._sample_course()
+        self._updates_before = self._meter.seconds_of_updates_in_memory - self._updated
         self._began = time.perf_counter()
 
     def _sample_course(self) -> None:
@@ -167,7 +170,8 @@ class MemoryPlanner:
         self._meter.after_cell = None
         self._rows = tuple(rows)
         self._ran.add(self._rows)
-        self._measured_seconds = time.perf_counter() - self._began
+        self._measured_seconds = time.perf_counter() - self._began + self._updates_before
+        self._updated = self._meter.seconds_of_updates_in_memory
         rise, predicted = self._peak.rise(), self._prediction
         if rise is not None and predicted is not None:
             # What is made in the first step of a plan is not there at its begin.
