@@ -75,7 +75,9 @@ class OffloadModel(LoadingModule):
             runs all of them. Any number of rows; the last micro-batch may be smaller. The result is that of the bare
             model where layers treat each row on its own. Layers that look across rows (batch normalisation) see one
             micro-batch at a time, and random numbers are drawn shard by shard and micro-batch by micro-batch: with more
-            than one, a model with dropout draws other masks than the bare model does.
+            than one, a model with dropout draws other masks than the bare model does. None, with ``memory`` and layers
+            that are called one after the other: as few as fit, from the second training step on, by what the first one
+            measured; always one where layers look across rows, or draw and the policy's ``join_chunks`` is not True.
         memory: the memory that the model, its optimizer and its steps may use: bytes, a string such as ``"2GiB"``,
             ``"auto"`` for what the machine has free, ``{"device": ..., "host": ...}``, or a
             :class:`~offload.MemoryPolicy`, which says what counts. Decides ``num_slices`` and
@@ -127,7 +129,7 @@ class OffloadModel(LoadingModule):
         offload_device: torch.device | str | os.PathLike[str] = "cpu",
         num_slices: int | None = None,
         checkpoint_activation: bool | None = None,
-        num_microbatches: int = 1,
+        num_microbatches: int | None = 1,
         *,
         memory: MemoryPolicy | int | str | Mapping[str, int | str] | None = None,
         memory_budget: int | str | None = None,
@@ -179,6 +181,7 @@ class OffloadModel(LoadingModule):
             graph_bytes=graph_bytes,
         )
         recompute = resources.recomputes(checkpoint_activation)
+        self._check_splitting(num_microbatches, plans=resources.bounds and recompute)
         layers = list(named.values())
         layout, self._policy, needs = layout_of(
             resources,
@@ -275,7 +278,7 @@ class OffloadModel(LoadingModule):
 
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_arguments(inputs, kwargs)
-        chunks = split_nested((inputs, kwargs), self._num_microbatches)
+        chunks = split_nested((inputs, kwargs), self._microbatches_of((inputs, kwargs)))
         answered = offered(self, chunks)
         if answered is not None:
             return gather_nested(answered)

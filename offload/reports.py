@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
+from offload.engine.cell_executor import largest_rows
 from offload.engine.executor import Executor
 from offload.engine.prediction import predict_step
 from offload.planning.estimate import Estimate
@@ -16,6 +18,7 @@ from offload.storage import Tier
 from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.statistics import Meter, Statistics
 from offload.telemetry.trace import Event
+from pipe.nested import flatten
 
 __all__ = ["ReportingModule"]
 
@@ -27,7 +30,10 @@ class ReportingModule(SlotSharingModule):
     _meter: Meter
     _tier: Tier
     _policy: MemoryPolicy
-    _num_microbatches: int
+    #: None: planned for each batch.
+    _num_microbatches: int | None
+    #: Whether micro-batches can be planned: layers are called one after the other.
+    _plans_microbatches = True
 
     @property
     def memory_policy(self) -> MemoryPolicy:
@@ -50,13 +56,27 @@ class ReportingModule(SlotSharingModule):
             training: whether there is a backward.
         """
         ran = self._executor.steps.last(batch_rows, training=training)
-        rows = self._rows_of_micro_batches(batch_rows or self._num_microbatches)
+        rows = self._rows_of_micro_batches(batch_rows or self._num_microbatches or 1)
         return ran or self._executor.next_plan(rows, training=training)
 
     def _rows_of_micro_batches(self, batch_rows: int) -> list[int]:
         """Rows of each micro-batch."""
-        count = max(1, min(self._num_microbatches, batch_rows))
+        given = self._num_microbatches
+        count = max(1, min(self._executor.microbatches(batch_rows) if given is None else given, batch_rows))
         return [batch_rows // count + (i < batch_rows % count) for i in range(count)]
+
+    def _microbatches_of(self, inputs: Any) -> int:
+        """Micro-batches of a batch of nested tensors."""
+        given = self._num_microbatches
+        return self._executor.microbatches(largest_rows(flatten(inputs)[0])) if given is None else given
+
+    def _check_splitting(self, num_microbatches: int | None, *, plans: bool) -> None:
+        """Raises ValueError for ``num_microbatches=None`` where no plan chooses them."""
+        if num_microbatches is None and not (plans and self._plans_microbatches):
+            needed = "layers that are called one after the other"
+            if self._plans_microbatches:
+                needed = "a memory, whose plan chooses them"
+            raise ValueError(f"num_microbatches=None needs {needed}; pass the number of micro-batches")
 
     def estimate(self, batch_rows: int) -> Estimate:
         """Predicts a training step on a batch of ``batch_rows`` rows: seconds, bytes moved, peak bytes by tier.

@@ -91,6 +91,7 @@ class ModelWithBlocks(ReportingModule):
     _num_microbatches: int
     #: The forward that the model's instance had, if it was not its class's.
     _forward_of_instance: Callable[..., Any] | None
+    _plans_microbatches = False
     _run_outside_of_compiled_graphs: Callable[..., Any]
 
     @property

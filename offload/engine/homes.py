@@ -10,6 +10,7 @@ import torch
 from offload.engine.exclusive import ExclusivePasses
 from offload.engine.measured import step_model
 from offload.engine.memory_planner import MemoryPlanner
+from offload.engine.regroup import looks_across_rows
 from offload.engine.steps import Steps
 from offload.engine.weight_writes import AssignedData
 from offload.limits import MemoryLimits
@@ -170,6 +171,17 @@ class MovableHomes(ExclusivePasses):
     def cell_bytes(self) -> int | None:
         """Bytes that the activations of a cell of joined chunks may take; None if that is not planned."""
         return None if self.steps.planner is None else self.steps.planner.cell_bytes
+
+    def microbatches(self, rows: int) -> int:
+        """Micro-batches of a training batch of so many rows: as few as fit; 1 where the result would be another."""
+        planner = self.steps.planner
+        if planner is None or not torch.is_grad_enabled():
+            return 1
+        draws = any(runner.draws is not False for runner in self.runners)
+        layers = [layer for shard in self.shards for layer in shard.layers]
+        if (draws and not planner.may_draw_otherwise) or looks_across_rows(layers):
+            return 1
+        return planner.microbatches(rows)
 
     def memory_report(self) -> MemoryReport:
         """See :meth:`OffloadModel.memory_report <offload.OffloadModel.memory_report>`."""

@@ -83,5 +83,6 @@ def step_model(
             for shard in shards
             if on_host and shard.may_bind_in_place
         },
+        slot_bytes=[shard.slot_bytes for shard in shards],
         spills=tier.scratch() is not None,
     )

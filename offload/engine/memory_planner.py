@@ -30,7 +30,7 @@ from offload.engine.gradients_held import (
     unowned_gradients,
 )
 from offload.limits import MemoryLimits
-from offload.planning.search import Found, NothingFitsError, fill, search
+from offload.planning.search import Found, NothingFitsError, fill, least_bytes, search
 from offload.planning.step_model import Choice, Given, Prediction, StepModel, predict
 from offload.policy import MemoryPolicy
 from offload.streaming.heap import LEAST_BYTES, HeapBound
@@ -63,6 +63,10 @@ class MemoryPlanner:
         self._given = Given(
             policy.slots, policy.resident_bytes, policy.graph_bytes, policy.boundary_bytes, policy.gradient_bytes
         )
+        #: Whether the policy lets layers draw other random numbers than they would for the whole batch.
+        self.may_draw_otherwise = policy.join_chunks is True
+        #: Rows of a batch -> its micro-batches.
+        self._counts: dict[int, int] = {}
         self._executor = weakref.ref(executor)  # without it, a cycle with its steps
         self._streamer = executor.streamer
         self._meter = executor.meter
@@ -94,6 +98,8 @@ class MemoryPlanner:
         #: Predicted bytes at the begin of this step; and of those, gradients that updates of its begin free.
         self._held = self._updated_bytes = 0
         self._began = 0.0
+        #: Seconds of updates in memory until the last step ended, and of those between it and the present one.
+        self._updated, self._updates_before = 0.0, 0.0
         self._streamer.allow_free_bytes(self.limit_bytes // 8)
         self._measured_seconds: float | None = None
         self._measured_bytes: int | None = None
@@ -120,6 +126,30 @@ class MemoryPlanner:
     def _in_memory(self) -> frozenset[int]:
         return self._streamer.in_place()
 
+    def microbatches(self, rows: int) -> int:
+        """The least number of micro-batches with which a batch of so many rows fits, of powers of two and the most.
+
+        One before a step was measured. A number that was chosen stays until a step takes more memory than predicted.
+        """
+        if not self._steps_done:
+            return 1
+        if rows not in self._counts:
+            count = 1
+            while count < rows and not self._fits_in_parts(rows, count):
+                count = min(2 * count, rows)
+            if len(self._counts) >= SIZES_REMEMBERED:
+                self._counts.clear()
+            self._counts[rows] = count
+        return self._counts[rows]
+
+    def _fits_in_parts(self, rows: int, count: int) -> bool:
+        """Whether the leanest plan fits for a batch that is cut into so many micro-batches."""
+        model = self._model([rows // count + (i < rows % count) for i in range(count)])
+        held = model.sizes.constant_bytes + self._gradient_bytes_held()
+        model = replace(model, sizes=replace(model.sizes, constant_bytes=held))
+        least = Choice(min(self._given.slots or model.least_slots, model.shards))
+        return least_bytes(model, least) <= self.limit_bytes
+
     def begin(self, rows: Sequence[int], *, idle: bool) -> None:
         """Begins a training step; ``idle``: no earlier forward waits for its backward.
 
@@ -139,6 +169,7 @@ class MemoryPlanner:
         self._peak.begin()
         self._began_with = 0 if self._heap is None else self._heap.held() or 0
         self._sample_course()
+        self._updates_before = self._meter.seconds_of_updates_in_memory - self._updated
         self._began = time.perf_counter()
 
     def _bound_memory(self) -> None:
@@ -195,7 +226,8 @@ class MemoryPlanner:
         self._meter.before_cell = self._meter.after_cell = None
         self._rows = tuple(rows)
         self._ran.add(self._rows)
-        self._measured_seconds = time.perf_counter() - self._began
+        self._measured_seconds = time.perf_counter() - self._began + self._updates_before
+        self._updated = self._meter.seconds_of_updates_in_memory
         rise, predicted = self._peak.rise(), self._prediction
         if rise is not None and predicted is not None:
             self._compare(predicted, rise)
@@ -217,6 +249,7 @@ class MemoryPlanner:
             self._margin_bytes = more
             self._due |= predicted.memory_bytes > self.limit_bytes - more
             self._choices.clear()
+            self._counts.clear()
 
     def _model(self, rows: Sequence[int]) -> StepModel:
         executor = self._executor()

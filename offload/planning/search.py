@@ -31,7 +31,7 @@ from offload.planning.step_model import (
     predicted_seconds,
 )
 
-__all__ = ["Found", "NothingFitsError", "fill", "search"]
+__all__ = ["Found", "NothingFitsError", "fill", "least_bytes", "search"]
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,11 @@ class NothingFitsError(ValueError):
         self.least_bytes = least_bytes
 
 
-def _least_memory(model: StepModel, choice: Choice) -> int:
+def least_bytes(model: StepModel, choice: Choice) -> int:
     """Predicted bytes where boundaries are all spilled, or none is: large ones are in motion in fours."""
-    return min(predicted_bytes(model, replace(choice, boundary_bytes=nbytes)) for nbytes in (0, math.inf))
+    given = model.given.boundary_bytes
+    tried = (0, math.inf) if given is None else (given / 2,)  # as much for their gradients
+    return min(predicted_bytes(model, replace(choice, boundary_bytes=nbytes)) for nbytes in tried)
 
 
 def _order_of_graphs(model: StepModel) -> list[Key]:
@@ -102,7 +104,7 @@ def fill(model: StepModel, choice: Choice, limit_bytes: float) -> Choice:
     found = _Search(model, limit_bytes)
     filled = found.fill(replace(choice, kept=frozenset(), waiting=frozenset(), boundary_bytes=math.inf))
     if filled is None:
-        least = _least_memory(model, replace(choice, kept=frozenset(), waiting=frozenset()))
+        least = least_bytes(model, replace(choice, kept=frozenset(), waiting=frozenset()))
         raise NothingFitsError(least, int(limit_bytes))
     return found.without_recipes(found.with_waiting(filled))
 
@@ -143,7 +145,7 @@ class _Search:
             self._try_numbers_in_memory(slots)
         ranked = sorted((found for found in self._found.values() if found is not None), key=lambda found: found[0])
         if not ranked:
-            least = _least_memory(model, Choice(self._slots(0, model.least_slots)))
+            least = least_bytes(model, Choice(self._slots(0, model.least_slots)))
             raise NothingFitsError(least, int(self._limit))
         best = predict(model, self.without_recipes(self.with_waiting(ranked[0][1])))
         return Found(best, predict(model, ranked[1][1]) if len(ranked) > 1 else None, self._tried)

@@ -71,6 +71,8 @@ class StepModel:
     #: Bytes of each shard that rests in memory: weights and optimizer states, without gradients. Missing where a shard
     #: cannot rest there.
     resting_bytes: Mapping[int, int] = field(default_factory=dict)
+    #: Bytes of a slot for each shard: slots are as large as the largest that is loaded. Empty: as ``sizes`` say.
+    slot_bytes: Sequence[int] = ()
     #: Cells that keep their graphs whatever the plan is.
     always_kept: frozenset[Key] = frozenset()
     #: Whether boundaries can be spilled.
@@ -172,8 +174,10 @@ def _sizes(model: StepModel, choice: Choice, forecast: Forecast | None) -> StepB
     # Without recipes a graph holds what a recomputed cell saves, and its input.
     waiting = choice.in_memory | choice.waiting
     smaller = model.sizes if choice.cheap_recompute else replace(model.sizes, kept_profiles={}, graph_bytes_per_row={})
+    loaded = [nbytes for j, nbytes in enumerate(model.slot_bytes) if j not in choice.in_memory]
     return replace(
         smaller,
+        slot_bytes=max(loaded, default=0) if model.slot_bytes else model.sizes.slot_bytes,
         waiting=waiting,
         held=smaller.held | (waiting | smaller.gradients_stay if model.accumulates else frozenset()),
         constant_bytes=model.sizes.constant_bytes + resting,

@@ -170,6 +170,11 @@ class Meter:
         """Predicted seconds of a lane's copies per byte (of updates: of gradients); 0 if none was measured."""
         return self._lane_clocks[lane].seconds_each()
 
+    @property
+    def seconds_of_updates_in_memory(self) -> float:
+        """Seconds of all updates of shards that rest in memory."""
+        return self._lane_clocks[UPDATE_IN_MEMORY].seconds
+
     def record_activations(self, nbytes: int, rows: int) -> None:
         """Records the activations of one cell of so many rows."""
         self.activation_bytes_per_row = max(self.activation_bytes_per_row, nbytes / max(rows, 1))

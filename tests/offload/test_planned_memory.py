@@ -365,3 +365,48 @@ def test_resident_bytes_of_a_fixed_policy_keep_shards_in_memory(tmp_path: Path) 
     model = OffloadModel(stack(), "cpu", tmp_path, memory=MemoryPolicy.fixed(resident_bytes="14MiB"))
     train(model, OffloadOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9), 4)
     assert 0 < len(planner_of(model)._in_memory) < DEPTH
+
+
+def test_a_batch_that_fits_only_in_parts_is_cut_into_as_few_as_fit(tmp_path: Path) -> None:
+    plain = stack().eval()
+    model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, num_microbatches=None, memory="32MiB")
+    ours, theirs = OffloadOptimizer(model, torch.optim.SGD, lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    counts = []
+    for rows in (64, 64, 3000, 1500, 64):
+        x = torch.randn(rows, WIDTH)
+        for each, optimizer in ((plain, theirs), (model, ours)):
+            optimizer.zero_grad()
+            each(x).square().mean().backward()
+            optimizer.step()
+        counts.append(len({action.microbatch for action in model.plan(rows).actions} - {None}))
+    assert counts[0] == counts[1] == counts[4] == 1
+    assert counts[2] > counts[3] >= 1
+    planner = planner_of(model)
+    assert planner._fits_in_parts(3000, counts[2])
+    assert not planner._fits_in_parts(3000, counts[2] // 2)
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_a_batch_is_not_cut_where_layers_draw_or_look_across_rows(tmp_path: Path) -> None:
+    normalises = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.BatchNorm1d(4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH))
+    for layers, policy in ((stack(), {}), (normalises, {"join_chunks": True})):
+        memory = MemoryPolicy("40MiB", **policy)
+        model = OffloadModel(layers, "cpu", tmp_path, num_microbatches=None, memory=memory)
+        optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+        train(model, optimizer, 2)
+        with pytest.raises(ValueError, match="or more micro-batches"):
+            train(model, optimizer, 1, rows=100_000)
+    allowed = MemoryPolicy("40MiB", join_chunks=True)
+    model = OffloadModel(stack(), "cpu", tmp_path, num_microbatches=None, memory=allowed)
+    train(model, OffloadOptimizer(model, torch.optim.SGD, lr=0.1), 2)
+    assert model._executor.microbatches(6000) > 1
+
+
+def test_micro_batches_are_planned_only_where_a_memory_is(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="num_microbatches=None needs a memory"):
+        OffloadModel(stack(), "cpu", tmp_path, num_slices=3, checkpoint_activation=True, num_microbatches=None)
+    holder = nn.Module()
+    holder.blocks = nn.ModuleList(stack())
+    with pytest.raises(ValueError, match="num_microbatches=None needs layers that are called one after the other"):
+        OffloadModel(holder, "cpu", tmp_path, blocks="blocks", num_microbatches=None, memory="1GiB")

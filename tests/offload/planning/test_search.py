@@ -254,3 +254,10 @@ def test_a_search_makes_a_bounded_number_of_plans(share: float, microbatches: in
     for shards in (25, 50, 100):
         model = model_of(shards, contention=0.3, microbatches=microbatches)
         assert search(model, int(least_of(model) * share)).tried < 120
+
+
+def test_slots_are_as_large_as_the_largest_shard_that_is_loaded() -> None:
+    """Also where all shards rest in memory while a plan for others is searched."""
+    model = replace(model_of(3), slot_bytes=[10 * MIB, 30 * MIB, 20 * MIB])
+    for in_memory, expected in (((), 60), ((1,), 40), ((1, 2), 20), ((0, 1, 2), 0)):
+        assert predict(model, Choice(2, frozenset(in_memory))).course[0].weights == expected * MIB
