@@ -33,6 +33,7 @@ from gradcache.distributed.gather import gather_own
 from gradcache.two_pass import first_pass, repeatable
 from gradcache.used_modules import UsedModules
 from pipe.nested import flatten
+from pipe.recompute.thread_state import restores_thread_state
 
 __all__ = ["cached", "cat_input_tensor", "gather_input_tensor"]
 
@@ -54,6 +55,7 @@ def cached(func: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
     """
 
     @wraps(func)
+    @restores_thread_state
     def encode(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         def call(chunk: Any) -> Any:
             return func(*chunk[0], **chunk[1])
@@ -64,6 +66,7 @@ def cached(func: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         leaves = representations.as_leaves(output)
 
         @wraps(func)
+        @restores_thread_state
         def again(*cached_representations: Any) -> None:
             given = cached_representations[0] if len(cached_representations) == 1 else cached_representations
             gradient = _matching_gradient(output, given)

@@ -263,6 +263,7 @@ class GradCache:
         if not torch.is_grad_enabled():
             return tuple(encoded)
 
+        @restores_thread_state
         def second_pass(cache: list[Any]) -> list[Tensor | None]:
             with step.gradients(self._heads("get_reps", "processed"), in_backward=True) as (commit, self._check):
                 self._second_pass(step, cache, False)

@@ -43,6 +43,7 @@ from pipe.recompute.input_writes import refuse_writes
 from pipe.recompute.module_state import WatchedModule
 from pipe.recompute.phase import enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing
 from pipe.recompute.rerun import Rerun
+from pipe.recompute.thread_state import restores_thread_state
 from pipe.torch_private import accumulates_everywhere
 
 __all__ = [
@@ -246,6 +247,7 @@ class Checkpoint(torch.autograd.Function):
         return tuple(call.results)
 
     @staticmethod
+    @restores_thread_state
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Accumulates the gradients of parameters, and returns those of the inputs."""
         refuse_double_backward("a checkpointed forward")
@@ -280,6 +282,7 @@ class Recompute(torch.autograd.Function):
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
+    @restores_thread_state
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients, unchanged and unread: they may still be being copied."""
         if any(gradient is not None for gradient in gradients):

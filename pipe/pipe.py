@@ -33,6 +33,7 @@ from pipe.placement import (
     updated_stages,
     without_partitions,
 )
+from pipe.recompute.thread_state import restores_thread_state
 from pipe.refusals import check_optimizers, check_plain, check_reduced, check_updates, restored_on
 from pipe.schedule import Schedule, StageAction, fill_drain, one_forward_one_backward
 from pipe.skip.skippable import verify_skippables
@@ -185,6 +186,7 @@ class Pipe(nn.Module):
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
+    @restores_thread_state
     def forward(self, input: Any) -> Any:
         """Runs the mini-batch, micro-batch by micro-batch.
 
@@ -223,6 +225,7 @@ class Pipe(nn.Module):
             ).run()
         return microbatch.gather(batches)
 
+    @restores_thread_state
     def train_step(
         self,
         input: Any,

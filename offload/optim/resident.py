@@ -68,8 +68,7 @@ class ResidentParameters:
         return [job for job in jobs if any(gradient is not None for gradient in job.gradients)]
 
     def run(self, jobs: Sequence[UpdateJob], finished: Callable[[UpdateJob], None]) -> None:
-        """Runs the updates that are not done. May be called again after an interrupt."""
-        self.wait_idle()
+        """Runs the updates that are not done. After an interrupt :meth:`wait_idle` has to be called before."""
         left = [job for job in jobs if not job.done]
         if not left:
             return

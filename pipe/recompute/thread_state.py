@@ -16,6 +16,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import FrameType, MethodType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -163,7 +164,8 @@ def restores_thread_state(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        before = ThreadState.capture()
+        device = torch.accelerator.current_accelerator()
+        before = ThreadState.capture(() if device is None else [device.type])
         try:
             return function(*args, **kwargs)
         except BaseException as error:
@@ -175,10 +177,10 @@ def restores_thread_state(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def close_contexts(error: BaseException) -> None:
-    """Ends the contexts of :mod:`contextlib` whose ``__enter__`` or ``__exit__`` an interrupt stopped.
+    """Ends the contexts of :mod:`contextlib` that an interrupt kept the ``with`` statement from ending.
 
     A generator would otherwise restore what it saved when the traceback is freed, in the middle of other code, and an
-    ``ExitStack`` never.
+    ``ExitStack`` never; nor has that a context that it is just entering, or that it has taken off to leave.
     """
     frames = []
     traceback = error.__traceback__
@@ -186,14 +188,28 @@ def close_contexts(error: BaseException) -> None:
         frames.append(traceback.tb_frame)
         traceback = traceback.tb_next
     for frame in reversed(frames):
-        if frame.f_code in _ENDS:
-            context = frame.f_locals["self"]
+        for context in _contexts_in(frame):
             with contextlib.suppress(Exception):  # the first error counts
                 (context if isinstance(context, contextlib.ExitStack) else context.gen).close()
 
 
+def _contexts_in(frame: FrameType) -> Iterator[Any]:
+    """Contexts that a frame of an interrupted call may have left open; those that have ended can be closed again."""
+    ours = frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES
+    if frame.f_code not in _ENDS and not ours:
+        return
+    for value in reversed(list(frame.f_locals.values())):
+        # Of a context that a stack was leaving, before the others in it, there is only its bound exit.
+        each = getattr(value, "__self__", None) if frame.f_code in _ENDS and isinstance(value, MethodType) else value
+        if isinstance(each, contextlib.ExitStack) or (not ours and isinstance(each, _Generator)):
+            yield each
+
+
+_PACKAGES = ("pipe", "offload", "gradcache")
+_Generator = contextlib._GeneratorContextManager
 _ENDS = {
-    contextlib._GeneratorContextManager.__enter__.__code__,
-    contextlib._GeneratorContextManager.__exit__.__code__,
+    _Generator.__enter__.__code__,
+    _Generator.__exit__.__code__,
     contextlib.ExitStack.__exit__.__code__,
+    contextlib.ExitStack.enter_context.__code__,
 }

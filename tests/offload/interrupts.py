@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+import gradcache
 import offload
 import pipe
 
-PACKAGES = tuple(str(Path(package.__file__).parent) + "/" for package in (offload, pipe))
+PACKAGES = tuple(str(Path(package.__file__).parent) + "/" for package in (offload, pipe, gradcache))
 CONTEXTS = (contextlib.__file__, torch.autograd.grad_mode.__file__, torch.autograd.graph.__file__)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pipe.train import InlineLane
-from tests.offload.scenarios import boundaries, files, lanes, reading, rows, training
+from tests.offload.scenarios import blocks, boundaries, files, lanes, reading, rows, training
 from tests.waits import Scenario, Site, find_sites, is_value_used, take_out
 
 #: module -> function -> [(text of the wait, the scenario that fails without it)]
@@ -191,6 +191,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "OffloadOptimizer.step": [
             ("self._synchronize()", reading.a_second_step_is_a_second_update),
             ("self._synchronize() #2", reading.a_step_that_others_can_see_is_finished),
+            ("self._resident.wait_idle()", blocks.a_step_that_is_interrupted_while_a_thread_updates_is_whole),
         ],
         "OffloadOptimizer.zero_grad": [
             ("self._synchronize()", reading.gradients_are_zeroed_after_their_use_by_the_optimizer),
@@ -296,6 +297,30 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "Tracer.span": [("with self._lock", files.one_thread_at_a_time_writes_a_trace)],
         "Tracer.sample": [("with self._lock", files.one_thread_at_a_time_writes_a_trace)],
     },
+    "offload.blocks.face": {
+        "ModelWithBlocks._bare": [
+            ("self._executor.streamer.apply_pending_updates()", blocks.a_copy_of_a_model_with_blocks_is_updated),
+        ],
+    },
+    "offload.engine.block_forwards": {
+        "BlockForwards.run_alone": [
+            ("self.streamer.wait_for_home_reads()", blocks.a_block_that_runs_by_itself_has_been_read)
+        ],
+        "BlockForwards.run_many": [("each.cancel()", blocks.suspended_forwards_end_when_one_fails)],
+    },
+    "offload.engine.suspend": {
+        "SuspendedForward.cancel": [
+            ("self._thread.join(1.0)", blocks.suspended_forwards_have_ended_when_the_call_returns)
+        ],
+    },
+    "offload.optim.resident": {
+        "ResidentParameters.run": [
+            ("future.wait()", blocks.parameters_outside_of_blocks_are_updated_by_the_step),
+        ],
+        "ResidentParameters.wait_idle": [
+            ("self._thread.wait_idle()", blocks.a_step_that_is_interrupted_while_a_thread_updates_is_whole)
+        ],
+    },
     "offload.embedding.bag": {
         "_Request.wait": [("self.ticket.wait()", rows.a_read_that_failed_is_told_by_its_wait)],
         "OffloadEmbeddingBag.input_dist": [("fence(self.device)", rows.indices_are_read_after_they_have_come)],
@@ -356,15 +381,6 @@ EXCEPTIONS = {
     "offload.mesh.ranks CollectiveLane.submit: arrival.synchronize()": (
         "updates of DTensors end within step(), so no load has one to wait for yet"
     ),
-    # Real ones, in code of blocks and of parameters outside of them; no scenario is late there yet.
-    "offload.blocks.face ModelWithBlocks._bare: self._executor.streamer.apply_pending_updates()": "before a copy",
-    "offload.engine.block_forwards BlockForwards.run_alone: self.streamer.wait_for_home_reads()": "after one block",
-    "offload.engine.block_forwards BlockForwards.run_many: each.cancel()": "ends suspended forwards",
-    "offload.engine.suspend SuspendedForward.cancel: self._thread.join(1.0)": "the thread of one of them",
-    "offload.optim.optimizer OffloadOptimizer.step: self._resident.wait_idle()": "one update at a time",
-    "offload.optim.resident ResidentParameters.run: future.wait()": "the end of the update",
-    "offload.optim.resident ResidentParameters.run: self.wait_idle()": "one update at a time",
-    "offload.optim.resident ResidentParameters.wait_idle: self._thread.wait_idle()": "the same",
     "offload.engine.layouts fitting: _jagged(output.detach()).join([gradient.values().to(output.device)])": (
         "puts a tensor together of its parts"
     ),

@@ -222,3 +222,47 @@ def test_a_context_whose_exit_was_interrupted_ends_before_its_traceback_is_freed
     finally:
         sys.settrace(before)
     assert ended == ["callback", "inner"]
+
+
+@pytest.mark.parametrize("function", [contextlib.ExitStack.__exit__, contextlib.ExitStack.enter_context])
+@pytest.mark.parametrize("lines", range(12))
+def test_all_contexts_of_a_stack_end_that_an_interrupt_stops_at_any_line(function: Any, lines: int) -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+
+    @contextlib.contextmanager
+    def context(k: int) -> Iterator[None]:
+        begun.append(k)
+        try:
+            yield
+        finally:
+            ended.append(k)
+
+    @restores_thread_state
+    def run() -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(context(0))
+            stack.enter_context(context(1))
+
+    left = lines
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        def line(frame: Any, event: str, arg: Any) -> Any:
+            nonlocal left
+            left -= event == "line"
+            if left < 0:
+                sys.settrace(before)
+                raise KeyboardInterrupt
+            return line
+
+        return line if frame.f_code is function.__code__ else None
+
+    before, held = sys.gettrace(), None
+    sys.settrace(trace)
+    try:
+        run()
+    except KeyboardInterrupt as error:
+        held = error  # and with it the traceback, which holds what has not ended
+    finally:
+        sys.settrace(before)
+    assert ended == begun[::-1], held
