@@ -36,6 +36,7 @@ from offload.storage import DiskHome, is_directory, open_tier
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import open_lanes
 from offload.streaming.quantised import check_storable, separate, stored_tensors
+from offload.streaming.resident import chosen
 from offload.streaming.rollback import Rollback
 from offload.telemetry.statistics import Meter
 from pipe.interception import offered
@@ -85,6 +86,9 @@ class OffloadModel(ReportingModule):
             its blocks, names in the order of calls, or a class of blocks. Each block is a shard; parameters outside of
             them stay on the compute device. None: the layers of a Sequential or list; else the longest list of modules
             of one class, with a warning that names it.
+        resident: names of parameters of the layers that stay on the compute device, with their gradients and optimizer
+            states, or shell patterns of such: ``"*.lora_*"`` for adapters over a frozen base that streams. None: all
+            of them stream.
         pretrained: a safetensors file, an index of several or the directory of one, or a :class:`~offload.Pretrained`:
             parameters and buffers are read from there straight into their homes, without being initialised first.
         detect_weight_writes: for debugging. A layer may write its own parameters while it runs (an initialisation from
@@ -127,6 +131,7 @@ class OffloadModel(ReportingModule):
         pretrained: Pretrained | str | os.PathLike[str] | None = None,
         detect_weight_writes: bool = False,
         blocks: Blocks | None = None,
+        resident: str | Sequence[str] | None = None,
         _cuts: list[int] | None = None,
     ) -> None:
         self._adopt(model)
@@ -139,6 +144,12 @@ class OffloadModel(ReportingModule):
         parameters = [(f"{k}.{path}", p) for k, layer in named.items() for path, p in layer.named_parameters()]
         check_storable(parameters, named.values(), self.device)
         check_separate(stored_tensors(named.items()))
+        staying = chosen(named, resident)
+        if staying and isinstance(offload_device, DiskHome) and offload_device.keep:
+            raise ValueError(
+                f"expected DiskHome(keep=False) with resident={resident!r}, got keep=True: a kept home would not hold "
+                f"these parameters; use save_checkpoint and load_checkpoint"
+            )
         separate([model] if isinstance(model, nn.Module) else named.values())
         plans = num_slices is None and checkpoint_activation is None
         if blocks is not None or not isinstance(model, nn.Sequential):
@@ -174,6 +185,7 @@ class OffloadModel(ReportingModule):
             "memory": resources,
             "param_dtype": param_dtype,
             "detect_weight_writes": detect_weight_writes,
+            "resident": resident,
         }
         self._num_microbatches = num_microbatches
         #: Names of the arguments of layers after the first.
@@ -203,6 +215,7 @@ class OffloadModel(ReportingModule):
                 meter=self._meter,
                 recompute=recompute,
                 param_dtype=param_dtype,
+                resident=staying,
             )
             self._join(self._executor, named, undo.callback)
             for runner in self._executor.runners:

@@ -45,6 +45,7 @@ from offload.policy import MemoryPolicy
 from offload.storage import Tier
 from offload.streaming.lane import CopyLanes
 from offload.streaming.materialize import Values
+from offload.streaming.resident import resident_shard
 from offload.streaming.shard import make_shards
 from offload.streaming.streamer import Streamer
 from offload.telemetry.statistics import Meter
@@ -78,8 +79,14 @@ class Executor(BlockForwards):
         meter: Meter,
         recompute: bool,
         param_dtype: torch.dtype | None,
+        resident: Collection[nn.Parameter] = (),
     ) -> None:
-        self.shards = make_shards(list(layers.items()), cuts, tier, param_dtype, values)
+        #: The owner of the parameters that stay on the compute device.
+        self.resident = resident_shard(layers, set(resident), len(cuts), device)
+        if self.resident is not None and self.resident.home is not None:
+            meter.hold(self.resident.home.nbytes)
+        self.shards = make_shards(list(layers.items()), cuts, tier, param_dtype, values, self.resident)
+        lenders = [] if self.resident is None else [self.resident]
         for module in (module for layer in layers.values() for module in layer.modules()):
             for key, buffer in module._buffers.items():
                 if buffer is not None:
@@ -99,7 +106,9 @@ class Executor(BlockForwards):
         self.runners = [
             ShardRunner(shard, names[shard.first : shard.first + len(shard.layers)], device) for shard in self.shards
         ]
-        self._cell_executor = CellExecutor(self.runners, device=device, meter=meter, param_dtype=param_dtype)
+        self._cell_executor = CellExecutor(
+            self.runners, device=device, meter=meter, param_dtype=param_dtype, lenders=lenders
+        )
         self.device = device
         self._tier = tier
         self._lanes = lanes
@@ -121,7 +130,7 @@ class Executor(BlockForwards):
             runner.measures_graphs = recompute and bool(policy.graph_bytes)
         self._references = References(self.shards, (p for runner in self.runners for _, p in runner.watched.parameters))
         super().__init__()
-        self.assigned_data = AssignedData(self.shards, self.streamer.gradient_offload.optimizers.views)
+        self.assigned_data = AssignedData([*self.shards, *lenders], self.streamer.gradient_offload.optimizers.views)
         self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
         #: The autograd nodes whose outputs are alive: each holds ``parameters``.
         self.nodes: weakref.WeakSet[Any] = weakref.WeakSet()

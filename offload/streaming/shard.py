@@ -86,6 +86,11 @@ class Shard:
     _views: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     @property
+    def resident(self) -> bool:
+        """Whether this only owns parameters that stay on the compute device."""
+        return not self.layers
+
+    @property
     def parameters(self) -> list[nn.Parameter]:
         """All parameters that the layers use, in the order of :attr:`slices`."""
         return [s.parameter for s in self.slices]
@@ -329,15 +334,17 @@ def make_shards(
     tier: Tier,
     dtype: torch.dtype | None = None,
     values: Mapping[Tensor, Values] | None = None,
+    resident: Shard | None = None,
 ) -> list[Shard]:
     """Groups layers into shards of ``cuts`` layers and moves their parameters to storage, one shard after the other.
 
     Layers on the meta device are materialized. ``values`` are sources of parameters and buffers, if not the layers
-    themselves. ``dtype`` is that of floating-point parameters in slots; storage keeps the parameter's own.
+    themselves. ``dtype`` is that of floating-point parameters in slots; storage keeps the parameter's own. ``resident``
+    owns parameters that all shards borrow.
     """
     materializer = Materializer(values)
     shards: list[Shard] = []
-    stored: dict[nn.Parameter, tuple[Shard, Slice]] = {}
+    stored = {s.parameter: (resident, s) for s in resident.own} if resident is not None else {}
     first = 0
     for index, count in enumerate(cuts):
         part = layers[first : first + count]
