@@ -37,6 +37,7 @@ from offload.storage import DiskHome, is_directory, open_tier
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import open_lanes
 from offload.streaming.quantised import check_storable, separate, stored_tensors
+from offload.streaming.resident import chosen
 from offload.streaming.rollback import Rollback
 from offload.telemetry.statistics import Meter
 from pipe.interception import offered
@@ -97,6 +98,9 @@ class OffloadModel(LoadingModule):
             optimizer states; all may pass one directory. ``parameters()`` are DTensors, and gradients are means over
             ranks. All ranks make the same calls.
         gradient_divide_factor: with ``mesh``, divide sums of gradients by this instead of the number of ranks.
+        resident: names of parameters of the layers that stay on the compute device, with their gradients and optimizer
+            states, or shell patterns of such: ``"*.lora_*"`` for adapters over a frozen base that streams. None: all
+            of them stream.
         pretrained: a safetensors file, an index of several or the directory of one, or a :class:`~offload.Pretrained`:
             parameters and buffers are read from there straight into their homes, without being initialised first. See
             :meth:`from_pretrained`.
@@ -143,6 +147,7 @@ class OffloadModel(LoadingModule):
         blocks: Blocks | None = None,
         mesh: DeviceMesh | None = None,
         gradient_divide_factor: float | None = None,
+        resident: str | Sequence[str] | None = None,
         _cuts: list[int] | None = None,
     ) -> None:
         self._adopt(model)
@@ -161,11 +166,18 @@ class OffloadModel(LoadingModule):
             "blocks=": called,
             "memory=": memory,
             "memory_budget=": memory_budget,
+            "resident=": resident,
             "a model with quantised weights": quantised or None,
         }
         mesh = check_mesh(
             mesh, gradient_divide_factor, device=self.device, offload_device=offload_device, refused=not_sharded
         )
+        staying = chosen(named, resident)
+        if staying and isinstance(offload_device, DiskHome) and offload_device.keep:
+            raise ValueError(
+                f"expected DiskHome(keep=False) with resident={resident!r}, got keep=True: a kept home would not hold "
+                f"these parameters; use save_checkpoint and load_checkpoint"
+            )
         separate([model] if isinstance(model, nn.Module) else named.values())
         plans = num_slices is None and checkpoint_activation is None and mesh is None
         if blocks is not None or not isinstance(model, nn.Sequential):
@@ -204,6 +216,7 @@ class OffloadModel(LoadingModule):
             "param_dtype": param_dtype,
             "detect_weight_writes": detect_weight_writes,
             "mesh": mesh,
+            "resident": resident,
         }
         self._num_microbatches = num_microbatches
         #: Names of the arguments of layers after the first.
@@ -240,6 +253,7 @@ class OffloadModel(LoadingModule):
                 recompute=recompute,
                 param_dtype=param_dtype,
                 sharding=sharding,
+                resident=staying,
             )
             self._join(self._executor, named, self._persistent_home.values, undo.callback)
             for runner in self._executor.runners:

@@ -56,12 +56,13 @@ class CellExecutor:
         device: torch.device,
         meter: Meter,
         param_dtype: torch.dtype | None,
+        lenders: Sequence[Shard] = (),
     ) -> None:
         self._runners = runners
         self._device = device
         self._meter = meter
         self._param_dtype = param_dtype
-        self._home_checksums = [HomeChecksums(runner.shard) for runner in runners]
+        self._home_checksums = [HomeChecksums(shard) for shard in (*(runner.shard for runner in runners), *lenders)]
         self._lending = {owner.index for runner in runners for owner, _ in runner.shard.loans}
 
     # --- forward ------------------------------------------------------------------------------------------------

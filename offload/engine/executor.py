@@ -49,6 +49,7 @@ from offload.storage import Tier
 from offload.streaming.lane import CopyLanes
 from offload.streaming.layer_homes import make_shards
 from offload.streaming.materialize import Values
+from offload.streaming.resident import resident_shard
 from offload.streaming.shard import Shard
 from offload.streaming.streamer import Streamer
 from offload.telemetry.statistics import Meter
@@ -83,11 +84,17 @@ class Executor(BlockForwards):
         recompute: bool,
         param_dtype: torch.dtype | None,
         sharding: Sharding | None = None,
+        resident: Collection[nn.Parameter] = (),
     ) -> None:
+        #: The owner of the parameters that stay on the compute device.
+        self.resident = resident_shard(layers, set(resident), len(cuts), device)
+        if self.resident is not None and self.resident.home is not None:
+            meter.hold(self.resident.home.nbytes)
+        named = list(layers.items())
         if sharding is None:
-            self.shards, self.layer_homes = make_shards(list(layers.items()), cuts, tier, param_dtype, values)
+            self.shards, self.layer_homes = make_shards(named, cuts, tier, param_dtype, values, self.resident)
         else:
-            self.shards, self.layer_homes = sharding.make_shards(list(layers.items()), cuts, tier, param_dtype, values)
+            self.shards, self.layer_homes = sharding.make_shards(named, cuts, tier, param_dtype, values)
         for module in (module for layer in layers.values() for module in layer.modules()):
             for key, buffer in module._buffers.items():
                 if buffer is not None:
@@ -118,7 +125,8 @@ class Executor(BlockForwards):
         self.strict = budget_bytes is not None
         self.use(self.parts_over(self.shards))
         super().__init__()
-        self.assigned_data = AssignedData(self.shards, self.streamer.gradient_offload.optimizers.views)
+        lenders = [] if self.resident is None else [self.resident]
+        self.assigned_data = AssignedData([*self.shards, *lenders], self.streamer.gradient_offload.optimizers.views)
         #: The parameters that users see; with a mesh, layers hold them from now on.
         self.public = PublicParameters() if sharding is None else sharding.public(self.shards)
         self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()

@@ -61,6 +61,8 @@ def recut(executor: Executor, cuts: Sequence[int]) -> None:
         raise RuntimeError("expected a model whose layers are called in order: the blocks of others are their shards")
     if not executor.layer_homes.places:
         raise RuntimeError("expected homes that are laid out layer by layer: with mesh= each shard has one of its own")
+    if executor.resident is not None:
+        raise RuntimeError("expected a model all of whose parameters stream, not one with resident=")
     if executor.streamer.slot_pool.shared:
         raise RuntimeError("expected slots of this model alone: those that models share have the size of their shards")
     if executor.waits_for_backward():

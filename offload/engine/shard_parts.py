@@ -54,10 +54,12 @@ class ShardParts:
             steps.planner = MemoryPlanner(*executor.planned, executor)
         places = [s for layer in executor.layer_homes.places for s in layer]
         watched = [p for runner in runners for _, p in runner.watched.parameters]
+        lenders = [] if executor.resident is None else [executor.resident]
+        dtype = executor.layer_homes.dtype
         return cls(
             shards,
             runners,
-            CellExecutor(runners, device=device, meter=executor.meter, param_dtype=executor.layer_homes.dtype),
+            CellExecutor(runners, device=device, meter=executor.meter, param_dtype=dtype, lenders=lenders),
             steps,
             References(shards, [*(s.parameter for s in places), *watched]),
         )

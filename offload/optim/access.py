@@ -32,6 +32,8 @@ class OptimizerAccess:
         self.shards = executor.shards
         #: Parameters that stay on the compute device.
         self.resident = list(executor.outside)
+        if executor.resident is not None:
+            self.resident += [s.parameter for s in executor.resident.own]
         #: The compute device.
         self.device = executor.device
         #: Storage of the states where shards rest at home, the same as that of the parameters.

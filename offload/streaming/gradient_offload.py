@@ -160,7 +160,11 @@ class GradientOffload:
         """Empties the list, so that on the host each gradient is freed as soon as it is stored."""
         self._filter(shard, gradients)
         nbytes = _nbytes(gradient for gradient in gradients if gradient is not None)
-        for owner in {shard.owner_of(position)[0] for position, g in enumerate(gradients) if g is not None}:
+        owners = [shard.owner_of(position)[0] for position in range(len(gradients))]
+        to_storage = _nbytes(
+            g for g, owner in zip(gradients, owners, strict=True) if g is not None and not owner.resident
+        )
+        for owner in {owner for owner, g in zip(owners, gradients, strict=True) if g is not None}:
             owner.detach_gradients()
         # Keeps device tensors until the copy is done. Without this, their memory is reused while it is read.
         in_use = [g for g in gradients if g is not None] if self._device.type != "cpu" else []
@@ -173,7 +177,7 @@ class GradientOffload:
                 moves.extend((parameter, move) for move in self._moves(shard, position, gradient, norms=norms))
         gradient = None
         if not (self._tier.blocking_io and self._stays_in_memory(shard)):
-            self._meter.bytes_stored += nbytes
+            self._meter.bytes_stored += to_storage
         if not moves:
             return
         self._meter.hold(nbytes)

@@ -17,7 +17,7 @@ Guarantees
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -40,11 +40,11 @@ PAGED_BYTES = 16 * PAGE_BYTES
 class LayerLayout:
     """Places the parameters of layers that are added in order, whatever the cuts. Part of the format of kept homes."""
 
-    def __init__(self) -> None:
+    def __init__(self, elsewhere: Iterable[nn.Parameter] = ()) -> None:
         #: Bytes of the layers so far.
         self.nbytes = 0
         self._page = 0
-        self._placed: set[nn.Parameter] = set()
+        self._placed = set(elsewhere)
 
     def add(self, name: str, layer: nn.Module) -> list[Slice]:
         """The places of the parameters that no layer before has."""
@@ -68,6 +68,8 @@ class LayerHomes:
     dtype: torch.dtype | None
     #: None if there are no parameters.
     weights: Block | None
+    #: The owner of parameters that all shards borrow.
+    resident: Shard | None = None
     #: The places in :attr:`weights` of the parameters of each layer that the layers before it do not have.
     places: list[list[Slice]] = field(default_factory=list)
 
@@ -100,9 +102,13 @@ class LayerHomes:
         borrowed, more = layout(s for _, s in shard.loans)
         return [*shard.own, *(replace(s, offset=end + s.offset) for s in borrowed)], end + more
 
+    def lent(self) -> dict[nn.Parameter, tuple[Shard, Slice]]:
+        """The parameters that are stored elsewhere."""
+        return {} if self.resident is None else {s.parameter: (self.resident, s) for s in self.resident.own}
+
     def cut(self, cuts: Sequence[int]) -> Iterator[Shard]:
         """Shards of so many layers, over the present bytes."""
-        stored: dict[nn.Parameter, tuple[Shard, Slice]] = {}
+        stored = self.lent()
         first = 0
         for index, count in enumerate(cuts):
             yield self.shard(index, first, count, stored)
@@ -115,20 +121,23 @@ def make_shards(
     tier: Tier,
     dtype: torch.dtype | None = None,
     values: Mapping[Tensor, Values] | None = None,
+    resident: Shard | None = None,
 ) -> tuple[list[Shard], LayerHomes]:
     """Moves the parameters of layers to storage, in shards of ``cuts`` layers, one shard after the other.
 
     Layers on the meta device are materialized. ``values`` are sources of parameters and buffers, if not the layers
-    themselves. ``dtype`` is that of floating-point parameters in slots; storage keeps the parameter's own.
+    themselves. ``dtype`` is that of floating-point parameters in slots; storage keeps the parameter's own. ``resident``
+    owns parameters that all shards borrow.
     """
     materializer = Materializer(values)
-    whole = LayerLayout()
+    elsewhere = [] if resident is None else [s.parameter for s in resident.own]
+    whole = LayerLayout(elsewhere)
     for name, layer in layers:
         whole.add(name, layer)
-    homes = LayerHomes(layers, tier, dtype, tier.weights(whole.nbytes) if whole.nbytes else None)
+    homes = LayerHomes(layers, tier, dtype, tier.weights(whole.nbytes) if whole.nbytes else None, resident)
     shards: list[Shard] = []
-    stored: dict[nn.Parameter, tuple[Shard, Slice]] = {}
-    first, places = 0, LayerLayout()  # again, since parameters on the meta device are replaced
+    stored = homes.lent()
+    first, places = 0, LayerLayout(elsewhere)  # again, since parameters on the meta device are replaced
     for index, count in enumerate(cuts):
         part = layers[first : first + count]
         for name, layer in part:

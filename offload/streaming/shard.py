@@ -84,6 +84,11 @@ class Shard:
     _views: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     @property
+    def resident(self) -> bool:
+        """Whether this only owns parameters that stay on the compute device."""
+        return not self.layers
+
+    @property
     def parameters(self) -> list[nn.Parameter]:
         """All parameters that the layers use, in the order of :attr:`slices`."""
         return [s.parameter for s in self.slices]

@@ -50,7 +50,7 @@ def bitsandbytes(kind: str, **options: Any) -> Callable[[], nn.Module]:
 
 MAKES = {
     "torchao int8": torchao(lambda q: q.Int8WeightOnlyConfig()),
-    "torchao int4": torchao(lambda q: q.IntxWeightOnlyConfig(weight_dtype=torch.int4)),
+    "torchao int4": torchao(lambda q: q.IntxWeightOnlyConfig(weight_dtype=vars(torch)["int4"])),
     "torchao float8": torchao(lambda q: q.Float8WeightOnlyConfig()),
     "torchao nf4": nf4,
     "bitsandbytes nf4": bitsandbytes("Linear4bit", quant_type="nf4", compress_statistics=False),
@@ -136,8 +136,11 @@ def test_four_bit_layers_that_are_not_quantised_yet_are_refused() -> None:
         OffloadModel(nn.Sequential(bnb.nn.Linear4bit(8, 8)), "cpu", checkpoint_activation=True)
 
 
+@pytest.mark.parametrize("resident", [None, "*.lora_*"], ids=["stored", "resident"])
 @pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "keep"])
-def test_peft_adapters_of_a_four_bit_llama_train_as_the_plain_model(recompute: bool, tmp_path: Path) -> None:
+def test_peft_adapters_of_a_four_bit_llama_train_as_the_plain_model(
+    recompute: bool, resident: str | None, tmp_path: Path
+) -> None:
     """QLoRA with the base in a file."""
     bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install bitsandbytes")
     tf: Any = pytest.importorskip("transformers", reason="needs transformers: pip install transformers peft")
@@ -167,7 +170,8 @@ def test_peft_adapters_of_a_four_bit_llama_train_as_the_plain_model(recompute: b
 
     plain = qlora()
     blocks = "base_model.model.model.layers"
-    model: Any = OffloadModel(qlora(), "cpu", tmp_path, checkpoint_activation=recompute, blocks=blocks)
+    given: dict[str, Any] = {"checkpoint_activation": recompute, "blocks": blocks, "resident": resident}
+    model: Any = OffloadModel(qlora(), "cpu", tmp_path, **given)
     assert list(model.state_dict()) == list(plain.state_dict())
     words = torch.randint(0, 100, (2, 8), generator=torch.Generator().manual_seed(0))
     losses = []

@@ -1,0 +1,67 @@
+"""Parameters of shards that stay on the compute device, such as adapters over a base that streams.
+
+They belong to a shard without layers, which is never loaded or evicted. The shards whose layers use them borrow them,
+as they borrow tied parameters: a copy is in the slot while a shard computes, and gradients are added to the owner's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from offload.storage.buffer import device_buffer
+from offload.storage.host import HostBlock, HostTier
+from offload.streaming.quantised import stored_tensors
+from offload.streaming.shard import Shard
+from offload.streaming.slices import layout
+
+__all__ = ["chosen", "resident_shard"]
+
+
+def chosen(layers: Mapping[str, nn.Module], patterns: str | Sequence[str] | None) -> set[nn.Parameter]:
+    """The parameters whose names match one of the shell ``patterns``.
+
+    Raises TypeError or ValueError for something else than patterns, one that matches nothing, or parameters that
+    cannot stay: quantised ones, and those on the meta device.
+    """
+    if patterns is None:
+        return set()
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    if not isinstance(patterns, Sequence) or not patterns or not all(isinstance(each, str) for each in patterns):
+        raise TypeError(f"expected patterns of parameter names such as '*.lora_*', got resident={patterns!r}")
+    found: set[nn.Parameter] = set()
+    stored = stored_tensors(layers.items())
+    for pattern in patterns:
+        matched = [each for each in stored if fnmatchcase(each.name, pattern)]
+        if not matched:
+            raise ValueError(
+                f"expected patterns of parameter names, such as {stored[0].name if stored else '0.weight'!r}, got "
+                f"resident={pattern!r}, which matches none of them"
+            )
+        for each in matched:
+            if each.part_of is not None or each.parameter.is_meta:
+                what = "on the meta device" if each.part_of is None else "quantised"
+                raise ValueError(f"parameter {each.name} is {what}, and cannot stay on the compute device (resident)")
+            found.add(each.parameter)
+    return found
+
+
+def resident_shard(
+    layers: Mapping[str, nn.Module], parameters: set[nn.Parameter], index: int, device: torch.device
+) -> Shard | None:
+    """Moves ``parameters`` of some layers to the compute device: the shard that owns them; None if there are none."""
+    if not parameters:
+        return None
+    shard = Shard(index, 0, [], tier=HostTier(device))
+    shard.own, nbytes = layout(each for each in stored_tensors(layers.items()) if each.parameter in parameters)
+    shard.home = HostBlock(device_buffer(nbytes, device))
+    for s in shard.own:
+        home = shard.home_view(s)
+        home.copy_(s.parameter.detach())
+        gradient, s.parameter.grad = s.parameter.grad, None
+        s.point_to(home)
+        s.parameter.grad = None if gradient is None else gradient.to(device)
+    return shard

@@ -1,0 +1,192 @@
+"""Parameters that stay on the compute device while the layers around them stream: adapters, with their states."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import DiskHome, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
+from offload.storage.disk import DiskTier
+from tests.offload.quantised import WIDTH, layers, tower
+
+ADAPTERS = ["*.down.*", "*.up.*"]
+
+
+def wrap(form: str, home: Any, recompute: bool = True, **more: Any) -> Any:
+    given: dict[str, Any] = {"num_slices": 3} if form == "layers" else {"blocks": "layer"}
+    more = {"resident": ADAPTERS, **more}
+    return OffloadModel(bare(form), "cpu", home, checkpoint_activation=recompute, **given, **more)
+
+
+def bare(form: str) -> Any:
+    return layers("subclass") if form == "layers" else tower("subclass")
+
+
+def train(model: Any, steps: int = 3, **options: Any) -> list[Tensor]:
+    """Outputs and gradients of some steps, and the adapters after them."""
+    offloaded, adam = isinstance(model, OffloadModel), torch.optim.AdamW
+    arguments: dict[str, Any] = {"lr": 0.1, "fused": True}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer: Any = OffloadOptimizer(model, adam, **arguments, **options) if offloaded else adam(trained, **arguments)
+    seen = []
+    for k in range(steps):
+        y = model(torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(k)))
+        y.square().sum().backward()
+        seen += [y.detach().clone(), *(p.grad.clone() for p in trained if p.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, *(p.detach().clone() for p in trained)]
+
+
+def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
+    assert len(first) == len(second)
+    assert [k for k, (a, b) in enumerate(zip(first, second, strict=True)) if not torch.equal(a, b)] == []
+
+
+forms = pytest.mark.parametrize("form", ["layers", "blocks"])
+
+
+@forms
+@pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "keep"])
+def test_resident_adapters_train_as_in_the_plain_model(form: str, recompute: bool, home: str) -> None:
+    assert_same(train(wrap(form, home, recompute)), train(bare(form)))
+
+
+@forms
+def test_resident_adapters_have_nothing_in_files(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated: dict[str, int] = {}
+    allocate = DiskTier.allocate
+
+    def recording(self: DiskTier, nbytes: int, label: str, **kwargs: Any) -> Any:
+        allocated[label] = nbytes
+        return allocate(self, nbytes, label, **kwargs)
+
+    monkeypatch.setattr(DiskTier, "allocate", recording)
+    model = wrap(form, tmp_path)
+    train(model, steps=1)
+    assert all(label.endswith("weights") for label in allocated)
+    homes = [shard.home for shard in model._executor.shards]
+    files = [(h.tensor.data_ptr(), h.tensor.data_ptr() + h.nbytes) for h in homes if h is not None]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert trained
+    assert not any(begin <= p.data_ptr() < end for p in trained for begin, end in files)
+    assert model.statistics().bytes_stored == 0
+
+
+def test_updates_in_backward_and_clipping_reach_resident_adapters(tmp_path: Path) -> None:
+    assert_same(train(wrap("layers", tmp_path / "a"), update_in_backward=True), train(bare("layers")))
+    streamed = wrap("layers", tmp_path / "b", resident=None)
+    assert_same(train(wrap("layers", tmp_path / "c"), max_norm=0.5), train(streamed, max_norm=0.5))
+
+
+def test_only_some_of_the_trainable_parameters_may_be_resident(home: str) -> None:
+    assert_same(train(wrap("layers", home, resident="*.down.weight")), train(bare("layers")))
+
+
+def test_resident_adapters_with_late_copies(late: Callable[..., Any], tmp_path: Path) -> None:
+    late()
+    assert_same(train(wrap("blocks", tmp_path)), train(bare("blocks")))
+
+
+def test_resident_adapters_under_a_limit_of_memory(tmp_path: Path) -> None:
+    model = OffloadModel(bare("layers"), "cpu", tmp_path, memory="64MiB", resident=ADAPTERS)
+    assert_same(train(model), train(bare("layers")))
+
+
+@forms
+def test_hooks_of_resident_adapters_see_the_whole_gradient_once(form: str, home: str) -> None:
+    def hooked(model: Any) -> list[Tensor]:
+        seen: list[Tensor] = []
+        blocks = model.layer if form == "blocks" else list(model)
+        blocks[1].down.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+        model(torch.ones(4, WIDTH)).square().sum().backward()
+        return [*seen, blocks[1].down.weight.grad]
+
+    assert_same(hooked(wrap(form, home)), hooked(bare(form)))
+
+
+def test_gradients_of_resident_adapters_accumulate_and_are_returned(home: str) -> None:
+    def run(model: Any) -> list[Tensor]:
+        x = torch.ones(4, WIDTH)
+        for k in range(2):
+            (model(x).sum() * (k + 1)).backward()
+        weight = model[2].up.weight
+        (alone,) = torch.autograd.grad(model(x).square().sum(), [weight])
+        return [alone, *(p.grad for p in model.parameters() if p.requires_grad)]
+
+    assert_same(run(wrap("layers", home)), run(bare("layers")))
+
+
+def test_data_assigned_to_resident_adapters_is_used(home: str) -> None:
+    model, plain, x = wrap("layers", home), bare("layers"), torch.ones(1, WIDTH)
+    for each in (model, plain):
+        each(x)
+        each[1].up.weight.data = torch.full((WIDTH, 2), 0.25)
+        each[2].up.weight.data.mul_(2)
+    assert torch.equal(model(x), plain(x))
+
+
+def test_a_resident_adapter_changed_before_its_backward_is_refused(home: str) -> None:
+    model = wrap("layers", home)
+    loss = model(torch.ones(1, WIDTH)).sum()
+    with torch.no_grad():
+        model[1].up.weight.add_(1)
+    with pytest.raises(RuntimeError, match=r"1\.up\.weight .*changed in place"):
+        loss.backward()
+
+
+@forms
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "checkpoint"])
+def test_a_copy_of_a_model_with_resident_adapters(form: str, how: str, tmp_path: Path) -> None:
+    model, x = wrap(form, tmp_path / "a"), torch.ones(1, WIDTH)
+    train(model)
+    if how == "checkpoint":
+        save_checkpoint(tmp_path / "saved", model)
+        copied = wrap(form, tmp_path / "b")
+        load_checkpoint(tmp_path / "saved", copied)
+    else:
+        copied = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    assert torch.equal(copied(x), model(x))
+    before = model(x)
+    train(copied)
+    assert torch.equal(model(x), before)
+
+
+def test_frozen_adapters_that_are_resident_end_backward_early(tmp_path: Path) -> None:
+    model = wrap("blocks", tmp_path)
+    for block in model.layer[:2]:
+        block.down.requires_grad_(False)
+        block.up.requires_grad_(False)
+    model(torch.ones(1, WIDTH)).sum().backward()
+    plan = str(model.plan()).split()
+    begun = next(k for k, token in enumerate(plan) if token.startswith("B"))
+    assert [token for token in plan if token.startswith("B")] == ["B3.0", "B2.0"]
+    assert not {"L0", "L1"} & {*plan[begun:]}
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "reason"),
+    [
+        ({"resident": "*.lora_*"}, ValueError, "matches none"),
+        ({"resident": 3}, TypeError, "patterns of parameter names"),
+        ({"resident": "*.base.weight.*"}, ValueError, "is quantised"),
+    ],
+)
+def test_what_cannot_be_resident_is_refused(given: Any, error: Any, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=reason):
+        wrap("layers", tmp_path, **given)
+
+
+def test_resident_parameters_on_the_meta_device_or_in_a_kept_home_are_refused(tmp_path: Path) -> None:
+    meta = nn.Sequential(nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ValueError, match="on the meta device"):
+        OffloadModel(meta, "cpu", checkpoint_activation=True, resident="*")
+    with pytest.raises(ValueError, match="keep=True"):
+        OffloadModel(nn.Sequential(nn.Linear(2, 2)), "cpu", DiskHome(tmp_path, keep=True), resident="*.bias")
