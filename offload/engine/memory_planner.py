@@ -159,14 +159,14 @@ class MemoryPlanner:
             self._streamer.finish_updates_in_memory()
             self._held -= self._updated_bytes
             self._heap.measure_others(self._held - self._streamer.slot_pool.unallocated_bytes)
-            most = min(most, prediction.memory_bytes - self._margin_bytes)
+            most = min(most, prediction.memory_bytes - self._margin_bytes + LEAST_BYTES)
         actions = prediction.plan.actions
         cells = {
             (action.kind.value, action.shard, action.microbatch): moment
             for moment in prediction.course
             for action in actions[moment.position : moment.position + 1]
         }
-        make_room, most = self._heap.make_room, most + LEAST_BYTES
+        make_room = self._heap.make_room
 
         def before(kind: str, shard: int, microbatch: int) -> None:
             moment = cells.get((kind, shard, microbatch))
