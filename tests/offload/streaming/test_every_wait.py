@@ -341,6 +341,9 @@ EXCEPTIONS = {
     "offload.engine.memory_planner MemoryPlanner._plan_again: self._streamer.apply_pending_updates()": (
         "sizes of states are read, not their values"
     ),
+    "offload.streaming.streamer Streamer.finish_updates_in_memory: pending.start().synchronize()": (
+        "the bytes of gradients are counted, no values are read"
+    ),
     "offload.advise.rates _seconds: torch.cuda.synchronize(device)": "times a device, which needs one",
     # Real ones, in code of blocks and of parameters outside of them; no scenario is late there yet.
     "offload.blocks.face ModelWithBlocks._bare: self._executor.streamer.apply_pending_updates()": "before a copy",
