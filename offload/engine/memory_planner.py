@@ -19,9 +19,9 @@ import contextlib
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from offload.engine.gradients_held import (
     accumulates_in_memory,
@@ -53,6 +53,10 @@ CELL_SHARE = 4
 SIZES_REMEMBERED = 64
 #: Steps of each choice whose memory is measured, after the first one, which allocates slots and buffers.
 STEPS_MEASURED = 2
+#: Of a limit of memory, one part in so many is left to gaps between the blocks that the allocator has given out.
+GAPS_SHARE = 8
+
+_T = TypeVar("_T")
 
 
 class MemoryPlanner:
@@ -243,7 +247,7 @@ class MemoryPlanner:
         self._streamer.apply_pending_updates()  # the first ones make the optimizer's states, whose bytes count
         model = self._model(rows)
         try:
-            found = search(model, self.limit_bytes)
+            found = self._within(lambda nbytes: search(model, nbytes))
         except NothingFitsError as error:
             self._refuse(error, rows)
             least = Choice(min(self._given.slots or model.least_slots, model.shards))
@@ -261,9 +265,20 @@ class MemoryPlanner:
         self._choices.clear()
         self._switch(found.best.choice)
 
+    def _within(self, plan: Callable[[int], _T]) -> _T:
+        """A plan that leaves a part of the limit to gaps between allocated blocks, if any does.
+
+        Gaps that steps have shown are in the margin.
+        """
+        gaps = 0 if self._heap is None else max(0, self.limit_bytes // GAPS_SHARE - self._margin_bytes)
+        try:
+            return plan(self.limit_bytes - gaps)
+        except NothingFitsError:
+            return plan(self.limit_bytes)
+
     def _filled(self, model: StepModel, choice: Choice) -> Prediction | None:
         try:
-            return predict(model, fill(model, choice, self.limit_bytes))
+            return predict(model, self._within(lambda nbytes: fill(model, choice, nbytes)))
         except NothingFitsError:
             return None
 
@@ -300,7 +315,7 @@ class MemoryPlanner:
             model = replace(model, sizes=replace(model.sizes, held=held, begins=begins))
             present = Choice(self._streamer.slots, self._in_memory)
             try:
-                choice = fill(model, present, self.limit_bytes)
+                choice = self._within(lambda nbytes: fill(model, present, nbytes))
             except NothingFitsError as error:
                 if idle:
                     self._plan_again(rows)
