@@ -206,7 +206,8 @@ class Situation:
             limit = needed
         for _ in range(_REFINEMENTS):  # spilling every boundary is not always the least
             less = self.at(limit - 1).prediction
-            if less is None:
+            # What it takes may be too little as a limit, of which buffers get a share.
+            if less is None or self.at(less.memory_bytes).prediction is None:
                 break
             limit = less.memory_bytes
         return limit

@@ -19,9 +19,9 @@ import contextlib
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from offload.engine.gradients_held import (
     accumulates_in_memory,
@@ -53,6 +53,10 @@ CELL_SHARE = 4
 SIZES_REMEMBERED = 64
 #: Steps of each choice whose memory is measured, after the first one, which allocates slots and buffers.
 STEPS_MEASURED = 2
+#: Of a limit of memory, one part in so many is left to gaps between the blocks that the allocator has given out.
+GAPS_SHARE = 8
+
+_T = TypeVar("_T")
 
 
 class MemoryPlanner:
@@ -190,14 +194,14 @@ class MemoryPlanner:
             self._streamer.finish_updates_in_memory()
             self._held -= self._updated_bytes
             self._heap.measure_others(self._held - self._streamer.slot_pool.unallocated_bytes)
-            most = min(most, prediction.memory_bytes - self._margin_bytes)
+            most = min(most, prediction.memory_bytes - self._margin_bytes + LEAST_BYTES)
         actions = prediction.plan.actions
         cells = {
             (action.kind.value, action.shard, action.microbatch): moment
             for moment in prediction.course
             for action in actions[moment.position : moment.position + 1]
         }
-        make_room, most = self._heap.make_room, most + LEAST_BYTES
+        make_room = self._heap.make_room
 
         def before(kind: str, shard: int, microbatch: int) -> None:
             moment = cells.get((kind, shard, microbatch))
@@ -276,7 +280,7 @@ class MemoryPlanner:
         self._streamer.apply_pending_updates()  # the first ones make the optimizer's states, whose bytes count
         model = self._model(rows)
         try:
-            found = search(model, self.limit_bytes)
+            found = self._within(lambda nbytes: search(model, nbytes))
         except NothingFitsError as error:
             self._refuse(error, rows)
             least = Choice(min(self._given.slots or model.least_slots, model.shards))
@@ -294,9 +298,20 @@ class MemoryPlanner:
         self._choices.clear()
         self._switch(found.best.choice)
 
+    def _within(self, plan: Callable[[int], _T]) -> _T:
+        """A plan that leaves a part of the limit to gaps between allocated blocks, if any does.
+
+        Gaps that steps have shown are in the margin.
+        """
+        gaps = 0 if self._heap is None else max(0, self.limit_bytes // GAPS_SHARE - self._margin_bytes)
+        try:
+            return plan(self.limit_bytes - gaps)
+        except NothingFitsError:
+            return plan(self.limit_bytes)
+
     def _filled(self, model: StepModel, choice: Choice) -> Prediction | None:
         try:
-            return predict(model, fill(model, choice, self.limit_bytes))
+            return predict(model, self._within(lambda nbytes: fill(model, choice, nbytes)))
         except NothingFitsError:
             return None
 
@@ -333,7 +348,7 @@ class MemoryPlanner:
             model = replace(model, sizes=replace(model.sizes, held=held, begins=begins))
             present = Choice(self._streamer.slots, self._in_memory)
             try:
-                choice = fill(model, present, self.limit_bytes)
+                choice = self._within(lambda nbytes: fill(model, present, nbytes))
             except NothingFitsError as error:
                 if idle:
                     self._plan_again(rows)

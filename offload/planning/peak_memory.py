@@ -210,6 +210,7 @@ class _Replay:
             inside = profile.peak_bytes(sizes.rows[i], sizes.gradient_bytes[j], adds=i > 0)
             self._graph_bytes -= kept or 0
             there = 0 if kept is None else own + profile.kept_bytes(sizes.rows[i])
+            there += sizes.gradient_bytes[j] if i > 0 else 0
             self._count_memory(position, own + inside, onward, there)
             graphs = self._graph_bytes + own + profile.peak_bytes(sizes.rows[i], 0)
             self.peak.activation_bytes = max(self.peak.activation_bytes, graphs)

@@ -175,6 +175,22 @@ def test_a_file_of_50_gigabytes_needs_only_its_header(tmp_path: Path) -> None:
     assert given.at(least - 1).prediction is None
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("what", ["layers", "listed"])
+def test_the_least_memory_of_a_tiny_model_is_enough(
+    what: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny.py").write_text(BUILDERS, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "tiny", raising=False)
+    shape = None if what == "layers" else (32,)
+    outline = outline_of(f"tiny:{what}", torch.float32)
+    shards = shards_of(outline, None)
+    works = works_of(outline, shards, rows=rows, positions=16, row_shape=shape)
+    given = Situation(shards, works, [rows], ADAMW, RATES, True)
+    assert given.at(given.least_bytes()).prediction is not None
+
+
 @pytest.mark.usefixtures("no_values")
 def test_an_index_and_its_directory_are_read_as_one_model(tmp_path: Path) -> None:
     shapes = named_shapes(2, 16, 64)

@@ -1,0 +1,138 @@
+"""Trains a model with a limit of memory in a process of its own; prints the peak of its memory, and what it computed.
+
+The argument is the loop as JSON: see ``Loop`` in ``test_memory_limit.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
+from offload.streaming.heap import anonymous_bytes, return_freed_memory
+
+WIDTH, DEPTH = 384, 6
+STEPS, GROWS_AT, SAVES_AT = 6, 4, 3
+
+
+class Block(nn.Module):
+    """Half of a transformer's."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.widen = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.narrow(nn.functional.gelu(self.widen(self.norm(x))))
+        return x + y
+
+
+class Peak(threading.Thread):
+    """The most anonymous memory of this process, above what it was when this began."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        gc.collect()
+        return_freed_memory()
+        self.began = self.most = anonymous_bytes()
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.wait(0.0005):
+            self.most = max(self.most, anonymous_bytes())
+
+    def end(self) -> int:
+        self._ended.set()
+        self.join()
+        return self.most - self.began
+
+
+def stack(width: int) -> nn.Sequential:
+    """Some of them."""
+    return nn.Sequential(*(Block(width) for _ in range(DEPTH)))
+
+
+def initialise(model: nn.Module) -> None:
+    """The same values whatever order the model's parameters are made in."""
+    for k, p in enumerate(model.parameters()):
+        with torch.no_grad():
+            p.copy_(torch.empty(p.shape).uniform_(-0.05, 0.05, generator=torch.Generator().manual_seed(k)))
+
+
+def train(
+    model: nn.Module, optimizer: Any, loop: dict[str, Any], width: int = WIDTH, folder: Path | None = None
+) -> list[float]:
+    """The losses of a training loop."""
+    losses = []
+    for step in range(STEPS):
+        rows = loop["rows"] * (loop["growth"] if step >= GROWS_AT else 1)
+        for k in range(loop["accumulation"]):
+            torch.manual_seed(100 * step + k)
+            last = k + 1 == loop["accumulation"]
+            context = contextlib.nullcontext() if last else getattr(optimizer, "accumulate", contextlib.nullcontext)()
+            with context:
+                loss = model(torch.randn(rows, width)).square().mean()
+                loss.backward()
+            losses.append(loss.item())
+            del loss
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=loop["set_to_none"])
+        if loop["saves"] and step == SAVES_AT and folder is not None:
+            assert isinstance(model, OffloadModel)
+            save_checkpoint(folder / "saved", model, optimizer)
+            load_checkpoint(folder / "saved", model, optimizer)
+    return losses
+
+
+def run(loop: dict[str, Any], folder: Path, width: int = WIDTH) -> list[float]:
+    """The losses with a limit of memory."""
+    kind, options = options_of(loop)
+    with torch.device("meta"):
+        layers = stack(width)
+    home = str(folder / "home") if loop["home"] == "disk" else "cpu"
+    model = OffloadModel(layers, "cpu", home, num_microbatches=loop["microbatches"], memory=loop["memory"])
+    initialise(model)
+    optimizer = OffloadOptimizer(model, kind, update_in_backward=loop["in_backward"], **options)
+    losses = train(model, optimizer, loop, width, folder)
+    optimizer.synchronize()
+    model.close()
+    return losses
+
+
+def options_of(loop: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The class of the optimizer, and its hyperparameters."""
+    if loop["optimizer"] == "momentum":
+        return torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}
+    return torch.optim.AdamW, {"lr": 1e-3}
+
+
+def main() -> None:
+    """Prints a line of JSON."""
+    torch.set_num_threads(1)
+    loop, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+    (folder / "small").mkdir()
+    run({**loop, "rows": 8}, folder / "small", width=16)  # loads all that a step needs
+    peak = Peak()
+    peak.start()
+    ours = run(loop, folder)
+    nbytes = peak.end()
+    kind, options = options_of(loop)
+    plain = stack(WIDTH)
+    initialise(plain)
+    fused = {"fused": True} if kind is torch.optim.AdamW else {}
+    theirs = train(plain, kind(plain.parameters(), **options, **fused), loop)
+    print(json.dumps({"bytes": nbytes, "ours": ours, "theirs": theirs}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The peak of a process stays within the limit of memory, whatever the training loop."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.streaming.heap import anonymous_bytes
+
+MIB = 1 << 20
+#: A loop whose memory is easy to predict.
+PLAIN: dict[str, Any] = {
+    "memory": "90MiB",
+    "home": "disk",
+    "rows": 256,
+    "growth": 1,
+    "microbatches": 1,
+    "accumulation": 1,
+    "optimizer": "adamw",
+    "in_backward": False,
+    "set_to_none": True,
+    "saves": False,
+}
+LOOPS = st.fixed_dictionaries(
+    {
+        "memory": st.integers(56, 140).map(lambda mib: f"{mib}MiB"),
+        "home": st.just("disk"),
+        "rows": st.sampled_from([64, 256]),
+        "growth": st.sampled_from([1, 3]),
+        "microbatches": st.sampled_from([1, 4]),
+        "accumulation": st.sampled_from([1, 2]),
+        "optimizer": st.sampled_from(["adamw", "momentum"]),
+        "in_backward": st.booleans(),
+        "set_to_none": st.booleans(),
+        "saves": st.booleans(),
+    }
+)
+
+
+def check(loop: dict[str, Any]) -> None:
+    if not anonymous_bytes():
+        pytest.skip("needs a system with /proc")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "tests.offload.memory_worker", json.dumps(loop), folder]
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert not result.returncode, result.stderr
+    found = json.loads(result.stdout)
+    limit = int(loop["memory"].removesuffix("MiB")) * MIB
+    assert found["bytes"] < 1.03 * limit + 8 * MIB, f"{found['bytes'] / MIB:.1f} MiB for {loop}"
+    if loop["microbatches"] == 1:
+        assert found["ours"] == found["theirs"]
+    else:
+        assert found["ours"] == pytest.approx(found["theirs"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        {"in_backward": True, "memory": "100MiB"},
+        {"set_to_none": False, "optimizer": "momentum"},
+        {"growth": 4, "memory": "100MiB"},
+        {"home": "cpu", "accumulation": 2, "memory": "140MiB"},
+        {"microbatches": 4, "rows": 1024, "memory": "60MiB"},
+    ],
+    ids=str,
+)
+def test_the_peak_stays_within_the_limit(loop: dict[str, Any]) -> None:
+    check(PLAIN | loop)
+
+
+@settings(max_examples=3, derandomize=True)
+@given(LOOPS)
+def test_the_peak_of_any_loop_stays_within_the_limit(loop: dict[str, Any]) -> None:
+    check(loop)
