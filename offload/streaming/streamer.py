@@ -64,7 +64,7 @@ class Streamer:
         self._meter = meter
         self._slot_bytes = max((shard.slot_bytes for shard in shards), default=0)
         #: The slots, of this model alone or shared with models that compute in turns.
-        self.slot_pool = SlotPool(device, slots, self._slot_bytes)
+        self.slot_pool = SlotPool(device, self.slots, self._slot_bytes)
         self._loads: dict[int, Arrival] = {}
         self._collected: dict[int, list[Tensor | None]] = {}
         #: Slot and update of shards whose load follows.
