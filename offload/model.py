@@ -162,22 +162,10 @@ class OffloadModel(LoadingModule):
         check_separate(stored_parts)
         called = getattr(type(self), "_kind", None)  # the class of a model that is called by its own forward
         quantised = [each.name for each in stored_parts if each.part_of is not None]
-        not_sharded = {
-            "blocks=": called,
-            "memory=": memory,
-            "memory_budget=": memory_budget,
-            "resident=": resident,
-            "a model with quantised weights": quantised or None,
-        }
-        mesh = check_mesh(
-            mesh, gradient_divide_factor, device=self.device, offload_device=offload_device, refused=not_sharded
-        )
-        staying = chosen(named, resident)
-        if staying and isinstance(offload_device, DiskHome) and offload_device.keep:
-            raise ValueError(
-                f"expected DiskHome(keep=False) with resident={resident!r}, got keep=True: a kept home would not hold "
-                f"these parameters; use save_checkpoint and load_checkpoint"
-            )
+        refused = {"blocks=": called, "memory=": memory, "memory_budget=": memory_budget, "resident=": resident}
+        refused["a model with quantised weights"] = quantised or None
+        mesh = check_mesh(mesh, gradient_divide_factor, self.device, offload_device, refused)
+        staying = chosen(named, resident, offload_device)
         separate([model] if isinstance(model, nn.Module) else named.values())
         plans = num_slices is None and checkpoint_activation is None and mesh is None
         if blocks is not None or not isinstance(model, nn.Sequential):

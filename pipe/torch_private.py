@@ -71,12 +71,10 @@ __all__ = [
     "without_modes",
 ]
 
+_SUBCLASSES = ("_make_wrapper_subclass",)
 #: Private attributes of torch's objects that the packages read, write or override, by type.
 ATTRIBUTES: dict[type, tuple[str, ...]] = {
-    Tensor: (
-        *("_base", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "_indices"),
-        "_make_wrapper_subclass",
-    ),
+    Tensor: ("_base", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "_indices", *_SUBCLASSES),
     nn.Module: (
         *("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_compiled_call_impl"),
         *("_apply", "_load_from_state_dict", "_save_to_state_dict"),
@@ -366,18 +364,14 @@ def uncompiled_hooks(*hooks: Callable[[Any], Any]) -> tuple[Callable[[Any], Any]
 
 @functools.cache
 def _call_uncompiled() -> Callable[..., Any]:
-    def call(function: Callable[[Any], Any], argument: Any) -> Any:
-        return function(argument)
-
-    disabled: Callable[..., Any] = torch.compiler.disable(call)
+    disabled: Callable[..., Any] = torch.compiler.disable(lambda function, argument: function(argument))
     return disabled
 
 
 def with_subclasses() -> contextlib.AbstractContextManager[Any]:
     """A context in which tensor subclasses work as in a forward; the backward of a loss that is one disables them."""
     enable = getattr(torch._C, "_EnableTorchFunction", contextlib.nullcontext)
-    enabled: bool = torch._C._is_torch_function_enabled()
-    return contextlib.nullcontext() if enabled else enable()
+    return contextlib.nullcontext() if torch._C._is_torch_function_enabled() else enable()
 
 
 def no_subclasses() -> contextlib.AbstractContextManager[Any]:

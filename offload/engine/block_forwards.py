@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.engine.block_walk import BlockWalk, CellSteps, fail, sent
-from offload.engine.cell import Cell, ShardRunner
+from offload.engine.cell import Cell
 from offload.engine.glue import Glue
 from offload.engine.homes import MovableHomes
 from offload.engine.own_attributes import AttributesThen, OwnAttributes
@@ -52,7 +52,6 @@ class BlockForwards(MovableHomes):
     """The part of an executor that runs models by their own forward."""
 
     shards: list[Shard]
-    runners: Sequence[ShardRunner]
     assigned_data: AssignedData
     #: Names of the blocks, each of which is a shard; none for a model whose layers are called in order.
     blocks: Sequence[str] = ()

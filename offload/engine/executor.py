@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from offload.engine.block_forwards import BlockForwards
 from offload.engine.boundary_store import SpillingStore
-from offload.engine.cell import Cell, OutputFn, ShardRunner
+from offload.engine.cell import Cell, OutputFn
 from offload.engine.cell_executor import largest_rows, requires
 from offload.engine.follow import Follower, performers
 from offload.engine.inputs import check_inputs
@@ -34,7 +34,6 @@ from offload.engine.layouts import bytes_of_boundary
 from offload.engine.raw_chunk import RawChunk, versions_of
 from offload.engine.recut import recut
 from offload.engine.shape_inference import inferred_boundaries
-from offload.engine.shard_parts import ShardParts
 from offload.engine.steps import joined
 from offload.engine.structure import Structure
 from offload.engine.tape import Tape
@@ -48,9 +47,9 @@ from offload.policy import MemoryPolicy
 from offload.storage import Tier
 from offload.streaming.lane import CopyLanes
 from offload.streaming.layer_homes import make_shards
-from offload.streaming.materialize import Values
+from offload.streaming.materialize import Values, move_buffers
+from offload.streaming.quantised import check_frozen
 from offload.streaming.resident import resident_shard
-from offload.streaming.shard import Shard
 from offload.streaming.streamer import Streamer
 from offload.telemetry.statistics import Meter
 from pipe.nested import flatten, tensors_in
@@ -86,7 +85,6 @@ class Executor(BlockForwards):
         sharding: Sharding | None = None,
         resident: Collection[nn.Parameter] = (),
     ) -> None:
-        #: The owner of the parameters that stay on the compute device.
         self.resident = resident_shard(layers, set(resident), len(cuts), device)
         if self.resident is not None and self.resident.home is not None:
             meter.hold(self.resident.home.nbytes)
@@ -95,25 +93,13 @@ class Executor(BlockForwards):
             self.shards, self.layer_homes = make_shards(named, cuts, tier, param_dtype, values, self.resident)
         else:
             self.shards, self.layer_homes = sharding.make_shards(named, cuts, tier, param_dtype, values)
-        for module in (module for layer in layers.values() for module in layer.modules()):
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[key] = buffer.to(device)
+        move_buffers(layers.values(), device)
         #: Names of the quantised parameters.
         self.quantised = {s.part_of: s.name for shard in self.shards for s in shard.own if s.part_of is not None}
-        self.streamer = Streamer(
-            self.shards,
-            slots=policy.slots or 2,
-            device=device,
-            tier=tier,
-            lanes=lanes,
-            meter=meter,
-            budget_bytes=budget_bytes,
-        )
+        given: dict[str, Any] = {"device": device, "tier": tier, "meter": meter}
+        self.streamer = Streamer(self.shards, slots=policy.slots or 2, lanes=lanes, budget_bytes=budget_bytes, **given)
         if sharding is not None:
-            self.streamer.gradient_offload = sharding.gradient_offload(
-                self.shards, device=device, tier=tier, lane=lanes.drain, meter=meter
-            )
+            self.streamer.gradient_offload = sharding.gradient_offload(self.shards, lane=lanes.drain, **given)
         self.device = device
         self._tier = tier
         self._lanes = lanes
@@ -133,17 +119,6 @@ class Executor(BlockForwards):
         #: The autograd nodes whose outputs are alive: each holds ``parameters``.
         self.nodes: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def parts_over(self, shards: list[Shard], before: Sequence[ShardRunner] = ()) -> ShardParts:
-        """See :meth:`.ShardParts.make`."""
-        return ShardParts.make(self, shards, self._tier, before)
-
-    def use(self, parts: ShardParts) -> None:
-        """Runs these parts from now on. Idempotent."""
-        # One list for streamer, gradient offload, assigned data and optimizers.
-        self.shards[:] = parts.shards
-        self.runners, self._cell_executor = parts.runners, parts.cell_executor
-        self.steps, self._references = parts.steps, parts.references
-
     def recut(self, cuts: Sequence[int]) -> None:
         """See :func:`offload.engine.recut.recut`."""
         recut(self, cuts)
@@ -161,8 +136,9 @@ class Executor(BlockForwards):
     def check_structure(self) -> None:
         """Refuses layers and parameters that were replaced; from now on the present modules and buffers are watched."""
         if self.structure is not None and self.structure.check():
-            for runner in self.runners:
-                runner.watch()
+            with self.public.in_layers():
+                for runner in self.runners:
+                    runner.watch()
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -172,12 +148,7 @@ class Executor(BlockForwards):
         inputs = [flatten(chunk)[0] for chunk in chunks]
         tensors = [x for leaves in inputs for x in leaves if isinstance(x, Tensor)]
         check_inputs(inputs)
-        trained = [name for p, name in self.quantised.items() if p.requires_grad]
-        if trained:
-            raise RuntimeError(
-                f"quantised parameters ({', '.join(trained[:3])}) require gradients, which are not supported: their "
-                f"parts are stored as bytes; call requires_grad_(False), and train adapters"
-            )
+        check_frozen(self.quantised)
         if not self.blocks:  # else before the forward, which may run with casts of parameters
             self.check_structure()
         self.public.take_settings()

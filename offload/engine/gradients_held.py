@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
 from offload.streaming.shard import Shard
 
-__all__ = ["accumulates_in_memory", "begins_with_gradients", "gradient_bytes", "unowned_gradients"]
+__all__ = ["accumulates_in_memory", "begins_with_gradients", "gradient_bytes", "gradients_there", "unowned_gradients"]
 
 
 def unowned_gradients(shard: Shard) -> list[Tensor]:
@@ -25,6 +27,15 @@ def begins_with_gradients(shard: Shard) -> bool:
         return True
     jobs = () if shard.pending is None else shard.pending.tasks
     return any(_in_memory(gradient, shard) for job in jobs for gradient in job.gradients if gradient is not None)
+
+
+def gradients_there(shards: Iterable[Shard]) -> dict[str, frozenset[int]]:
+    """The shards whose gradients are in host memory: ``held`` and ``begins`` of :class:`.StepBytes`."""
+    shards = list(shards)
+    return {
+        "held": frozenset(shard.index for shard in shards if accumulates_in_memory(shard)),
+        "begins": frozenset(shard.index for shard in shards if begins_with_gradients(shard)),
+    }
 
 
 def gradient_bytes(shard: Shard) -> int:

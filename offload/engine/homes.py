@@ -7,10 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
+from offload.engine.cell import ShardRunner
+from offload.engine.cell_executor import CellExecutor
 from offload.engine.exclusive import ExclusivePasses
 from offload.engine.measured import step_model
 from offload.engine.memory_planner import MemoryPlanner
+from offload.engine.references import References
 from offload.engine.regroup import looks_across_rows
+from offload.engine.shard_parts import ShardParts
 from offload.engine.steps import Steps
 from offload.engine.weight_writes import AssignedData
 from offload.limits import MemoryLimits
@@ -20,6 +24,7 @@ from offload.policy import MemoryPolicy
 from offload.storage import Tier
 from offload.storage.host import HostTier
 from offload.streaming.lane import error_context
+from offload.streaming.layer_homes import LayerHomes
 from offload.streaming.moves import Move, move_homes
 from offload.streaming.shard import Shard
 from offload.streaming.stored_gradients import regions_of
@@ -55,7 +60,16 @@ class MovableHomes(ExclusivePasses):
     """The part of an executor that knows where shards rest."""
 
     shards: list[Shard]
+    layer_homes: LayerHomes
+    #: The owner of the parameters that stay on the compute device.
+    resident: Shard | None
+    policy: MemoryPolicy
+    recompute: bool
+    strict: bool
+    runners: list[ShardRunner]
     steps: Steps
+    _cell_executor: CellExecutor
+    _references: References
     assigned_data: AssignedData
     _tier: Tier
     _meter: Meter
@@ -68,6 +82,17 @@ class MovableHomes(ExclusivePasses):
     def meter(self) -> Meter:
         """The counters of the model."""
         return self._meter
+
+    def parts_over(self, shards: list[Shard], before: Sequence[ShardRunner] = ()) -> ShardParts:
+        """See :meth:`.ShardParts.make`."""
+        return ShardParts.make(self, shards, self._tier, before)
+
+    def use(self, parts: ShardParts) -> None:
+        """Runs these parts from now on. Idempotent."""
+        # One list for streamer, gradient offload, assigned data and optimizers.
+        self.shards[:] = parts.shards
+        self.runners, self._cell_executor = parts.runners, parts.cell_executor
+        self.steps, self._references = parts.steps, parts.references
 
     def check_open(self) -> None:
         """Raises RuntimeError after ``close()``."""

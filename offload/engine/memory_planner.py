@@ -21,14 +21,9 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from offload.engine.gradients_held import (
-    accumulates_in_memory,
-    begins_with_gradients,
-    gradient_bytes,
-    unowned_gradients,
-)
+from offload.engine.gradients_held import gradient_bytes, gradients_there, unowned_gradients
 from offload.limits import MemoryLimits
 from offload.planning.search import Found, NothingFitsError, fill, least_bytes, search
 from offload.planning.step_model import Choice, Given, Prediction, StepModel, predict
@@ -149,8 +144,7 @@ class MemoryPlanner:
     def _fits_in_parts(self, rows: int, count: int) -> bool:
         """Whether the leanest plan fits for a batch that is cut into so many micro-batches."""
         model = self._model([rows // count + (i < rows % count) for i in range(count)])
-        held = model.sizes.constant_bytes + self._gradient_bytes_held()
-        model = replace(model, sizes=replace(model.sizes, constant_bytes=held))
+        model = replace(model, sizes=replace(model.sizes, **self._gradients_there()))
         least = Choice(min(self._given.slots or model.least_slots, model.shards))
         return least_bytes(model, least) <= self.limit_bytes
 
@@ -195,13 +189,7 @@ class MemoryPlanner:
             self._held -= self._updated_bytes
             self._heap.measure_others(self._held - self._streamer.slot_pool.unallocated_bytes)
             most = min(most, prediction.memory_bytes - self._margin_bytes + LEAST_BYTES)
-        actions = prediction.plan.actions
-        cells = {
-            (action.kind.value, action.shard, action.microbatch): moment
-            for moment in prediction.course
-            for action in actions[moment.position : moment.position + 1]
-        }
-        make_room = self._heap.make_room
+        cells, make_room = prediction.cells(), self._heap.make_room
 
         def before(kind: str, shard: int, microbatch: int) -> None:
             moment = cells.get((kind, shard, microbatch))
@@ -310,10 +298,9 @@ class MemoryPlanner:
             return plan(self.limit_bytes)
 
     def _filled(self, model: StepModel, choice: Choice) -> Prediction | None:
-        try:
+        with contextlib.suppress(NothingFitsError):
             return predict(model, self._within(lambda nbytes: fill(model, choice, nbytes)))
-        except NothingFitsError:
-            return None
+        return None
 
     def _switch(self, choice: Choice) -> None:
         """Changes slots and the shards in memory."""
@@ -322,10 +309,9 @@ class MemoryPlanner:
         self._fresh, self._measured_course = True, []
         executor = self._executor()
         assert executor is not None
-        fewer = self._in_memory & choice.in_memory
         try:
             # Those that leave go first: in one call both would be in memory for a moment.
-            for wanted in (fewer, choice.in_memory):
+            for wanted in (self._in_memory & choice.in_memory, choice.in_memory):
                 if wanted != self._in_memory:
                     executor.keep_in_memory(wanted)
         except (HomeInUseError, OSError, MemoryError) as error:
@@ -338,14 +324,11 @@ class MemoryPlanner:
         """The choice for micro-batches of so many rows, with the present slots and shards in memory if it fits so."""
         executor, shards = self._executor(), self._streamer.shards
         assert executor is not None
-        held, begins = frozenset[int](), None
-        if self._heap is not None:
-            held = frozenset(shard.index for shard in shards if accumulates_in_memory(shard))
-            begins = frozenset(shard.index for shard in shards if begins_with_gradients(shard))
-        key = (tuple(rows), held, begins, frozenset(executor.steps.copied_bytes()) & self._in_memory)
+        there = self._gradients_there()
+        key = (tuple(rows), *there.values(), frozenset(executor.steps.copied_bytes()) & self._in_memory)
         if key not in self._choices:
-            model = self._model(rows)
-            model = replace(model, sizes=replace(model.sizes, held=held, begins=begins))
+            known = self._model(rows)
+            model = replace(known, sizes=replace(known.sizes, **there))
             present = Choice(self._streamer.slots, self._in_memory)
             try:
                 choice = self._within(lambda nbytes: fill(model, present, nbytes))
@@ -361,11 +344,15 @@ class MemoryPlanner:
             self._choices[key] = predict(replace(model, accumulates=False), choice)
             self._to_measure = STEPS_MEASURED
         self._prediction = self._choices[key]
-        pending = self._prediction.plan.pending - held
+        pending = self._prediction.plan.pending - there["held"]
         self._updated_bytes = sum(gradient_bytes(s) for s in shards if s.index in pending and not s.blocking_io)
         self._streamer.allow_free_bytes(self.limit_bytes)
         self.choice = self._prediction.choice
         self._streamer.gradient_offload.waiting = self.choice.waiting
+
+    def _gradients_there(self) -> dict[str, Any]:
+        """See :func:`gradients_there`; of a device, whose memory holds none between steps."""
+        return {"held": frozenset(), "begins": None} if self._heap is None else gradients_there(self._streamer.shards)
 
     def _refuse(self, error: NothingFitsError, rows: Sequence[int]) -> None:
         """Raises ValueError for a batch that does not fit; warns for a size that ran before, which goes on."""
@@ -391,10 +378,9 @@ class MemoryPlanner:
 
     def report(self) -> MemoryReport:
         """What the present plan takes and costs."""
-        rows = self._rows
+        rows, predicted = self._rows, self._prediction
         more, runner_up = None, None if self._found is None else self._found.runner_up
         more_limit = self.limit_bytes + max(1 << 20, self.limit_bytes // 4)
-        predicted = self._prediction
         if predicted is not None and rows is not None:
             # A size of batch that ran goes on although it takes more than memory, and may take more than this, too.
             with contextlib.suppress(NothingFitsError):

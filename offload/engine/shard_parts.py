@@ -15,7 +15,7 @@ from offload.storage import Tier
 from offload.streaming.shard import Shard
 
 if TYPE_CHECKING:
-    from offload.engine.executor import Executor
+    from offload.engine.homes import MovableHomes
 
 __all__ = ["ShardParts"]
 
@@ -33,7 +33,7 @@ class ShardParts:
 
     @classmethod
     def make(
-        cls, executor: Executor, shards: list[Shard], tier: Tier, before: Sequence[ShardRunner] = ()
+        cls, executor: MovableHomes, shards: list[Shard], tier: Tier, before: Sequence[ShardRunner] = ()
     ) -> ShardParts:
         """The parts for some shards. ``before``: runners of other shards over the same layers, in order."""
         device, policy, recompute = executor.device, executor.policy, executor.recompute

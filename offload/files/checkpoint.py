@@ -42,7 +42,7 @@ from torch.optim import Optimizer
 from offload.files.tensor_file import ChecksumError, TensorFile, check_plain, read_index, write_all, write_tensors
 from offload.optim import OffloadOptimizer
 from offload.storage.page_cache import available_bytes
-from offload.streaming.quantised import part_names
+from offload.streaming.quantised import state_in_parts
 
 __all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
 
@@ -212,26 +212,13 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _stored_state(model: nn.Module) -> dict[str, Any]:
-    """The ``state_dict()`` of a model, with the parts of quantised parameters in place of what their library saves.
-
-    A library may pack numbers into an entry that is made anew by each call, so that nothing could be loaded into it.
-    """
-    state = dict(model.state_dict())
-    for name, parts in part_names(model).items():
-        for key in [key for key in state if key == name or key.startswith(f"{name}.")]:
-            del state[key]
-        state.update((f"{name}.{part}" if part else name, tensor.detach()) for part, tensor in parts.items())
-    return state
-
-
 def _model_parts(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
     """Tensors by name; other values by name; and for each further name of a tensor the one that it is stored under."""
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}
     tied: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
-    for name, value in _stored_state(model).items():
+    for name, value in state_in_parts(model).items():
         if not isinstance(value, Tensor):
             others[name] = value
         elif (stored_as := first.setdefault(_place(value), name)) != name:
@@ -245,7 +232,7 @@ def _check_model(model: nn.Module, saved: Mapping[str, TensorFile], others: set[
     """The model's tensor for each saved one. Raises ValueError that lists every difference."""
     targets: dict[str, Tensor] = {}
     wrong: list[str] = []
-    state = _stored_state(model)
+    state = state_in_parts(model)
     here = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     places = {_place(here[name]) for name in saved if name in here}
     wrong += [f"{name} is missing" for name, value in here.items() if name not in saved and _place(value) not in places]

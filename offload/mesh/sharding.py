@@ -29,7 +29,6 @@ __all__ = ["Sharding", "check_mesh"]
 def check_mesh(
     mesh: Any,
     divide_factor: float | None,
-    *,
     device: torch.device,
     offload_device: object,
     refused: Mapping[str, object],

@@ -111,6 +111,11 @@ class Prediction:
     #: The memory while each cell runs.
     course: Sequence[Moment]
 
+    def cells(self) -> dict[tuple[str, int, int | None], Moment]:
+        """:attr:`course` by letter, shard and micro-batch of the cell."""
+        actions = ((self.plan.actions[moment.position], moment) for moment in self.course)
+        return {(action.kind.value, action.shard, action.microbatch): moment for action, moment in actions}
+
 
 def predict_plan(
     model: StepModel, plan: Plan, choice: Choice | None = None, course: list[Moment] | None = None

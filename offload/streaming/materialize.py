@@ -10,7 +10,7 @@ by a module that initialises its other parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from offload.streaming.heap import return_freed_memory
 
-__all__ = ["Materializer", "Values"]
+__all__ = ["Materializer", "Values", "move_buffers"]
 
 
 class Values(Protocol):
@@ -122,3 +122,11 @@ def _initialise(module: nn.Module) -> None:
             home.copy_(now)
             parameter.data = home
             module._parameters[key] = parameter
+
+
+def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Moves the buffers of some modules to a device."""
+    for module in (inner for each in modules for inner in each.modules()):
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = buffer.to(device)

@@ -18,7 +18,7 @@ stays the same object, and code that refers to its parts sees them where they ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -29,12 +29,14 @@ from pipe.torch_private import is_traceable_wrapper_subclass, no_subclasses, out
 
 __all__ = [
     "StoredTensor",
+    "check_frozen",
     "check_storable",
     "is_taken_apart",
     "is_wrapped",
     "part_names",
     "refresh",
     "separate",
+    "state_in_parts",
     "stored_tensors",
     "with_parts",
 ]
@@ -110,6 +112,29 @@ def check_storable(
     owners = _owners(modules)
     for name, p in parameters:
         _check(name, p, owners[p], device)
+
+
+def check_frozen(names: Mapping[nn.Parameter, str]) -> None:
+    """Raises RuntimeError if one of these quantised parameters takes a gradient."""
+    trained = [name for p, name in names.items() if p.requires_grad]
+    if trained:
+        raise RuntimeError(
+            f"quantised parameters ({', '.join(trained[:3])}) require gradients, which are not supported: their parts "
+            f"are stored as bytes; call requires_grad_(False), and train adapters"
+        )
+
+
+def state_in_parts(module: nn.Module) -> dict[str, Any]:
+    """The ``state_dict()`` of a module, with the parts of quantised parameters in place of what their library saves.
+
+    A library may pack numbers into an entry that is made anew by each call, so that nothing could be loaded into it.
+    """
+    state = dict(module.state_dict())
+    for name, parts in part_names(module).items():
+        for key in [key for key in state if key == name or key.startswith(f"{name}.")]:
+            del state[key]
+        state.update((f"{name}.{part}" if part else name, tensor.detach()) for part, tensor in parts.items())
+    return state
 
 
 def _check(name: str, p: nn.Parameter, owners: Sequence[nn.Module], device: torch.device) -> None:

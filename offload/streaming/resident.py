@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from offload.storage import DiskHome
 from offload.storage.buffer import device_buffer
 from offload.storage.host import HostBlock, HostTier
 from offload.streaming.quantised import stored_tensors
@@ -21,11 +22,13 @@ from offload.streaming.slices import layout
 __all__ = ["chosen", "resident_shard"]
 
 
-def chosen(layers: Mapping[str, nn.Module], patterns: str | Sequence[str] | None) -> set[nn.Parameter]:
+def chosen(
+    layers: Mapping[str, nn.Module], patterns: str | Sequence[str] | None, offload_device: object = None
+) -> set[nn.Parameter]:
     """The parameters whose names match one of the shell ``patterns``.
 
     Raises TypeError or ValueError for something else than patterns, one that matches nothing, or parameters that
-    cannot stay: quantised ones, and those on the meta device.
+    cannot stay: quantised ones, those on the meta device, and all if ``offload_device`` is a home that is kept.
     """
     if patterns is None:
         return set()
@@ -46,6 +49,11 @@ def chosen(layers: Mapping[str, nn.Module], patterns: str | Sequence[str] | None
                 what = "on the meta device" if each.part_of is None else "quantised"
                 raise ValueError(f"parameter {each.name} is {what}, and cannot stay on the compute device (resident)")
             found.add(each.parameter)
+    if isinstance(offload_device, DiskHome) and offload_device.keep:
+        raise ValueError(
+            f"expected DiskHome(keep=False) with resident={patterns!r}, got keep=True: a kept home would not hold "
+            f"these parameters; use save_checkpoint and load_checkpoint"
+        )
     return found
 
 
