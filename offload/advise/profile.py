@@ -123,20 +123,22 @@ class _Saved:
 
         What is in ``elsewhere`` is not freed by the cell.
         """
-        saved = [(storage, flows) for storage, flows, cheap in self._saved if not (kept and cheap)]
+        saved = [(storage, flows, kept and cheap) for storage, flows, cheap in self._saved]
         first: dict[StorageWeakRef, int] = {}
-        for k, (storage, _) in enumerate(saved):
+        for k, (storage, _, _) in enumerate(saved):
             first.setdefault(storage, k)
+        held = {storage for storage, _, again in saved if not again}
         seen: set[StorageWeakRef] = set()
         found = []
         for k in range(len(saved) - 1, -1, -1):
-            storage, flows = saved[k]
+            storage, flows, again = saved[k]
             if storage in self._weights:
                 found.append(SavedTensor(0 if storage in seen else self._weights[storage], 0, 0))
                 seen.add(storage)
             else:
-                freed = self._nbytes[storage] if first[storage] == k and storage not in elsewhere else 0
-                found.append(SavedTensor(0, flows, freed))
+                ends = storage in held and first[storage] == k and storage not in elsewhere
+                nbytes = self._nbytes[storage]
+                found.append(SavedTensor(0, flows, nbytes if ends else 0, nbytes if again else 0))
         return found
 
 

@@ -112,7 +112,7 @@ class Executor(BlockForwards):
         self.use(self.parts_over(self.shards))
         super().__init__()
         lenders = [] if self.resident is None else [self.resident]
-        self.assigned_data = AssignedData([*self.shards, *lenders], self.streamer.gradient_offload.optimizers.views)
+        self.assigned_data = AssignedData(self.shards, self.streamer.gradient_offload.optimizers.views, lenders)
         #: The parameters that users see; with a mesh, layers hold them from now on.
         self.public = PublicParameters() if sharding is None else sharding.public(self.shards)
         self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()

@@ -86,6 +86,14 @@ class _Wrapped:
         return rebuilt
 
 
+def _in_parts(tensor: Any, pack: Callable[[Tensor], Any]) -> _Wrapped:
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: getattr(tensor, name) for name in names}
+    # Not by a function of the forward that calls itself: such a cycle would hold the graph until it is collected.
+    saved = {name: _in_parts(x, pack) if is_traceable_wrapper_subclass(x) else pack(x) for name, x in parts.items()}
+    return _Wrapped(type(tensor), saved, context, tensor.size(), tensor.stride())
+
+
 def _resolved(saved: Any) -> Any:
     return saved.resolve() if isinstance(saved, (_Reference, _Packed, _Wrapped, Made, Kept)) else saved
 
@@ -193,11 +201,7 @@ def weights_by_reference(
 
     recipes = CheapRecompute(lambda tensor: reference(tensor) or tensor, changing, shard.memory)
 
-    def pack(tensor: Tensor) -> Any:
-        if is_traceable_wrapper_subclass(tensor) and any(map(in_slot, parts_of(tensor))):
-            names, context = tensor.__tensor_flatten__()
-            parts = {name: pack(getattr(tensor, name)) for name in names}
-            return _Wrapped(type(tensor), parts, context, tensor.size(), tensor.stride())
+    def pack_plain(tensor: Tensor) -> Any:
         if recipes.knows(tensor):
             recorder.add(tensor, made_again=True)
             return recipes.pack(tensor)
@@ -211,6 +215,11 @@ def weights_by_reference(
         # Without detaching, an operation that saves its own output is a cycle that Python cannot collect: its
         # activations are never freed.
         return recipes.pack(tensor) if user_hooks is None else pack_by_user(tensor.detach())
+
+    def pack(tensor: Tensor) -> Any:
+        if is_traceable_wrapper_subclass(tensor) and any(map(in_slot, parts_of(tensor))):
+            return _in_parts(tensor, pack_plain)
+        return pack_plain(tensor)
 
     hooks = torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(pack, _resolved))
     with (

@@ -120,11 +120,15 @@ def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
 class AssignedData:
     """Tensors that other code assigns to the ``.data`` of parameters between passes.
 
-    ``views``: the number of tensors of optimizers on the home of each shard, by its index.
+    ``shards``: the list of those that compute, which may be replaced by others; ``lenders``: owners of parameters that
+    stay on the compute device. ``views``: the number of tensors of optimizers on the home of each shard, by its index.
     """
 
-    def __init__(self, shards: Sequence[Shard], views: Callable[[], Counter[int]]) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], views: Callable[[], Counter[int]], lenders: Sequence[Shard] = ()
+    ) -> None:
         self._shards = shards
+        self._lenders = lenders
         self._views = views
         #: Number of calls of :meth:`store`, and the last that found data for each parameter, by identity.
         self.stores = 0
@@ -136,13 +140,14 @@ class AssignedData:
         Raises:
             RuntimeError: if other code still holds the memory of a home, as a backup of the old values.
         """
-        found = [(shard, s) for shard in self._shards for s in shard.assigned()]
+        owners = [*self._shards, *self._lenders]
+        found = [(shard, s) for shard in owners for s in shard.assigned()]
         if found:
             self._refuse_held(found)
         assigned = [(shard, s, s.parameter.detach()) for shard, s in found]
         if len(assigned) > 1:
             # Parameters may have exchanged their data. Without the copies, one would be overwritten before it is read.
-            homes = {shard.home.tensor.untyped_storage().data_ptr() for shard in self._shards if shard.home is not None}
+            homes = {shard.home.tensor.untyped_storage().data_ptr() for shard in owners if shard.home is not None}
             assigned = [
                 (shard, s, value.clone() if value.untyped_storage().data_ptr() in homes else value)
                 for shard, s, value in assigned
@@ -155,9 +160,8 @@ class AssignedData:
 
     def _refuse_held(self, assigned: Sequence[tuple[Shard, Slice]]) -> None:
         uses = self._views()
-        addresses = Counter(
-            _memory(t.detach()) for shard in self._shards for s in shard.own for t in (s.parameter, *s.aliases)
-        )
+        own = [s for shard in (*self._shards, *self._lenders) for s in shard.own]
+        addresses = Counter(_memory(t.detach()) for s in own for t in (s.parameter, *s.aliases))
         for shard, s in assigned:
             assert shard.home is not None
             if shard.pending is not None:

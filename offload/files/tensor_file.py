@@ -30,7 +30,6 @@ from offload.files.running_sum import RunningSum
 from offload.storage.buffer import view_memory
 from offload.storage.contract import bytes_of
 from offload.storage.transfer import move_all
-from pipe.torch_private import is_traceable_wrapper_subclass
 
 __all__ = ["ChecksumError", "TensorFile", "check_plain", "read_index", "write_all", "write_tensors"]
 
@@ -306,8 +305,8 @@ class TensorFile:
 
 
 def check_plain(tensors: Mapping[str, Tensor], instead: str) -> None:
-    """Raises TypeError for a tensor without memory of its own, such as a DTensor, which each rank has a part of."""
-    found = next((name for name, tensor in tensors.items() if is_traceable_wrapper_subclass(tensor)), None)
+    """Raises TypeError for a DTensor, of which each rank has a part."""
+    found = next((name for name, tensor in tensors.items() if hasattr(tensor, "placements")), None)
     if found is not None:
         kind = type(tensors[found]).__name__
         raise TypeError(f"expected plain tensors, got a {kind} ({found}), of which each rank has a part; use {instead}")

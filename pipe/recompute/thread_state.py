@@ -169,11 +169,17 @@ def restores_thread_state(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except BaseException as error:
-            close_contexts(error)
-            before.restore()
+            if not _is_control_flow(error):
+                close_contexts(error)
+                before.restore()
             raise
 
     return wrapped
+
+
+def _is_control_flow(error: BaseException) -> bool:
+    """Whether an exception of the packages' own ends a call that is suspended, and leaves its contexts as it should."""
+    return not isinstance(error, Exception) and type(error).__module__.partition(".")[0] in _PACKAGES
 
 
 def close_contexts(error: BaseException) -> None:
@@ -198,7 +204,10 @@ def _contexts_in(frame: FrameType) -> Iterator[Any]:
     ours = frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES
     if frame.f_code not in _ENDS and not ours:
         return
-    for value in reversed(list(frame.f_locals.values())):
+    code = frame.f_code
+    given = 0 if code in _ENDS else code.co_argcount + code.co_kwonlyargcount  # stacks of the caller
+    there = frame.f_locals
+    for value in reversed([there[name] for name in code.co_varnames[given:] if name in there]):
         # Of a context that a stack was leaving, before the others in it, there is only its bound exit.
         each = getattr(value, "__self__", None) if frame.f_code in _ENDS and isinstance(value, MethodType) else value
         if isinstance(each, contextlib.ExitStack) or (not ours and isinstance(each, _Generator)):

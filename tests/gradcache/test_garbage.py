@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # layers import it when they first run, which leaves garbage of its own
 from torch import nn
 
 from gradcache import GradCache
