@@ -255,7 +255,8 @@ def test_a_benchmark_runs_in_processes_as_a_user_runs_it(capsys: pytest.CaptureF
 
 
 def test_a_run_that_is_terminated_leaves_no_process_and_no_files(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "offload-step", "--dim", "64", "--rows", "1", "--pairs", "100000"]
+    sizes = "--dim 64 --rows 1 --pairs 100000 --block-pairs 1"
+    command = [sys.executable, "-m", "benchmarks", "offload-step", *sizes.split()]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         while not process.stdout.readline().startswith("time, 8 shards ..."):  # the first case is starting
