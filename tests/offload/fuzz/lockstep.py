@@ -162,7 +162,7 @@ class _Run:
         Torch refuses an in-place write to the output of a layer with a backward hook, which is a view; behind a
         boundary it is none.
         """
-        hooked = any(isinstance(s, Hook) and s.on == "backward" for s in self.program.statements)
+        hooked = any(isinstance(s, Hook) and s.on.startswith("backward") for s in self.program.statements)
         if hooked and "BackwardHookFunction is a view and is being modified inplace" in words:
             return True
         written = any(isinstance(s, MutateOutput) for s in self.program.statements)
