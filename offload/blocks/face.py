@@ -280,8 +280,13 @@ class ModelWithBlocks(ReportingModule):
         """As in torch."""
         super().zero_grad(set_to_none)
         for p in self._parameters.values():
-            if p is not None and p.grad is not None:
-                p.grad = None if set_to_none else torch.zeros_like(p.grad)
+            if p is None or p.grad is None:
+                continue
+            if set_to_none:
+                p.grad = None
+            else:  # in place: other code may have kept it
+                p.grad.detach_() if p.grad.grad_fn is not None else p.grad.requires_grad_(False)
+                p.grad.zero_()
 
     def _bare(self, memo: dict[int, Any]) -> nn.Module:
         """A copy of the model, which is not offloaded."""

@@ -135,6 +135,9 @@ CORPUS: dict[str, Program] = {
     "a_loss_left_in_the_first_shard_whose_graph_is_kept_is_refused_or_right": program(
         AuxiliaryLoss(), model="auxiliary", slices=1
     ),
+    "a_kept_gradient_of_the_model_itself_is_zeroed_in_place": program(
+        Forward(), Backward(), KeepGradients(), ZeroGrad(set_to_none=False), model="blocks_cut"
+    ),
     # Hooks of parameters.
     "a_hook_of_a_tied_parameter_sees_the_sum": program(Hook("parameter"), *TRAIN, model="tied"),
     "a_hook_of_a_parameter_sees_all_microbatches": program(Hook("parameter"), *TRAIN, microbatches=2),
