@@ -254,7 +254,7 @@ class Lab:
     def assert_same(self, model: nn.Module, reference: nn.Module) -> None:
         expected = reference.state_dict()
         for name, value in model.state_dict().items():
-            torch.testing.assert_close(value, expected[name], atol=5e-6, rtol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
     def plain(self, counts: tuple[int, ...], grad_accum: int | None) -> tuple[nn.Module, list[Any], Tensor]:
         """What a plain loop makes of epochs of so many batches: model, outputs, generator state. Worked out once."""
