@@ -191,9 +191,8 @@ class MemoryPlanner:
             most = min(most, prediction.memory_bytes - self._margin_bytes + LEAST_BYTES)
         cells, make_room = prediction.cells(), self._heap.make_room
 
-        def before(kind: str, shard: int, microbatch: int) -> None:
-            moment = cells.get((kind, shard, microbatch))
-            if moment is not None:
+        def before(*cell: Any) -> None:
+            if (moment := cells.get(cell)) is not None:
                 make_room(moment.nbytes - moment.rise, moment.rise, most)
 
         self._meter.before_cell = before

@@ -270,7 +270,7 @@ def _places(p: nn.Parameter, owners: Iterable[nn.Module]) -> list[_Place]:
     found: list[_Place] = []
     seen: set[int] = set()
     _search(p, "", library, found, seen)
-    if p.requires_grad:  # tensors that somebody else has attached to it are none of its values
+    if p.requires_grad:  # Other code may attach tensors to a trainable parameter. They are not parts of its value.
         found = [place for place in found if place.holder is not p]
     memory = {place.tensor.data_ptr() for place in (_Place("", p), *found)}
     for module in owners:
