@@ -14,13 +14,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.files.pretrained import KeyMap
+from offload.storage.buffer import empty_on_host
 
 __all__ = ["build_model", "init_empty_weights", "names_with_prefix"]
+
+
+class _EmptyOnHost(TorchFunctionMode):
+    """Layers make their weights by ``torch.empty`` and drop them once the parameters are on the meta device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.empty or not kwargs.keys() <= {"dtype", "device", "requires_grad"}:
+            return func(*args, **kwargs)
+        if torch.device(kwargs.get("device") or torch.get_default_device()).type != "cpu":
+            return func(*args, **kwargs)
+        meta: Tensor = func(*args, **kwargs | {"device": "meta"})
+        return empty_on_host(meta).requires_grad_(meta.requires_grad)
 
 
 @contextlib.contextmanager
@@ -45,7 +60,8 @@ def init_empty_weights() -> Iterator[None]:
 
     handle = register_module_parameter_registration_hook(to_meta)
     try:
-        yield
+        with _EmptyOnHost():
+            yield
     finally:
         handle.remove()
 

@@ -20,10 +20,22 @@ from torch import Tensor
 
 from pipe.process import finalize_here
 
-__all__ = ["PAGE_BYTES", "device_buffer", "host_buffer", "on_own_storage", "page_lock", "view_memory", "whole_pages"]
+__all__ = [
+    "PAGE_BYTES",
+    "device_buffer",
+    "empty_on_host",
+    "host_buffer",
+    "on_own_storage",
+    "page_lock",
+    "view_memory",
+    "whole_pages",
+]
 
 #: Alignment of addresses, offsets and sizes in direct I/O: the page, and the largest usual sector.
 PAGE_BYTES = max(4096, mmap.PAGESIZE)
+
+#: Bytes from which a tensor has a mapping of its own; smaller ones fit into free blocks of the heap.
+_LEAST_MAPPING = 1 << 20
 
 _memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory_view.restype = ctypes.py_object
@@ -46,6 +58,18 @@ def host_buffer(nbytes: int) -> Tensor:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
+
+
+def empty_on_host(meta: Tensor) -> Tensor:
+    """A CPU tensor for a meta tensor, for a layer that soon drops it again; a large one in a mapping of its own.
+
+    ``torch.empty`` would take it from the heap, where small objects soon lie in the freed block, so that the next
+    tensor of that size does not fit: the heap's size, not its pages, would grow by each, up to ``RLIMIT_DATA``.
+    """
+    like = torch.empty_like(meta)
+    if like.nbytes < _LEAST_MAPPING:
+        return torch.empty_like(meta, device="cpu")
+    return host_buffer(like.nbytes).view(like.dtype).as_strided(like.shape, like.stride())
 
 
 def device_buffer(nbytes: int, device: torch.device) -> Tensor:

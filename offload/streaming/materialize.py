@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from offload.storage.buffer import empty_on_host
 from offload.streaming.heap import return_freed_memory
 
 __all__ = ["Materializer", "Values", "move_buffers"]
@@ -93,7 +94,7 @@ class Materializer:
             if parameter is not None and parameter.is_meta:
                 real = self._parameters.get(parameter)
                 if real is None:
-                    real = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+                    real = nn.Parameter(empty_on_host(parameter), parameter.requires_grad)
                     self._parameters[parameter] = real
                     self._empty.add(real)
                 module._parameters[key] = real
