@@ -25,13 +25,13 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import torch.distributed as dist
 
-from pipe.process import finalize_here
 from pipe.torch_private import store_of_processes
 
 __all__ = ["Notices"]
@@ -50,11 +50,16 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:_LENGTH]}" if lines else type(error).__name__
 
 
-class _Answers:
-    """The thread that answers. It keeps no reference to :class:`Notices`, whose end stops it."""
+def _is_default(store: weakref.ref[Any]) -> bool:
+    """Whether the default process group, of this store, has not been destroyed."""
+    return dist.is_initialized() and store_of_processes()[0] is store()
 
-    def __init__(self, rank: int, store: Any) -> None:
-        self._rank, self._store = rank, store
+
+class _Answers:
+    """The thread that answers, until the process group is destroyed."""
+
+    def __init__(self, rank: int, store: Any, is_open: Callable[[], bool]) -> None:
+        self._rank, self._store, self._is_open = rank, store, is_open
         self.doing = "at its beginning"
         self.stop = threading.Event()
         self._seen = 0
@@ -63,7 +68,8 @@ class _Answers:
 
     def _run(self) -> None:
         with suppress(Exception):  # the store is gone, which a rank that asks tells
-            while not self.stop.wait(LOOK_SECONDS):
+            # Without the last condition, it would complain that the process which holds the store has ended.
+            while not self.stop.wait(LOOK_SECONDS) and self._is_open():
                 if self._store.check(["offload/asked"]):
                     self._answer(self._store.add("offload/asked", 0))
 
@@ -77,29 +83,31 @@ class _Answers:
 class Notices:
     """The notices of one rank, by its number in the default process group.
 
-    :meth:`of_this_process` makes one for all models of a rank.
+    :meth:`of_this_process` makes one for all models of a rank, which lives as long as the process group.
     """
 
-    _open: ClassVar[weakref.WeakValueDictionary[tuple[int, int], Notices]] = weakref.WeakValueDictionary()
+    #: By process and rank; threads may be ranks, too.
+    _open: ClassVar[dict[tuple[int, int], Notices]] = {}
 
-    def __init__(self, rank: int, store: Any, shared: Any) -> None:
+    def __init__(self, rank: int, store: Any, is_open: Callable[[], bool] = lambda: True) -> None:
         self._rank, self._store = rank, store
-        self._shared = shared  # so that its identity stays its own
         self._made_in = os.getpid()
-        self._answers = _Answers(rank, store)
+        self._is_open = is_open
+        self._answers = _Answers(rank, store, is_open)
         self._raised = False
         #: Why a collective of this rank failed, once one has.
         self.cause: str | None = None
         self._lives = ""
-        finalize_here(self, self._answers.stop.set)
 
     @classmethod
     def of_this_process(cls, rank: int) -> Notices:
         """Those of ``rank``, which is this process, in the present default process group."""
-        shared, connect = store_of_processes()
-        found = cls._open.get((rank, id(shared)))
-        if found is None:
-            found = cls._open[rank, id(shared)] = cls(rank, connect(), shared)
+        key = os.getpid(), rank
+        found = cls._open.get(key)
+        if found is None or not found._is_open():
+            # Weakly, since a store may be the server, whose port the next process group needs.
+            shared, connect = store_of_processes()
+            found = cls._open[key] = cls(rank, connect(), partial(_is_default, weakref.ref(shared)))
         return found
 
     # --- what this rank tells -------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def three() -> Iterator[list[Notices]]:
     store = dist.HashStore()
-    made = [Notices(rank, store, store) for rank in range(3)]
+    made = [Notices(rank, store) for rank in range(3)]
     yield made
     for each in made:
         each._answers.stop.set()
@@ -85,6 +85,15 @@ def test_store_that_is_gone_is_told(three: list[Notices]) -> None:
 
     three[0]._store = Gone()
     assert "the store of the process group does not answer" in cause(three[0])
+
+
+def test_rank_answers_no_longer_when_its_process_group_is_destroyed() -> None:
+    is_open = True
+    made = Notices(0, dist.HashStore(), lambda: is_open)
+    assert made._answers.thread.is_alive()
+    is_open = False
+    made._answers.thread.join(timeout=10)
+    assert not made._answers.thread.is_alive()
 
 
 @pytest.mark.parametrize("dead", [False, True])
