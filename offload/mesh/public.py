@@ -62,7 +62,16 @@ class PublicParameters:
         """Called before the first action of a pass; ``stores``: whether a backward stores gradients."""
 
     def check_optimizer(self, optimizer: OffloadOptimizer) -> None:
-        """Raises TypeError for a class that needs whole parameters, where this process stores a part of each."""
+        """Raises TypeError for a class that needs whole parameters, where they are updated in parts."""
+        factory = optimizer.factory
+        for options in optimizer.options() if factory.form is not None else ():
+            check_elementwise(
+                factory.kind,
+                options,
+                factory.arguments,
+                why="with states= parameters are updated in parts",
+                instead="leave out states=",
+            )
 
     def begin_step(self, optimizer: OffloadOptimizer) -> None:
         """Called at the beginning of a step."""
@@ -232,8 +241,13 @@ class ShardedParameters(PublicParameters):
     # --- optimizers -----------------------------------------------------------------------------------------------
 
     def check_optimizer(self, optimizer: OffloadOptimizer) -> None:
-        """Raises TypeError for a class that needs whole parameters."""
+        """Raises TypeError for a class that needs whole parameters, ValueError for states of fewer bytes."""
         factory = optimizer.factory
+        if factory.form is not None:
+            raise ValueError(
+                "states= does not support mesh= yet: the rows of a rank need not be a multiple of the 256 elements "
+                "that share a scale; leave out states="
+            )
         for options in optimizer.options():
             check_elementwise(factory.kind, options, factory.arguments)
 
