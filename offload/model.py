@@ -67,8 +67,8 @@ class OffloadModel(LoadingModule):
         offload_device: storage of the shards: ``"cpu"`` for host memory, or a directory (an ``os.PathLike``, or a
             string with a path separator), for files that are removed with the model. A :class:`~offload.DiskHome` is a
             directory with more options, among them files that are kept and adopted by the next model.
-        num_slices: number of shards, balanced by bytes; from 1 to the number of layers. None: with ``memory`` one for
-            each layer, or for neighbours that are small; else 3.
+        num_slices: number of shards, balanced by bytes; from 1 to the number of layers. None: one for each of
+            ``blocks``; else with ``memory`` one for each layer, or for neighbours that are small; else 3.
         checkpoint_activation: if True, keep only the inputs of each shard and recompute the rest in backward; if False,
             keep all activations of the layers, but no second copy of their weights, nor of casts of them. None: True
             with ``memory``, else False.
@@ -90,9 +90,9 @@ class OffloadModel(LoadingModule):
             gradients are summed in the home's type. Buffers stay as they are. Parameters outside of ``blocks`` are cast
             in each forward.
         blocks: for a model that is called by its own forward: the name of the ``nn.ModuleList`` or ``nn.Sequential`` of
-            its blocks, names in the order of calls, or a class of blocks. Each block is a shard; parameters outside of
-            them stay on the compute device. None: the layers of a Sequential or list; else the longest list of modules
-            of one class, with a warning that names it.
+            its blocks, names in the order of calls, or a class of blocks. Each block is a shard, unless ``num_slices``
+            says how many shards they make; parameters outside of them stay on the compute device. None: the layers of a
+            Sequential or list; else the longest list of modules of one class, with a warning that names it.
         mesh: a ``DeviceMesh`` of processes that train the model together, each on its own rows: of one dimension
             (shard), or two (replicate, shard). Each rank stores a part of each parameter, its gradient and its
             optimizer states; all may pass one directory. ``parameters()`` are DTensors, and gradients are means over
@@ -168,7 +168,7 @@ class OffloadModel(LoadingModule):
         staying = chosen(named, resident, offload_device)
         separate([model] if isinstance(model, nn.Module) else named.values())
         plans = num_slices is None and checkpoint_activation is None and mesh is None
-        if blocks is not None or not isinstance(model, nn.Sequential):
+        if not isinstance(model, nn.Sequential) if called is None else num_slices is None:
             num_slices = len(named)
         check_choices(num_slices, num_microbatches, param_dtype)
         resources = memory_of(
@@ -242,6 +242,7 @@ class OffloadModel(LoadingModule):
                 param_dtype=param_dtype,
                 sharding=sharding,
                 resident=staying,
+                layers_apart=called is not None,
             )
             self._join(self._executor, named, self._persistent_home.values, undo.callback)
             for runner in self._executor.runners:
