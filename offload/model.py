@@ -164,7 +164,7 @@ class OffloadModel(LoadingModule):
         quantised = [each.name for each in stored_parts if each.part_of is not None]
         refused = {"blocks=": called, "memory=": memory, "memory_budget=": memory_budget, "resident=": resident}
         refused["a model with quantised weights"] = quantised or None
-        mesh = check_mesh(mesh, gradient_divide_factor, self.device, offload_device, refused)
+        mesh = check_mesh(mesh, gradient_divide_factor, self.device, refused)
         staying = chosen(named, resident, offload_device)
         separate([model] if isinstance(model, nn.Module) else named.values())
         plans = num_slices is None and checkpoint_activation is None and mesh is None
@@ -209,16 +209,19 @@ class OffloadModel(LoadingModule):
         self._num_microbatches = num_microbatches
         #: Names of the arguments of layers after the first.
         self._taken_later = {name for layer in layers[1:] for name in names_taken(layer)}
-        self._tier = open_tier(offload_device, self.device, keeps=True)
         self._meter = Meter(self.device)
+        sharding = None if mesh is None else Sharding(mesh, gradient_divide_factor, self._meter)
+        if sharding is None:
+            self._tier = open_tier(offload_device, self.device, keeps=True)
+        else:
+            self._tier = sharding.open_tier(offload_device, self.device)
         with contextlib.ExitStack() as undo:
             # A failure from here on, such as a full disk or an interrupt, leaves the layers as they were.
             undo.callback(self._tier.close)
             #: What the planner may use; None where only the deprecated keywords, or none, were given.
             self._memory_limits = limits_for(resources, layout, needs, self.device, self._meter)
             undo.callback(_release, self._memory_limits)
-            self._persistent_home = PersistentHome(self._tier, named, stored, self._around)
-            sharding = None if mesh is None else Sharding(mesh, gradient_divide_factor, self._meter)
+            self._persistent_home = PersistentHome(self._tier, named, stored, self._around, sharding)
             # With a mesh, homes do not hold whole values to restore.
             replaced = self._persistent_home.values if sharding is None else {p: p for _, p in parameters}
             undo.callback(Rollback(owners.values(), replaced).restore)
