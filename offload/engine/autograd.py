@@ -129,6 +129,7 @@ class _Offload(torch.autograd.Function):
             first = len(requested) - len(node.parameters)
             returned = [p for p, asked in zip(node.parameters, requested[first:], strict=True) if asked]
             to_inputs = any(requested[1:first])  # after the phony
+        node.executor.public.refuse_requests(returned)
         # Without consuming, the whole tape would stay in memory until the end of backward; plain autograd, too, frees
         # saved tensors one by one, unless the graph is retained.
         try:
@@ -185,7 +186,8 @@ def attach(executor: Executor, tape: Tape, outputs: Sequence[Any], inputs: Any) 
         if node.differentiable:
             phony = get_phony(executor.device, requires_grad=True)
             with torch.autograd.graph.saved_tensors_hooks(node.pack, node.unpack):
-                results = _Offload.apply(node, phony, *tensors_in(inputs), *node.parameters)  # type: ignore[no-untyped-call]
+                parameters = executor.public.for_autograd(node.parameters)
+                results = _Offload.apply(node, phony, *tensors_in(inputs), *parameters)  # type: ignore[no-untyped-call]
             made = dict(zip(node.differentiable, results, strict=True))
             for k, first in node.same_as.items():
                 leaves[k] = made[first]

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from offload.mesh.elementwise import check_elementwise
 from offload.planning.plan import Kind
@@ -55,6 +56,13 @@ class PublicParameters:
     def of(self, s: Slice) -> nn.Parameter:
         """The parameter that users see for a stored one."""
         return s.parameter
+
+    def for_autograd(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+        """What users' graphs hold for parameters of layers."""
+        return parameters
+
+    def refuse_requests(self, requested: Sequence[nn.Parameter]) -> None:
+        """Raises RuntimeError if autograd itself cannot return the gradients that a backward asks for."""
 
     def in_layers(self) -> contextlib.AbstractContextManager[None]:
         """A context in which layers hold the parameters that they compute with."""
@@ -130,7 +138,7 @@ class ShardedParameters(PublicParameters):
         ]
         self._by_stored = {p.stored: p for p in self._all}
         self._by_shown = {p.shown: p for p in self._all}
-        by_whole = {p.whole: p for p in self._all}
+        self._by_whole = by_whole = {p.whole: p for p in self._all}
         for shard in shards:
             shard.shown.update((there.parameter, self.of(there)) for there in shard.at_home)
         modules = dict.fromkeys(m for shard in shards for layer in shard.layers for m in layer.modules())
@@ -151,7 +159,7 @@ class ShardedParameters(PublicParameters):
         self._known_homes = [0 if shard.home is None else storage_uses(shard.home.tensor) for shard in shards]
 
     def _new(self, stored: nn.Parameter, whole: nn.Parameter, part: Part) -> nn.Parameter:
-        shown = nn.Parameter(self._wrap(stored.detach(), part), stored.requires_grad)
+        shown = nn.Parameter(self._wrap(_by_itself(stored.detach()), part), stored.requires_grad)
         vars(shown).update({key: value for key, value in vars(whole).items() if key not in vars(shown)})
         return shown
 
@@ -174,6 +182,21 @@ class ShardedParameters(PublicParameters):
         """The DTensor of a stored parameter."""
         return self._by_stored[s.parameter].shown
 
+    def for_autograd(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+        """The DTensors: else a request for their gradients would find no graph, and pass for "there is none"."""
+        return [self._by_whole[p].shown if p in self._by_whole else p for p in parameters]
+
+    def refuse_requests(self, requested: Sequence[nn.Parameter]) -> None:
+        """Raises RuntimeError: gradients of DTensors are stored, and never returned."""
+        names = [self._by_whole[p].part.name for p in requested if p in self._by_whole]
+        if names:
+            raise RuntimeError(
+                f"gradients of parameters are requested ({', '.join(names[:3])}), by torch.autograd.grad, inputs= or a "
+                f"hook; with mesh= they are summed over ranks and stored in .grad: call backward() without inputs=. "
+                f"Of the schedules of torch.distributed.pipelining take one without a backward for weights alone "
+                f"(Schedule1F1B, ScheduleInterleaved1F1B)"
+            )
+
     # --- before and after passes ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -184,6 +207,11 @@ class ShardedParameters(PublicParameters):
             for register, key, p in self._places:
                 register[key] = p.whole
             yield
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._ranks.raised(error)
+            raise
         finally:
             self._show()
 
@@ -333,7 +361,7 @@ class ShardedParameters(PublicParameters):
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim() and value.shape == p.stored.shape:
                 if key not in known or known[key][0] is not value:
-                    known[key] = value, self._wrap(value, replace(p.part, dtype=value.dtype))
+                    known[key] = value, self._wrap(_by_itself(value), replace(p.part, dtype=value.dtype))
                 shown[key] = known[key][1]
             else:
                 shown[key] = value
@@ -351,3 +379,13 @@ class ShardedParameters(PublicParameters):
                 value = value[begin:end]
             found[key] = value
         return found
+
+
+def _by_itself(tensor: Tensor) -> Tensor:
+    """The same memory as a storage of its own, which begins at the first element.
+
+    ``async_save`` of torch copies storages: of a view it would copy the home of the whole shard, and it fails for a
+    DTensor whose local part does not begin with its storage.
+    """
+    alone: Tensor = from_dlpack(tensor)
+    return alone

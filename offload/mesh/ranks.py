@@ -30,15 +30,17 @@ Why what fails is not mistaken for something else
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offload.mesh.notices import Notices
 from offload.storage.buffer import host_buffer
 from offload.streaming.lane import Arrival, ThreadCopyLane
 from pipe.torch_private import timeout_of
@@ -124,6 +126,10 @@ class Ranks:
         #: Those of the lane; and one for messages, which are exchanged while the lane may be waiting.
         self._group = group(dist.get_process_group_ranks(mesh.get_group(last)))
         self._messages = group(everybody)
+        self._members = everybody
+        #: What ranks tell each other about failures.
+        self.notices = Notices.of_this_process(dist.get_rank())
+        self._pass = ("the construction of a model", 0)
         self._rows = group(dist.get_process_group_ranks(mesh.get_group(0))) if self.replicas > 1 else None
         self._staging = torch.empty(0)
 
@@ -138,24 +144,32 @@ class Ranks:
 
     def all_gather(self, staging: Tensor) -> None:
         """Fills ``staging``, of one row of bytes a rank, with the rows of the others. On the lane only."""
-        _all_gather(staging.view(-1), staging[self.rank], self._group)
+        with self._naming_ranks(f"gathering the parameters of a shard in {self._pass[0]}"):
+            _all_gather(staging.view(-1), staging[self.rank], self._group)
         self._meter.bytes_gathered += staging[0].numel() * (self.count - 1)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
         """Sends row ``r`` of bytes to rank ``r``, and receives one row from each. On the lane only."""
-        dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._group)
+        with self._naming_ranks(f"reducing the gradients of a shard in {self._pass[0]}"):
+            dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._group)
         self._meter.bytes_reduced += sent[0].numel() * (self.count - 1)
 
     def all_gather_replicas(self, rows: Tensor) -> None:
         """Fills ``rows``, of bytes for each replica of what this rank stores, with those of the others."""
-        _all_gather(rows.view(-1), rows[self.replica], self._rows)
+        with self._naming_ranks(f"reducing the gradients of a shard over replicas in {self._pass[0]}"):
+            _all_gather(rows.view(-1), rows[self.replica], self._rows)
         self._meter.bytes_reduced += rows[0].numel() * (self.replicas - 1)
 
     def copy_first_replica(self, tensor: Tensor) -> None:
         """Gives ``tensor``, the home of a shard, the values of the first row of the mesh."""
         if self._rows is not None:
             source = dist.get_global_rank(self._rows, 0)
-            arrival = self.lane.submit("initial values", lambda: dist.broadcast(tensor, source, self._rows))
+
+            def copy() -> None:
+                with self._naming_ranks("copying the first replica"):
+                    dist.broadcast(tensor, source, self._rows)
+
+            arrival = self.lane.submit("initial values", copy)
             # Lane -> host. Without this, a failure would be told by a later call.
             arrival.synchronize()
 
@@ -170,7 +184,8 @@ class Ranks:
         """What each rank answers, in the order of all ranks; each a small object."""
         self.lane.check()
         answers: list[Any] = [None] * self.total
-        dist.all_gather_object(answers, answer, group=self._messages)
+        with self._naming_ranks("meeting"):
+            dist.all_gather_object(answers, answer, group=self._messages)
         return answers
 
     def agree(self, what: str, text: str, number: float = 0.0) -> list[float]:
@@ -186,13 +201,36 @@ class Ranks:
         messages = torch.zeros(self.total, MESSAGE_BYTES, dtype=torch.uint8)
         mine = messages[self.number]
         mine[:] = torch.frombuffer(bytearray(digest + struct.pack("<d", number)), dtype=torch.uint8)
-        _all_gather(messages.view(-1), mine, self._messages)
+        with self._naming_ranks(f"meeting before {what}"):
+            _all_gather(messages.view(-1), mine, self._messages)
         self._meter.bytes_agreed += MESSAGE_BYTES * (self.total - 1)
         rows = [bytes(row.tolist()) for row in messages]
         if any(row[:32] != digest for row in rows):
-            raise RuntimeError(_difference(self.exchange((what, text))))
+            texts = self.exchange((what, text))
+            before = self.notices.told(self._members)
+            raise RuntimeError(_difference(texts) + (f"; before, {before}" if before else ""))
+        self._begin(what)
         first = self.replica * self.count
         return [struct.unpack("<d", row[32:])[0] for row in rows[first : first + self.count]]
+
+    # --- failures -------------------------------------------------------------------------------------------------
+
+    def raised(self, error: BaseException) -> None:
+        """Tells the other ranks that this one raised in a pass."""
+        self.notices.raised(error, f"in {self._pass[0]}")
+
+    def _begin(self, what: str) -> None:
+        self._pass = what, self._pass[1] + 1
+        self.notices.doing(f"in or after {what}, number {self._pass[1]} of this model")
+
+    @contextlib.contextmanager
+    def _naming_ranks(self, what: str) -> Iterator[None]:
+        """A context of a collective, whose error names the rank at fault."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.lane.failed = self.lane.failed or what
+            self.notices.fail(what, self._members, error)
 
 
 def _all_gather(staging: Tensor, mine: Tensor, group: Any) -> None:

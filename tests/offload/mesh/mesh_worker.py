@@ -703,6 +703,10 @@ def what_is_not_supported_is_refused_before_anything_changes(world: World) -> No
     handle = model[0].weight.register_hook(lambda gradient: gradient)
     world.raises(RuntimeError, lambda: model(batches()[0]), "hooks", "0.weight")
     handle.remove()
+    x = batches()[0].requires_grad_()
+    output = model(x).sum()
+    assert torch.autograd.grad(output, x, retain_graph=True)[0].abs().max() > 0
+    world.raises(RuntimeError, lambda: torch.autograd.grad(output, [*model.parameters()]), "0.weight", "mesh=")
     sparse = world.model([nn.Embedding(10, 4, sparse=True)], slices=1)
     output = sparse(torch.arange(4))
     world.raises(RuntimeError, lambda: output.sum().backward(), "sparse", "mesh=")
