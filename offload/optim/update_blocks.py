@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from offload.optim.io_buffers import buffer_pool_bytes
-from offload.storage.buffer import PAGE_BYTES
+from offload.storage.buffer import PAGE_BYTES, whole_pages
 from offload.streaming.shard import Shard
 
 __all__ = ["MAX_BLOCK_BYTES", "update_block_bytes", "update_block_bytes_of"]
@@ -26,6 +26,7 @@ def update_block_bytes(shards: Sequence[Shard], limit_bytes: float = math.inf) -
 def update_block_bytes_of(largest: int, limit_bytes: float = math.inf) -> int:
     """The same where the largest shard stores so many bytes of parameters."""
     update_block = min(MAX_BLOCK_BYTES, max(1, largest // BLOCKS_PER_SHARD // BLOCK_GRAIN_BYTES) * BLOCK_GRAIN_BYTES)
+    update_block = min(update_block, whole_pages(largest) or update_block)
     while buffer_pool_bytes(update_block) > limit_bytes and update_block > PAGE_BYTES:
         update_block = max(PAGE_BYTES, update_block // 2 // PAGE_BYTES * PAGE_BYTES)
     least = buffer_pool_bytes(update_block)
