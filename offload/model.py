@@ -21,6 +21,7 @@ from offload.blocks.face import class_for
 from offload.blocks.find import Blocks
 from offload.engine.autograd import attach
 from offload.engine.executor import Executor
+from offload.engine.outside import bytes_staying
 from offload.engine.prediction import measured_activations
 from offload.engine.raw_chunk import RawChunk, as_call
 from offload.engine.regroup import RegroupedTape, by_chunk, join_chunks, rows_together, split_output
@@ -191,6 +192,7 @@ class OffloadModel(LoadingModule):
             device=self.device,
             on_disk=is_directory(offload_device),
             param_dtype=param_dtype,
+            outside=bytes_staying(self._around.values(), staying, param_dtype),
         )
         owners = self._owners(model, named)
         stored = {} if pretrained is None else Pretrained.at(pretrained).match(owners)[0]

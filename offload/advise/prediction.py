@@ -13,10 +13,9 @@ from offload.advise.outline import Layer, Outline
 from offload.advise.rates import OptimizerRate, Rates
 from offload.advise.work import Work
 from offload.engine.steps import BUFFERS_SHARE
-from offload.memory import SMALLEST_SHARD_BYTES
 from offload.optim.update_blocks import update_block_bytes_of
 from offload.planning.memory_profile import MemoryProfile
-from offload.planning.partition import merge_small_layers
+from offload.planning.partition import SMALLEST_SHARD_BYTES, merge_small_layers
 from offload.planning.peak_memory import StepBytes
 from offload.planning.plan import Kind
 from offload.planning.planner import Updates
@@ -148,8 +147,8 @@ class Situation:
                 gradients=size,
                 memory_profiles={j: MemoryProfile(self.rows[0], w.saved) for j, w in enumerate(self.works)},
                 kept_profiles={j: MemoryProfile(self.rows[0], w.kept) for j, w in enumerate(self.works)},
-                constant_bytes=buffers,
             ),
+            buffer_bytes=buffers,
             updates=Updates(pending=frozenset(range(first, count)), updates=False, clips=False),
             resting_bytes={
                 j: weights + states for j, (weights, states) in enumerate(resting) if movable and not shards.borrows[j]
@@ -186,17 +185,12 @@ class Situation:
             prediction = search(model, limit_bytes).best
         except ValueError:  # also NothingFitsError, and buffers that do not fit
             return Advice(limit_bytes, None)
-        return Advice(limit_bytes, prediction, self.seconds(model, prediction), self.memory_bytes(model, prediction))
-
-    def memory_bytes(self, model: StepModel, prediction: Prediction) -> int:
-        """Of a plan; where all shards are in memory, the optimizer frees its buffers."""
-        freed = len(prediction.choice.in_memory) == model.shards
-        return prediction.memory_bytes - (model.sizes.constant_bytes if freed else 0)
+        return Advice(limit_bytes, prediction, self.seconds(model, prediction), prediction.memory_bytes)
 
     def least_bytes(self) -> int:
         """The least limit for which a plan is found. Buffers grow with it, so it is approached from below."""
         unlimited = 1 << 62
-        limit = self._needed(unlimited) - self.step_model(unlimited).sizes.constant_bytes
+        limit = self._needed(unlimited) - self.step_model(unlimited).buffer_bytes
         while True:
             try:
                 needed = self._needed(limit)

@@ -28,10 +28,14 @@ from offload.engine.block_walk import BlockWalk, CellSteps, fail, sent
 from offload.engine.cell import Cell
 from offload.engine.glue import Glue
 from offload.engine.homes import MovableHomes
+from offload.engine.layouts import bytes_of_boundary
+from offload.engine.leaf_gradients import LeafBytes
+from offload.engine.outside import outside_bytes
 from offload.engine.own_attributes import AttributesThen, OwnAttributes
 from offload.engine.state_before import StateBefore
 from offload.engine.suspend import BlockCall, Result, SuspendedForward
 from offload.engine.weight_writes import AssignedData, find_writes
+from offload.planning.peak_memory import OutsideBytes
 from offload.streaming.shard import Shard
 from pipe.nested import map_distinct, tensors_in
 
@@ -71,6 +75,8 @@ class BlockForwards(MovableHomes):
         self._attributes: dict[int, AttributesThen] = {}
         #: By which parameters outside take gradients: the first block that a gradient enters from outside.
         self._first_entered: dict[tuple[bool, ...], int] = {}
+        #: Of the gradients of parameters outside in the last backward.
+        self.leaf_gradients: LeafBytes = {}
 
     # --- what backward has to reach ---------------------------------------------------------------------------------
 
@@ -89,6 +95,18 @@ class BlockForwards(MovableHomes):
     def modules_outside(self) -> list[nn.Module]:
         """The modules outside of the blocks."""
         return [module for each in self.around if (module := each()) is not None]
+
+    def outside_bytes(self) -> OutsideBytes:
+        """Bytes on the compute device that belong to no shard."""
+        return outside_bytes(
+            self.modules_outside(),
+            self.outside,
+            self.resident,
+            self.shards,
+            dtype=self.layer_homes.dtype,
+            made=self.leaf_gradients,
+            states=self.streamer.gradient_offload.optimizers.resident_state_bytes(),
+        )
 
     def _flags(self) -> tuple[bool, ...]:
         return tuple(p.requires_grad for p in self.outside)
@@ -113,7 +131,7 @@ class BlockForwards(MovableHomes):
             self._within = {
                 id(s.parameter if s.part_of is None else s.part_of): s.name for shard in self.shards for s in shard.own
             }
-        return Glue(chunks, len(self.blocks), self._within)
+        return Glue(chunks, len(self.blocks), self._within, self.leaf_gradients, self._meter.begin_code_before)
 
     def run_one(self, forward: Forward, inputs: Any) -> tuple[Tape | None, list[Any]]:
         """Runs the forward of one chunk: its tape, if a backward can follow, and its output in a list."""
@@ -255,7 +273,7 @@ class BlockForwards(MovableHomes):
         tape.graphless.update(Cell(0, i) for i, grad in enumerate(grads) if not grad)
         tape.records, tape.glue, tape.inputs = glue.records, glue, glue.inputs
         for i, (value, requires) in enumerate(stored):
-            tape.boundaries.put((0, i), [value])
+            self.steps.record_around("entered", tape.rows[i], tape.boundaries.put((0, i), [value]))
             tape.requires[Cell(0, i)] = requires
         if glue.records and not entering:
             self._first_entered.setdefault(self._flags(), len(self.shards))
@@ -308,6 +326,8 @@ class BlockForwards(MovableHomes):
         assert tape.glue is not None
         if not tape.glue.records:
             return output
+        if cell.j + 1 == len(self.blocks):
+            self.steps.record_around("returned", tape.rows[cell.i], sum(map(bytes_of_boundary, tensors_in(output))))
         layers = self.runners[cell.j].layers
         if layers.inputs.writes(layers.modes):
             raise RuntimeError(

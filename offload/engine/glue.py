@@ -17,7 +17,7 @@ Guarantees
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -28,7 +28,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.engine.cell_input import CellInput
 from offload.engine.inputs import refuse_transforms
-from offload.engine.layouts import fitting, refuse_hidden
+from offload.engine.layouts import refuse_hidden
+from offload.engine.leaf_gradients import LeafBytes, LeafGradients
 from offload.engine.own_attributes import AttributesThen
 from pipe.nested import LEAVES, TreeSpec, flatten, map_distinct, unflatten
 from pipe.torch_private import hidden_hooks
@@ -110,9 +111,14 @@ class Glue:
         chunks: the number of chunks.
         last: the number of blocks.
         within: names of the parameters of blocks, by ``id``; code outside of their block must not use them.
+        made: see :class:`.LeafGradients`.
+        before: called with the number of a piece before its backward runs.
     """
 
-    def __init__(self, chunks: int, last: int, within: Mapping[int, str]) -> None:
+    def __init__(
+        self, chunks: int, last: int, within: Mapping[int, str], made: LeafBytes, before: Callable[[int], None]
+    ) -> None:
+        self._before = before
         self._chunks = [_Chunk() for _ in range(chunks)]
         self._last = last
         self._within = within
@@ -122,10 +128,9 @@ class Glue:
         self.contexts: dict[int, contextlib.AbstractContextManager[object]] = {}
         #: The attributes of each block in the forward of each chunk.
         self.attributes: dict[tuple[int, int], AttributesThen] = {}
-        #: The gradients of leaves, in a running backward.
-        self._gradients: dict[Tensor, Tensor] = {}
-        self._owned: set[Tensor] = set()
-        self._wanted: Collection[Tensor] = ()
+        self._leaf_gradients = LeafGradients(made)
+        #: The leaves that several pieces reach.
+        self._in_several: set[Tensor] = set()
         self._to_inputs = True
 
     # --- forward ------------------------------------------------------------------------------------------------
@@ -244,10 +249,12 @@ class Glue:
             node = stack.pop()
             if node in chunk.seen:
                 if chunk.seen[node] < j:
+                    if isinstance(variable := _leaf_of(node), Tensor):
+                        self._in_several.add(variable)
                     self._refuse_hooks(chunk, node)
                 continue
             chunk.seen[node] = j
-            variable = getattr(node, "variable", None) if not node.next_functions else None
+            variable = _leaf_of(node)
             if isinstance(variable, Tensor):
                 self._add_leaf(chunk, variable)
             stack.extend(following for following, _ in node.next_functions if following is not None)
@@ -292,11 +299,11 @@ class Glue:
         """Begins a backward to the ``wanted`` leaves (None: all), and perhaps to the inputs; whether any are wanted."""
         self._to_inputs = to_inputs
         asked = None if wanted is None else set(wanted)
-        self._wanted = [leaf for leaf in self.leaves if asked is None or leaf in asked]
-        self._gradients, self._owned = {}, set()
+        wanted = [leaf for leaf in self.leaves if asked is None or leaf in asked]
+        self._leaf_gradients.begin(wanted, wanted if len(self._chunks) > 1 else self._in_several)
         for chunk in self._chunks:
             chunk.entering, chunk.returned = {}, {}
-        return bool(self._wanted)
+        return bool(wanted)
 
     def from_result(self, i: int, gradients: Sequence[Any], *, consume: bool) -> list[Any]:
         """The gradients of the last block's outputs, from those of the result of a chunk."""
@@ -348,10 +355,11 @@ class Glue:
             return
         begins = (b for b in chunk.begins if b < j and (self._to_inputs or b != _INPUTS))
         places = [(b, k) for b in begins for k in chunk.begins[b]]
-        leaves = [leaf for leaf in self._wanted if leaf in chunk.leaves]
+        leaves = [leaf for leaf in self._leaf_gradients.wanted if leaf in chunk.leaves]
         inputs: list[Any] = [*(chunk.begins[b][k] for b, k in places), *leaves]
         if not inputs:
             return
+        self._before(j)
         with hidden_hooks(leaves):
             # The graph is freed with the last reference to its edges: other pieces may share a part of it.
             found = torch.autograd.grad(
@@ -366,28 +374,21 @@ class Glue:
                 _add(chunk.returned.setdefault(b, {}), k, gradient)
         for leaf, gradient in zip(leaves, found[len(places) :], strict=True):
             if gradient is not None:
-                self._add_to_leaf(leaf, gradient)
-
-    def _add_to_leaf(self, leaf: Tensor, gradient: Tensor) -> None:
-        known = self._gradients.get(leaf)
-        if known is not None and leaf in self._owned:
-            known.add_(gradient)
-        else:
-            # The first one may be memory of another tensor.
-            self._gradients[leaf] = gradient if known is None else known + gradient
-            if known is not None and not gradient.is_sparse:
-                self._owned.add(leaf)
+                self._leaf_gradients.add(leaf, gradient, j)
 
     def take(self) -> dict[Any, Tensor]:
         """The gradients of the wanted leaves, at the end of a backward."""
-        gradients, self._gradients = self._gradients, {}
-        return {leaf: fitting(gradient, leaf) for leaf, gradient in gradients.items()}
+        return self._leaf_gradients.take()
 
     def close(self) -> None:
         """Frees the graphs."""
         self._chunks = [_Chunk(inputs=leaves) for leaves in self.inputs]
-        self._gradients = {}
+        self._leaf_gradients.clear()
         self.attributes.clear()
+
+
+def _leaf_of(node: Node) -> Any:
+    return getattr(node, "variable", None) if not node.next_functions else None
 
 
 def _place(edge: GradientEdge) -> _Place:

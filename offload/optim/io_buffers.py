@@ -108,6 +108,11 @@ class IOBuffer:
         self._used = self.bytes_read = 0
         self.update_block = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its memory."""
+        return self._memory.numel()
+
     def part(self, name: Hashable) -> Tensor:
         """The bytes of the read of that name; flat, uint8."""
         return self._parts[name]
@@ -169,6 +174,12 @@ class IOBufferPool:
         self._prefetched: deque[IOBuffer] = deque()
         self._writing: deque[_WriteBack] = deque()
         self._io_threads = Threads(CONCURRENT_CALLS, "offload-io")
+        self._largest = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all I/O buffers when each has held the largest block so far; 0 before the first one."""
+        return IO_BUFFERS * self._largest
 
     def has_idle_buffer(self) -> bool:
         """Reclaims I/O buffers whose writes are complete; returns whether one more block can be prefetched."""
@@ -249,5 +260,6 @@ class IOBufferPool:
 
     def _recycle(self, io_buffer: IOBuffer | None) -> None:
         if io_buffer is not None:
+            self._largest = max(self._largest, io_buffer.nbytes)
             io_buffer.clear()
             self._idle.append(io_buffer)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from offload.optim.io_buffers import buffer_pool_bytes
 from offload.optim.state_forms import PIECE, StateForm
-from offload.storage.buffer import PAGE_BYTES
+from offload.storage.buffer import PAGE_BYTES, whole_pages
 from offload.streaming.shard import Shard
 
 __all__ = ["MAX_BLOCK_BYTES", "StoredStates", "update_block_bytes", "update_block_bytes_of"]
@@ -63,6 +63,7 @@ def update_block_bytes(
 def update_block_bytes_of(largest: int, limit_bytes: float = math.inf, stored: StoredStates = StoredStates()) -> int:
     """The same where the largest shard stores so many bytes of parameters."""
     update_block = min(MAX_BLOCK_BYTES, max(1, largest // BLOCKS_PER_SHARD // BLOCK_GRAIN_BYTES) * BLOCK_GRAIN_BYTES)
+    update_block = min(update_block, whole_pages(largest) or update_block)
     while stored.buffer_bytes(update_block) > limit_bytes and update_block > PAGE_BYTES:
         update_block = max(PAGE_BYTES, update_block // 2 // PAGE_BYTES * PAGE_BYTES)
     least = stored.buffer_bytes(update_block)

@@ -81,6 +81,8 @@ class Meter:
         #: Called before each cell, with its letter in the plan, shard and micro-batch; and after each.
         self.before_cell: Callable[[str, int, int], None] | None = None
         self.after_cell: Callable[[], None] | None = None
+        #: Called before the backward of code around blocks, with the number of the block after it.
+        self.before_code: Callable[[int], None] | None = None
         #: Bytes that are on the compute device now.
         self.held_bytes = 0
         self._peak = 0
@@ -107,6 +109,11 @@ class Meter:
         """Counts the time in which compute waits for a copy."""
         with self.wait.span(), self.tracer.span("compute", f"wait {token}"):
             yield
+
+    def begin_code_before(self, block: int) -> None:
+        """Called before the backward of the code before a block."""
+        if self.before_code is not None:
+            self.before_code(block)
 
     @contextlib.contextmanager
     def cell(
