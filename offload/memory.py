@@ -12,7 +12,7 @@ from torch import nn
 from offload.arguments import layer_bytes
 from offload.limits import MemoryLimits, check_place, limits_of, numbers_of
 from offload.planning.budget import SMALLEST_BOUNDARIES, Layout, fit, parse_bytes, requirement
-from offload.planning.partition import cut_layers, merge_small_layers
+from offload.planning.partition import SMALLEST_SHARD_BYTES, cut_layers, merge_small_layers
 from offload.policy import DEFAULT_MEMORY, MemoryPolicy, policy_of, warn_of_old_keywords
 from offload.telemetry.statistics import Meter
 
@@ -22,8 +22,6 @@ __all__ = ["MemoryArguments", "layout_of", "limits_for", "memory_of"]
 DEFAULT_BOUNDARY_BYTES = 64 << 20
 #: Shards where neither their number nor a memory is given.
 DEFAULT_SHARDS = 3
-#: Where only a memory is given, smaller layers are merged: such a load costs more than its bytes.
-SMALLEST_SHARD_BYTES = 1 << 20
 #: What the keywords of OffloadModel become.
 _FIELDS = {
     "num_slots": "slots",
@@ -96,7 +94,10 @@ class _Needs:
         device: torch.device,
         on_disk: bool,
         param_dtype: torch.dtype | None,
+        outside: int,
     ) -> None:
+        #: Of what is in no shard, with gradients.
+        self.outside = outside
         self.in_slot = layer_bytes(layers, param_dtype)
         self.gradients = layer_bytes(layers, trainable=True)
         self._slots = slots
@@ -110,7 +111,7 @@ class _Needs:
     def __call__(self, cuts: Sequence[int]) -> int:
         """On the compute device."""
         slots = requirement(self.in_slot, self.gradients, cuts, self._slots)[0]
-        return slots + (self.stored if self.on_host else 0)
+        return slots + self.outside + (self.stored if self.on_host else 0)
 
     def finest(self) -> list[int]:
         """The cuts that need least: a shard for each layer, or one, which needs one slot."""
@@ -127,6 +128,7 @@ def layout_of(
     device: torch.device,
     on_disk: bool,
     param_dtype: torch.dtype | None,
+    outside: int = 0,
 ) -> tuple[Layout, MemoryPolicy, _Needs]:
     """Shards, slots and bytes for boundaries; the policy with these, and zeros where it leaves bytes open; the needs.
 
@@ -134,12 +136,13 @@ def layout_of(
         memory, layers, num_slices, device, param_dtype: of the model.
         cuts: those of the model that is copied.
         on_disk: whether homes are files.
+        outside: bytes that stay on the compute device besides slots.
 
     Raises ValueError if a number is less than the least that these shards and slots need.
     """
     policy = memory.policy
     slots = policy.slots or 2
-    needs = _Needs(layers, slots, device=device, on_disk=on_disk, param_dtype=param_dtype)
+    needs = _Needs(layers, slots, device=device, on_disk=on_disk, param_dtype=param_dtype, outside=outside)
     if memory.budget_bytes is not None:
         in_slot, at_home = layer_bytes(layers, param_dtype), layer_bytes(layers)
         layout = fit(in_slot, at_home, memory.budget_bytes, shards=num_slices, slots=policy.slots)
@@ -154,7 +157,8 @@ def layout_of(
             cuts = cut_layers(needs.in_slot, min(DEFAULT_SHARDS, len(layers)) if num_slices is None else num_slices)
         least, finest = needs(cuts), needs.finest()
         finer = f"; num_slices={len(finest)} needs {needs(finest):,}" if needs(finest) < least else ""
-        check_place(device, on_device, least, f" with {len(cuts)} shards and {slots} slots{finer}")
+        stays = f", {outside:,} bytes of them for parameters in no shard and their gradients" if outside else ""
+        check_place(device, on_device, least, f" with {len(cuts)} shards and {slots} slots{stays}{finer}")
         if not needs.on_host:
             check_place(torch.device("cpu"), on_host, needs.stored, " with homes in host memory; or pass a directory")
         boundaries = DEFAULT_BOUNDARY_BYTES if policy.boundary_bytes is None else policy.boundary_bytes
@@ -187,5 +191,5 @@ def limits_for(
         memory.policy,
         device,
         least=(least, least if needs.on_host else stored),
-        held=(lambda: meter.held_bytes + homes, lambda: stored),
+        held=(lambda: meter.held_bytes + homes + needs.outside, lambda: stored),
     )

@@ -27,8 +27,9 @@ class MemoryPolicy:
 
     Everything counts that the model, its :class:`~offload.OffloadOptimizer` and its GradCache steps hold on the compute
     device and, where that is the CPU, in host memory: slots, gradients, boundaries, activations and gradients inside a
-    cell, graphs that are kept, buffers of optimizers and of copies, and homes in host memory. All sizes are bytes or
-    strings such as ``"2GiB"``; once made, the policy holds them in bytes.
+    cell, graphs that are kept, parameters that are in no shard (with gradients and states), buffers of optimizers and
+    of copies, and homes in host memory. All sizes are bytes or strings such as ``"2GiB"``; once made, the policy holds
+    them in bytes.
 
     Args:
         memory: bytes, or a string such as ``"2GiB"``; or a mapping ``{"device": ..., "host": ...}`` where the compute

@@ -13,11 +13,9 @@ from offload.advise.outline import Layer, Outline
 from offload.advise.rates import OptimizerRate, Rates
 from offload.advise.work import Work
 from offload.engine.steps import BUFFERS_SHARE
-from offload.memory import SMALLEST_SHARD_BYTES
-from offload.optim.io_buffers import buffer_pool_bytes
 from offload.optim.update_blocks import update_block_bytes_of
 from offload.planning.memory_profile import MemoryProfile
-from offload.planning.partition import merge_small_layers
+from offload.planning.partition import SMALLEST_SHARD_BYTES, merge_small_layers
 from offload.planning.peak_memory import StepBytes
 from offload.planning.plan import Kind
 from offload.planning.planner import Updates
@@ -61,9 +59,10 @@ class Shards:
         """Gradients of what is trained, in the types of homes."""
         return [sum(p.nbytes for layer in layers for p in layer.parameters if p.trainable) for layers in self.layers]
 
-    def state_bytes(self, states: int) -> list[int]:
-        """Of an optimizer with so many states for each parameter."""
-        return [states * sum(p.nbytes for layer in layers for p in layer.own if p.trainable) for layers in self.layers]
+    def state_bytes(self, states: float) -> list[int]:
+        """Of an optimizer with so many bytes of states for each byte of a parameter."""
+        trained = [sum(p.nbytes for layer in layers for p in layer.own if p.trainable) for layers in self.layers]
+        return [math.ceil(states * nbytes) for nbytes in trained]
 
     @property
     def borrows(self) -> list[bool]:
@@ -132,7 +131,8 @@ class Situation:
         buffers = 0
         if self.optimizer.states and self.on_host:
             largest = max(shards.home_bytes, default=0)
-            buffers = buffer_pool_bytes(update_block_bytes_of(largest, limit_bytes // BUFFERS_SHARE))
+            stored = self.optimizer.stored
+            buffers = stored.buffer_bytes(update_block_bytes_of(largest, limit_bytes // BUFFERS_SHARE, stored))
         resting = zip(shards.home_bytes, shards.state_bytes(self.optimizer.states), strict=True)
         movable = self.on_host and shards.param_dtype is None
         return StepModel(
@@ -147,8 +147,8 @@ class Situation:
                 gradients=size,
                 memory_profiles={j: MemoryProfile(self.rows[0], w.saved) for j, w in enumerate(self.works)},
                 kept_profiles={j: MemoryProfile(self.rows[0], w.kept) for j, w in enumerate(self.works)},
-                constant_bytes=buffers,
             ),
+            buffer_bytes=buffers,
             updates=Updates(pending=frozenset(range(first, count)), updates=False, clips=False),
             resting_bytes={
                 j: weights + states for j, (weights, states) in enumerate(resting) if movable and not shards.borrows[j]
@@ -185,17 +185,12 @@ class Situation:
             prediction = search(model, limit_bytes).best
         except ValueError:  # also NothingFitsError, and buffers that do not fit
             return Advice(limit_bytes, None)
-        return Advice(limit_bytes, prediction, self.seconds(model, prediction), self.memory_bytes(model, prediction))
-
-    def memory_bytes(self, model: StepModel, prediction: Prediction) -> int:
-        """Of a plan; where all shards are in memory, the optimizer frees its buffers."""
-        freed = len(prediction.choice.in_memory) == model.shards
-        return prediction.memory_bytes - (model.sizes.constant_bytes if freed else 0)
+        return Advice(limit_bytes, prediction, self.seconds(model, prediction), prediction.memory_bytes)
 
     def least_bytes(self) -> int:
         """The least limit for which a plan is found. Buffers grow with it, so it is approached from below."""
         unlimited = 1 << 62
-        limit = self._needed(unlimited) - self.step_model(unlimited).sizes.constant_bytes
+        limit = self._needed(unlimited) - self.step_model(unlimited).buffer_bytes
         while True:
             try:
                 needed = self._needed(limit)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from offload.blocks.body import Body, StreamedForward
 from offload.blocks.find import Blocks, find_blocks, modules_outside, parameters_outside
+from offload.blocks.fixed_structure import methods_refused
 from offload.blocks.outside import OutsideCasts, place_outside
 from offload.engine.autograd import attach
 from offload.engine.block_forwards import tensors_of_call
@@ -62,7 +63,7 @@ def class_for(base: type[nn.Module], model: Any, blocks: Any) -> type[nn.Module]
     about_forward = vars(forward)
     about_forward["__signature__"] = inspect.signature(about_forward.pop("__wrapped__"))
 
-    members: dict[str, Any] = {name: getattr(kind, name, None) for name in _OF_CONTAINERS}
+    members: dict[str, Any] = {name: getattr(kind, name, None) for name in _OF_CONTAINERS} | methods_refused(kind)
     if members["__len__"] is None:
         members["__bool__"] = _true
     makers: Any = (kind, base)  # that of the model, whose class has it
@@ -197,7 +198,8 @@ class ModelWithBlocks(ReportingModule):
             tape, outputs = self._executor.run_many(self._forward_on, chunks)
         if tape is None or not tape.records:
             return outputs[0] if len(outputs) == 1 else gather_nested(outputs)
-        return attach(self._executor, tape, outputs, call)
+        with torch.enable_grad():  # a forward may have enabled gradients itself
+            return attach(self._executor, tape, outputs, call)
 
     def forward_chunks(
         self,

@@ -40,7 +40,7 @@ class _Node:
         self.rows = [[_rows(leaf) for leaf in flatten(output)[0]] for output in outputs]
         leaves, self.spec = flatten(gather_nested(list(outputs)))
         # A leaf that needs a gradient in one micro-batch needs it in the gathered output.
-        n = len(executor.shards)
+        n = len(executor.runners)
         columns = zip(*(tape.requires[Cell(n, i)] for i in range(tape.microbatches)), strict=True)
         wanted = [k for k, column in enumerate(columns) if any(column)]
         # A tensor that occurs more than once in the output is one result.

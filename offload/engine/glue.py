@@ -1,6 +1,6 @@
 """The code of a model between its blocks (glue): its graph is cut where blocks begin and end, and run in pieces.
 
-A model's own forward calls blocks, which are shards. What enters a block and what a block returns are cut from the
+A model's own forward calls blocks, which make shards. What enters a block and what a block returns are cut from the
 graph, so what remains are small pieces of graph for each chunk::
 
     prefix  ->  [block 0]  ->  glue  ->  [block 1]  ->  ...  ->  [block n-1]  ->  suffix
@@ -17,7 +17,7 @@ Guarantees
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -28,9 +28,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.engine.cell_input import CellInput
 from offload.engine.inputs import refuse_transforms
-from offload.engine.layouts import fitting, refuse_hidden
+from offload.engine.layouts import refuse_hidden
+from offload.engine.leaf_gradients import LeafBytes, LeafGradients
 from offload.engine.own_attributes import AttributesThen
-from pipe.nested import LEAVES, TreeSpec, flatten, unflatten
+from pipe.nested import LEAVES, TreeSpec, flatten, map_distinct, unflatten
 from pipe.torch_private import hidden_hooks
 
 __all__ = ["Glue"]
@@ -39,6 +40,8 @@ __all__ = ["Glue"]
 _INPUTS = -1
 
 K = TypeVar("K")
+
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 #: Identifies a tensor in a graph: its node, and the number of the output of that node.
 _Place = tuple[Node, int]
@@ -108,9 +111,14 @@ class Glue:
         chunks: the number of chunks.
         last: the number of blocks.
         within: names of the parameters of blocks, by ``id``; code outside of their block must not use them.
+        made: see :class:`.LeafGradients`.
+        before: called with the number of a piece before its backward runs.
     """
 
-    def __init__(self, chunks: int, last: int, within: Mapping[int, str]) -> None:
+    def __init__(
+        self, chunks: int, last: int, within: Mapping[int, str], made: LeafBytes, before: Callable[[int], None]
+    ) -> None:
+        self._before = before
         self._chunks = [_Chunk() for _ in range(chunks)]
         self._last = last
         self._within = within
@@ -120,10 +128,9 @@ class Glue:
         self.contexts: dict[int, contextlib.AbstractContextManager[object]] = {}
         #: The attributes of each block in the forward of each chunk.
         self.attributes: dict[tuple[int, int], AttributesThen] = {}
-        #: The gradients of leaves, in a running backward.
-        self._gradients: dict[Tensor, Tensor] = {}
-        self._owned: set[Tensor] = set()
-        self._wanted: Collection[Tensor] = ()
+        self._leaf_gradients = LeafGradients(made)
+        #: The leaves that several pieces reach.
+        self._in_several: set[Tensor] = set()
         self._to_inputs = True
 
     # --- forward ------------------------------------------------------------------------------------------------
@@ -151,15 +158,15 @@ class Glue:
         """Whether an input of a chunk requires a gradient."""
         return any(_INPUTS in chunk.begins for chunk in self._chunks)
 
-    def enter(self, i: int, j: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[bool]]:
-        """What enters block ``j``, to be stored until the block runs; and which of its leaves require a gradient."""
+    def enter(self, i: int, j: int, call: Call, *, grad: bool) -> tuple[Any, list[bool]]:
+        """What enters block ``j``, stored until it runs; which leaves need a gradient. ``grad``: called with any."""
         if not self.records:
-            return _Call(args, kwargs), [False]
+            return _Call(*call), [False]
         chunk = self._chunks[i]
-        leaves, spec = flatten((args, kwargs))
+        leaves, spec = flatten(call)
         refuse_hidden(leaves, f"an argument of block {j}")
-        requires = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
-        self._find_leaves(chunk, j, (x for x in leaves if isinstance(x, Tensor)))
+        requires = [grad and isinstance(x, Tensor) and x.requires_grad for x in leaves]
+        self._find_leaves(chunk, j, (x for x in leaves if grad and isinstance(x, Tensor)))
         uses = chunk.uses[j] = []
         for k, x in enumerate(leaves):
             if requires[k]:
@@ -205,10 +212,7 @@ class Glue:
 
     def leave(self, i: int, j: int, output: Any, requires: Sequence[bool]) -> Any:
         """The detached output of block ``j`` as the begin of the graph of the code that follows."""
-        if not self.records:
-            return output
-        leaves, spec = flatten(output)
-        return self._cut(i, j, leaves, spec, requires)
+        return self._cut(i, j, *flatten(output), requires) if self.records else output
 
     def _cut(self, i: int, j: int, leaves: Sequence[Any], spec: TreeSpec, requires: Sequence[bool]) -> Any:
         chunk = self._chunks[i]
@@ -222,7 +226,7 @@ class Glue:
 
     def finish(self, i: int, result: Any) -> tuple[Any, list[bool]]:
         """The detached result of a chunk, and which of its leaves require a gradient."""
-        leaves, spec = flatten(result)
+        leaves, _ = flatten(result)
         refuse_hidden(leaves, "an output of the model")
         chunk = self._chunks[i]
         self._find_leaves(chunk, self._last, (x for x in leaves if isinstance(x, Tensor)))
@@ -230,8 +234,7 @@ class Glue:
         chunk.result = [get_gradient_edge(x) if needs else None for x, needs in zip(leaves, requires, strict=True)]
         chunk.entered.clear()
         chunk.seen.clear()
-        detached: dict[int, Any] = {id(x): x.detach() if isinstance(x, Tensor) else x for x in leaves}
-        return unflatten([detached[id(x)] for x in leaves], spec), requires
+        return map_distinct(Tensor.detach, result), requires
 
     def _find_leaves(self, chunk: _Chunk, j: int, tensors: Iterable[Tensor]) -> None:
         """Records the leaves of the graph of some tensors, which lead to block ``j``, up to earlier pieces."""
@@ -246,10 +249,12 @@ class Glue:
             node = stack.pop()
             if node in chunk.seen:
                 if chunk.seen[node] < j:
+                    if isinstance(variable := _leaf_of(node), Tensor):
+                        self._in_several.add(variable)
                     self._refuse_hooks(chunk, node)
                 continue
             chunk.seen[node] = j
-            variable = getattr(node, "variable", None) if not node.next_functions else None
+            variable = _leaf_of(node)
             if isinstance(variable, Tensor):
                 self._add_leaf(chunk, variable)
             stack.extend(following for following, _ in node.next_functions if following is not None)
@@ -294,11 +299,11 @@ class Glue:
         """Begins a backward to the ``wanted`` leaves (None: all), and perhaps to the inputs; whether any are wanted."""
         self._to_inputs = to_inputs
         asked = None if wanted is None else set(wanted)
-        self._wanted = [leaf for leaf in self.leaves if asked is None or leaf in asked]
-        self._gradients, self._owned = {}, set()
+        wanted = [leaf for leaf in self.leaves if asked is None or leaf in asked]
+        self._leaf_gradients.begin(wanted, wanted if len(self._chunks) > 1 else self._in_several)
         for chunk in self._chunks:
             chunk.entering, chunk.returned = {}, {}
-        return bool(self._wanted)
+        return bool(wanted)
 
     def from_result(self, i: int, gradients: Sequence[Any], *, consume: bool) -> list[Any]:
         """The gradients of the last block's outputs, from those of the result of a chunk."""
@@ -329,6 +334,10 @@ class Glue:
                     del chunk.first[place]
         return self._returned(chunk, j - 1)
 
+    def of_inputs(self, i: int) -> list[Any]:
+        """The gradients of the inputs of a chunk, where backward does not reach the first block."""
+        return self._returned(self._chunks[i], _INPUTS)
+
     def _returned(self, chunk: _Chunk, j: int) -> list[Any]:
         gradients = chunk.returned.pop(j, {})
         return [gradients.get(k) for k in range(chunk.outputs.get(j, len(chunk.inputs) if j == _INPUTS else 0))]
@@ -346,10 +355,11 @@ class Glue:
             return
         begins = (b for b in chunk.begins if b < j and (self._to_inputs or b != _INPUTS))
         places = [(b, k) for b in begins for k in chunk.begins[b]]
-        leaves = [leaf for leaf in self._wanted if leaf in chunk.leaves]
+        leaves = [leaf for leaf in self._leaf_gradients.wanted if leaf in chunk.leaves]
         inputs: list[Any] = [*(chunk.begins[b][k] for b, k in places), *leaves]
         if not inputs:
             return
+        self._before(j)
         with hidden_hooks(leaves):
             # The graph is freed with the last reference to its edges: other pieces may share a part of it.
             found = torch.autograd.grad(
@@ -364,29 +374,21 @@ class Glue:
                 _add(chunk.returned.setdefault(b, {}), k, gradient)
         for leaf, gradient in zip(leaves, found[len(places) :], strict=True):
             if gradient is not None:
-                self._add_to_leaf(leaf, gradient)
-
-    def _add_to_leaf(self, leaf: Tensor, gradient: Tensor) -> None:
-        known = self._gradients.get(leaf)
-        if known is not None and leaf in self._owned:
-            known.add_(gradient)
-        else:
-            # The first one may be memory of another tensor.
-            self._gradients[leaf] = gradient if known is None else known + gradient
-            if known is not None and not gradient.is_sparse:
-                self._owned.add(leaf)
+                self._leaf_gradients.add(leaf, gradient, j)
 
     def take(self) -> dict[Any, Tensor]:
         """The gradients of the wanted leaves, at the end of a backward."""
-        gradients, self._gradients = self._gradients, {}
-        return {leaf: fitting(gradient, leaf) for leaf, gradient in gradients.items()}
+        return self._leaf_gradients.take()
 
     def close(self) -> None:
         """Frees the graphs."""
-        inputs = self.inputs
-        self._chunks = [_Chunk(inputs=leaves) for leaves in inputs]
-        self._gradients = {}
+        self._chunks = [_Chunk(inputs=leaves) for leaves in self.inputs]
+        self._leaf_gradients.clear()
         self.attributes.clear()
+
+
+def _leaf_of(node: Node) -> Any:
+    return getattr(node, "variable", None) if not node.next_functions else None
 
 
 def _place(edge: GradientEdge) -> _Place:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from offload.engine.shard_parts import ShardParts
 from offload.engine.steps import Steps
 from offload.engine.weight_writes import AssignedData
 from offload.limits import MemoryLimits
+from offload.planning.peak_memory import OutsideBytes
 from offload.planning.plan import Plan
 from offload.planning.step_model import StepModel
 from offload.policy import MemoryPolicy
@@ -61,8 +63,9 @@ class MovableHomes(ExclusivePasses):
 
     shards: list[Shard]
     layer_homes: LayerHomes
-    #: The owner of the parameters that stay on the compute device.
+    #: The owner of the parameters of layers that stay on the compute device.
     resident: Shard | None
+    outside_bytes: Callable[[], OutsideBytes]
     policy: MemoryPolicy
     recompute: bool
     strict: bool
@@ -73,10 +76,17 @@ class MovableHomes(ExclusivePasses):
     assigned_data: AssignedData
     _tier: Tier
     _meter: Meter
+    #: Whether code of the model runs between the layers of a shard, which run one by one then.
+    layers_apart = False
     #: Whether the model was closed.
     closed = False
     #: The arguments of :meth:`plan_memory`, if plans are chosen.
     planned: tuple[MemoryLimits, MemoryPolicy] | None = None
+
+    @property
+    def staging_bytes(self) -> int:
+        """See :attr:`.Tier.staging_bytes`."""
+        return self._tier.staging_bytes
 
     @property
     def meter(self) -> Meter:
@@ -217,9 +227,10 @@ class MovableHomes(ExclusivePasses):
     def measured(self, rows: Sequence[int]) -> StepModel:
         """What is known of a step on micro-batches of so many rows."""
         resting = {j: each.weights + each.states for j, each in enumerate(self.bytes_in_memory())}
-        return step_model(
-            self.shards, self.steps, rows, resting, meter=self._meter, tier=self._tier, device=self.device
-        )
+        outside = replace(self.outside_bytes(), activations=self.steps.around_bytes(rows))
+        known: dict[str, Any] = {"meter": self._meter, "tier": self._tier, "device": self.device}
+        known["buffer_bytes"] = self.streamer.gradient_offload.optimizers.buffer_bytes()
+        return step_model(self.shards, self.steps, rows, resting, outside=outside, **known)
 
     def bytes_at_home(self) -> int:
         """Bytes of stored parameters and gradients."""

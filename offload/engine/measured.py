@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from offload.engine.steps import Steps
-from offload.planning.peak_memory import StepBytes
+from offload.planning.peak_memory import OutsideBytes, StepBytes
 from offload.planning.simulate import Costs
 from offload.planning.step_model import StepModel
 from offload.storage import Tier
@@ -30,10 +30,17 @@ def step_model(
     meter: Meter,
     tier: Tier,
     device: torch.device,
+    outside: OutsideBytes,
+    buffer_bytes: int,
 ) -> StepModel:
     """The measured model of a step on micro-batches of so many ``rows``.
 
-    ``resting_bytes``: of each shard in host memory, weights and optimizer states.
+    Args:
+        shards, steps, meter, tier, device: of the model.
+        rows: of each micro-batch.
+        resting_bytes: of each shard in host memory, weights and optimizer states.
+        outside: of what is in no shard.
+        buffer_bytes: of updates in files.
     """
     mean_rows = sum(rows) / len(rows)
     loads = [sum(s.nbytes for s in shard.at_home) for shard in shards]
@@ -65,12 +72,13 @@ def step_model(
         rows=rows,
         boundaries=boundaries,
         gradients=steps.sizes(rows, gradients=True),
+        grows=steps.boundaries_grow,
         memory_profiles=meter.memory_profiles,
         kept_profiles=meter.kept_profiles,
         graph_bytes_per_row=steps.graph_bytes_per_row(),
+        outside=outside,
         copied_bytes=steps.copied_bytes() if on_host else {},
-        constant_bytes=(tier.staging_bytes + steps.reserved_bytes if on_host else 0)
-        + (sum(resting_bytes.values()) if always else 0),
+        constant_bytes=(tier.staging_bytes if on_host else 0) + (sum(resting_bytes.values()) if always else 0),
     )
     trainable = (shard.index for shard in shards if shard.trainable)
     return StepModel(
@@ -83,6 +91,7 @@ def step_model(
             for shard in shards
             if on_host and shard.may_bind_in_place
         },
+        buffer_bytes=buffer_bytes if on_host else 0,
         slot_bytes=[shard.slot_bytes for shard in shards],
         spills=tier.scratch() is not None,
     )

@@ -24,14 +24,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from offload.engine.gradients_held import gradient_bytes, gradients_there, unowned_gradients
+from offload.engine.least_limit import too_little
+from offload.engine.step_memory import StepMemory
 from offload.limits import MemoryLimits
 from offload.planning.search import Found, NothingFitsError, fill, least_bytes, search
 from offload.planning.step_model import Choice, Given, Prediction, StepModel, predict
 from offload.policy import MemoryPolicy
-from offload.streaming.heap import LEAST_BYTES, HeapBound
 from offload.streaming.moves import HomeInUseError
 from offload.telemetry.memory_report import MemoryReport
-from offload.telemetry.peak import PeakMeter
 
 if TYPE_CHECKING:
     from offload.engine.homes import MovableHomes
@@ -46,8 +46,6 @@ LEAST_GAIN = 0.05
 CELL_SHARE = 4
 #: Different sizes of a batch whose choices are remembered.
 SIZES_REMEMBERED = 64
-#: Steps of each choice whose memory is measured, after the first one, which allocates slots and buffers.
-STEPS_MEASURED = 2
 #: Of a limit of memory, one part in so many is left to gaps between the blocks that the allocator has given out.
 GAPS_SHARE = 8
 
@@ -81,28 +79,19 @@ class MemoryPlanner:
         self._choices: dict[tuple[object, ...], Prediction] = {}
         #: Whether gradients were ever accumulated, or zeroed in place.
         self._accumulates = False
-        self._margin_bytes = 0
-        #: Whether slots and buffers of the present plan are still to be allocated.
-        self._fresh = True
         self._warned: set[str] = set()
         #: Rows of the micro-batches of the last step.
         self._rows: tuple[int, ...] | None = None
         #: Sizes of batches that ran: these are never refused later.
         self._ran: set[tuple[int, ...]] = set()
-        self._peak = PeakMeter(executor.device)
-        self._heap = HeapBound() if executor.device.type == "cpu" else None
-        #: Whether this step measures the memory of its plan.
-        self._measures = False
-        self._to_measure = self._began_with = 0
-        #: Predicted bytes at the begin of this step; and of those, gradients that updates of its begin free.
-        self._held = self._updated_bytes = 0
+        self._memory = StepMemory(lambda: limits.device_bytes, self._streamer, self._meter, self._device)
+        #: Of this step: gradients there at its predicted begin that updates of the step before free.
+        self._updated_bytes = 0
         self._began = 0.0
         #: Seconds of updates in memory until the last step ended, and of those between it and the present one.
         self._updated, self._updates_before = 0.0, 0.0
         self._streamer.allow_free_bytes(self.limit_bytes // 8)
         self._measured_seconds: float | None = None
-        self._measured_bytes: int | None = None
-        self._measured_course: list[int] = []
 
     @property
     def limit_bytes(self) -> int:
@@ -117,8 +106,8 @@ class MemoryPlanner:
         """
         if self._prediction is None:
             return None
-        fixed = max(moment.weights + moment.gradients + moment.others for moment in self._prediction.course)
-        room = self.limit_bytes - self._margin_bytes - fixed
+        fixed = max(m.weights + m.gradients + m.others + m.outside for m in self._prediction.course)
+        room = self.limit_bytes - self._memory.margin_bytes - fixed
         return max(0, min(self.limit_bytes // CELL_SHARE, room // 3))
 
     @property
@@ -145,8 +134,10 @@ class MemoryPlanner:
         """Whether the leanest plan fits for a batch that is cut into so many micro-batches."""
         model = self._model([rows // count + (i < rows % count) for i in range(count)])
         model = replace(model, sizes=replace(model.sizes, **self._gradients_there()))
-        least = Choice(min(self._given.slots or model.least_slots, model.shards))
-        return least_bytes(model, least) <= self.limit_bytes
+        return least_bytes(model, self._leanest(model)) <= self.limit_bytes
+
+    def _leanest(self, model: StepModel) -> Choice:
+        return Choice(min(self._given.slots or model.least_slots, model.shards))
 
     def begin(self, rows: Sequence[int], *, idle: bool) -> None:
         """Begins a training step; ``idle``: no earlier forward waits for its backward.
@@ -161,86 +152,24 @@ class MemoryPlanner:
             self._plan_again(rows)
         if self._steps_done:
             self._choose(rows, idle=idle)
-        self._measures = False
-        if idle:
-            self._bound_memory()
-        self._peak.begin()
-        self._began_with = 0 if self._heap is None else self._heap.held() or 0
-        self._sample_course()
+        self._memory.begin(self._prediction, self._updated_bytes, idle=idle)
         self._updates_before = self._meter.seconds_of_updates_in_memory - self._updated
         self._began = time.perf_counter()
-
-    def _bound_memory(self) -> None:
-        """Returns free memory before the cells that need it.
-
-        In steps that measure their plan, that is all; later free memory may take what the limit leaves.
-        """
-        prediction = self._prediction
-        if prediction is None:
-            return
-        self._held = prediction.peak.begin_bytes
-        if self._heap is None:
-            return
-        self._measures = self._fresh or self._to_measure > 0
-        most = self.limit_bytes
-        if self._measures:
-            self._to_measure -= not self._fresh
-            self._streamer.finish_updates_in_memory()
-            self._held -= self._updated_bytes
-            self._heap.measure_others(self._held - self._streamer.slot_pool.unallocated_bytes)
-            most = min(most, prediction.memory_bytes - self._margin_bytes + LEAST_BYTES)
-        cells, make_room = prediction.cells(), self._heap.make_room
-
-        def before(*cell: Any) -> None:
-            if (moment := cells.get(cell)) is not None:
-                make_room(moment.nbytes - moment.rise, moment.rise, most)
-
-        self._meter.before_cell = before
-
-    def _sample_course(self) -> None:
-        """Samples the memory after each cell of a plan's second step: the first one allocates slots and buffers."""
-        samples: list[int] = []
-        held = None if self._fresh or self._prediction is None else self._held
-
-        def sample() -> None:
-            if (above := self._peak.now()) is not None and held is not None:
-                samples.append(held + above)
-
-        wanted = held is not None and not self._measured_course
-        self._meter.after_cell = sample if wanted else None
-        if wanted:
-            self._measured_course = samples
 
     def end(self, rows: Sequence[int]) -> None:
         """Ends a training step: measures it, and decides whether to plan again before the next."""
         self._steps_done += 1
-        self._meter.before_cell = self._meter.after_cell = None
         self._rows = tuple(rows)
         self._ran.add(self._rows)
         self._measured_seconds = time.perf_counter() - self._began + self._updates_before
         self._updated = self._meter.seconds_of_updates_in_memory
-        rise, predicted = self._peak.rise(), self._prediction
-        if rise is not None and predicted is not None:
-            self._compare(predicted, rise)
-        self._due |= self._steps_done in PLAN_AFTER
-
-    def _compare(self, predicted: Prediction, rise: int) -> None:
-        """Compares a step with its prediction: what it took more becomes a margin, and may be too much."""
-        if self._heap is not None and not self._measures:
-            # Free memory is a part of this peak, which says nothing of the plan unless it is too much.
-            self._to_measure += self._began_with + rise > self.limit_bytes + 2 * LEAST_BYTES
-            return
-        # What is made in the first step of a plan is not there at its begin.
-        held = 0 if self._fresh else self._held
-        more = held + rise - (predicted.memory_bytes - self._margin_bytes)
-        if not self._fresh:
-            self._measured_bytes = held + rise
-        self._fresh = False
-        if more > self._margin_bytes:
-            self._margin_bytes = more
-            self._due |= predicted.memory_bytes > self.limit_bytes - more
+        predicted = self._prediction
+        if self._memory.end(predicted):
+            assert predicted is not None
+            self._due |= predicted.memory_bytes > self.limit_bytes - self._memory.margin_bytes
             self._choices.clear()
             self._counts.clear()
+        self._due |= self._steps_done in PLAN_AFTER
 
     def _model(self, rows: Sequence[int]) -> StepModel:
         executor = self._executor()
@@ -259,7 +188,7 @@ class MemoryPlanner:
             always_kept=frozenset((j, i) for j, i in executor.steps.written_cells(rows, model.first)),
             accumulates=self._accumulates,
             gradients_wait=any(shard.blocking_io for shard in executor.shards) and not updates["updates"],
-            margin_bytes=self._margin_bytes,
+            margin_bytes=self._memory.margin_bytes,
             given=self._given,
         )
 
@@ -270,7 +199,7 @@ class MemoryPlanner:
             found = self._within(lambda nbytes: search(model, nbytes))
         except NothingFitsError as error:
             self._refuse(error, rows)
-            least = Choice(min(self._given.slots or model.least_slots, model.shards))
+            least = self._leanest(model)
             if (self._streamer.slots, self._in_memory) != (least.slots, least.in_memory):
                 self._found = None
                 self._choices.clear()
@@ -290,7 +219,7 @@ class MemoryPlanner:
 
         Gaps that steps have shown are in the margin.
         """
-        gaps = 0 if self._heap is None else max(0, self.limit_bytes // GAPS_SHARE - self._margin_bytes)
+        gaps = max(0, self.limit_bytes // GAPS_SHARE - self._memory.margin_bytes) if self._memory.on_host else 0
         try:
             return plan(self.limit_bytes - gaps)
         except NothingFitsError:
@@ -305,7 +234,7 @@ class MemoryPlanner:
         """Changes slots and the shards in memory."""
         if choice.slots == self._streamer.slots and choice.in_memory == self._in_memory:
             return
-        self._fresh, self._measured_course = True, []
+        self._memory.new_slots()
         executor = self._executor()
         assert executor is not None
         try:
@@ -323,8 +252,8 @@ class MemoryPlanner:
         """The choice for micro-batches of so many rows, with the present slots and shards in memory if it fits so."""
         executor, shards = self._executor(), self._streamer.shards
         assert executor is not None
-        there = self._gradients_there()
-        key = (tuple(rows), *there.values(), frozenset(executor.steps.copied_bytes()) & self._in_memory)
+        there, outside = self._gradients_there(), executor.outside_bytes().begins
+        key = (tuple(rows), *there.values(), outside, frozenset(executor.steps.copied_bytes()) & self._in_memory)
         if key not in self._choices:
             known = self._model(rows)
             model = replace(known, sizes=replace(known.sizes, **there))
@@ -341,7 +270,7 @@ class MemoryPlanner:
             if len(self._choices) >= SIZES_REMEMBERED:
                 self._choices.clear()
             self._choices[key] = predict(replace(model, accumulates=False), choice)
-            self._to_measure = STEPS_MEASURED
+            self._memory.new_choice()
         self._prediction = self._choices[key]
         pending = self._prediction.plan.pending - there["held"]
         self._updated_bytes = sum(gradient_bytes(s) for s in shards if s.index in pending and not s.blocking_io)
@@ -351,19 +280,15 @@ class MemoryPlanner:
 
     def _gradients_there(self) -> dict[str, Any]:
         """See :func:`gradients_there`; of a device, whose memory holds none between steps."""
-        return {"held": frozenset(), "begins": None} if self._heap is None else gradients_there(self._streamer.shards)
+        return gradients_there(self._streamer.shards) if self._memory.on_host else {"held": frozenset(), "begins": None}
 
     def _refuse(self, error: NothingFitsError, rows: Sequence[int]) -> None:
         """Raises ValueError for a batch that does not fit; warns for a size that ran before, which goes on."""
-        least, margin = error.least_bytes, self._margin_bytes
-        if least <= self.limit_bytes:
+        if error.least_bytes <= self.limit_bytes:
             return  # it fits just so: with the least memory
-        message = (
-            f"a step of micro-batches of {max(rows)} rows takes at least {least:,} bytes on {self._device}, "
-            f"{least - self.limit_bytes:,} more than memory={self.limit_bytes:,}"
-            + (f" ({margin:,} of them by which earlier steps exceeded their prediction)" if margin else "")
-            + "; pass more memory, fewer rows, or more micro-batches (num_microbatches)"
-        )
+        executor = self._executor()
+        assert executor is not None
+        message = too_little(executor, rows, error.least_bytes, self.limit_bytes, self._memory.margin_bytes)
         if tuple(rows) not in self._ran:
             raise ValueError(message)
         self._warn(message)
@@ -377,6 +302,8 @@ class MemoryPlanner:
 
     def report(self) -> MemoryReport:
         """What the present plan takes and costs."""
+        executor = self._executor()
+        assert executor is not None
         rows, predicted = self._rows, self._prediction
         more, runner_up = None, None if self._found is None else self._found.runner_up
         more_limit = self.limit_bytes + max(1 << 20, self.limit_bytes // 4)
@@ -391,10 +318,11 @@ class MemoryPlanner:
             cells=len(self._streamer.shards) * (1 if rows is None else len(rows)),
             predicted=predicted,
             measured_seconds=self._measured_seconds,
-            measured_bytes=self._measured_bytes,
-            margin_bytes=self._margin_bytes,
+            measured_bytes=self._memory.peak_bytes,
+            margin_bytes=self._memory.margin_bytes,
+            outside=executor.outside_bytes(),
             runner_up=runner_up,
             more=more,
             more_limit_bytes=more_limit,
-            measured_course=self._measured_course,
+            measured_course=self._memory.course,
         )

@@ -8,7 +8,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from offload.engine.cell import Cell, ShardRunner
+from offload.engine.cell import Cell
+from offload.engine.shard_runners import ShardRunners
 from offload.planning.peak_memory import graphs_that_fit
 from offload.planning.plan import Action, Kind, Plan
 from offload.planning.planner import Sizes, Updates, plan_step
@@ -40,7 +41,7 @@ class Steps:
 
     def __init__(
         self,
-        runners: Sequence[ShardRunner],
+        runners: Sequence[ShardRunners],
         *,
         policy: MemoryPolicy,
         recompute: bool,
@@ -50,6 +51,8 @@ class Steps:
     ) -> None:
         self._runners = runners
         self._shards = len(runners)
+        #: Whether a boundary holds what enters each block of a shard, of which there are several.
+        self.boundaries_grow = any(len(each.steps) > 1 for each in runners)
         self._boundary_bytes = policy.boundary_bytes or 0 if spills else math.inf
         #: Bytes of the same memory that other objects take, as long as they live.
         self._reserved: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
@@ -62,6 +65,8 @@ class Steps:
         #: Bytes of a shard's boundary, and of its gradient, in the last step, by (shard, rows of the micro-batch).
         self.boundary_bytes: dict[tuple[int, int], int] = {}
         self.gradient_bytes: dict[tuple[int, int], int] = {}
+        #: Of what enters the first block of a model, and of what its last one returns, for each row.
+        self._around_per_row: dict[str, float] = {}
         #: Least bytes of each boundary, for each element of the model's input.
         self._least_per_element: dict[int, float] = {}
         #: The last step with a backward, the last one without, and the rows of their batches.
@@ -111,12 +116,15 @@ class Steps:
         """Reserves bytes for ``owner``, as long as it lives; a memory budget leaves less for boundaries then."""
         self._reserved[owner] = nbytes
 
-    def spare_bytes(self) -> float:
-        """Bytes that may be reserved: half of those of boundaries, as long as the largest known boundary still fits."""
+    def spare_bytes(self, limit_bytes: int | None = None) -> float:
+        """Bytes that may be reserved: half of those of boundaries, as long as the largest known boundary still fits.
+
+        ``limit_bytes``: of a model with another limit of memory.
+        """
         if math.isinf(self._boundary_bytes):
             return math.inf  # homes are in memory, where updates need no buffers
         if self.planner is not None and self._on_host:
-            limit = self.planner.limit_bytes
+            limit = self.planner.limit_bytes if limit_bytes is None else limit_bytes
             return max(limit // BUFFERS_SHARE, min(limit // 2, SMALLEST_BUFFERS_BYTES))
         if not (self._strict and self._on_host):
             return math.inf
@@ -172,6 +180,14 @@ class Steps:
             check_boundaries(nbytes, self._budget_bytes)
         self.boundary_bytes[j, rows] = nbytes  # not of a step that is refused: an optimizer leaves room for this
 
+    def record_around(self, which: str, rows: int, nbytes: int) -> None:
+        """Records the size of what the code around blocks holds until backward: ``"entered"`` or ``"returned"``."""
+        self._around_per_row[which] = nbytes / max(rows, 1)
+
+    def around_bytes(self, rows: Sequence[int]) -> int:
+        """Bytes of the same for micro-batches of so many rows."""
+        return round(sum(self._around_per_row.values()) * sum(rows))
+
     # --- steps that ran ---------------------------------------------------------------------------------------------
 
     def record_step(self, plan: Plan, rows: Sequence[int], *, training: bool) -> None:
@@ -204,6 +220,7 @@ class Steps:
             gradients=self.residency(gradients=True),
             boundary_sizes=self.sizes(rows),
             gradient_sizes=self.sizes(rows, gradients=True),
+            grows=self.boundaries_grow,
             **updates,
         )
 

@@ -6,12 +6,19 @@ without knowing of homes.
 
 Gradients of DTensors are set by users, too (``zero_grad``, clipping). So they are taken over before each pass and each
 step, and shown again after each pass.
+
+An update may stay pending as long as nobody can read a DTensor without asking the model. As in
+:mod:`offload.engine.references`, references are counted: here those that the model alone has are known by counting
+them when they are made.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import sys
+import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -25,7 +32,7 @@ from offload.planning.plan import Kind
 from offload.planning.planner import Pass
 from offload.planning.residency import Residency
 from offload.streaming.slices import Slice
-from pipe.torch_private import has_hooks
+from pipe.torch_private import has_hooks, native_uses, storage_uses
 
 if TYPE_CHECKING:
     from offload.mesh.parts import Part
@@ -42,8 +49,9 @@ _COMMON = (Kind.LOAD, Kind.EVICT, Kind.DRAIN, Kind.UPDATE_IN_BACKWARD)
 class PublicParameters:
     """Without a mesh: users see the parameters of the layers themselves."""
 
-    #: Whether each rank stores a part only.
+    #: Whether each rank stores a part only; if so, the ranks that do together.
     sharded = False
+    ranks: Ranks | None = None
 
     def of(self, s: Slice) -> nn.Parameter:
         """The parameter that users see for a stored one."""
@@ -69,8 +77,21 @@ class PublicParameters:
     def begin_pass(self, this: Pass, *, stores: bool = True) -> None:
         """Called before the first action of a pass; ``stores``: whether a backward stores gradients."""
 
+    def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool | None:
+        """Whether other code holds what users see; None: the engine's own references tell."""
+        return None
+
     def check_optimizer(self, optimizer: OffloadOptimizer) -> None:
-        """Raises TypeError for a class that needs whole parameters, where this process stores a part of each."""
+        """Raises TypeError for a class that needs whole parameters, where they are updated in parts."""
+        factory = optimizer.factory
+        for options in optimizer.options() if factory.form is not None else ():
+            check_elementwise(
+                factory.kind,
+                options,
+                factory.arguments,
+                why="with states= parameters are updated in parts",
+                instead="leave out states=",
+            )
 
     def begin_step(self, optimizer: OffloadOptimizer) -> None:
         """Called at the beginning of a step."""
@@ -109,7 +130,7 @@ class ShardedParameters(PublicParameters):
 
     def __init__(self, shards: Sequence[MeshShard], ranks: Ranks) -> None:
         self._shards = shards
-        self._ranks = ranks
+        self._ranks = self.ranks = ranks
         self._all = [
             _Parameter(s.parameter, here.parameter, self._new(s.parameter, here.parameter, part), part)
             for shard in shards
@@ -131,7 +152,11 @@ class ShardedParameters(PublicParameters):
         #: Stored gradients, each with the DTensor that shows it; the same of states of optimizers.
         self._gradients: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
         self._states: dict[nn.Parameter, dict[str, tuple[Tensor, Tensor]]] = {}
+        #: References to the gradients that the model itself has shown, see :meth:`_references`.
+        self._known_gradients: dict[nn.Parameter, tuple[object, ...]] = {}
         self._show()
+        self._known = self._references(Counter(p.shown for p in self._all))
+        self._known_homes = [0 if shard.home is None else storage_uses(shard.home.tensor) for shard in shards]
 
     def _new(self, stored: nn.Parameter, whole: nn.Parameter, part: Part) -> nn.Parameter:
         shown = nn.Parameter(self._wrap(_by_itself(stored.detach()), part), stored.requires_grad)
@@ -193,6 +218,7 @@ class ShardedParameters(PublicParameters):
     def _show(self) -> None:
         for register, key, p in self._places:
             register[key] = p.shown
+        new = []
         for p in self._all:
             gradient = p.stored.grad
             if gradient is None:
@@ -200,6 +226,9 @@ class ShardedParameters(PublicParameters):
             elif self._shown_gradient(p) is not gradient:
                 self._gradients[p.stored] = gradient, self._wrap(gradient.detach(), p.part)
                 p.shown.grad = self._gradients[p.stored][1]
+                new.append(p)
+        gradient = None
+        self._known_gradients.update((p.stored, self._gradient_references(p)) for p in new)
 
     def _shown_gradient(self, p: _Parameter) -> Tensor | None:
         """The stored gradient that the DTensor's ``.grad`` shows, if it is the one that was shown last."""
@@ -219,6 +248,43 @@ class ShardedParameters(PublicParameters):
                 local = gradient.to_local()  # type: ignore[attr-defined]
                 p.stored.grad = local
                 self._gradients[p.stored] = local, gradient
+
+    @staticmethod
+    @torch.no_grad()
+    def _references(tensors: Iterable[Any]) -> dict[int, tuple[int, ...]]:
+        """By identity of each DTensor: numbers of references to it, and to its local part and by views of that."""
+        found: dict[int, tuple[int, ...]] = {}
+        for tensor in tensors:
+            local = tensor.to_local()
+            of_local = sys.getrefcount(local), native_uses(local)
+            found[id(tensor)] = sys.getrefcount(tensor), weakref.getweakrefcount(tensor), *of_local
+        return found
+
+    def _gradient_references(self, p: _Parameter) -> tuple[object, ...]:
+        stored, shown = self._gradients[p.stored]
+        # Users of its memory as well: to_local() returns another view each time.
+        return sys.getrefcount(stored), storage_uses(stored), *self._references([shown]).values()
+
+    def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool:
+        """Whether other code holds DTensors, their gradients or views of homes, and may read them at any time.
+
+        ``known``: the parameters to check, and how often optimizers hold each. ``views``: number of tensors of
+        optimizers on the home of each shard, by its index.
+        """
+        now = self._references(known)
+        for key, held in [(id(shown), held) for shown, held in known.items()]:
+            count, *others = self._known[key]
+            if now[key] != (count + held, *others):
+                return True
+        for p in (self._by_shown[shown] for shown in known):
+            if p.shown.grad is not None and (
+                self._shown_gradient(p) is None or self._gradient_references(p) != self._known_gradients[p.stored]
+            ):
+                return True
+        return any(
+            shard.home is not None and storage_uses(shard.home.tensor) != uses + views[shard.index]
+            for shard, uses in zip(self._shards, self._known_homes, strict=True)
+        )
 
     def take_settings(self) -> None:
         """Takes over ``requires_grad``. Raises RuntimeError for hooks on gradients."""
@@ -260,18 +326,22 @@ class ShardedParameters(PublicParameters):
     # --- optimizers -----------------------------------------------------------------------------------------------
 
     def check_optimizer(self, optimizer: OffloadOptimizer) -> None:
-        """Raises TypeError for a class that needs whole parameters."""
+        """Raises TypeError for a class that needs whole parameters, ValueError for states of fewer bytes."""
         factory = optimizer.factory
+        if factory.form is not None:
+            raise ValueError(
+                "states= does not support mesh= yet: the rows of a rank need not be a multiple of the 256 elements "
+                "that share a scale; leave out states="
+            )
         for options in optimizer.options():
             check_elementwise(factory.kind, options, factory.arguments)
 
     def begin_step(self, optimizer: OffloadOptimizer) -> None:
-        """Takes over gradients. Raises RuntimeError for a scale that each rank decides by itself."""
-        if getattr(optimizer, "found_inf", None) is not None:
-            raise RuntimeError(
-                "GradScaler does not support mesh= yet: each rank would decide by itself whether to skip a step; use "
-                "torch.bfloat16, which needs no scale"
-            )
+        """Takes over gradients, and what a ``GradScaler`` found in them: all ranks skip a step, or none."""
+        found: Tensor | None = getattr(optimizer, "found_inf", None)
+        if found is not None:
+            everywhere = self._ranks.agree("a step with a GradScaler", "", float(found))
+            optimizer.found_inf = torch.full_like(found, max(everywhere))  # type: ignore[attr-defined]
         self.take_gradients()
 
     def local(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +15,11 @@ from torch import Tensor, nn
 from offload.mesh.gradients import MeshGradientOffload
 from offload.mesh.public import ShardedParameters
 from offload.mesh.ranks import Ranks
-from offload.mesh.shard import MeshShard, make_mesh_shards
-from offload.storage import DiskHome, Tier
+from offload.mesh.shard import MeshShard, layout_of_parts, make_mesh_shards
+from offload.storage import DiskHome, HomeError, PersistentTier, Tier, open_tier
+from offload.storage.persistent import RANKS
 from offload.streaming.lane import CopyLane, CopyLanes, ThreadCopyLane
-from offload.streaming.layer_homes import LayerHomes
+from offload.streaming.layer_homes import LayerHomes, LayerLayout
 from offload.streaming.materialize import Values
 from offload.streaming.shard import Shard
 from offload.telemetry.statistics import Meter
@@ -30,7 +34,6 @@ def check_mesh(
     mesh: Any,
     divide_factor: float | None,
     device: torch.device,
-    offload_device: object,
     refused: Mapping[str, object],
 ) -> DeviceMesh | None:
     """The mesh, if it has more than one rank: the engine of one rank is that without a mesh.
@@ -69,8 +72,6 @@ def check_mesh(
         )
     if device.type != "cpu":
         wrong.append(f"mesh= computes on the CPU only as yet, got device={str(device)!r}")
-    if isinstance(offload_device, DiskHome) and offload_device.keep:
-        wrong.append("DiskHome(keep=True) does not support mesh= yet; pass a directory, and save by dcp.save")
     given = [name for name, value in refused.items() if value is not None]
     wrong += [f"{name} does not support mesh= yet; leave it out" for name in given]
     if wrong:
@@ -92,6 +93,37 @@ class Sharding:
     def __init__(self, mesh: DeviceMesh, divide_factor: float | None, meter: Meter) -> None:
         self.ranks = Ranks(mesh, divide_factor, meter)
 
+    @property
+    def name(self) -> str:
+        """Which part of the model this rank stores."""
+        replica = f"-replica{self.ranks.replica}" if self.ranks.replicas > 1 else ""
+        return f"rank{self.ranks.rank}-of-{self.ranks.count}{replica}"
+
+    def open_tier(self, offload_device: str | torch.device | os.PathLike[str], device: torch.device) -> Tier:
+        """The storage of this rank: of a home that is kept, a directory of its own.
+
+        Raises HomeError if the directory holds the home of another number of processes.
+        """
+        if not (isinstance(offload_device, DiskHome) and offload_device.keep):
+            return open_tier(offload_device, device)
+        root = Path(offload_device)
+        ending = self.name.removeprefix(f"rank{self.ranks.rank}").split("-replica")[0]
+        others = [path.name for path in root.glob("*.home")]
+        others += [path.name for path in root.glob(RANKS) if not path.name.split("-replica")[0].endswith(ending)]
+        found = [answer for answer in self.ranks.exchange(sorted(others)) if answer]
+        if found:
+            raise HomeError(
+                f"{str(root)!r} holds a home of another number of processes already ({found[0][0]}), expected one of "
+                f"{self.name}. Use as many processes as it was made with, or load a checkpoint into a home in another "
+                f"directory"
+            )
+        mine = replace(offload_device, directory=root / self.name)
+        return PersistentTier(mine, device, self.ranks.exchange)
+
+    def layout(self) -> LayerLayout:
+        """Places what this rank stores of layers."""
+        return layout_of_parts(self.ranks)
+
     def open_lanes(self, device: torch.device) -> CopyLanes:
         """Lanes of copies: loads are collectives."""
         drain: CopyLane = ThreadCopyLane("drain", device)
@@ -105,9 +137,9 @@ class Sharding:
         dtype: torch.dtype | None,
         values: Mapping[Tensor, Values],
     ) -> tuple[list[Shard], LayerHomes]:
-        """See :func:`make_mesh_shards`. Homes are those of the shards, so these cannot be cut otherwise."""
-        shards: list[Shard] = list(make_mesh_shards(layers, cuts, tier, dtype, values, ranks=self.ranks))
-        return shards, LayerHomes(layers, tier, dtype, None)
+        """See :func:`make_mesh_shards`."""
+        shards, homes = make_mesh_shards(layers, cuts, tier, dtype, values, ranks=self.ranks)
+        return list(shards), homes
 
     def gradient_offload(self, shards: Sequence[Shard], **choices: Any) -> MeshGradientOffload:
         """What reduces and stores gradients."""

@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.optim.disk_update import DiskParamBlock
-from offload.optim.io_buffers import IOBufferPool, buffer_pool_bytes
+from offload.optim.io_buffers import IOBufferPool
 from offload.optim.param_block import HostParamBlock, OptimizerFactory, ParamBlock
+from offload.optim.state_forms import release
+from offload.optim.update_blocks import StoredStates, update_block_bytes
 from offload.storage import Block, Tier
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
@@ -24,6 +26,7 @@ from pipe.torch_private import storage_uses
 
 if TYPE_CHECKING:
     from offload.optim.access import OptimizerAccess
+    from offload.optim.resident import ResidentParameters
 
 __all__ = ["MovableStates"]
 
@@ -51,8 +54,11 @@ class MovableStates(Optimizer):
     buffer_pool: IOBufferPool
     #: Bytes of weights that are updated at a time, where they are in files.
     update_block_bytes: int
+    stored: StoredStates
     #: Of each shard, for the parameters of this optimizer.
     param_blocks: dict[Shard, list[ParamBlock]]
+    #: Those that stay on the compute device.
+    _resident: ResidentParameters
 
     @abstractmethod
     def options(self) -> list[dict[str, Any]]:
@@ -69,7 +75,7 @@ class MovableStates(Optimizer):
         """Takes the states of a param block from :attr:`state`, where they were loaded, and shows them there again."""
         public = self.access.public
         shown = [(s, public.of(s)) for s in param_block.slices]
-        param_block.load_states([public.stored_state(s, self.state.get(p, {})) for s, p in shown], options)
+        param_block.load_states([public.stored_state(s, release(self.state.get(p, {}))) for s, p in shown], options)
         for _, p in shown:
             self.state.pop(p, None)
         self.publish(param_block)
@@ -87,14 +93,31 @@ class MovableStates(Optimizer):
     def reserve_buffers(self) -> None:
         """Subtracts the buffers of updates in files from the model's budget; frees them if no shard needs them."""
         if any(shard.blocking_io for shard in self.access.shards):
-            self.access.reserve(self, buffer_pool_bytes(self.update_block_bytes))
+            self.access.reserve(self, self.stored.buffer_bytes(self.update_block_bytes))
         else:
             self.access.reserve(self, 0)
             self.buffer_pool.free_memory()
 
+    def buffer_bytes(self, spare_bytes: float | None = None) -> int:
+        """Bytes of the buffers of updates in files; 0 for homes in memory.
+
+        Those that updates have needed so far, or, before the first one, those that are reserved. ``spare_bytes``: those
+        that would be reserved if so many were left for them.
+        """
+        if not self.access.tier.blocking_io:
+            return 0
+        if spare_bytes is not None:
+            return self.stored.buffer_bytes(update_block_bytes(self.access.shards, spare_bytes, self.stored))
+        reserved = self.stored.buffer_bytes(self.update_block_bytes)
+        return min(self.buffer_pool.nbytes or reserved, reserved)
+
     def state_bytes(self, shard: Shard) -> int:
         """Bytes of the states of a shard; 0 before its first update."""
-        return sum(value.numel() * value.element_size() for value in self._state_tensors(shard))
+        return _nbytes(self._state_tensors(self.param_blocks.get(shard, ())))
+
+    def resident_state_bytes(self) -> int:
+        """The same of the parameters that stay on the compute device."""
+        return _nbytes(self._state_tensors(self._resident.blocks))
 
     def states_in_use(self, shard: Shard) -> bool:
         """Whether other code has views of the states of a shard, besides the tensors themselves."""
@@ -102,16 +125,18 @@ class MovableStates(Optimizer):
 
         def shared(shards: Iterable[Shard]) -> bool:
             """Whether they are on memory with more users than the states of these shards."""
-            known = [value for each in shards for value in self._state_tensors(each)]
+            known = [value for each in shards for value in self._state_tensors(self.param_blocks.get(each, ()))]
             ours = Counter(value.untyped_storage().data_ptr() for value in known if not value.is_sparse)
-            tensors = [value for value in self._state_tensors(shard) if value.dim() and not value.is_sparse]
+            own = self._state_tensors(self.param_blocks.get(shard, ()))
+            tensors = [value for value in own if value.dim() and not value.is_sparse]
             return any(storage_uses(value) > ours[value.untyped_storage().data_ptr()] + stored for value in tensors)
 
         # After other cuts, a block may hold states of several shards.
         return shared([shard]) and shared(self.param_blocks)
 
-    def _state_tensors(self, shard: Shard) -> Iterator[Tensor]:
-        for param_block in self.param_blocks.get(shard, ()):
+    @staticmethod
+    def _state_tensors(param_blocks: Iterable[ParamBlock]) -> Iterator[Tensor]:
+        for param_block in param_blocks:
             for state in param_block.states():
                 yield from (value for value in state.values() if isinstance(value, Tensor))
 
@@ -179,3 +204,7 @@ class MovableStates(Optimizer):
                 self.publish(block)
 
         return moved, commit
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from pipe.balance.blockpartition import solve
 
-__all__ = ["aligned", "cut_layers", "merge_small_layers"]
+__all__ = ["SMALLEST_SHARD_BYTES", "aligned", "cut_layers", "merge_small_layers"]
 
 #: Every parameter starts at a multiple of this, in homes and in slots: a cache line, and what vector kernels prefer.
 ALIGNMENT_BYTES = 64
+#: Where only a memory is given, smaller layers are merged: such a load costs more than its bytes.
+SMALLEST_SHARD_BYTES = 1 << 20
 
 
 def aligned(nbytes: int) -> int:

@@ -20,7 +20,42 @@ from offload.planning.plan import BACKWARD_CELLS, FORWARD_CELLS, GRADIENT_MOVES,
 from offload.planning.planner import Sizes
 from offload.planning.residency import WRITES_IN_FLIGHT, Key
 
-__all__ = ["Moment", "PeakMemory", "StepBytes", "graphs_that_fit", "peak_memory"]
+__all__ = ["Moment", "OutsideBytes", "PeakMemory", "StepBytes", "graphs_that_fit", "peak_memory"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutsideBytes:
+    """Bytes of what stays on the compute device and belongs to no shard: parameters around blocks, and adapters."""
+
+    #: Parameters and buffers.
+    values: int = 0
+    #: Of optimizers; 0 before the first update.
+    states: int = 0
+    #: Shard -> gradients that the code before it makes in backward; shard ``shards``: the code after the last one.
+    made_before: Mapping[int, int] = field(default_factory=dict)
+    #: The same of gradients that are copied there, since code before another shard makes a part of them, too.
+    copied_before: Mapping[int, int] = field(default_factory=dict)
+    #: Shard -> gradients of adapters in it, which stay.
+    made_in: Mapping[int, int] = field(default_factory=dict)
+    #: Gradients that are there when a step begins.
+    held: int = 0
+    #: What code around blocks holds from its forward to its backward.
+    activations: int = 0
+
+    @property
+    def gradients(self) -> int:
+        """Of one backward."""
+        return sum(self.made_before.values()) + sum(self.made_in.values())
+
+    def rise(self, j: int, *, several: bool) -> int:
+        """Most bytes that the code before shard ``j`` adds in backward; ``several``: micro-batches."""
+        made, copied = self.made_before.get(j, 0), self.copied_before.get(j, 0)
+        return made + (max(made, copied) if several else copied)
+
+    @property
+    def begins(self) -> int:
+        """There when a step begins."""
+        return self.values + self.states + self.held
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +91,10 @@ class StepBytes:
     constant_bytes: int = 0
     #: Of the copies that forward cells use of shards that rest in memory, instead of the shards themselves.
     copied_bytes: Mapping[int, int] = field(default_factory=dict)
+    #: Whether cells add to the boundary that enters them, or make it: see :class:`.Pass`. Bytes are those at their end.
+    grows: bool = False
+    #: Of what is in no shard.
+    outside: OutsideBytes = field(default_factory=OutsideBytes)
 
 
 @dataclass
@@ -87,13 +126,15 @@ class Moment:
     cell: int
     #: The output and its gradient, and what is held all the time.
     others: int
+    #: Of what is in no shard: parameters, their gradients and optimizer states.
+    outside: int
     #: Of all these: what is not there yet when the cell begins.
     rise: int
 
     @property
     def nbytes(self) -> int:
         """The sum of all kinds."""
-        return self.weights + self.gradients + self.boundaries + self.graphs + self.cell + self.others
+        return self.weights + self.gradients + self.boundaries + self.graphs + self.cell + self.others + self.outside
 
 
 def peak_memory(plan: Plan, sizes: StepBytes, course: list[Moment] | None = None) -> PeakMemory:
@@ -101,6 +142,7 @@ def peak_memory(plan: Plan, sizes: StepBytes, course: list[Moment] | None = None
     replay = _Replay(plan, sizes, course)
     for position, action in enumerate(plan.actions):
         replay.perform(position, action)
+    replay.end(len(plan.actions))
     return replay.peak
 
 
@@ -139,7 +181,9 @@ class _Replay:
         self._shards = len(sizes.gradient_bytes)
         self._copied = {j: nbytes for j, nbytes in sizes.copied_bytes.items() if j in plan.in_memory}
         self._slots = plan.slots * sizes.slot_bytes
-        constant = self._slots + sizes.constant_bytes
+        #: With the gradients that are made in this step.
+        self._outside = sizes.outside.begins + sizes.outside.activations
+        self._made_before: set[int] = set()
         backward = [action for action in plan.actions if action.kind in BACKWARD_CELLS]
         self._recomputed = {(a.shard, a.microbatch) for a in backward if a.kind is Kind.BACKWARD}
         self._last_shard = min((a.shard for a in backward), default=0)
@@ -150,7 +194,7 @@ class _Replay:
         waiting = sizes.waiting | sizes.gradients_stay if sizes.begins is None else sizes.begins
         self._waiting = set((waiting & plan.pending) - sizes.held)
         self._at_home = sum(sizes.gradient_bytes[j] for j in self._waiting | sizes.held)
-        at_begin = constant + self._at_home
+        at_begin = self._slots + sizes.constant_bytes + self._at_home + sizes.outside.begins
         self.peak = PeakMemory(self._slots, memory_bytes=at_begin, begin_bytes=at_begin)
         self._held: dict[_Value, int] = {}
         #: Of :attr:`_held`, boundaries and gradients of the output.
@@ -181,6 +225,11 @@ class _Replay:
             return
         self._count_device()
 
+    def end(self, position: int) -> None:
+        """Counts what is left for the update of parameters in no shard, which is not a part of a plan."""
+        if self._outside:
+            self.peak.memory_bytes = max(self.peak.memory_bytes, sum(self._parts(position)))
+
     def _forward(self, cell: Key, position: int, *, keeps: bool) -> None:
         (j, i), sizes = cell, self._sizes
         profile = self._profile(j, keeps=keeps)
@@ -196,6 +245,10 @@ class _Replay:
             self._graph_bytes += self._graphs[cell]
         if cell not in self._recomputed:
             self._drop((False, j, i))
+        elif sizes.grows:
+            self._written_bytes -= self._written.pop((False, j, i), 0)
+            if j == 0:
+                self._hold((False, j, i), sizes.boundaries(cell))
         if j + 1 < self._shards:
             self._hold((False, j + 1, i), following)
 
@@ -218,6 +271,20 @@ class _Replay:
         self._drop((False, j, i))
         if j > self._last_shard:
             self._hold((True, j, i), onward)
+        self._make_outside(j, position)
+
+    def _make_outside(self, j: int, position: int) -> None:
+        """Counts the code before shard ``j``: its gradients are added to those of earlier micro-batches."""
+        sizes = self._sizes
+        rise = sizes.outside.rise(j, several=len(sizes.rows) > 1)
+        if not rise:
+            return
+        made = sizes.outside.made_before.get(j, 0)
+        if j not in self._made_before:
+            self._made_before.add(j)
+            self._outside += made
+        own = sizes.gradient_bytes[j] if j < self._shards else 0
+        self.peak.memory_bytes = max(self.peak.memory_bytes, sum(self._parts(position)) + own + rise - made)
 
     def _profile(self, j: int, *, keeps: bool) -> MemoryProfile | None:
         known, others = self._sizes.kept_profiles, self._sizes.memory_profiles
@@ -240,10 +307,13 @@ class _Replay:
         for i in range(self._output_gradients, count):
             self._hold((True, self._shards, i), self._sizes.gradients((self._shards, i)))
         self._count_device()
+        if not self._output_gradients:
+            self._make_outside(self._shards, 0)
         self._output_gradients = count
 
     def _drain(self, j: int) -> None:
         sizes = self._sizes
+        self._outside += sizes.outside.made_in.get(j, 0)
         if not self._updates and j not in sizes.held and (j in sizes.gradients_stay or j in sizes.waiting):
             self._at_home += sizes.gradient_bytes[j]
             return
@@ -301,9 +371,16 @@ class _Replay:
 
     def _count_memory(self, position: int, inside: int, following: int, there: int = 0) -> None:
         """Counts a cell at its peak, with the boundary or gradient that it makes; ``there`` of it before it begins."""
+        parts = self._parts(position, following, inside)
+        self.peak.memory_bytes = max(self.peak.memory_bytes, sum(parts))
+        if self._course is not None:
+            self._course.append(Moment(position, *parts, rise=max(0, inside - there) + following))
+
+    def _parts(self, position: int, following: int = 0, inside: int = 0) -> tuple[int, int, int, int, int, int, int]:
+        """The bytes of each kind at a position of the plan, in the order of :class:`Moment`."""
         sizes = self._sizes
         late = [k for k in self._draining if position < sizes.drained.get(k, position + 1)]
-        parts = (
+        return (
             self._slots,
             self._at_home + sum([sizes.gradient_bytes[k] for k in late]),
             self._boundary_bytes + following,
@@ -311,7 +388,5 @@ class _Replay:
             inside,
             # The user has the output, and autograd its gradient, until backward is over.
             sizes.constant_bytes + (2 * self._output_bytes if self._output_gradients else 0),
+            self._outside,
         )
-        self.peak.memory_bytes = max(self.peak.memory_bytes, sum(parts))
-        if self._course is not None:
-            self._course.append(Moment(position, *parts, rise=max(0, inside - there) + following))

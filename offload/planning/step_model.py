@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from offload.planning.peak_memory import Moment, PeakMemory, StepBytes, peak_memory
+from offload.planning.peak_memory import Moment, OutsideBytes, PeakMemory, StepBytes, peak_memory
 from offload.planning.plan import Plan
 from offload.planning.planner import Updates, plan_step
 from offload.planning.residency import MOVING, Key, Residency
@@ -71,6 +71,8 @@ class StepModel:
     #: Bytes of each shard that rests in memory: weights and optimizer states, without gradients. Missing where a shard
     #: cannot rest there.
     resting_bytes: Mapping[int, int] = field(default_factory=dict)
+    #: Of buffers of updates in files: there are none where all shards rest in memory.
+    buffer_bytes: int = 0
     #: Bytes of a slot for each shard: slots are as large as the largest that is loaded. Empty: as ``sizes`` say.
     slot_bytes: Sequence[int] = ()
     #: Cells that keep their graphs whatever the plan is.
@@ -110,6 +112,7 @@ class Prediction:
     peak: PeakMemory
     #: The memory while each cell runs.
     course: Sequence[Moment]
+    outside: OutsideBytes = field(default_factory=OutsideBytes)
 
     def cells(self) -> dict[tuple[str, int, int | None], Moment]:
         """:attr:`course` by letter, shard and micro-batch of the cell."""
@@ -140,6 +143,7 @@ def predict(model: StepModel, choice: Choice) -> Prediction:
         peak.memory_bytes + model.margin_bytes,
         peak,
         course,
+        model.sizes.outside,
     )
 
 
@@ -161,6 +165,7 @@ def _plan(model: StepModel, choice: Choice) -> Plan:
         gradients=Residency(budget, gradients=True) if budget < gradients + MOVING * largest else None,
         boundary_sizes=model.sizes.boundaries,
         gradient_sizes=model.sizes.gradients,
+        grows=model.sizes.grows,
         **model.updates,
     )
 
@@ -176,6 +181,7 @@ def costs_of(model: StepModel, choice: Choice) -> Costs:
 
 def _sizes(model: StepModel, choice: Choice, forecast: Forecast | None) -> StepBytes:
     resting = sum(model.resting_bytes[j] for j in choice.in_memory)
+    buffers = model.buffer_bytes if len(choice.in_memory) < model.shards else 0
     # Without recipes a graph holds what a recomputed cell saves, and its input.
     waiting = choice.in_memory | choice.waiting
     smaller = model.sizes if choice.cheap_recompute else replace(model.sizes, kept_profiles={}, graph_bytes_per_row={})
@@ -185,7 +191,7 @@ def _sizes(model: StepModel, choice: Choice, forecast: Forecast | None) -> StepB
         slot_bytes=max(loaded, default=0) if model.slot_bytes else model.sizes.slot_bytes,
         waiting=waiting,
         held=smaller.held | (waiting | smaller.gradients_stay if model.accumulates else frozenset()),
-        constant_bytes=model.sizes.constant_bytes + resting,
+        constant_bytes=model.sizes.constant_bytes + resting + buffers,
         drained={} if forecast is None else forecast.drained,
     )
 

@@ -62,6 +62,14 @@ class Optimizers:
         """Whether an optimizer did not step yet: how many bytes its states take is unknown."""
         return any(optimizer.steps == 0 for optimizer in self)
 
+    def resident_state_bytes(self) -> int:
+        """Bytes of the states of parameters that belong to no shard."""
+        return sum(optimizer.resident_state_bytes() for optimizer in self)
+
+    def buffer_bytes(self, spare_bytes: float | None = None) -> int:
+        """Bytes of all buffers of updates in files, or if each optimizer could take ``spare_bytes``."""
+        return sum(optimizer.buffer_bytes(spare_bytes) for optimizer in self)
+
     def planned(self) -> Updates:
         """The arguments of :func:`~offload.planning.planner.plan_step` that optimizers decide."""
         return {

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from offload.planning.peak_memory import OutsideBytes
 from offload.planning.step_model import Choice, Prediction
 
 __all__ = ["MemoryReport"]
@@ -34,6 +35,8 @@ class MemoryReport:
     more_limit_bytes: int = 0
     #: Measured bytes at the end of each cell of the last step that was measured so.
     measured_course: Sequence[int] = ()
+    #: What stays on the compute device and belongs to no shard.
+    outside: OutsideBytes = field(default_factory=OutsideBytes)
 
     def __str__(self) -> str:
         first = f"memory: {_mib(self.limit_bytes)} on {self.device}"
@@ -65,9 +68,17 @@ class MemoryReport:
             ("boundaries", top.boundaries, boundaries),
             ("graphs", top.graphs, f"{len(choice.kept)} of {self.cells} cells keep theirs{recipes}"),
             ("running cell", top.cell, "activations, and gradients of its weights"),
+            ("outside", top.outside, self._outside_in_words()),
             ("others", top.others, "output, buffers of updates and transfers, homes in memory"),
         ]
         return [f"{name:13s} {_mib(nbytes):>12s}  {what}" for name, nbytes, what in rows]
+
+    def _outside_in_words(self) -> str:
+        each = self.outside
+        return (
+            f"in no shard: {_mib(each.values)} of parameters and buffers, {_mib(each.gradients)} of gradients, "
+            f"{_mib(each.states)} of optimizer states; and activations around blocks"
+        )
 
     def _others(self) -> list[str]:
         lines = [""]
@@ -92,7 +103,7 @@ class MemoryReport:
         if self.predicted is None:
             raise RuntimeError("run one training step first: the plan is chosen from what it measures")
         course = self.predicted.course
-        kinds = ("others", "weights", "gradients", "boundaries", "graphs", "cell")
+        kinds = ("others", "outside", "weights", "gradients", "boundaries", "graphs", "cell")
         figure = Figure(figsize=(9, 4), layout="constrained")
         axes = figure.add_subplot()
         cells = range(len(course))

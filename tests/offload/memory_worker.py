@@ -37,6 +37,30 @@ class Block(nn.Module):
         return x + y
 
 
+class Around(nn.Module):
+    """Blocks with parameters before and after them: tokens in, a state of each token out.
+
+    ``tied``: whether the last matrix is the first one.
+    """
+
+    def __init__(self, width: int, words: int, *, tied: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(DEPTH))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.words((x[:, :2] * 1000).long().abs() % self.words.num_embeddings)
+        for block in self.blocks:
+            y = block(y)
+        y = self.norm(y).mean(1)[:8]
+        scores: Tensor = self.head(y)
+        return scores
+
+
 class Peak(threading.Thread):
     """The most anonymous memory of this process, above what it was when this began."""
 
@@ -57,8 +81,10 @@ class Peak(threading.Thread):
         return self.most - self.began
 
 
-def stack(width: int) -> nn.Sequential:
-    """Some of them."""
+def bare(loop: dict[str, Any], width: int) -> nn.Module:
+    """The model: blocks that are called in order, or with as many ``words`` around them."""
+    if loop.get("words"):
+        return Around(width, loop["words"] if width == WIDTH else 64, tied=loop.get("tied", False))
     return nn.Sequential(*(Block(width) for _ in range(DEPTH)))
 
 
@@ -97,14 +123,19 @@ def train(
 def run(loop: dict[str, Any], folder: Path, width: int = WIDTH) -> list[float]:
     """The losses with a limit of memory."""
     kind, options = options_of(loop)
-    with torch.device("meta"):
-        layers = stack(width)
+    with torch.device("cpu" if loop.get("resident") else "meta"):
+        layers = bare(loop, width)
     home = str(folder / "home") if loop["home"] == "disk" else "cpu"
-    model = OffloadModel(layers, "cpu", home, num_microbatches=loop["microbatches"], memory=loop["memory"])
+    blocks = {"blocks": "blocks"} if loop.get("words") else {}
+    resident = {"resident": loop["resident"]} if loop.get("resident") else {}
+    common: dict[str, Any] = {"num_microbatches": loop["microbatches"], "memory": loop["memory"]}
+    model = OffloadModel(layers, "cpu", home, **common, **blocks, **resident)
     initialise(model)
     optimizer = OffloadOptimizer(model, kind, update_in_backward=loop["in_backward"], **options)
     losses = train(model, optimizer, loop, width, folder)
     optimizer.synchronize()
+    if loop.get("verbose"):
+        print(model.memory_report(), file=sys.stderr)
     model.close()
     return losses
 
@@ -127,7 +158,7 @@ def main() -> None:
     ours = run(loop, folder)
     nbytes = peak.end()
     kind, options = options_of(loop)
-    plain = stack(WIDTH)
+    plain = bare(loop, WIDTH)
     initialise(plain)
     fused = {"fused": True} if kind is torch.optim.AdamW else {}
     theirs = train(plain, kind(plain.parameters(), **options, **fused), loop)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import re
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -365,6 +369,70 @@ def test_resident_bytes_of_a_fixed_policy_keep_shards_in_memory(tmp_path: Path) 
     model = OffloadModel(stack(), "cpu", tmp_path, memory=MemoryPolicy.fixed(resident_bytes="14MiB"))
     train(model, OffloadOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9), 4)
     assert 0 < len(planner_of(model)._in_memory) < DEPTH
+
+
+@settings(max_examples=8, derandomize=True)
+@given(
+    depth=st.integers(1, 5),
+    width=st.sampled_from([16, 128]),
+    rows=st.sampled_from([8, 200]),
+    words=st.sampled_from([0, 300]),
+    microbatches=st.sampled_from([1, 3]),
+    kind=st.sampled_from([torch.optim.AdamW, torch.optim.SGD]),
+)
+def test_a_model_made_with_the_least_that_an_error_names_gets_past_it(
+    depth: int, width: int, rows: int, words: int, microbatches: int, kind: Any
+) -> None:
+    """Of the model, of its optimizer's buffers, and of a step, which warns; each once at most."""
+    refused: list[str] = []
+    more: dict[str, Any] = {"memory": 64}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        pytest.MonkeyPatch.context() as patch,
+        warnings.catch_warnings(action="error"),
+    ):
+        # What a process of this size takes besides is noise.
+        patch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: None)
+        while len(refused) == len(set(refused)):
+            where = "model"
+            bare = Framed(depth, width, words)
+            blocks = {"blocks": "layers"} if words else {}
+            try:
+                model = OffloadModel(
+                    bare if words else bare.layers, "cpu", f"{folder}/", num_microbatches=microbatches, **blocks, **more
+                )
+                where = "optimizer"
+                optimizer = OffloadOptimizer(model, kind, lr=0.01)
+                where = "step"
+                for _ in range(5):
+                    model(torch.ones(rows, width)).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                break
+            except (ValueError, RuntimeWarning) as error:
+                refused.append(where)
+                more["memory"] = int(re.findall(r"memory=(\d+)", str(error))[-1])
+                if found := re.findall(r" and num_slices=(\d+)", str(error)):
+                    more["num_slices"] = int(found[0])
+    assert refused[0] == "model"
+    assert len(refused) == len(set(refused))
+
+
+class Framed(nn.Module):
+    """Layers; with some parameters before and after them if there are ``words``."""
+
+    def __init__(self, depth: int, width: int, words: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)))
+        if words:
+            self.before, self.after = nn.Linear(width, words), nn.Linear(words, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.after(self.before(x))
+        for layer in self.layers:
+            x = layer(x)
+        y: Tensor = self.after(self.before(x))
+        return y
 
 
 def test_a_batch_that_fits_only_in_parts_is_cut_into_as_few_as_fit(tmp_path: Path) -> None:

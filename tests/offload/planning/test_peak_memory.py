@@ -21,7 +21,7 @@ from offload import MemoryPolicy, OffloadModel
 from offload.engine.saved_tensors import MemoryProfileRecorder
 from offload.planning.estimate import Estimate
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
-from offload.planning.peak_memory import Moment, PeakMemory, StepBytes, peak_memory
+from offload.planning.peak_memory import Moment, OutsideBytes, PeakMemory, StepBytes, peak_memory
 from offload.planning.plan import Action, Kind, Plan
 from offload.planning.planner import plan_step
 from offload.planning.residency import Residency
@@ -365,6 +365,32 @@ def test_gradients_count_from_their_backward_to_their_update() -> None:
     assert course(begins=frozenset({1})) == [10, 10, 0, 0, 0, 1, 11]
     assert course(held=frozenset({0, 1, 2})) == [111, 111, 111, 111, 111, 111 + 1, 111 + 10]
     assert course(held=frozenset({0}), begins=frozenset()) == [100, 100, 100, 100, 100, 101, 111]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_gradients_outside_of_shards_count_from_the_code_that_makes_them_to_the_end(microbatches: int) -> None:
+    """Of a head, a part of which is tied to the embedding, and of adapters in shard 1."""
+    cells = "F{0}.0 F{0}.1" if microbatches == 2 else "F{0}.0"
+    forward, backward = (cells.replace("F", letter) for letter in "FB")
+    plan = Plan.parse(f"{forward.format(0)} {forward.format(1)} {backward.format(1)} D1 {backward.format(0)} D0", 2)
+    outside = OutsideBytes(
+        values=1000, states=200, held=5, made_before={2: 30, 0: 7}, copied_before={2: 20, 0: 20}, made_in={1: 3}
+    )
+    moments: list[Moment] = []
+    given = StepBytes(
+        slot_bytes=0,
+        gradient_bytes=[0, 0],
+        rows=[1] * microbatches,
+        memory_profiles=dict.fromkeys(range(2), MemoryProfile(1, [SavedTensor(0, 0, 0)])),
+        outside=outside,
+    )
+    peak = peak_memory(plan, given, moments)
+    assert outside.gradients == 40
+    assert peak.begin_bytes == 1205
+    # The code before shard 0 runs for each micro-batch after its cell.
+    each = {1: [1205, 1205, 1235, 1238], 2: [*[1205] * 4, 1235, 1235, 1238, 1245]}
+    assert [moment.outside for moment in moments] == each[microbatches]
+    assert peak.memory_bytes == 1245 + 20  # a gradient is copied before another one is added
 
 
 def test_a_copy_of_a_shard_in_memory_counts_while_its_forward_runs() -> None:

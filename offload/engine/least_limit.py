@@ -1,0 +1,57 @@
+"""Finds the least limit of memory with which a step works, for the error of one that does not.
+
+Buffers of optimizers and of transfers are a part of the limit, so a step needs more with a larger one. What is named is
+a fixed point: a model that is made with exactly these bytes, and run in the same way, works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from offload.planning.partition import SMALLEST_SHARD_BYTES
+
+if TYPE_CHECKING:
+    from offload.engine.homes import MovableHomes
+
+__all__ = ["least_limit", "too_little"]
+
+
+def least_limit(needed: Callable[[int], int], limit: int) -> int:
+    """The least number, not below ``limit``, that is no less than what is ``needed`` with it, which grows with it."""
+    while (more := needed(limit)) > limit:
+        limit = more
+    return limit
+
+
+def too_little(executor: MovableHomes, rows: Sequence[int], least: int, limit: int, margin: int) -> str:
+    """Says that a step needs ``least`` bytes, of which ``margin`` by earlier steps, and has ``limit``; what to do."""
+    steps, optimizers = executor.steps, executor.streamer.gradient_offload.optimizers
+    on_host = executor.device.type == "cpu"
+    staging = executor.staging_bytes if on_host else 0
+    buffers = optimizers.buffer_bytes() if on_host else 0
+
+    def needed(nbytes: int) -> int:
+        if not on_host:
+            return least
+        reserved = optimizers.buffer_bytes(steps.spare_bytes(nbytes)) if buffers else 0
+        return least + max(0, reserved - buffers) + max(0, -(-staging * nbytes // limit) - staging)
+
+    works = least_limit(needed, max(least, limit))
+    outside = executor.outside_bytes()
+    parts = [
+        (margin, "by which earlier steps exceeded their prediction"),
+        (outside.begins + outside.gradients - outside.held, "for parameters in no shard, their gradients and states"),
+    ]
+    said = ", ".join(f"{nbytes:,} of them {what}" for nbytes, what in parts if nbytes)
+    # With more memory, small layers would share a shard, which needs more.
+    finest = all(len(shard.layers) == 1 for shard in executor.shards) and len(executor.shards) > 1
+    merges = finest and any(shard.slot_bytes < SMALLEST_SHARD_BYTES for shard in executor.shards)
+    cuts = f" and num_slices={len(executor.shards)}" if merges else ""
+    return (
+        f"a step of micro-batches of {max(rows)} rows takes at least {least:,} bytes on {executor.device}, "
+        f"{least - limit:,} more than memory={limit:,}"
+        + (f" ({said})" if said else "")
+        + f"; memory={works}{cuts} works with it; pass more memory, fewer rows, or more "
+        f"micro-batches (num_microbatches)"
+    )

@@ -1,0 +1,94 @@
+"""Counts what a model holds on the compute device outside of its shards: parameters, their gradients, their states."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from offload.engine.leaf_gradients import LeafBytes
+from offload.planning.peak_memory import OutsideBytes
+from offload.streaming.shard import Shard
+from pipe.nested import parts_of
+
+__all__ = ["bytes_staying", "outside_bytes"]
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def _values(
+    modules: Iterable[nn.Module],
+    around: Collection[nn.Parameter],
+    adapters: Iterable[nn.Parameter],
+    dtype: torch.dtype | None,
+) -> int:
+    """Of parameters, of those around blocks also as the type of a forward, and of buffers of ``modules``."""
+    buffers = {x: None for module in modules for x in module._buffers.values() if x is not None}
+    cast = [p for p in around if dtype is not None and p.is_floating_point() and p.dtype != dtype]
+    casts = 0 if dtype is None else sum(p.numel() * dtype.itemsize for p in cast)
+    return _nbytes(part for x in (*around, *adapters, *buffers) for part in parts_of(x)) + casts
+
+
+def bytes_staying(modules: Collection[nn.Module], adapters: Collection[nn.Parameter], dtype: torch.dtype | None) -> int:
+    """Least bytes that stay on the compute device in a step that trains: parameters, buffers and gradients.
+
+    Args:
+        modules: those around blocks.
+        adapters: parameters of layers that stay.
+        dtype: in which layers compute, if not in that of the parameters.
+    """
+    own = dict.fromkeys(p for module in modules for p in module._parameters.values() if p is not None)
+    gradients = _nbytes(p for p in (*own, *adapters) if p.requires_grad)
+    return _values(modules, list(own), adapters, dtype) + gradients
+
+
+def outside_bytes(
+    modules: Iterable[nn.Module],
+    parameters: Collection[nn.Parameter],
+    adapters: Shard | None,
+    shards: Collection[Shard],
+    *,
+    dtype: torch.dtype | None,
+    made: LeafBytes,
+    states: int,
+) -> OutsideBytes:
+    """The bytes outside of ``shards``.
+
+    Args:
+        modules, parameters: around the blocks.
+        adapters: the owner of parameters of layers that stay.
+        shards: of the model.
+        dtype: in which layers compute, if not in that of the parameters.
+        made: of the last backward. A gradient that is not known there counts from the begin of the backward on.
+        states: bytes of optimizer states.
+    """
+    first, copied, within = Counter[int](), Counter[int](), Counter[int]()
+    for p in parameters:
+        if p.requires_grad:
+            nbytes, pieces = made.get(id(p), (_nbytes([p]), {len(shards)}))
+            first[max(pieces)] += nbytes
+            for piece in pieces if len(pieces) > 1 else ():
+                copied[piece] += nbytes
+    own = [] if adapters is None else [s.parameter for s in adapters.own]
+    seen: set[nn.Parameter] = set()
+    for shard in sorted(shards, key=lambda shard: -shard.index):
+        borrowed = {there.parameter for owner, there in shard.loans if owner is adapters} - seen
+        within[shard.index] = _nbytes(p for p in borrowed if p.requires_grad)
+        seen |= borrowed
+    held = [p.grad for p in (*parameters, *own) if p.grad is not None]
+    return OutsideBytes(
+        values=_values(modules, parameters, own, dtype),
+        states=states,
+        made_before=_positive(first),
+        copied_before=_positive(copied),
+        made_in=_positive(within),
+        held=_nbytes(held),
+    )
+
+
+def _positive(counts: Mapping[int, int]) -> dict[int, int]:
+    return {j: nbytes for j, nbytes in counts.items() if nbytes}

@@ -1,0 +1,135 @@
+"""Bounds the memory of the steps of one model by what is predicted for them, and measures it.
+
+What a step took more than predicted becomes a margin of later predictions. Memory is measured in the steps after a new
+choice, in which free memory of the C heap is returned before a cell that could need it; in other steps free memory may
+take what the limit leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from offload.planning.step_model import Prediction
+from offload.streaming.heap import LEAST_BYTES, HeapBound
+from offload.streaming.streamer import Streamer
+from offload.telemetry.peak import PeakMeter
+from offload.telemetry.statistics import Meter
+
+__all__ = ["StepMemory"]
+
+#: Steps of each choice whose memory is measured, after the first one, which allocates slots and buffers.
+STEPS_MEASURED = 2
+
+
+class StepMemory:
+    """The memory of steps; ``limit`` returns its present limit in bytes."""
+
+    def __init__(self, limit: Callable[[], int], streamer: Streamer, meter: Meter, device: torch.device) -> None:
+        self._limit = limit
+        self._streamer = streamer
+        self._meter = meter
+        self._peak = PeakMeter(device)
+        self._heap = HeapBound() if device.type == "cpu" else None
+        #: What earlier steps took more than predicted.
+        self.margin_bytes = 0
+        #: The peak of the last step that was measured, and the bytes after each of its cells.
+        self.peak_bytes: int | None = None
+        self.course: list[int] = []
+        #: Whether slots and buffers of the present plan are still to be allocated.
+        self._fresh = True
+        #: Whether this step measures the memory of its plan; and how many are still to do so.
+        self._measures = False
+        self._to_measure = self._began_with = 0
+        #: Predicted bytes at the begin of this step.
+        self._held = 0
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it is the memory of the host."""
+        return self._heap is not None
+
+    def new_slots(self) -> None:
+        """Called when slots or shards in memory have changed: the next step allocates them."""
+        self._fresh, self.course = True, []
+
+    def new_choice(self) -> None:
+        """Called when the next steps are to be measured."""
+        self._to_measure = STEPS_MEASURED
+
+    def begin(self, prediction: Prediction | None, updated_bytes: int, *, idle: bool) -> None:
+        """Begins a step.
+
+        Args:
+            prediction: of the step.
+            updated_bytes: gradients there at the predicted begin that updates of the step before free.
+            idle: whether no earlier forward waits for its backward.
+        """
+        self._measures = False
+        if idle and prediction is not None:
+            self._bound(prediction, updated_bytes)
+        self._peak.begin()
+        self._began_with = 0 if self._heap is None else self._heap.held() or 0
+        self._sample_course(known=prediction is not None)
+
+    def _bound(self, prediction: Prediction, updated_bytes: int) -> None:
+        """Returns free memory before the cells that need it."""
+        self._held = prediction.peak.begin_bytes
+        if self._heap is None:
+            return
+        self._measures = self._fresh or self._to_measure > 0
+        most = self._limit()
+        if self._measures:
+            self._to_measure -= not self._fresh
+            self._streamer.finish_updates_in_memory()
+            self._held -= updated_bytes
+            self._heap.measure_others(self._held - self._streamer.slot_pool.unallocated_bytes)
+            most = min(most, prediction.memory_bytes - self.margin_bytes + LEAST_BYTES)
+        cells, make_room, outside = prediction.cells(), self._heap.make_room, prediction.outside
+        several = len({action.microbatch for action in prediction.plan.actions} - {None}) > 1
+
+        def before(*cell: Any) -> None:
+            if (moment := cells.get(cell)) is not None:
+                make_room(moment.nbytes - moment.rise, moment.rise, most)
+
+        def before_code(j: int) -> None:
+            if rise := outside.rise(j, several=several):
+                make_room(prediction.memory_bytes - rise, rise, most)
+
+        self._meter.before_cell, self._meter.before_code = before, before_code
+
+    def _sample_course(self, *, known: bool) -> None:
+        """Samples the memory after each cell of a plan's second step: the first one allocates slots and buffers."""
+        samples: list[int] = []
+        held = self._held if known and not self._fresh else None
+
+        def sample() -> None:
+            if (above := self._peak.now()) is not None and held is not None:
+                samples.append(held + above)
+
+        wanted = held is not None and not self.course
+        self._meter.after_cell = sample if wanted else None
+        if wanted:
+            self.course = samples
+
+    def end(self, predicted: Prediction | None) -> bool:
+        """Ends a step; returns whether the margin has grown."""
+        self._meter.before_cell = self._meter.after_cell = self._meter.before_code = None
+        rise = self._peak.rise()
+        if rise is None or predicted is None:
+            return False
+        if self._heap is not None and not self._measures:
+            # Free memory is a part of this peak, which says nothing of the plan unless it is too much.
+            self._to_measure += self._began_with + rise > self._limit() + 2 * LEAST_BYTES
+            return False
+        # What is made in the first step of a plan is not there at its begin.
+        peak = rise + (0 if self._fresh else self._held)
+        if not self._fresh:
+            self.peak_bytes = peak
+        self._fresh = False
+        more = peak - (predicted.memory_bytes - self.margin_bytes)
+        grows = more > self.margin_bytes
+        self.margin_bytes = max(self.margin_bytes, more)
+        return grows
