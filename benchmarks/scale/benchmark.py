@@ -18,7 +18,7 @@ from benchmarks.harness.case import Case, Outcome
 from benchmarks.harness.settings import option
 from benchmarks.harness.table import at_most, markdown_table
 from benchmarks.mesh.methods import Training
-from benchmarks.scale.paper import LARGE, Machine, Step, sent_of, step_on_paper
+from benchmarks.scale.paper import LARGE, Machine, sent_of, step_on_paper
 from offload.mesh.costs import Link, costs_of_rank, with_updates
 from offload.mesh.traffic import SentBytes, traffic_of
 from offload.planning.plan import Plan
@@ -51,7 +51,8 @@ class Settings:
     together: int = option(8, "on paper: ranks of a machine")
     latency: float = option(20e-6, "on paper: seconds of a message", least=0)
     copied: float = option(1000.0, "on paper: GB/s of copies in memory", least=0.001)
-    meshes: tuple[int, ...] = option((1, 8, 64, 256, 1024), "on paper: ranks")
+    meshes: tuple[int, ...] = option(tuple(2**k for k in range(11)), "on paper: ranks")
+    paper: bool = option(False, "nothing is measured: only what is on paper")
 
     def training(self, ranks: int) -> Training:
         """The stack, and the batch of so many ranks."""
@@ -61,6 +62,8 @@ class Settings:
 def measure(run: Run) -> None:
     """One process, collectives, and N ranks, one case after the other."""
     settings = run.settings
+    if settings.paper:
+        return
     run.facts["cores"] = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
     def case(ranks: int) -> Case:
@@ -130,6 +133,8 @@ def _received(run: Run, outcome: Outcome) -> tuple[Mapping[str, int], Mapping[st
 
 
 def _ranks(run: Run) -> list[Outcome]:
+    if run.settings.paper:
+        return []
     cases = [run.groups["alone"][0], *(run.groups[f"{ranks} ranks"][1] for ranks in run.settings.ranks)]
     return [outcome for outcome in cases if outcome.result is not None]
 
@@ -137,6 +142,8 @@ def _ranks(run: Run) -> list[Outcome]:
 def report(run: Run) -> list[str]:
     """Predicted and measured; then what bounds a step on other machines."""
     settings, rows = run.settings, []
+    if settings.paper:
+        return _on_paper(settings)
     for outcome in _ranks(run):
         seconds, counted = predicted(run, outcome), _received(run, outcome)
         words = [f"{sum(each.values()):,.0f}" for each in counted]
@@ -166,39 +173,42 @@ def _machine(settings: Settings, disk: float, network: float) -> Machine:
 
 
 def _on_paper(settings: Settings) -> list[str]:
-    shards = LARGE.shards
     words = (
         f"## {LARGE.parameters / 1e9:.0f} B parameters on paper\n\nNothing below is measured. {LARGE.blocks} blocks of "
         f"width {LARGE.width:,}; each is a shard. Parameters, gradients and two moments in float32 are in files of the "
-        f"ranks. Each rank computes {settings.tokens:,} tokens a step at {settings.tera_flops:g} TFLOP/s: "
-        f"two for each parameter and token forward, six in a backward that recomputes. A message takes "
+        f"ranks. Each rank computes {settings.tokens:,} tokens a step at {settings.tera_flops:g} TFLOP/s. A "
+        f"parameter and a token take two operations forward, six in a backward that recomputes. A message takes "
         f"{settings.latency * 1e6:g} µs, copies in memory {settings.copied:g} GB/s. A mesh `R x S` stores the model R "
         f"times, each time on S ranks; {settings.together} ranks are one machine, in which a rank receives "
-        f"{settings.inside:g} GB/s; over the network it receives as much as the table says. `compute`, `disk` and "
-        f"`link` are the seconds that each would take alone; the longest is the bound."
+        f"{settings.inside:g} GB/s. A longer row, and replicas, use the network."
     )
-    sections = [words]
-    for disk, network in itertools.product(settings.disks, settings.networks):
-        machine, rows = _machine(settings, disk, network), []
-        for replicas, ranks in _meshes(settings):
-            step = step_on_paper(shards, settings.tokens, machine, ranks, replicas)
-            rows.append([f"{replicas} x {ranks}", *_cells(step)])
-        header = ["mesh", "bound", "s/step", "compute", "disk", "link", "computing", "in files", "received"]
-        sections.append(f"### Disk {disk:g} GB/s, network {network:g} GB/s\n\n{markdown_table(header, rows)}")
-    return sections
+    told = (
+        "The seconds of a step, and what bounds it: of layers, of the disk of a rank and of its collectives, the one "
+        "that would take longest alone. In brackets is the share of the step in which layers compute. Reads and "
+        "collectives share one lane, and updates follow the backward, as they do in the engine. Columns: GB/s of reads "
+        "and of writes of each rank, and GB/s that a rank receives over the network."
+    )
+    machines = list(itertools.product(settings.disks, settings.networks))
+    rows, sizes = [], []
+    for replicas, ranks in _meshes(settings):
+        found = [
+            step_on_paper(LARGE.shards, settings.tokens, _machine(settings, *rates), ranks, replicas)
+            for rates in machines
+        ]
+        name = f"{replicas} x {ranks}"
+        rows.append([name, *(f"{step.bound} {step.total:,.0f} ({step.share:.0%})" for step in found)])
+        traffic = found[0].traffic
+        counts = (found[0].files, traffic.bytes_gathered, traffic.bytes_reduced)
+        sizes.append([name, *(f"{count / GIGA:,.1f}" for count in counts)])
+    header = ["mesh", *(f"disk {disk:g}, network {network:g}" for disk, network in machines)]
+    table = markdown_table(["mesh", "in files, GB", "gathered", "reduced"], sizes)
+    return [words, told, markdown_table(header, rows), f"What one rank stores, and receives in a step:\n\n{table}"]
 
 
 def _meshes(settings: Settings) -> list[tuple[int, int]]:
     flat = [(1, ranks) for ranks in settings.meshes]
     hybrid = [(ranks // settings.together, settings.together) for ranks in settings.meshes]
     return flat + [mesh for mesh in hybrid if mesh[0] > 1]
-
-
-def _cells(step: Step) -> list[str]:
-    seconds = [f"{step.seconds[part]:.1f}" for part in ("compute", "disk", "link")]
-    received = step.traffic.bytes_gathered + step.traffic.bytes_reduced
-    amounts = [f"{step.files / 1e9:,.1f} GB", f"{received / 1e9:,.0f} GB"]
-    return [step.bound, f"{step.total:.1f}", *seconds, f"{step.share:.0%}", *amounts]
 
 
 def bounds(run: Run) -> list[str]:

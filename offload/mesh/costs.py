@@ -55,7 +55,9 @@ def costs_of_rank(
         return [each / ranks for each in seconds]
 
     reduce = [
-        link.seconds(ranks, shard.reduced) + (between or link).seconds(replicas, shard.replicated) for shard in shards
+        link.seconds(ranks, shard.reduced)
+        + sum((between or link).seconds(replicas, sent) for sent in shard.to_replicas(replicas))
+        for shard in shards
     ]
     return replace(
         alone,

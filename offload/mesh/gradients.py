@@ -5,7 +5,7 @@
     visit of shard j      whole gradients  -->  one row of bytes for each rank
     lane of ranks         all_to_all: row r of every rank arrives at rank r
                           the sum of these in rank order, in float32 at least  -->  this rank's part
-                          with two dimensions, these sums are gathered over replicas and added as well
+                          with two dimensions, these sums are added over replicas as well
     next drain            the part is stored, as a gradient of the stored parameter
 
 A parameter without a gradient on this rank counts as zeros. One without on any rank keeps none: each row ends with a
@@ -18,7 +18,6 @@ results have the same bits from run to run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from offload.mesh.parts import Part, offsets_of
 from offload.mesh.ranks import Ranks
+from offload.mesh.replicas import add_over_replicas
 from offload.planning.partition import aligned
 from offload.storage.buffer import host_buffer
 from offload.streaming.gradient_offload import GradientOffload
@@ -135,7 +135,7 @@ def _reduce(shard: MeshShard, gradients: list[Tensor | None], reduced: list[Tens
     gradient = None  # frees the last one as well
     totals = _sums_of_all(sent, parts, ranks)
     if ranks.replicas > 1:
-        totals = _over_replicas(totals, parts, ranks)
+        totals = add_over_replicas(totals, parts, ranks)
     for k, part, total in zip(positions, parts, totals, strict=True):
         reduced[k] = None if total is None else total.div_(ranks.divide_factor).to(part.dtype)
 
@@ -164,21 +164,3 @@ def _sum(rows: Tensor, part: Part, offset: int, flag: int, rank: int) -> Tensor 
     for row in rows[1:]:
         total += part.view(row, offset, rank)
     return total
-
-
-def _over_replicas(totals: Sequence[Tensor | None], parts: Sequence[Part], ranks: Ranks) -> list[Tensor | None]:
-    """Adds the sums of the other rows of a mesh of two dimensions."""
-    wide = [replace(part, dtype=torch.promote_types(part.dtype, torch.float32)) for part in parts]
-    offsets, flags = offsets_of(wide)
-    nbytes = flags + aligned(len(wide))
-    rows = host_buffer(ranks.replicas * nbytes).view(ranks.replicas, nbytes)
-    mine = rows[ranks.replica]
-    for n, (total, part, offset) in enumerate(zip(totals, wide, offsets, strict=True)):
-        mine[flags + n] = total is not None
-        here = part.view(mine, offset, ranks.rank)
-        here.zero_() if total is None else here.copy_(total)
-    ranks.all_gather_replicas(rows)
-    return [
-        _sum(rows, part, offset, flags + n, ranks.rank)
-        for n, (part, offset) in enumerate(zip(wide, offsets, strict=True))
-    ]

@@ -41,6 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.mesh.notices import Notices
+from offload.mesh.traffic import MESSAGE_BYTES
 from offload.storage.buffer import host_buffer
 from offload.streaming.lane import Arrival, ThreadCopyLane
 from pipe.torch_private import timeout_of
@@ -50,10 +51,7 @@ if TYPE_CHECKING:
 
     from offload.telemetry.statistics import Meter
 
-__all__ = ["MESSAGE_BYTES", "Ranks"]
-
-#: Of one message of :meth:`Ranks.agree`: a digest and a number.
-MESSAGE_BYTES = 32 + 8
+__all__ = ["Ranks"]
 
 
 class CollectiveLane(ThreadCopyLane):
@@ -153,6 +151,12 @@ class Ranks:
         with self._naming_ranks(f"reducing the gradients of a shard in {self._pass[0]}"):
             dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._group)
         self._meter.bytes_reduced += sent[0].numel() * (self.count - 1)
+
+    def all_to_all_replicas(self, received: Tensor, sent: Tensor) -> None:
+        """Sends row ``r`` of bytes to replica ``r`` of what this rank stores, and receives one row from each."""
+        with self._naming_ranks(f"reducing the gradients of a shard over replicas in {self._pass[0]}"):
+            dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._rows)
+        self._meter.bytes_reduced += sent[0].numel() * (self.replicas - 1)
 
     def all_gather_replicas(self, rows: Tensor) -> None:
         """Fills ``rows``, of bytes for each replica of what this rank stores, with those of the others."""

@@ -15,15 +15,19 @@ from offload.mesh.parts import Part, offsets_of
 from offload.planning.partition import aligned
 from offload.planning.plan import BACKWARD_CELLS, Kind, Plan
 
-__all__ = ["MESSAGE_BYTES", "SentBytes", "Traffic", "reduced_bytes", "sent_bytes", "traffic_of", "widened"]
+__all__ = ["MESSAGE_BYTES", "SentBytes", "Traffic", "piece_bytes", "sent_bytes", "traffic_of", "widened"]
 
 #: Of one message by which ranks agree: a digest and a number.
 MESSAGE_BYTES = 32 + 8
 
 
-def reduced_bytes(trainable: Sequence[Part]) -> int:
-    """Bytes that a rank sends to each other one for the gradients of these parameters, with a flag for each."""
-    return offsets_of(trainable)[1] + aligned(len(trainable))
+#: Pieces of sums begin at multiples of half a cache line, so that two pieces are no longer than the whole.
+_PIECE = 32
+
+
+def piece_bytes(nbytes: int, replicas: int) -> int:
+    """Bytes of each of so many pieces of ``nbytes``."""
+    return -(-nbytes // (replicas * _PIECE)) * _PIECE
 
 
 def widened(parts: Iterable[Part]) -> list[Part]:
@@ -37,17 +41,23 @@ class SentBytes:
 
     #: For a load; also what the rank with the most rows stores.
     gathered: int
-    #: Of gradients, in each row of a mesh; and between its rows.
+    #: Of gradients, with the flags that say which there are.
     reduced: int
-    replicated: int
+    #: Of the sums of these, and of their flags.
+    sums: int
+    flags: int
+
+    def to_replicas(self, replicas: int) -> tuple[int, int]:
+        """To each replica, in the two collectives that add the sums."""
+        piece = piece_bytes(self.sums, replicas)
+        return piece + self.flags, piece
 
 
 def sent_bytes(parts: Sequence[Part], trainable: Sequence[bool]) -> SentBytes:
     """Of a shard with these ``parts``, each of which takes a gradient or not."""
     reduced = [part for part, takes in zip(parts, trainable, strict=True) if takes]
-    if not reduced:
-        return SentBytes(offsets_of(parts)[1], 0, 0)
-    return SentBytes(offsets_of(parts)[1], reduced_bytes(reduced), reduced_bytes(widened(reduced)))
+    flags = aligned(len(reduced)) if reduced else 0  # without gradients nothing is reduced
+    return SentBytes(offsets_of(parts)[1], offsets_of(reduced)[1] + flags, offsets_of(widened(reduced))[1], flags)
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,6 @@ def traffic_of(plan: Plan, shards: Sequence[SentBytes], ranks: int, replicas: in
     everybody = ranks * replicas
     return Traffic(
         (ranks - 1) * sum(shards[j].gathered for j in plan.loads),
-        sum((ranks - 1) * shard.reduced + (replicas - 1) * shard.replicated for shard in drained),
+        sum((ranks - 1) * shard.reduced + (replicas - 1) * sum(shard.to_replicas(replicas)) for shard in drained),
         0 if everybody == 1 else (everybody - 1) * MESSAGE_BYTES * (1 + backward + norms),
     )

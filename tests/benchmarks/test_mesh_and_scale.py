@@ -94,9 +94,15 @@ def test_scale_predicts_one_process_and_says_what_bounds_a_step_on_paper() -> No
     page = Path("s.md").read_text()
     assert re.search(r"\| one process \| +[\d.]+ \|", page)
     assert "expected to receive" not in page
-    rows = re.findall(r"^\| (\d+) x (\d+) +\| +(compute|disk|link) \|", page, re.MULTILINE)
-    assert {bound for _, _, bound in rows} == {"compute", "disk", "link"}
-    assert ("128", "8") in {mesh[:2] for mesh in rows}
+
+    def bounds_on(page: str) -> dict[str, str]:
+        return dict(re.findall(r"^\| (\d+ x \d+) +\| +([cdl].*)\|$", page, re.MULTILINE))
+
+    rows = bounds_on(page)
+    assert set(re.findall(r"[a-z]+", " ".join(rows.values()))) == {"compute", "disk", "link"}
+    assert {"1 x 1", "1 x 1024", "128 x 8"} <= rows.keys()
+    assert run_here("scale", "--paper", "p") == 0
+    assert bounds_on(Path("p.md").read_text()) == rows
 
 
 def test_ranks_are_predicted_from_one_process_and_their_collectives() -> None:

@@ -47,11 +47,12 @@ def test_bytes_of_a_step_are_those_of_the_formula_on_the_page(ranks: int, replic
     wide = [-(-count * 4 // 64) * 64 for count in rows]
     frozen = sent_bytes(parts, [False] * 3)
     shards = [sent_bytes(parts, [True, True, False]), frozen]
-    assert frozen == SentBytes(sum(lines), 0, 0)
-    assert shards[0] == SentBytes(sum(lines), sum(lines[:2]) + 64, sum(wide[:2]) + 64)
+    assert frozen == SentBytes(sum(lines), 0, 0, 0)
+    assert shards[0] == SentBytes(sum(lines), sum(lines[:2]) + 64, sum(wide[:2]), 64)
     plan = plan_step(2, slots=1)
     assert plan.loads == (0, 1, 0)
-    reduced = (ranks - 1) * shards[0].reduced + (replicas - 1) * shards[0].replicated
+    piece = -(-sum(wide[:2]) // replicas // 32) * 32
+    reduced = (ranks - 1) * shards[0].reduced + (replicas - 1) * (2 * piece + 64)
     agreed = 40 * (ranks * replicas - 1)
     expected = Traffic((ranks - 1) * 3 * sum(lines), reduced, 3 * agreed)
     assert traffic_of(plan, shards, ranks, replicas, norms=1) == expected
@@ -60,10 +61,10 @@ def test_bytes_of_a_step_are_those_of_the_formula_on_the_page(ranks: int, replic
 
 def test_a_rank_reads_stores_and_updates_its_part_and_a_mesh_of_one_is_one_process() -> None:
     alone = Costs([8.0], [1.0], [2.0], [4.0], [16.0])
-    sent = [SentBytes(100, 50, 60)]
+    sent = [SentBytes(gathered=100, reduced=50, sums=64, flags=8)]
     link = Link(bytes_per_second=10.0, copied_per_second=100.0, latency_seconds=0.5)
     assert costs_of_rank(alone, sent, 1, link) == alone
     costs = costs_of_rank(alone, sent, 4, link, replicas=2)
     assert (costs.load, costs.drain, costs.update, costs.forward) == ([2.0], [1.0], [4.0], [1.0])
     assert costs.gather == [3 * 100 / 10 + 4 * 100 / 100 + 3 * 0.5]
-    assert costs.reduce == [3 * 50 / 10 + 4 * 50 / 100 + 3 * 0.5 + (60 / 10 + 2 * 60 / 100 + 0.5)]
+    assert costs.reduce == [3 * 50 / 10 + 4 * 50 / 100 + 3 * 0.5 + (72 / 10 + 2 * 72 / 100 + 2 * 0.5)]
