@@ -31,6 +31,7 @@ from offload.engine.follow import Follower, performers
 from offload.engine.inputs import check_inputs
 from offload.engine.layouts import bytes_of_boundary
 from offload.engine.raw_chunk import RawChunk, versions_of
+from offload.engine.reach import Reach
 from offload.engine.recut import recut
 from offload.engine.shape_inference import inferred_boundaries
 from offload.engine.shard_cells import ShardCells
@@ -312,21 +313,16 @@ class Executor(BlockForwards):
             self._cell_executor.check_homes(tape)
             waiting = sum(other is not tape and not other.used for other in self._tapes)
             gradient_offload = self.streamer.gradient_offload
-            if tape.glue is not None:
-                to_inputs |= tape.glue.begin_backward(None if accumulate else returned, to_inputs)
-            updates = gradient_offload.begin(waiting, returned, drop_others=not accumulate)
             only = None if accumulate else frozenset(returned)
-            # Shards that no requested gradient needs are skipped, as in autograd: their hooks must not run.
-            requested = [
-                shard.index for shard in self.shards if only is not None and not only.isdisjoint(shard.parameters)
-            ]
-            first = tape.first if only is None or to_inputs else min(requested, default=n)
+            shards = self._cell_executor.shards
+            reach = Reach.of(shards, tape.first, tape.glue, only, to_inputs=to_inputs)
+            updates = gradient_offload.begin(waiting, returned, drop_others=not accumulate)
             this = Pass(
                 shards=n,
                 microbatches=m,
                 slots=self.streamer.slots,
                 backward=True,
-                first=first,
+                first=reach.shard,
                 kept=tape.graphs,
                 resident=resident,
                 in_memory=self.streamer.in_place(),
@@ -353,17 +349,23 @@ class Executor(BlockForwards):
 
             def run(cell: Cell) -> None:
                 j, i = cell
-                to_boundary = accumulate or to_inputs or j > first
                 back = cells.backward(
-                    tape, cell, gradients, kept=this.keeps(j, i), consume=consume, only=only, to_boundary=to_boundary
+                    tape,
+                    cell,
+                    gradients,
+                    kept=this.keeps(j, i),
+                    consume=consume,
+                    only=only,
+                    to_boundary=reach.needs_input(j, shards[j].steps),
+                    first=reach.block,
                 )
-                if j > first:
+                if j > reach.shard:
                     self.steps.gradient_bytes[j, tape.rows[i]] = gradients.put(cell, back)
-                elif j == 0:
+                elif j == 0 and not reach.block:
                     input_gradients[i] = back
 
             def visit(j: int) -> contextlib.AbstractContextManager[object]:
-                return self.streamer.visit(j, copied=self._cell_executor.shards[j].writes_weights)
+                return self.streamer.visit(j, copied=shards[j].writes_weights)
 
             follower = Follower(performers(run, self.streamer, tape.boundaries, gradients))
             follower.follow(this.actions(tape.residency, size, self.steps.residency(gradients=True)), visit)
@@ -371,7 +373,7 @@ class Executor(BlockForwards):
                 self.steps.record_step(joined(tape.plan, follower.plan(this)), tape.rows, training=True)
                 tape.plan = None  # a second backward begins with other shards in slots
             self.streamer.gradient_offload.wait_idle()
-            if tape.glue is not None and first > 0:  # inputs that code after those shards has used
+            if tape.glue is not None and reach.shard > 0:  # inputs that code after those shards has used
                 input_gradients = [tape.glue.of_inputs(i) for i in range(m)]
             taken = gradient_offload.pop_returned() | ({} if tape.glue is None else tape.glue.take())
             # The next micro-batch reuses the slots; else the next forward begins with empty ones anyway.

@@ -91,8 +91,8 @@ class _Chunk:
     uses: dict[int, list[tuple[int, _Place]]] = field(default_factory=dict)
     #: The edges of the result, or None for each leaf that needs no gradient.
     result: list[GradientEdge | None] = field(default_factory=list)
-    #: Parameters and other leaves that its pieces reach.
-    leaves: dict[Tensor, None] = field(default_factory=dict)
+    #: Parameters and other leaves that its pieces reach, with the first of these pieces.
+    leaves: dict[Tensor, int] = field(default_factory=dict)
     #: By number: tensors that enter several blocks, with their versions; None for those that entered one.
     shared: list[tuple[Tensor, int | None] | None] = field(default_factory=list)
     # While the forward runs:
@@ -244,7 +244,7 @@ class Glue:
                 if (x.grad_fn, x.output_nr) not in chunk.first:  # the gradients of one that entered a block are summed
                     stack.append(x.grad_fn)
             elif x.requires_grad:
-                self._add_leaf(chunk, x)
+                self._add_leaf(chunk, x, j)
         while stack:
             node = stack.pop()
             if node in chunk.seen:
@@ -256,7 +256,7 @@ class Glue:
             chunk.seen[node] = j
             variable = _leaf_of(node)
             if isinstance(variable, Tensor):
-                self._add_leaf(chunk, variable)
+                self._add_leaf(chunk, variable, j)
             stack.extend(following for following, _ in node.next_functions if following is not None)
 
     def _refuse_hooks(self, chunk: _Chunk, node: Node) -> None:
@@ -275,13 +275,13 @@ class Glue:
                 )
             stack.extend(following for following, _ in node.next_functions if following is not None)
 
-    def _add_leaf(self, chunk: _Chunk, leaf: Tensor) -> None:
+    def _add_leaf(self, chunk: _Chunk, leaf: Tensor, j: int) -> None:
         if id(leaf) in self._within:
             raise RuntimeError(
                 f"parameter {self._within[id(leaf)]} of a block is used by code outside of that block, where "
                 f"it is not on the compute device and its gradient would be lost; leave its block out of ``blocks``"
             )
-        chunk.leaves[leaf] = None
+        chunk.leaves.setdefault(leaf, j)
 
     @property
     def inputs(self) -> list[list[Any]]:
@@ -295,15 +295,23 @@ class Glue:
 
     # --- backward -----------------------------------------------------------------------------------------------
 
-    def begin_backward(self, wanted: Collection[Tensor] | None, to_inputs: bool) -> bool:
-        """Begins a backward to the ``wanted`` leaves (None: all), and perhaps to the inputs; whether any are wanted."""
+    def begin_backward(self, wanted: Collection[Tensor] | None, to_inputs: bool) -> int:
+        """Begins a backward to the ``wanted`` leaves (None: all), and perhaps to the inputs.
+
+        Returns the first block whose backward the leaves need, of which pieces lead to it; or the number of blocks.
+        """
         self._to_inputs = to_inputs
         asked = None if wanted is None else set(wanted)
         wanted = [leaf for leaf in self.leaves if asked is None or leaf in asked]
         self._leaf_gradients.begin(wanted, wanted if len(self._chunks) > 1 else self._in_several)
         for chunk in self._chunks:
             chunk.entering, chunk.returned = {}, {}
-        return bool(wanted)
+        found = (chunk.leaves.get(leaf, self._last) for chunk in self._chunks for leaf in wanted)
+        return min(found, default=self._last)
+
+    def several_enter(self, j: int) -> bool:
+        """Whether more than one tensor that needs a gradient enters block ``j``."""
+        return any(len(chunk.uses.get(j, ())) > 1 for chunk in self._chunks)
 
     def from_result(self, i: int, gradients: Sequence[Any], *, consume: bool) -> list[Any]:
         """The gradients of the last block's outputs, from those of the result of a chunk."""

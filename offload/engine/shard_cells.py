@@ -70,8 +70,9 @@ class ShardCells:
         consume: bool,
         only: Collection[nn.Parameter] | None,
         to_boundary: bool,
+        first: int,
     ) -> list[Any]:
-        """Backward of a cell: the gradients of what entered it.
+        """Backward of a cell: the gradients of what entered it, or its block number ``first``.
 
         ``gradients`` of the output are dropped after use, and with ``consume`` so is what entered. ``kept``: the cell
         kept its graph. The others: see :meth:`.CellExecutor.backward`.
@@ -80,7 +81,8 @@ class ShardCells:
         steps = self._cells.shards[j].steps
         given: list[Any] = gradients.get((j + 1, i))
         entered = [None] * len(steps) if kept else self._cells.inputs_of(tape, cell)
-        for step in reversed(steps):
+        begin = max(first, steps[0])
+        for step in range(steps[-1], begin - 1, -1):
             with contextlib.nullcontext() if glue is None else glue.as_then(Cell(step, i), consume=consume):
                 given = self._cells.backward(
                     tape,
@@ -93,7 +95,7 @@ class ShardCells:
                 )
             if step == steps[-1]:
                 gradients.drop((j + 1, i))
-            if step == steps[0] and consume:
+            if step == begin and consume:
                 tape.boundaries.drop(cell)
             if glue is not None:
                 given = glue.before(i, step, given, consume=consume)

@@ -151,6 +151,12 @@ CORPUS: dict[str, Program] = {
     "hooks_of_layers_that_given_inputs_leave_out_do_not_run": program(
         Hook("backward"), Forward(x_grad=True), Backward(inputs="all")
     ),
+    "hooks_of_blocks_that_given_inputs_leave_out_do_not_run": program(
+        Hook("backward", at=3), Forward(), Backward(inputs="last"), model="blocks_around", slices=3
+    ),
+    "hooks_in_a_block_of_which_given_inputs_need_one_argument_do_not_run_or_are_refused": program(
+        Hook("backward", at=3), Forward(), Backward(inputs="last"), model="blocks_sided"
+    ),
     # Inference.
     "a_buffer_replaced_in_inference_mode_is_used_in_training": program(
         Forward(mode="inference"), *TRAIN, model="counting", checkpoint=True

@@ -1,0 +1,80 @@
+"""How far a backward goes: for requested gradients (``inputs=``, ``autograd.grad``) no further than autograd would.
+
+Shards and blocks that no requested gradient needs are skipped, since their backward hooks must not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from offload.engine.glue import Glue
+from offload.engine.shard_runners import ShardRunners
+
+__all__ = ["Reach"]
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Where a backward ends."""
+
+    #: The first shard that runs; the number of shards if none does.
+    shard: int
+    #: The first block that runs: 0, or one inside that shard.
+    block: int = 0
+    #: The first block whose input needs its gradient.
+    entered: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        shards: Sequence[ShardRunners],
+        first: int,
+        glue: Glue | None,
+        requested: Collection[nn.Parameter] | None,
+        *,
+        to_inputs: bool,
+    ) -> Reach:
+        """Of a backward of a forward whose first shard with a graph is ``first``.
+
+        ``requested``: the only parameters that get a gradient; None: all get one. ``to_inputs``: the inputs, too.
+        Raises RuntimeError where hooks of modules would run that autograd does not run.
+        """
+        count = shards[-1].steps.stop
+        # The first block to which code leads that uses requested parameters.
+        entered = count if glue is None else glue.begin_backward(requested, to_inputs)
+        if requested is None or to_inputs:
+            return cls(first)
+        if glue is not None:
+            _refuse_hooks(shards, glue, entered)
+        storing = (each.shard.index for each in shards if not {*each.shard.parameters}.isdisjoint(requested))
+        leading = (each.shard.index for each in shards if entered in each.steps)
+        asked, led = min(storing, default=len(shards)), min(leading, default=len(shards))
+        return cls(min(asked, led), entered if led < asked else 0, entered)
+
+    def needs_input(self, j: int, steps: range) -> bool:
+        """Whether shard ``j``, of these blocks, computes the gradient of what enters it."""
+        return j > self.shard or self.entered <= steps[0]
+
+
+def _refuse_hooks(shards: Sequence[ShardRunners], glue: Glue, entered: int) -> None:
+    """A block computes the gradients of all that enters it; autograd, of what leads to requested parameters."""
+    for each in shards:
+        for block, runner in zip(each.steps, each.runners, strict=True):
+            if block >= entered and glue.several_enter(block) and any(map(_has_hooks, _modules(runner.modules))):
+                raise RuntimeError(
+                    f"gradients of parameters around blocks were requested (inputs=, torch.autograd.grad), and modules "
+                    f"of block {block}, which several tensors enter, have backward hooks: these would run for all of "
+                    f"them; remove the hooks, or call backward() without inputs="
+                )
+
+
+def _modules(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    return [module for layer in layers for module in layer.modules()]
+
+
+def _has_hooks(module: Any) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)
