@@ -63,7 +63,7 @@ def class_for(base: type[nn.Module], model: Any, blocks: Any) -> type[nn.Module]
     about_forward = vars(forward)
     about_forward["__signature__"] = inspect.signature(about_forward.pop("__wrapped__"))
 
-    members: dict[str, Any] = {name: getattr(kind, name, None) for name in _OF_CONTAINERS} | methods_refused(kind)
+    members: dict[str, Any] = {name: getattr(kind, name, None) for name in _OF_CONTAINERS} | methods_refused(model)
     if members["__len__"] is None:
         members["__bool__"] = _true
     makers: Any = (kind, base)  # that of the model, whose class has it

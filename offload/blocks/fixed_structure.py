@@ -27,34 +27,32 @@ _REPLACING = {
     "unload": "unload the model and wrap it afterwards",
 }
 
+_SETTING = ("set_input_embeddings", "set_output_embeddings")
 
-def methods_refused(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """By name: what stands in for the methods of ``kind`` that would replace modules or parameters."""
-    return {name: _refused(kind, name) for name in _REPLACING if callable(getattr(kind, name, None))}
+
+def methods_refused(model: nn.Module) -> dict[str, Callable[..., Any]]:
+    """By name: what stands in for the methods of ``model`` that would replace modules or parameters.
+
+    Among them those of another object that a model passes on, as a model with adapters does.
+    """
+    return {name: _refused(type(model), name) for name in _REPLACING if callable(getattr(model, name, None))}
 
 
 def _refused(kind: type[nn.Module], name: str) -> Callable[..., Any]:
-    own = getattr(kind, name)
-
-    @functools.wraps(own)
-    def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _changes_nothing(self, name, args, kwargs):
-            return own(self, *args, **kwargs)
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if name == "resize_token_embeddings":
+            embeddings = self.get_input_embeddings()
+            size = args[0] if args else kwargs.get("new_num_tokens")
+            rounded = args[1] if len(args) > 1 else kwargs.get("pad_to_multiple_of")
+            if rounded is None and size in (None, embeddings.weight.shape[0]):
+                return embeddings
+        given = [*args, *kwargs.values()]
+        if name in _SETTING and len(given) == 1 and given[0] is getattr(self, name.replace("set", "get"))():
+            return None
         raise RuntimeError(
             f"{kind.__name__}.{name}() would replace modules or parameters of an OffloadModel, which has a home for "
             f"each parameter since it was made: {_REPLACING[name]}"
         )
 
-    return refuse
-
-
-def _changes_nothing(model: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call leaves the model as it is: embeddings of the same size, or the same module."""
-    given = [*args, *kwargs.values()]
-    if name == "resize_token_embeddings":
-        size = args[0] if args else kwargs.get("new_num_tokens")
-        rounds = args[1] if len(args) > 1 else kwargs.get("pad_to_multiple_of")
-        return rounds is None and size in (None, model.get_input_embeddings().weight.shape[0])
-    if name in ("set_input_embeddings", "set_output_embeddings") and len(given) == 1:
-        return given[0] is getattr(model, name.replace("set", "get"))()
-    return False
+    own = getattr(kind, name, None)
+    return refuse if own is None else functools.wraps(own)(refuse)

@@ -76,7 +76,7 @@ class CellExecutor:
         output_fn = self._output_fn(tape, cell)
         j = runner.shard.index
         keeps = tape.records and j >= tape.first and (j, cell.i) in tape.graphs
-        with self._metered("K" if keeps else "F", cell, tape.rows[cell.i], first=self.shards[j].steps[0]):
+        with self._metered("K" if keeps else "F", cell, tape.rows[cell.i]):
             runner.gets_copies = tape.glue is not None and tape.records
             if not tape.records or j < tape.first or cell in tape.graphless:
                 return map_distinct(Tensor.detach, runner.forward(boundary, output_fn))
@@ -101,12 +101,11 @@ class CellExecutor:
             tape.requires[Cell(cell.j + 1, cell.i)] = requires(flatten(output)[0])
             return map_distinct(Tensor.detach, output)
 
-    def _metered(self, kind: str, step: Cell, rows: int, *, first: int) -> contextlib.AbstractContextManager[None]:
-        """Counts the time of a step of a cell; ``first``: the step that its pass begins with."""
+    def _metered(self, kind: str, step: Cell, rows: int) -> contextlib.AbstractContextManager[None]:
+        """Counts the time of a cell, or of a step of it."""
         runners = self.shards[self._runners[step.j].shard.index]
-        return self._meter.cell(
-            kind, runners.shard.index, step.i, rows, steps=len(runners.steps), continues=step.j != first
-        )
+        steps = runners.steps[::-1] if kind in "BG" else runners.steps
+        return self._meter.cell(kind, runners.shard.index, step.i, rows, step=steps.index(step.j), steps=len(steps))
 
     def end_visit(
         self, tape: Tape, j: int, microbatches: Sequence[int], inputs_of: Callable[[Cell], list[Any]]
@@ -218,14 +217,13 @@ class CellExecutor:
         ``consume`` frees a kept graph, which needs no ``boundary``. ``only`` these parameters take gradients (None: all
         that require one), and with it the boundary only if ``to_boundary``.
         """
-        if cell in tape.graphless:
-            return [None] * len(tape.requires[cell])
         runner = self._runners[cell.j]
         j = runner.shard.index
         keeps_graph = (j, cell.i) in tape.graphs
         kind = "G" if keeps_graph else "B"
-        metered = self._metered(kind, cell, tape.rows[cell.i], first=self.shards[j].steps[-1])
-        with metered, runner.until_backward() as until:
+        with self._metered(kind, cell, tape.rows[cell.i]), runner.until_backward() as until:
+            if cell in tape.graphless:
+                return [None] * len(tape.requires[cell])
             if not keeps_graph:
                 source, value = _source(tape, cell, boundary)
                 outputs = flatten(runner.recompute(value, tape.cells[cell], self._output_fn(tape, cell), until))[0]

@@ -117,26 +117,23 @@ class Meter:
 
     @contextlib.contextmanager
     def cell(
-        self, kind: str, shard: int, microbatch: int, rows: int, *, steps: int = 1, continues: bool = False
+        self, kind: str, shard: int, microbatch: int, rows: int, *, step: int = 0, steps: int = 1
     ) -> Iterator[None]:
-        """Counts the time of one cell, whose letter in the plan is ``kind``; or of one of its ``steps``.
-
-        ``continues``: it is not the first of these.
-        """
+        """Counts the time of one cell, whose letter in the plan is ``kind``; or of one of its ``steps``, in order."""
         clock = self.cells.setdefault((kind, shard), Clock(self._device))
         token = f"{kind}{shard}.{microbatch}"
-        if self.before_cell is not None:
+        if self.before_cell is not None and step == 0:
             self.before_cell(kind, shard, microbatch)
         began, busy = time.perf_counter(), self.contention.busy_seconds()
         # A visit is one sample, since its first micro-batch always takes longer than the others.
-        continues |= microbatch > 0
+        continues = microbatch > 0 or step > 0
         with self.compute.span(), clock.span(rows / steps, continues=continues), self.tracer.span("compute", token):
             with torch.profiler.record_function(token):
                 yield
         if self._steps > 1:
             overlap = self.contention.busy_seconds() - busy
             self.contention.add_cell((kind, shard), rows / steps, time.perf_counter() - began, overlap)
-        if self.after_cell is not None:
+        if self.after_cell is not None and step == steps - 1:
             self.after_cell()
 
     def begin_step(self) -> None:

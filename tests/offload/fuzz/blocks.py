@@ -319,6 +319,21 @@ class TwoLists(Model):
         return self.head(x)
 
 
+class PartlyFixed(Model):
+    """Calls its first and its third block without gradients; what they return scales what the others do."""
+
+    def __init__(self, trips: bool) -> None:
+        super().__init__(trips, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.stem(x))
+        for k, block in enumerate(self.blocks):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and k % 2 == 1):
+                y = self.trip(block(x))
+            x = x * y.sigmoid() if k % 2 == 0 else y
+        return self.head(x)
+
+
 #: Makes a model, with layers in which an interrupt can strike or without them.
 BLOCKS: dict[str, Callable[[bool], nn.Module]] = {
     "blocks": Model,
@@ -337,6 +352,7 @@ BLOCKS: dict[str, Callable[[bool], nn.Module]] = {
     "blocks_lora": Lora,
     "blocks_aside": Aside,
     "blocks_lists": TwoLists,
+    "blocks_fixed": PartlyFixed,
 }
 
 #: The names of their lists of blocks.
@@ -344,5 +360,5 @@ LISTS: dict[str, tuple[str, ...]] = dict.fromkeys(BLOCKS, ("blocks",)) | {"block
 
 #: Models in which a tensor takes gradients of several pieces of graph, which are summed in another order.
 REORDERED = frozenset(
-    f"blocks_{name}" for name in ("glued", "sided", "around", "reversible", "hidden", "words", "lists")
+    f"blocks_{name}" for name in ("glued", "sided", "around", "reversible", "hidden", "words", "lists", "fixed")
 )
