@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -20,7 +20,7 @@ from offload.planning.peak_memory import StepBytes
 from offload.planning.plan import Kind
 from offload.planning.planner import Updates
 from offload.planning.search import NothingFitsError, search
-from offload.planning.simulate import Costs, simulate
+from offload.planning.simulate import Costs
 from offload.planning.step_model import Prediction, StepModel
 from offload.telemetry.contention import PRIOR
 
@@ -125,8 +125,10 @@ class Situation:
             kept_backward=kept,
             drain=[nbytes * slowest_back for nbytes in gradient_bytes],
             update=[nbytes * self._update_seconds_per_byte for nbytes in gradient_bytes],
+            resting_update=[nbytes / self.optimizer.bytes_per_second for nbytes in gradient_bytes],
             boundary=[share * nbytes * slowest_back for nbytes in boundaries],
             contention=PRIOR if self.on_host else 0.0,
+            updates_fill_slots=self.on_host and shards.param_dtype is None,
         )
         buffers = 0
         if self.optimizer.states and self.on_host:
@@ -167,17 +169,6 @@ class Situation:
         writes = 1 / rates.write_bytes + states / rates.states_write_bytes
         return max(1 / self.optimizer.bytes_per_second, reads + writes)
 
-    def seconds(self, model: StepModel, prediction: Prediction) -> float:
-        """Of a step; shards in memory are updated without files."""
-        choice, gradient_bytes = prediction.choice, self.shards.gradient_bytes
-        still = choice.in_memory | choice.waiting
-        update = [
-            gradient_bytes[j] / self.optimizer.bytes_per_second if j in choice.in_memory else seconds
-            for j, seconds in enumerate(model.costs.update)
-        ]
-        drain = [0.0 if j in still else seconds for j, seconds in enumerate(model.costs.drain)]
-        return simulate(prediction.plan, replace(model.costs, update=update, drain=drain)).seconds
-
     def at(self, limit_bytes: int) -> Advice:
         """The fastest plan that fits in a limit."""
         try:
@@ -185,7 +176,7 @@ class Situation:
             prediction = search(model, limit_bytes).best
         except ValueError:  # also NothingFitsError, and buffers that do not fit
             return Advice(limit_bytes, None)
-        return Advice(limit_bytes, prediction, self.seconds(model, prediction), prediction.memory_bytes)
+        return Advice(limit_bytes, prediction, prediction.seconds, prediction.memory_bytes)
 
     def least_bytes(self) -> int:
         """The least limit for which a plan is found. Buffers grow with it, so it is approached from below."""

@@ -61,6 +61,8 @@ def step_model(
         drain=[nbytes * each["drain"] for nbytes in gradient_bytes],
         update=[nbytes * (in_files if tier.blocking_io else in_memory) for nbytes in gradient_bytes],
         resting_update=[nbytes * in_memory for nbytes in gradient_bytes],
+        updated_at_step=frozenset() if tier.blocking_io else frozenset(range(len(shards))),
+        updates_fill_slots=on_host and tier.blocking_io and not any(shard.casts for shard in shards),
         boundary=[boundaries((j, 0)) * each["boundary"] for j in range(len(shards) + 1)],
     )
     always = on_host and not tier.blocking_io  # homes are in host memory anyway

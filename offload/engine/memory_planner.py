@@ -27,6 +27,7 @@ from offload.engine.gradients_held import gradient_bytes, gradients_there, unown
 from offload.engine.least_limit import too_little
 from offload.engine.step_memory import StepMemory
 from offload.limits import MemoryLimits
+from offload.planning.explain import explain
 from offload.planning.search import Found, NothingFitsError, fill, least_bytes, search
 from offload.planning.step_model import Choice, Given, Prediction, StepModel, predict
 from offload.policy import MemoryPolicy
@@ -305,12 +306,9 @@ class MemoryPlanner:
         executor = self._executor()
         assert executor is not None
         rows, predicted = self._rows, self._prediction
-        more, runner_up = None, None if self._found is None else self._found.runner_up
         more_limit = self.limit_bytes + max(1 << 20, self.limit_bytes // 4)
-        if predicted is not None and rows is not None:
-            # A size of batch that ran goes on although it takes more than memory, and may take more than this, too.
-            with contextlib.suppress(NothingFitsError):
-                more = search(self._model(rows), more_limit).best
+        known = None if rows is None else self._model(rows)
+        parts, more = explain(known, predicted, more_limit)
         return MemoryReport(
             device=str(self._device),
             limit_bytes=self.limit_bytes,
@@ -321,7 +319,8 @@ class MemoryPlanner:
             measured_bytes=self._memory.peak_bytes,
             margin_bytes=self._memory.margin_bytes,
             outside=executor.outside_bytes(),
-            runner_up=runner_up,
+            runner_up=None if self._found is None else self._found.runner_up,
+            parts=parts,
             more=more,
             more_limit_bytes=more_limit,
             measured_course=self._memory.course,

@@ -5,8 +5,9 @@ This module knows nothing of tensors or torch.
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from offload.planning.plan import BACKWARD_CELLS, CELLS, Action, Kind, Plan, validate
@@ -32,12 +33,20 @@ class Costs:
     kept_backward: Sequence[float] = ()
     #: Of an update of a shard that rests in memory; as ``update`` where it is empty.
     resting_update: Sequence[float] = ()
+    #: The shards whose homes are updated in place as soon as the optimizer steps, besides those that rest in memory.
+    updated_at_step: Set[int] = frozenset()
+    #: Whether an update of another shard reads its weights into the slot of the load that follows, and leaves the new
+    #: ones there.
+    updates_fill_slots: bool = False
     #: With several ranks, of the collectives of each shard: a load gathers what it has read, a drain reduces before it
     #: stores. All of them, and the reads, are on one lane in the order of the plan.
     gather: Sequence[float] = ()
     reduce: Sequence[float] = ()
     #: Seconds that a cell loses to each second of a busy lane, where these share the cores.
     contention: float = 0.0
+    #: The same of updates for the time that they take in memory, since they compute as layers do, on all cores. Counts
+    #: where ``contention`` is not 0.
+    update_contention: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ def simulate(plan: Plan, costs: Costs) -> Forecast:
 
 def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
     """The same for a plan that needs no proof, since :func:`~offload.planning.planner.plan_step` made it."""
-    compute = loading = draining = updating = moving = waited = computed = 0.0
+    compute = loading = filling = draining = updating = moving = waited = computed = 0.0
     arrival = dict.fromkeys(plan.resident, 0.0)
     home: dict[int, float] = {}  # when gradients are home
     storing: deque[tuple[int, float]] = deque()  # the same of shards that are not in ``drained`` yet
@@ -73,12 +82,23 @@ def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
     back: dict[tuple[bool, int, int | None], float] = {}  # when gradients, or not, of boundaries are read back
     drained: dict[int, int] = {}
     reduced: dict[int, float] = {}  # with several ranks: when gradients can be stored
-    lanes = _Lanes(costs.contention)
+    lanes = _Lanes(costs)
+    filled: set[int] = set()  # slots that the update before a load has filled
+    at_step = plan.in_memory | costs.updated_at_step
+    for action in plan.actions:
+        if action.kind is Kind.UPDATE and action.shard in at_step:
+            begin, seconds = updating, _update_seconds(plan, costs, action.shard)
+            updating = updated[action.shard] = lanes.updates(begin, begin + seconds, seconds)
+    if len(plan.in_memory) == len(costs.load):
+        # Nothing is loaded beside them: the optimizer's step waits for its updates.
+        compute = waited = updating
     for position, action in _with_reductions(plan) if costs.reduce else enumerate(plan.actions):
         shard, kind = action.shard, action.kind
         if kind is Kind.LOAD:
             begin = max(loading, compute, updated.get(shard, 0.0))
-            seconds = costs.load[shard] + (costs.gather[shard] if costs.gather else 0.0)
+            seconds = 0.0 if shard in filled else costs.load[shard]
+            seconds += costs.gather[shard] if costs.gather else 0.0
+            filled.discard(shard)
             loading = arrival[shard] = lanes.busy(begin, begin + seconds, _LOAD)
         elif kind is Kind.DRAIN and costs.reduce and shard not in reduced:
             begin = max(loading, compute)
@@ -90,13 +110,22 @@ def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
             begin = max(draining, compute)
             draining = home[shard] = lanes.busy(begin, begin + costs.drain[shard], _DRAIN)
             storing.append((shard, draining))
-        elif kind in (Kind.UPDATE, Kind.UPDATE_IN_BACKWARD):
-            begin = max(updating, compute, home.get(shard, 0.0))
-            resting = shard in plan.in_memory and bool(costs.resting_update)
-            seconds = (costs.resting_update if resting else costs.update)[shard]
-            updating = updated[shard] = lanes.busy(begin, begin + seconds, _UPDATE)
-            if kind is Kind.UPDATE_IN_BACKWARD:
-                home[shard] = updating  # the gradients are kept until then
+        elif kind is Kind.UPDATE:
+            if shard in at_step:
+                continue
+            begin = max(updating, compute)
+            if costs.updates_fill_slots:  # while the update before this one runs
+                read = max(filling, compute)
+                filling = lanes.busy(read, read + costs.load[shard], _FILL)
+                begin = max(begin, filling)
+                filled.add(shard)
+            resting = (costs.resting_update or costs.update)[shard]
+            updating = updated[shard] = lanes.updates(begin, begin + costs.update[shard], resting)
+        elif kind is Kind.UPDATE_IN_BACKWARD:
+            begin, seconds = max(updating, compute, home.get(shard, 0.0)), _update_seconds(plan, costs, shard)
+            resting = (costs.resting_update or costs.update)[shard]
+            updating = updated[shard] = lanes.updates(begin, begin + seconds, resting)
+            home[shard] = updating  # the gradients are kept until then
         elif kind in (Kind.SPILL, Kind.SPILL_GRADIENT):
             oldest = leaving.popleft() if len(leaving) == WRITES_IN_FLIGHT else compute
             waited += max(0.0, oldest - compute)
@@ -144,42 +173,55 @@ def _with_reductions(plan: Plan) -> Iterator[tuple[int, Action]]:
     yield from deferred
 
 
-#: The lanes that share cores with compute.
-_LOAD, _DRAIN, _UPDATE = range(3)
+#: The lanes that share cores with compute; weights to be updated are read by a thread of their own.
+_LOAD, _DRAIN, _UPDATE, _FILL = range(4)
 
 
 class _Lanes:
     """When lanes are busy, and how much longer cells take then."""
 
-    def __init__(self, share: float) -> None:
-        self._share = share
-        #: Begin and end of what each lane does, in order.
-        self._spans: tuple[deque[tuple[float, float]], ...] = (deque(), deque(), deque())
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        #: Begin, end and share of what each lane does, in order.
+        self._spans: tuple[deque[tuple[float, float, float]], ...] = (deque(), deque(), deque(), deque())
 
-    def busy(self, begin: float, end: float, lane: int) -> float:
+    def busy(self, begin: float, end: float, lane: int, share: float | None = None) -> float:
         """A lane is busy in this span, which follows its earlier ones; returns its end."""
-        if self._share and end > begin:
-            self._spans[lane].append((begin, end))
+        if self._costs.contention and end > begin:
+            self._spans[lane].append((begin, end, self._costs.contention if share is None else share))
         return end
+
+    def updates(self, begin: float, end: float, resting: float) -> float:
+        """The same of an update; ``resting``: its seconds in memory, in which it computes as layers do."""
+        share = self._costs.update_contention
+        if share and end > begin:
+            share *= min(1.0, resting / (end - begin))
+        return self.busy(begin, end, _UPDATE, max(share, self._costs.contention))
 
     def slowed(self, start: float, seconds: float) -> float:
         """Seconds of a cell that takes ``seconds`` alone; cells are asked for in their order."""
-        if not self._share:
+        if not self._costs.contention:
             return seconds
-        for spans in self._spans:
-            while spans and spans[0][1] <= start:
-                spans.popleft()
-        taken = seconds
-        for _ in range(3):  # a longer cell meets more of the lanes' work
-            end = start + taken
-            overlap = 0.0
+        now, left = start, seconds
+        while True:
+            lost, until = 0.0, math.inf
             for spans in self._spans:
-                for begin, until in spans:
-                    if begin >= end:
-                        break
-                    overlap += min(end, until) - max(start, begin)
-            taken = seconds + self._share * overlap
-        return taken
+                while spans and spans[0][1] <= now:
+                    spans.popleft()
+                if spans:
+                    begin, end, share = spans[0]
+                    lost += share if begin <= now else 0.0
+                    until = min(until, end if begin <= now else begin)
+            rate = max(0.0, 1.0 - lost)
+            if left <= rate * (until - now):
+                return now + (left / rate if left else 0.0) - start
+            left -= rate * (until - now)
+            now = until
+
+
+def _update_seconds(plan: Plan, costs: Costs, shard: int) -> float:
+    resting = shard in plan.in_memory and bool(costs.resting_update)
+    return (costs.resting_update if resting else costs.update)[shard]
 
 
 def _seconds(costs: Costs, kind: Kind) -> Sequence[float]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from offload.planning.explain import Part, lost_by
 from offload.planning.peak_memory import OutsideBytes
 from offload.planning.step_model import Choice, Prediction
 
@@ -33,6 +34,8 @@ class MemoryReport:
     runner_up: Prediction | None = None
     more: Prediction | None = None
     more_limit_bytes: int = 0
+    #: What each choice of the present plan takes and saves.
+    parts: Sequence[Part] = ()
     #: Measured bytes at the end of each cell of the last step that was measured so.
     measured_course: Sequence[int] = ()
     #: What stays on the compute device and belongs to no shard.
@@ -81,20 +84,23 @@ class MemoryReport:
         )
 
     def _others(self) -> list[str]:
-        lines = [""]
+        """What the choices take and save, why the runner-up lost, and what more memory would buy."""
         assert self.predicted is not None
+        lines = [""] if self.parts else []
+        lines += [f"{part.what}: {_mib(part.nbytes)}, {_saves(part.seconds)}" for part in self.parts]
         if self.runner_up is not None:
-            lines.append(
+            lines += [
+                "",
                 f"runner-up: {describe(self.runner_up.choice)}: {self.runner_up.seconds:.3g} s, "
-                f"{_mib(self.runner_up.memory_bytes)}"
-            )
+                f"{_mib(self.runner_up.memory_bytes)}; {lost_by(self.predicted, self.runner_up)}",
+            ]
         if self.more is not None:
             gain = self.predicted.seconds - self.more.seconds
             lines.append(
                 f"with {_mib(self.more_limit_bytes)}: {self.more.seconds:.3g} s, {max(0.0, gain):.3g} s less "
                 f"({describe(self.more.choice)})"
             )
-        return lines if len(lines) > 1 else []
+        return lines
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the memory over one step, stacked by kind, with what was measured. Needs matplotlib."""
@@ -132,6 +138,12 @@ def describe(choice: Choice) -> str:
         f"{choice.slots} slots, {len(choice.in_memory)} shards in memory, {len(choice.kept)} graphs kept, gradients of "
         f"{len(choice.waiting)} shards waiting"
     )
+
+
+def _saves(seconds: float) -> str:
+    if abs(seconds) < 5e-4:
+        return "saves no time"
+    return f"saves {seconds:.3g} s" if seconds > 0 else f"costs {-seconds:.3g} s"
 
 
 def _mib(nbytes: float) -> str:

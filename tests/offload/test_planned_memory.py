@@ -279,6 +279,7 @@ def test_the_report_names_each_choice_and_what_more_memory_would_buy(tmp_path: P
     text = str(model.memory_report())
     for words in ("64 MiB on cpu", "predicted", "measured", "slots", "keep theirs", "wait in memory", "with 80 MiB"):
         assert words in text, text
+    assert "saves" in text
     report = model.memory_report()
     assert report.predicted is not None
     assert len(report.measured_course) == len(report.predicted.course)  # one for each cell

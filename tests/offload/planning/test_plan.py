@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -182,6 +183,37 @@ def test_updates_hide_behind_compute_but_for_the_first_and_are_waited_for_by_loa
     assert forecast.seconds == 6 * 3 * 4.0 + 4.0
     slow = simulate(plan, costs(6, load=1.0, cell=0.1, drain=0.0, update=30.0))
     assert slow.seconds > 6 * 30.0
+
+
+def test_updates_of_shards_in_memory_run_one_after_the_other_from_the_optimizers_step_on() -> None:
+    """Whatever the plan waits for before: the update of shard 2 is done when its first cell begins."""
+    each = replace(costs(3, load=1.0, cell=4.0, drain=0.0), update=[3.0] * 3, resting_update=[2.0, 0.0, 5.0])
+    plan = plan_step(3, slots=1, training=False, pending={0, 2}, in_memory={0, 2})
+    forecast = simulate(plan, each)
+    assert forecast.wait_seconds == 2.0
+    assert forecast.seconds == 2.0 + 3 * 4.0
+    later = simulate(plan, replace(each, resting_update=[2.0, 0.0, 50.0]))
+    assert later.seconds == 2.0 + 50.0 + 4.0
+    at_home = plan_step(3, slots=2, training=False, pending={0, 1, 2})
+    assert simulate(at_home, replace(each, updated_at_step=frozenset(range(3)))).wait_seconds == 3.0 + 1.0
+    assert simulate(at_home, replace(each, update=[30.0] * 3, updated_at_step=frozenset(range(3)))).seconds == 90 + 5.0
+
+
+def test_with_all_shards_in_memory_computing_begins_after_all_updates_and_is_not_slowed_by_them() -> None:
+    each = replace(costs(3, load=1.0, cell=4.0, drain=0.0, update=3.0), contention=1.0)
+    forecast = simulate(plan_step(3, slots=0, pending=range(3), in_memory=range(3)), each)
+    assert forecast.compute_seconds == 3 * 3 * 4.0
+    assert forecast.wait_seconds == 3 * 3.0
+    assert forecast.seconds == 3 * 3.0 + 3 * 3 * 4.0
+
+
+def test_weights_to_be_updated_are_read_ahead_into_the_slot_of_the_load_that_follows() -> None:
+    plan = plan_step(3, slots=3, training=False, pending=range(3))
+    each = costs(3, load=1.0, cell=0.5, drain=0.0, update=3.0)
+    assert simulate(plan, each).seconds == 3 * 3.0 + 1.0 + 0.5
+    filling = replace(each, updates_fill_slots=True)
+    assert simulate(plan, filling).seconds == 1.0 + 3 * 3.0 + 0.5
+    assert simulate(plan, replace(filling, load=[4.0] * 3)).seconds == 3 * 4.0 + 3.0 + 0.5
 
 
 def test_an_update_in_backward_waits_for_the_drain_of_its_shard() -> None:

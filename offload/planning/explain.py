@@ -1,0 +1,88 @@
+"""Says what each choice of a plan takes and saves, and what more memory would buy, by simulating other choices.
+
+This module knows nothing of tensors or torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from offload.planning.search import NothingFitsError, search
+from offload.planning.step_model import Choice, Prediction, StepModel, predicted_seconds
+
+__all__ = ["Part", "explain", "lost_by"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One choice of a plan."""
+
+    #: What was chosen, in words.
+    what: str
+    #: The most bytes that it takes at one time.
+    nbytes: int
+    #: Predicted seconds that a step would take more without it, all else unchanged; negative where it costs time.
+    seconds: float
+
+
+def explain(
+    model: StepModel | None, predicted: Prediction | None, more_bytes: int
+) -> tuple[Sequence[Part], Prediction | None]:
+    """The choices of a plan, and the fastest plan within ``more_bytes``: None if even there no plan fits.
+
+    Nothing before a step was measured, when there is no model or no plan.
+    """
+    if model is None or predicted is None:
+        return (), None
+    more = None
+    # A size of batch that ran goes on although it takes more than memory, and may take more than this, too.
+    with contextlib.suppress(NothingFitsError):
+        more = search(model, more_bytes).best
+    now = predicted_seconds(model, predicted.choice)
+    parts = [
+        Part(what, nbytes, predicted_seconds(model, without) - now)
+        for what, nbytes, without in _choices(model, predicted)
+    ]
+    return parts, more
+
+
+def _choices(model: StepModel, predicted: Prediction) -> Iterator[tuple[str, int, Choice]]:
+    """Each choice in words, its bytes, and the same plan without it."""
+    choice, sizes, course = predicted.choice, model.sizes, predicted.course
+    least = min(model.least_slots, model.shards)
+    if choice.slots > least:
+        slot_bytes = max((n for j, n in enumerate(model.slot_bytes) if j not in choice.in_memory), default=0)
+        nbytes = (choice.slots - least) * (slot_bytes or sizes.slot_bytes)
+        yield f"{choice.slots} slots instead of {least}", nbytes, replace(choice, slots=least)
+    if choice.in_memory:
+        nbytes = sum(model.resting_bytes[j] + sizes.gradient_bytes[j] for j in choice.in_memory)
+        without = replace(choice, in_memory=frozenset(), slots=max(choice.slots, least))
+        yield f"{len(choice.in_memory)} of {model.shards} shards in memory", nbytes, without
+    if choice.kept:
+        nbytes = max(moment.graphs for moment in course)
+        cells = model.shards * len(sizes.rows)
+        yield f"graphs of {len(choice.kept)} of {cells} cells kept", nbytes, replace(choice, kept=frozenset())
+    if choice.waiting:
+        nbytes = sum(sizes.gradient_bytes[j] for j in choice.waiting)
+        what = f"gradients of {len(choice.waiting)} shards wait for their update"
+        yield what, nbytes, replace(choice, waiting=frozenset())
+    if choice.boundary_bytes > 0 and model.spills:
+        nbytes = max(moment.boundaries for moment in course)
+        yield "boundaries that stay", nbytes, replace(choice, boundary_bytes=0)
+
+
+def lost_by(best: Prediction, other: Prediction) -> str:
+    """Why a plan lost to a faster one: the seconds that it takes more, by what they are spent on."""
+    kinds = {
+        "computing": other.compute_seconds - best.compute_seconds,
+        "waiting for copies and updates": other.wait_seconds - best.wait_seconds,
+        "after the last cell": _tail(other) - _tail(best),
+    }
+    shown = [f"{seconds:+.3g} s {kind}" for kind, seconds in kinds.items() if abs(seconds) >= 1e-3 * best.seconds]
+    return ", ".join(shown) or "as fast"
+
+
+def _tail(one: Prediction) -> float:
+    return one.seconds - one.compute_seconds - one.wait_seconds
