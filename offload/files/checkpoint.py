@@ -14,6 +14,9 @@ save removes unused files.
 Every tensor has a checksum in the header of its file, and ``state.pt`` one in the index. Checkpoints of earlier
 releases have none, and are loaded without.
 
+With a mesh all ranks write their parts into ``state-7``, by torch.distributed.checkpoint (:mod:`offload.files.parts`),
+and the first one the rest; any number of processes reads them.
+
 The files do not depend on slices or homes, so a checkpoint is loaded into the same model with any others, or into the
 bare model.
 """
@@ -21,14 +24,10 @@ bare model.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
-import pickle
-import random
 import re
 import shutil
-import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -39,6 +38,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from offload.files.parts import StoredParts, named_states, on_first, ranks_of, write_parts
+from offload.files.state_file import generator_states, read_state, serialized, set_generator_states
 from offload.files.tensor_file import ChecksumError, TensorFile, check_plain, read_index, write_all, write_tensors
 from offload.optim import OffloadOptimizer
 from offload.storage.page_cache import available_bytes
@@ -71,7 +72,8 @@ def save_checkpoint(
 ) -> None:
     """Writes a checkpoint; the previous one in the directory stays complete until the new one is.
 
-    Save between ``zero_grad()`` and the next backward: gradients are not part of a checkpoint.
+    Save between ``zero_grad()`` and the next backward: gradients are not part of a checkpoint. With a mesh all ranks
+    call this, with one directory that all can reach; buffers and ``extra`` are those of the first rank.
 
     Args:
         path: a directory; created if it does not exist.
@@ -83,49 +85,68 @@ def save_checkpoint(
 
     Raises:
         ValueError: if safetensors cannot hold the type of a tensor.
-        OSError: if the disk is full or fails; the previous checkpoint is complete, and nothing is left behind.
+        OSError: if the disk is full or fails; the previous checkpoint is complete, and nothing is left behind. With a
+            mesh ranks that did not fail raise another exception that names the one that did.
     """
-    check_plain(dict(model.named_parameters()), "torch.distributed.checkpoint: get_state_dict and dcp.save")
+    ranks = ranks_of(model)
+    if ranks is None:
+        check_plain(dict(model.named_parameters()), "torch.distributed.checkpoint: get_state_dict and dcp.save")
     folder = Path(path)
-    if not folder.exists():
-        folder.mkdir(parents=True)
-        _sync(folder.parent)
-    generation = max((number for _, number in _saves_in(folder)), default=0) + 1
+    generation = on_first(ranks, lambda: _begin(folder))
     tensors, others, tied = _model_parts(model)
     states, rest = _optimizer_parts(optimizer)
+    names = named_states(model, optimizer)
     state_folder = folder / f"state-{generation}"
     try:
-        state_folder.mkdir()
-        weight_map = _write_files(folder, f"model-{generation}", tensors, file_bytes, tied)
-        state_map = _write_files(state_folder, "optimizer", states, file_bytes, {})
+        on_first(ranks, state_folder.mkdir)
+        weight_map, state_map = dict[str, str](), dict[str, str]()
+        if ranks is None:
+            weight_map = _write_files(folder, f"model-{generation}", tensors, file_bytes, tied)
+            state_map = _write_files(state_folder, "optimizer", states, file_bytes, {})
+        else:
+            again = {name: tensors[first] for name, first in tied.items()}
+            write_parts(state_folder, tensors | again, states, names, ranks)
+        generators = generator_states()
         summary = {
             "optimizer": rest,
             "optimizer_files": sorted(set(state_map.values())),
+            "optimizer_names": names,
             "model": others,
             "step": getattr(optimizer, "steps", 0),
-            "generators": _generator_states(),
+            "generators": generators if ranks is None else ranks.exchange(generators),
             "extra": extra,
         }
-        serialized = _serialized(summary)
-        _write_file(state_folder / "state.pt", serialized)
-        index = {
-            "metadata": {
-                "total_size": sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
-                "gradstream_state": state_folder.name,
-                "gradstream_state_crc32": f"{zlib.crc32(serialized):08x}",
-            },
-            "weight_map": weight_map,
+        metadata = {
+            "total_size": sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+            "gradstream_state": state_folder.name,
+            "gradstream_parts": ranks is not None,
         }
-        new_index = folder / f"index-{generation}.json"
-        _write_file(new_index, json.dumps(index, indent=2).encode())
-        _sync(state_folder)
-        _sync(folder)
-        os.replace(new_index, folder / INDEX)
+        on_first(ranks, lambda: _commit(folder, generation, serialized(summary), metadata, weight_map))
     except BaseException:
         # An interrupt may be raised just after the index was replaced. Without this, its files would be removed.
-        if _state_of(folder) != state_folder.name:
+        if (ranks is None or ranks.number == 0) and _state_of(folder) != state_folder.name:
             _remove(folder, lambda number: number == generation)
         raise
+
+
+def _begin(folder: Path) -> int:
+    """Makes the directory; returns the number of the next save."""
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        _sync(folder.parent)
+    return max((number for _, number in _saves_in(folder)), default=0) + 1
+
+
+def _commit(folder: Path, generation: int, state: bytes, metadata: dict[str, Any], weight_map: dict[str, str]) -> None:
+    """Makes a save the last one; removes those before."""
+    state_folder = folder / f"state-{generation}"
+    _write_file(state_folder / "state.pt", state)
+    index = {"metadata": {**metadata, "gradstream_state_crc32": f"{zlib.crc32(state):08x}"}, "weight_map": weight_map}
+    new_index = folder / f"index-{generation}.json"
+    _write_file(new_index, json.dumps(index, indent=2).encode())
+    _sync(state_folder)
+    _sync(folder)
+    os.replace(new_index, folder / INDEX)
     _sync(folder)
     _remove(folder, lambda number: number < generation)
 
@@ -135,8 +156,8 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     """Loads a checkpoint into a model of the same layers, with any number of slices and any home.
 
     With an optimizer, its states and the generators of torch, Python and NumPy (if it is imported) are restored, so
-    training continues bit by bit as if uninterrupted; with a mesh generators stay as they are. Without one only the
-    model is loaded; that works with any directory of safetensors files that has an index.
+    training continues bit by bit as if uninterrupted. Generators are restored only by as many processes as saved.
+    Without an optimizer only the model is loaded; that works with any directory of safetensors files that has an index.
 
     Raises:
         FileNotFoundError: if there is no checkpoint.
@@ -153,50 +174,46 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         raise FileNotFoundError(f"expected a checkpoint, got a directory without {INDEX} (path={folder})") from error
     state_name = metadata.get("gradstream_state")
     files = {name: TensorFile(folder / name) for name in set(weight_map.values())}
-    saved = {name: files[file] for name, file in weight_map.items()}
+    saved: dict[str, TensorFile | StoredParts] = {name: files[file] for name, file in weight_map.items()}
+    ranks, parts = ranks_of(model), None
     if state_name is None:
         if optimizer is not None:
             raise ValueError(f"{folder} holds a model but no optimizer; load it without one")
         summary: dict[str, Any] = {"model": {}, "step": 0, "extra": None}
     else:
-        summary = _read_state(folder / state_name / "state.pt", metadata.get("gradstream_state_crc32"))
+        summary = read_state(folder / state_name / "state.pt", metadata.get("gradstream_state_crc32"))
+    if metadata.get("gradstream_parts"):
+        parts = StoredParts(folder / str(state_name), summary["optimizer_names"])
+        saved |= dict.fromkeys(parts.model, parts)
     state_dict = None if optimizer is None else _state_dict(folder / str(state_name), summary, optimizer)
     targets = _check_model(model, saved, set(summary["model"]))
     if 2 * sum(file.data_bytes for file in files.values()) <= available_bytes():
         for file in files.values():
             file.verify()
-    _read_model(saved, targets)
+    if parts is None:
+        _read_model(files, weight_map, targets)
+    else:
+        for number, found in parts.read(targets, optimizer, ranks).items():
+            assert state_dict is not None
+            state_dict["state"].setdefault(number, {}).update(found)
     if summary["model"]:
         model.load_state_dict(summary["model"], strict=False)
     if optimizer is not None and state_dict is not None:
         optimizer.load_state_dict(state_dict)
         if isinstance(optimizer, OffloadOptimizer):
             optimizer.steps = summary["step"]
-        if not any(hasattr(target, "placements") for target in targets.values()):
-            _set_generator_states(summary["generators"])
+        generators = summary["generators"]
+        if ranks is not None and isinstance(generators, list) and len(generators) == ranks.total:
+            set_generator_states(generators[ranks.number])
+        elif ranks is None and not isinstance(generators, list):
+            set_generator_states(generators)
     return Checkpoint(summary["step"], summary["extra"])
 
 
-def _read_state(path: Path, expected: str | None) -> dict[str, Any]:
-    """Reads ``state.pt``. Raises ChecksumError or ValueError if it is damaged."""
-    serialized = path.read_bytes()
-    if expected is not None and (found := f"{zlib.crc32(serialized):08x}") != expected:
-        raise ChecksumError(
-            f"{path}: the bytes are not those that were written (checksum {found}, expected {expected}), and nothing "
-            f"was loaded. Restore the file from a copy, or load another checkpoint"
-        )
-    try:
-        summary: dict[str, Any] = torch.load(io.BytesIO(serialized), weights_only=True)
-    except (EOFError, RuntimeError, pickle.UnpicklingError, KeyError, ValueError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{path}: expected the state of a checkpoint, got a damaged file: {reason}") from error
-    return summary
-
-
-def _read_model(saved: Mapping[str, TensorFile], targets: Mapping[str, Tensor]) -> None:
+def _read_model(files: Mapping[str, TensorFile], places: Mapping[str, str], targets: Mapping[str, Tensor]) -> None:
     for done, (name, target) in enumerate(targets.items()):
         try:
-            saved[name].read_into(name, target)
+            files[places[name]].read_into(name, target)
         except ChecksumError as error:
             held = ", ".join(list(targets)[: done + 1])
             raise ChecksumError(
@@ -209,7 +226,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     """A key that is equal for two names of one tensor."""
     if hasattr(tensor, "placements"):
         local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-        return _place(local) if local.numel() else ("without rows", *tensor.shape)
+        return _place(local) if local.numel() else ("without rows", tensor.dtype, *tensor.shape)
     if not tensor.numel():
         return (id(tensor),)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
@@ -231,7 +248,9 @@ def _model_parts(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any], d
     return tensors, others, tied
 
 
-def _check_model(model: nn.Module, saved: Mapping[str, TensorFile], others: set[str]) -> dict[str, Tensor]:
+def _check_model(
+    model: nn.Module, saved: Mapping[str, TensorFile | StoredParts], others: set[str]
+) -> dict[str, Tensor]:
     """The model's tensor for each saved one. Raises ValueError that lists every difference."""
     targets: dict[str, Tensor] = {}
     wrong: list[str] = []
@@ -294,46 +313,6 @@ def _state_dict(folder: Path, summary: dict[str, Any], optimizer: Optimizer) -> 
             # Other optimizers keep the tensors they are given, and would keep the file mapped.
             state[int(number)][key] = tensor if isinstance(optimizer, OffloadOptimizer) else tensor.clone()
     return {"state": state, "param_groups": rest["param_groups"]}
-
-
-def _serialized(summary: dict[str, Any]) -> bytes:
-    """The bytes of ``state.pt``. Raises ValueError if ``torch.load(weights_only=True)`` would refuse it."""
-    buffer = io.BytesIO()
-    torch.save(summary, buffer)
-    buffer.seek(0)
-    try:
-        torch.load(buffer, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"expected numbers, strings and tensors in lists and dicts as extra, and as hyperparameters of the "
-            f"optimizer, got what torch.load(weights_only=True) refuses: {str(error).splitlines()[0]}"
-        ) from error
-    return buffer.getvalue()
-
-
-def _generator_states() -> dict[str, Any]:
-    """States of the generators of torch, of Python, and of NumPy if it is imported."""
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, *numbers = numpy.random.get_state()
-        states["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *numbers)
-    return states
-
-
-def _set_generator_states(states: Mapping[str, Any]) -> None:
-    """Restores the result of :func:`_generator_states`; CUDA's only if the number of devices is the same."""
-    torch.set_rng_state(states["torch"])
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    if "cuda" in states and torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])
-    numpy = sys.modules.get("numpy")
-    if "numpy" in states and numpy is not None:
-        kind, keys, *numbers = states["numpy"]
-        numpy.random.set_state((kind, keys.numpy().astype("uint32"), *numbers))
 
 
 def _write_files(

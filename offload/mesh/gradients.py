@@ -27,6 +27,7 @@ from torch import Tensor
 from offload.mesh.parts import Part, offsets_of
 from offload.mesh.ranks import Ranks
 from offload.mesh.replicas import add_over_replicas
+from offload.mesh.traffic import widened
 from offload.planning.partition import aligned
 from offload.storage.buffer import host_buffer
 from offload.streaming.gradient_offload import GradientOffload
@@ -143,24 +144,30 @@ def _reduce(shard: MeshShard, gradients: list[Tensor | None], reduced: list[Tens
 def _sums_of_all(sent: Tensor, parts: Sequence[Part], ranks: Ranks) -> list[Tensor | None]:
     """This rank's part of the sum of each gradient over the rows of all ranks.
 
-    What arrives takes the place of the whole gradients, which are freed by now; it is freed itself once it is summed.
+    What arrives takes the place of the whole gradients, which are freed by now. Sums are made where the rows were sent
+    from, and get memory of their own once what arrived is freed as well.
     """
     received = host_buffer(sent.numel()).view(sent.shape)
     ranks.all_to_all(received, sent)
     offsets, flags = offsets_of(parts)
-    return [
-        _sum(received, part, offset, flags + n, ranks.rank)
-        for n, (part, offset) in enumerate(zip(parts, offsets, strict=True))
+    sums = widened(parts)
+    places, end = offsets_of(sums)
+    memory = ranks.staging(end)
+    totals = [
+        _sum(received, part, offset, flags + n, ranks.rank, into=total.view(memory, place, ranks.rank))
+        for n, (part, offset, total, place) in enumerate(zip(parts, offsets, sums, places, strict=True))
     ]
+    del received
+    return [None if total is None else total.clone() for total in totals]
 
 
-def _sum(rows: Tensor, part: Part, offset: int, flag: int, rank: int) -> Tensor | None:
+def _sum(rows: Tensor, part: Part, offset: int, flag: int, rank: int, into: Tensor | None = None) -> Tensor | None:
     """The sum over rows of bytes of one gradient's part; None if no row has one."""
     if not bool(rows[:, flag].any()):
         return None
-    wide = torch.promote_types(part.dtype, torch.float32)
     # In the order of rows: the same bits in each run, and on each replica.
-    total = part.view(rows[0], offset, rank).to(wide, copy=True)
+    first = part.view(rows[0], offset, rank)
+    total = first.to(torch.promote_types(part.dtype, torch.float32), copy=True) if into is None else into.copy_(first)
     for row in rows[1:]:
         total += part.view(row, offset, rank)
     return total

@@ -96,8 +96,10 @@ class Sharding:
     @property
     def name(self) -> str:
         """Which part of the model this rank stores."""
-        replica = f"-replica{self.ranks.replica}" if self.ranks.replicas > 1 else ""
-        return f"rank{self.ranks.rank}-of-{self.ranks.count}{replica}"
+        return self._name(self.ranks.rank, self.ranks.replica)
+
+    def _name(self, rank: int, replica: int) -> str:
+        return f"rank{rank}-of-{self.ranks.count}" + (f"-replica{replica}" if self.ranks.replicas > 1 else "")
 
     def open_tier(self, offload_device: str | torch.device | os.PathLike[str], device: torch.device) -> Tier:
         """The storage of this rank: of a home that is kept, a directory of its own.
@@ -107,9 +109,9 @@ class Sharding:
         if not (isinstance(offload_device, DiskHome) and offload_device.keep):
             return open_tier(offload_device, device)
         root = Path(offload_device)
-        ending = self.name.removeprefix(f"rank{self.ranks.rank}").split("-replica")[0]
+        ours = {self._name(k, n) for k in range(self.ranks.count) for n in range(self.ranks.replicas)}
         others = [path.name for path in root.glob("*.home")]
-        others += [path.name for path in root.glob(RANKS) if not path.name.split("-replica")[0].endswith(ending)]
+        others += {path.parent.name for path in root.glob(f"{RANKS}/*.home")} - ours
         found = [answer for answer in self.ranks.exchange(sorted(others)) if answer]
         if found:
             raise HomeError(

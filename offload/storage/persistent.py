@@ -221,7 +221,7 @@ class PersistentTier(DiskTier):
                 path.unlink()
             found = {}
         if not found:
-            others = sorted(path.name for path in self._root.glob(RANKS))
+            others = sorted(path.parent.name for path in self._root.glob(f"{RANKS}/*{_SUFFIX}"))
             if others:
                 raise HomeError(
                     f"{str(self._root)!r} holds the home of a mesh of processes ({others[0]}). Use as many processes, "
