@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -80,12 +81,12 @@ def write(folder: Path, name: str, pair: Pair, *, hurried: bool = False) -> None
     states["loader"] = {"batches": 1}
     expected = values_of(states)
     if hurried:
-        saving: Any = dcp.async_save(states, checkpoint_id=folder / name)
+        saving: Any = state_dict_saver.async_save(states, checkpoint_id=folder / name)
         train(pair, 1)
         train(pair, 2)
         saving.result()
     else:
-        dcp.save(states, checkpoint_id=folder / name)
+        state_dict_saver.save(states, checkpoint_id=folder / name)
     if not dist.is_initialized() or dist.get_rank() == 0:
         torch.save(expected, folder / f"{name}.pt")
 
@@ -93,7 +94,7 @@ def write(folder: Path, name: str, pair: Pair, *, hurried: bool = False) -> None
 def read(folder: Path, name: str, pair: Pair) -> None:
     """Loads, and compares with what was written; then the next step must be possible."""
     states = states_of(pair)
-    dcp.load(states, checkpoint_id=folder / name)
+    state_dict_loader.load(states, checkpoint_id=folder / name)
     set_state_dict(*pair, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
     assert states["loader"] == {"batches": 1}
     found, expected = values_of(states_of(pair)), torch.load(folder / f"{name}.pt")
@@ -106,13 +107,11 @@ def read(folder: Path, name: str, pair: Pair) -> None:
 
 def written_as_safetensors(folder: Path) -> None:
     """By torch's writer, each rank its rows, consolidated into files that one process reads."""
-    from torch.distributed.checkpoint import HuggingFaceStorageWriter
-
     pair = ours(3, 4)
     train(pair, 0)
     states = states_of(pair)["model"]
     writer = HuggingFaceStorageWriter(str(folder / "hf"), save_distributed=True, enable_consolidation=True)
-    dcp.save(states, storage_writer=writer)
+    state_dict_saver.save(states, storage_writer=writer)
     values = {name: whole(value) for name, value in states.items()}
     dist.barrier()
     bare = OffloadModel(build(4), "cpu", num_slices=2, checkpoint_activation=True, pretrained=folder / "hf")

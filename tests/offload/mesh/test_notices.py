@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from offload.mesh import notices
 from offload.mesh.notices import Notices
@@ -22,7 +23,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def three() -> Iterator[list[Notices]]:
-    store = dist.HashStore()
+    store = HashStore()
     made = [Notices(rank, store) for rank in range(3)]
     yield made
     for each in made:
@@ -89,7 +90,7 @@ def test_store_that_is_gone_is_told(three: list[Notices]) -> None:
 
 def test_rank_answers_no_longer_when_its_process_group_is_destroyed() -> None:
     is_open = True
-    made = Notices(0, dist.HashStore(), lambda: is_open)
+    made = Notices(0, HashStore(), lambda: is_open)
     assert made._answers.thread.is_alive()
     is_open = False
     made._answers.thread.join(timeout=10)
