@@ -18,7 +18,7 @@ from benchmarks.harness.case import Case, Outcome
 from benchmarks.harness.settings import option
 from benchmarks.harness.table import at_most, markdown_table
 from benchmarks.mesh.methods import Training
-from benchmarks.scale.paper import LARGE, Machine, sent_of, step_on_paper
+from benchmarks.scale.paper import LARGE, Machine, sent_of
 from offload.mesh.costs import Link, costs_of_rank, with_updates
 from offload.mesh.traffic import SentBytes, traffic_of
 from offload.planning.plan import Plan
@@ -62,6 +62,9 @@ class Settings:
 def measure(run: Run) -> None:
     """One process, collectives, and N ranks, one case after the other."""
     settings = run.settings
+    machines = [_machine(settings, *rates) for rates in itertools.product(settings.disks, settings.networks)]
+    arguments = {"tokens": settings.tokens, "machines": [*map(list, machines)], "meshes": _meshes(settings)}
+    run.group("on paper", [Case("on paper", "benchmarks.scale.paper:compute", arguments)])
     if settings.paper:
         return
     run.facts["cores"] = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
@@ -143,7 +146,7 @@ def report(run: Run) -> list[str]:
     """Predicted and measured; then what bounds a step on other machines."""
     settings, rows = run.settings, []
     if settings.paper:
-        return _on_paper(settings)
+        return _on_paper(run)
     for outcome in _ranks(run):
         seconds, counted = predicted(run, outcome), _received(run, outcome)
         words = [f"{sum(each.values()):,.0f}" for each in counted]
@@ -157,7 +160,7 @@ def report(run: Run) -> list[str]:
         f", {training.tokens:,} tokens a rank; clipping and AdamW; one torch thread a rank, {run.facts['cores']} "
         "cores. Predicted are seconds from the row of one process and from collectives alone, bytes from shapes alone."
     )
-    return [markdown_table(header, rows), words, *_on_paper(settings)]
+    return [markdown_table(header, rows), words, *_on_paper(run)]
 
 
 def _machine(settings: Settings, disk: float, network: float) -> Machine:
@@ -172,7 +175,10 @@ def _machine(settings: Settings, disk: float, network: float) -> Machine:
     )
 
 
-def _on_paper(settings: Settings) -> list[str]:
+def _on_paper(run: Run) -> list[str]:
+    settings, (outcome,) = run.settings, run.groups["on paper"]
+    if outcome.result is None:
+        return []
     words = (
         f"## {LARGE.parameters / 1e9:.0f} B parameters on paper\n\nNothing below is measured. {LARGE.blocks} blocks of "
         f"width {LARGE.width:,}; each is a shard. Parameters, gradients and two moments in float32 are in files of the "
@@ -188,18 +194,12 @@ def _on_paper(settings: Settings) -> list[str]:
         "collectives share one lane, and updates follow the backward, as they do in the engine. Columns: GB/s of reads "
         "and of writes of each rank, and GB/s that a rank receives over the network."
     )
-    machines = list(itertools.product(settings.disks, settings.networks))
     rows, sizes = [], []
-    for replicas, ranks in _meshes(settings):
-        found = [
-            step_on_paper(LARGE.shards, settings.tokens, _machine(settings, *rates), ranks, replicas)
-            for rates in machines
-        ]
-        name = f"{replicas} x {ranks}"
-        rows.append([name, *(f"{step.bound} {step.total:,.0f} ({step.share:.0%})" for step in found)])
-        traffic = found[0].traffic
-        counts = (found[0].files, traffic.bytes_gathered, traffic.bytes_reduced)
-        sizes.append([name, *(f"{count / GIGA:,.1f}" for count in counts)])
+    for line in outcome.result["meshes"]:
+        rows.append([line["mesh"], *(f"{step[0]} {step[1]:,.0f} ({step[2]:.0%})" for step in line["steps"])])
+        counts = (line[kind] for kind in ("files", "bytes_gathered", "bytes_reduced"))
+        sizes.append([line["mesh"], *(f"{count / GIGA:,.1f}" for count in counts)])
+    machines = itertools.product(settings.disks, settings.networks)
     header = ["mesh", *(f"disk {disk:g}, network {network:g}" for disk, network in machines)]
     table = markdown_table(["mesh", "in files, GB", "gathered", "reduced"], sizes)
     return [words, told, markdown_table(header, rows), f"What one rank stores, and receives in a step:\n\n{table}"]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.harness.worker import Reporter
 from offload.mesh.costs import Link, costs_of_rank, with_updates
 from offload.mesh.parts import Part
 from offload.mesh.traffic import SentBytes, Traffic, sent_bytes, traffic_of
@@ -145,3 +146,24 @@ def _alone(plan: Plan, costs: Costs) -> dict[str, float]:
     exchanged += sum(costs.reduce[j] for j in drains) if costs.reduce else 0.0
     computed = sum(costs.forward[j] for j in kinds[Kind.FORWARD]) + sum(costs.backward[j] for j in kinds[Kind.BACKWARD])
     return {"compute": computed, "disk": files, "link": exchanged}
+
+
+def compute(
+    report: Reporter, tokens: int, machines: Sequence[Sequence[float]], meshes: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """A case: the steps of :data:`LARGE` over each mesh, on each machine: what bounds it, seconds, share of layers."""
+    lines = []
+    for replicas, ranks in meshes:
+        steps = []
+        for flops, disk, network, inside, together, latency, copied in machines:
+            machine = Machine(flops, disk, network, inside, int(together), latency, copied)
+            steps.append(step_on_paper(LARGE.shards, tokens, machine, ranks, replicas))
+        lines.append(
+            {
+                "mesh": f"{replicas} x {ranks}",
+                "steps": [(step.bound, step.total, step.share) for step in steps],
+                "files": steps[0].files,
+                **asdict(steps[0].traffic),
+            }
+        )
+    return {"meshes": lines}
