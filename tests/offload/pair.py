@@ -80,6 +80,9 @@ class Pair:
         self.ours = OffloadOptimizer(
             self.model, kind, params=groups, max_norm=max_norm, states=states, **arguments, **more
         )
+        form = form_of(states)
+        #: Parameters whose states are rounded; chosen once, as by ours.
+        self._rounded = [p for p in self.bare.parameters() if form is not None and form.encodes(p)]
         self._round_states(self.plain.state)
         self.schedules = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (self.plain, self.ours)]
         self.exact = name in ("sgd", "momentum") and max_norm is None and not tied
@@ -131,7 +134,7 @@ class Pair:
         """Rounds states of the plain optimizer as ours stores them."""
         form = form_of(self.states)
         for p, state in states.items():
-            if form is not None and form.encodes(p):
+            if form is not None and any(p is rounded for rounded in self._rounded):
                 stored = dict(state)
                 form.encode(stored, p.detach())
                 for key, value in in_full(stored, p.detach()).items():

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from offload.advise.rates import OptimizerRate, Rates, measure_optimizer, measur
 from offload.advise.sources import outline_of
 from offload.advise.works import works_of
 from offload.files.tensor_file import TensorFile, write_tensors
+from offload.optim.state_forms import form_of
 from offload.planning.step_model import predict
 from pipe.torch_private import OperationMode
 
@@ -374,7 +376,9 @@ def test_more_memory_is_not_slower_and_the_least_is_the_least(tmp_path: Path) ->
 def rates_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is measured."""
     monkeypatch.setattr("offload.advise.__main__.measure_rates", lambda *args, **kwargs: RATES)
-    monkeypatch.setattr("offload.advise.__main__.measure_optimizer", lambda name, states=None: ADAMW)
+    monkeypatch.setattr(
+        "offload.advise.__main__.measure_optimizer", lambda name, states: replace(ADAMW, form=form_of(states))
+    )
 
 
 def advice_as_fields(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -546,6 +550,23 @@ def test_bad_input_is_one_line_that_names_the_argument(
     assert named in captured.err
 
 
+@pytest.mark.usefixtures("rates_given")
+def test_states_of_fewer_bytes_take_less_of_home_buffers_and_time(
+    builders: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    how = (f"{builders}:layers", "--tokens", "256", "--memory", "64MiB")
+    full, small = (advice_as_fields(capsys, *how, "--states", states) for states in ("full", "8bit"))
+    assert full["home_bytes"] - small["home_bytes"] == pytest.approx(
+        2 * (1 - (1 + 1 / 64) / 4) * 4 * full["parameters"], rel=0.01
+    )
+    least = [next(limit for limit in found["limits"] if limit["name"] == "least") for found in (full, small)]
+    assert least[1]["seconds"] <= least[0]["seconds"]
+    assert 'torch.optim.AdamW, states="8bit", lr=1e-3' in small["lines"][-1]
+    names: dict[str, Any] = {}
+    exec("\n".join(small["lines"]), names)
+    names["model"].close()
+
+
 def test_a_missing_argument_is_one_line() -> None:
     command = [sys.executable, "-m", "offload.advise", "x", "--tokens", "8"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -560,6 +581,11 @@ def test_a_missing_argument_is_one_line() -> None:
 @pytest.mark.parametrize(("name", "states"), [("AdamW", 2), ("SGD", 0), ("Adagrad", 1), ("Adafactor", 0)])
 def test_states_of_an_optimizer_are_counted_by_running_it(name: str, states: int) -> None:
     assert measure_optimizer(name).states == pytest.approx(states, abs=1 if name == "Adafactor" else 0)
+
+
+@pytest.mark.parametrize(("states", "each"), [("8bit", (1 + 1 / 64) / 2), (torch.bfloat16, 1)])
+def test_states_of_fewer_bytes_are_measured_as_they_are_stored(states: Any, each: float) -> None:
+    assert measure_optimizer("AdamW", states).states == each
 
 
 def test_rates_are_positive_and_the_file_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
