@@ -161,13 +161,12 @@ def _sums_of_all(sent: Tensor, parts: Sequence[Part], ranks: Ranks) -> list[Tens
     return [None if total is None else total.clone() for total in totals]
 
 
-def _sum(rows: Tensor, part: Part, offset: int, flag: int, rank: int, into: Tensor | None = None) -> Tensor | None:
-    """The sum over rows of bytes of one gradient's part; None if no row has one."""
+def _sum(rows: Tensor, part: Part, offset: int, flag: int, rank: int, into: Tensor) -> Tensor | None:
+    """The sum over rows of bytes of one gradient's part, in ``into``; None if no row has one."""
     if not bool(rows[:, flag].any()):
         return None
     # In the order of rows: the same bits in each run, and on each replica.
-    first = part.view(rows[0], offset, rank)
-    total = first.to(torch.promote_types(part.dtype, torch.float32), copy=True) if into is None else into.copy_(first)
+    total = into.copy_(part.view(rows[0], offset, rank))
     for row in rows[1:]:
         total += part.view(row, offset, rank)
     return total
