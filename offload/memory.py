@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from offload.arguments import layer_bytes
 from offload.limits import MemoryLimits, check_place, limits_of, numbers_of
+from offload.mesh.sharding import least_of_ranks
 from offload.planning.budget import SMALLEST_BOUNDARIES, Layout, fit, parse_bytes, requirement
 from offload.planning.partition import cut_layers, merge_small_layers
 from offload.policy import DEFAULT_MEMORY, MemoryPolicy, policy_of, warn_of_old_keywords
 from offload.telemetry.statistics import Meter
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["MemoryArguments", "layout_of", "limits_for", "memory_of"]
 
@@ -63,10 +68,11 @@ class MemoryArguments:
         return False
 
 
-def memory_of(memory: Any, *, plans: bool, **old: Any) -> MemoryArguments:
+def memory_of(memory: Any, *, plans: bool, mesh: DeviceMesh | None = None, **old: Any) -> MemoryArguments:
     """The arguments that concern memory, from ``memory`` and the deprecated keywords.
 
-    ``plans``: whether :data:`DEFAULT_MEMORY` stands for None: shards and recomputation are not given either.
+    ``plans``: whether :data:`DEFAULT_MEMORY` stands for None: shards and recomputation are not given either. ``mesh``:
+    its ranks take the least number that one of them was given.
     Raises TypeError or ValueError for what is no memory, or both.
     """
     if isinstance(memory, MemoryArguments):  # of the model that is copied
@@ -82,6 +88,9 @@ def memory_of(memory: Any, *, plans: bool, **old: Any) -> MemoryArguments:
         budget = given.get("memory_budget")
         return MemoryArguments(MemoryPolicy(**fields), False, None if budget is None else parse_bytes(budget))
     policy_given = policy_of(DEFAULT_MEMORY if memory is None and plans else memory)
+    if policy_given is not None and mesh is not None:
+        least = least_of_ranks(mesh, numbers_of(policy_given, torch.device("cpu"))[0])
+        policy_given = policy_given if least is None else replace(policy_given, memory=least)
     return MemoryArguments(policy_given or MemoryPolicy(), bounds=policy_given is not None)
 
 
@@ -96,13 +105,15 @@ class _Needs:
         device: torch.device,
         on_disk: bool,
         param_dtype: torch.dtype | None,
+        ranks: int = 1,
     ) -> None:
         self.in_slot = layer_bytes(layers, param_dtype)
+        self._at_home, self._ranks = layer_bytes(layers), ranks
         self.gradients = layer_bytes(layers, trainable=True)
         self._slots = slots
         self.on_host = device.type == "cpu"
         #: Bytes of homes in host memory.
-        self.stored = 0 if on_disk else sum(layer_bytes(layers)) + sum(self.gradients)
+        self.stored = 0 if on_disk else -(-(sum(self._at_home) + sum(self.gradients)) // ranks)
         if self.on_host and not on_disk:
             # A home in the memory in which layers compute takes gradients as they are.
             self.gradients = [0] * len(layers)
@@ -110,7 +121,13 @@ class _Needs:
     def __call__(self, cuts: Sequence[int]) -> int:
         """On the compute device."""
         slots = requirement(self.in_slot, self.gradients, cuts, self._slots)[0]
-        return slots + (self.stored if self.on_host else 0)
+        return slots + (self.stored if self.on_host else 0) + self._buffers(cuts)
+
+    def _buffers(self, cuts: Sequence[int]) -> int:
+        """With several ranks: a shard that is gathered, and gradients of one that arrive."""
+        ends = list(itertools.accumulate(cuts))
+        each = (sum(self._at_home[end - count : end]) for end, count in zip(ends, cuts, strict=True))
+        return 0 if self._ranks == 1 else 2 * max(each, default=0)
 
     def finest(self) -> list[int]:
         """The cuts that need least: a shard for each layer, or one, which needs one slot."""
@@ -127,6 +144,7 @@ def layout_of(
     device: torch.device,
     on_disk: bool,
     param_dtype: torch.dtype | None,
+    ranks: int = 1,
 ) -> tuple[Layout, MemoryPolicy, _Needs]:
     """Shards, slots and bytes for boundaries; the policy with these, and zeros where it leaves bytes open; the needs.
 
@@ -134,12 +152,13 @@ def layout_of(
         memory, layers, num_slices, device, param_dtype: of the model.
         cuts: those of the model that is copied.
         on_disk: whether homes are files.
+        ranks: processes that store a part each.
 
     Raises ValueError if a number is less than the least that these shards and slots need.
     """
     policy = memory.policy
     slots = policy.slots or 2
-    needs = _Needs(layers, slots, device=device, on_disk=on_disk, param_dtype=param_dtype)
+    needs = _Needs(layers, slots, device=device, on_disk=on_disk, param_dtype=param_dtype, ranks=ranks)
     if memory.budget_bytes is not None:
         in_slot, at_home = layer_bytes(layers, param_dtype), layer_bytes(layers)
         layout = fit(in_slot, at_home, memory.budget_bytes, shards=num_slices, slots=policy.slots)

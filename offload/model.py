@@ -160,10 +160,8 @@ class OffloadModel(LoadingModule):
         check_storable(parameters, named.values(), self.device)
         stored_parts = stored_tensors(named.items())
         check_separate(stored_parts)
-        called = getattr(type(self), "_kind", None)  # the class of a model that is called by its own forward
         quantised = [each.name for each in stored_parts if each.part_of is not None]
-        refused = {"blocks=": called, "memory=": memory, "memory_budget=": memory_budget, "resident=": resident}
-        refused["a model with quantised weights"] = quantised or None
+        refused = {"memory_budget=": memory_budget, "a model with quantised weights": quantised or None}
         mesh = check_mesh(mesh, gradient_divide_factor, self.device, offload_device, refused)
         staying = chosen(named, resident, offload_device)
         separate([model] if isinstance(model, nn.Module) else named.values())
@@ -174,6 +172,7 @@ class OffloadModel(LoadingModule):
         resources = memory_of(
             memory,
             plans=plans,
+            mesh=mesh,
             memory_budget=memory_budget,
             num_slots=num_slots,
             boundary_bytes=boundary_bytes,
@@ -191,6 +190,7 @@ class OffloadModel(LoadingModule):
             device=self.device,
             on_disk=is_directory(offload_device),
             param_dtype=param_dtype,
+            ranks=1 if mesh is None else mesh.size(mesh.ndim - 1),
         )
         owners = self._owners(model, named)
         stored = {} if pretrained is None else Pretrained.at(pretrained).match(owners)[0]
@@ -220,7 +220,8 @@ class OffloadModel(LoadingModule):
             self._persistent_home = PersistentHome(self._tier, named, stored, self._around)
             sharding = None if mesh is None else Sharding(mesh, gradient_divide_factor, self._meter)
             # With a mesh, homes do not hold whole values to restore.
-            replaced = self._persistent_home.values if sharding is None else {p: p for _, p in parameters}
+            every = nn.ModuleList(owners.values()).parameters()
+            replaced = self._persistent_home.values if sharding is None else {*every}
             undo.callback(Rollback(owners.values(), replaced).restore)
             if sharding is None:
                 # A copy that changes the type is converted on the host, which must not block this thread.

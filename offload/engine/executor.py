@@ -92,7 +92,7 @@ class Executor(BlockForwards):
         if sharding is None:
             self.shards, self.layer_homes = make_shards(named, cuts, tier, param_dtype, values, self.resident)
         else:
-            self.shards, self.layer_homes = sharding.make_shards(named, cuts, tier, param_dtype, values)
+            self.shards, self.layer_homes = sharding.make_shards(named, cuts, tier, param_dtype, values, self.resident)
         move_buffers(layers.values(), device)
         #: Names of the quantised parameters.
         self.quantised = {s.part_of: s.name for shard in self.shards for s in shard.own if s.part_of is not None}
@@ -380,6 +380,7 @@ class Executor(BlockForwards):
                 tape.plan = None  # a second backward begins with other shards in slots
             self.streamer.gradient_offload.wait_idle()
             taken = gradient_offload.pop_returned() | ({} if tape.glue is None else tape.glue.take())
+            taken = self.public.store_replicated(taken) if accumulate else taken
             # The next micro-batch reuses the slots; else the next forward begins with empty ones anyway.
             if not reuses_slots:
                 self.streamer.wait_for_home_reads()

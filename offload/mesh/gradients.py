@@ -23,9 +23,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from offload.mesh.parts import Part, offsets_of
+from offload.mesh.parts import Part, WholePart, offsets_of
 from offload.mesh.ranks import Ranks
 from offload.planning.partition import aligned
 from offload.streaming.gradient_offload import GradientOffload
@@ -35,7 +35,7 @@ from offload.streaming.shard import Shard
 if TYPE_CHECKING:
     from offload.mesh.shard import MeshShard
 
-__all__ = ["MeshGradientOffload", "row_bytes"]
+__all__ = ["MeshGradientOffload", "means_of_parts"]
 
 
 class MeshGradientOffload(GradientOffload):
@@ -52,6 +52,8 @@ class MeshGradientOffload(GradientOffload):
         self._deferred: list[Callable[[], None]] = []
         #: Bytes of whole gradients that are being reduced.
         self._reducing = 0
+        #: Gradients of what each rank stores whole, reduced at the end of the backward.
+        self._whole: dict[nn.Parameter, Tensor] = {}
 
     def drain(self, shard: Shard, gradients: list[Tensor | None]) -> None:
         """Starts to reduce the ``gradients`` of the last visit. Those before are stored meanwhile."""
@@ -64,6 +66,9 @@ class MeshGradientOffload(GradientOffload):
                     f"the gradient of {shard.slices[position].name} is sparse, which is not supported with mesh=; use "
                     f"a layer with sparse=False"
                 )
+        self._take_whole(cast("MeshShard", shard), gradients)
+        if not _trainable(cast("MeshShard", shard)):
+            return
         self._reducing = sum(g.numel() * g.element_size() for g in gradients if g is not None)
         self._meter.hold(self._reducing)
         parts: list[Tensor | None] = [None] * len(gradients)
@@ -83,6 +88,20 @@ class MeshGradientOffload(GradientOffload):
 
         self._deferred.append(store)
 
+    def _take_whole(self, shard: MeshShard, gradients: list[Tensor | None]) -> None:
+        for k, part in enumerate(shard.parts):
+            gradient = gradients[k]
+            if gradient is None or not isinstance(part, WholePart):
+                continue
+            stored, gradients[k] = shard.owner_of(k)[1].parameter, None
+            known = self._whole.get(stored)
+            self._whole[stored] = gradient.to(part.dtype) if known is None else known + gradient.to(part.dtype)
+
+    def pop_returned(self) -> dict[nn.Parameter, Tensor]:
+        """Gradients of this rank that are not reduced yet, since each rank stores the parameters whole."""
+        whole, self._whole = self._whole, {}
+        return super().pop_returned() | whole
+
     def update(self, shard: Shard) -> None:
         """Starts to update a shard once its gradients are reduced."""
         self._deferred.append(partial(super().update, shard))
@@ -95,6 +114,7 @@ class MeshGradientOffload(GradientOffload):
     def cancel(self) -> None:
         """Resets all state after a failure, once no copy is running."""
         self._deferred.clear()
+        self._whole.clear()
         self._release()
         super().cancel()
 
@@ -108,25 +128,34 @@ class MeshGradientOffload(GradientOffload):
         self._reducing = 0
 
 
-def row_bytes(shard: MeshShard) -> int:
-    """Bytes that one rank sends to each other one for the gradients of a shard."""
-    return offsets_of(shard.parts[k] for k in _trainable(shard))[1] + aligned(len(_trainable(shard)))
-
-
-def _trainable(shard: Shard) -> list[int]:
-    return [k for k, s in enumerate(shard.slices) if s.parameter.requires_grad]
+def _trainable(shard: MeshShard) -> list[int]:
+    """The positions of parameters of which gradients are stored in parts."""
+    each = zip(shard.slices, shard.parts, strict=True)
+    return [k for k, (s, part) in enumerate(each) if s.parameter.requires_grad and not isinstance(part, WholePart)]
 
 
 def _reduce(shard: MeshShard, gradients: list[Tensor | None], reduced: list[Tensor | None], ranks: Ranks) -> None:
     """Fills ``reduced`` with this rank's part of the mean of each gradient; empties ``gradients``. On the lane."""
     positions = _trainable(shard)
-    parts = [shard.parts[k] for k in positions]
+    whole = [gradients[k] for k in positions]
+    gradients[:] = [None] * len(gradients)
+    means = means_of_parts([shard.parts[k] for k in positions], whole, ranks)
+    for k, mean in zip(positions, means, strict=True):
+        reduced[k] = mean
+
+
+def means_of_parts(parts: Sequence[Part], gradients: list[Tensor | None], ranks: Ranks) -> list[Tensor | None]:
+    """This rank's parts of the means over ranks of whole ``gradients``; empties the list. On the lane of ranks.
+
+    None for a gradient that no rank has. What a rank sends to each other one are the bytes of ``parts``, and one for
+    each of them in whole cache lines.
+    """
     offsets, flags = offsets_of(parts)
-    nbytes = row_bytes(shard)
+    nbytes = flags + aligned(len(parts))
     sent = ranks.buffer("staging", ranks.count * nbytes).view(ranks.count, nbytes)
     received = ranks.buffer("received", ranks.count * nbytes).view(ranks.count, nbytes)
-    for n, (k, part, offset) in enumerate(zip(positions, parts, offsets, strict=True)):
-        gradient, gradients[k] = gradients[k], None
+    for n, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
+        gradient, gradients[n] = gradients[n], None
         sent[:, flags + n] = gradient is not None
         for rank in range(ranks.count):
             begin, end = part.span(rank)
@@ -139,8 +168,10 @@ def _reduce(shard: MeshShard, gradients: list[Tensor | None], reduced: list[Tens
     ]
     if ranks.replicas > 1:
         totals = _over_replicas(totals, parts, ranks)
-    for k, part, total in zip(positions, parts, totals, strict=True):
-        reduced[k] = None if total is None else total.div_(ranks.divide_factor).to(part.dtype)
+    return [
+        None if total is None else total.div_(ranks.divide_factor).to(part.dtype)
+        for part, total in zip(parts, totals, strict=True)
+    ]
 
 
 def _sum(rows: Tensor, part: Part, offset: int, flag: int, rank: int) -> Tensor | None:

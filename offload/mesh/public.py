@@ -14,12 +14,15 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from offload.mesh.elementwise import check_elementwise
+from offload.mesh.parts import WholePart
+from offload.mesh.replicated import ReplicatedGradients
 from offload.planning.plan import Kind
 from offload.planning.planner import Pass
 from offload.planning.residency import Residency
@@ -43,6 +46,8 @@ class PublicParameters:
 
     #: Whether each rank stores a part only.
     sharded = False
+    #: Host memory that collectives take, beside the slots.
+    buffer_bytes = 0
 
     def of(self, s: Slice) -> nn.Parameter:
         """The parameter that users see for a stored one."""
@@ -61,14 +66,36 @@ class PublicParameters:
     def begin_pass(self, this: Pass, *, stores: bool = True) -> None:
         """Called before the first action of a pass; ``stores``: whether a backward stores gradients."""
 
+    def begin_block(self, name: str, words: str) -> None:
+        """Called before a block runs outside of a pass; ``words``: what its load depends on."""
+
+    def replicate(self, named: Mapping[str, nn.Parameter], modules: Iterable[nn.Module]) -> None:
+        """Takes the parameters of ``modules`` that do not stream, and that each process stores whole."""
+
+    def store_replicated(self, gradients: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Stores gradients of these parameters at the end of a backward; returns what is left to autograd."""
+        return gradients
+
+    def names(self, s: Slice) -> dict[int, str]:
+        """The name of a stored parameter by the ``id`` of each object that code may use for it."""
+        return {id(s.parameter if s.part_of is None else s.part_of): s.name}
+
+    def compare(self, what: str, number: float) -> list[float]:
+        """The ``number`` of each rank, at a point that all of them reach: the begin of ``what``."""
+        return [number]
+
     def check_optimizer(self, optimizer: OffloadOptimizer) -> None:
         """Raises TypeError for a class that needs whole parameters, where this process stores a part of each."""
 
     def begin_step(self, optimizer: OffloadOptimizer) -> None:
         """Called at the beginning of a step."""
 
+    def stored(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What is stored of a parameter that users see."""
+        return parameter
+
     def local(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """What is stored of parameters that users see."""
+        """What is stored of parameters that users see, without what another process counts in a norm."""
         return list(parameters)
 
     def total_norm(self, norm: Tensor) -> Tensor:
@@ -99,7 +126,13 @@ class ShardedParameters(PublicParameters):
 
     sharded = True
 
-    def __init__(self, shards: Sequence[MeshShard], ranks: Ranks) -> None:
+    def __init__(
+        self,
+        shards: Sequence[MeshShard],
+        ranks: Ranks,
+        resident: Mapping[nn.Parameter, tuple[nn.Parameter, Part]] = MappingProxyType({}),
+    ) -> None:
+        """``resident``: for parameters of layers that each rank stores whole, the stored ones."""
         self._shards = shards
         self._ranks = ranks
         self._all = [
@@ -107,23 +140,37 @@ class ShardedParameters(PublicParameters):
             for shard in shards
             for s, here, part in zip(shard.own, shard.slices, shard.parts, strict=False)
         ]
+        whole = [_Parameter(one, p, self._new(one, p, part), part) for p, (one, part) in resident.items()]
+        self._all += whole
         self._by_stored = {p.stored: p for p in self._all}
         self._by_shown = {p.shown: p for p in self._all}
-        by_whole = {p.whole: p for p in self._all}
         for shard in shards:
             shard.shown.update((there.parameter, self.of(there)) for there in shard.at_home)
         modules = dict.fromkeys(m for shard in shards for layer in shard.layers for m in layer.modules())
         #: Where layers hold parameters.
-        self._places = [
+        self._places = self._places_in(modules)
+        #: What each rank stores whole.
+        self._replicated = ReplicatedGradients({p.part.name: p.stored for p in whole}, ranks)
+        #: What is gathered, what arrives of other ranks' gradients, and the gradients themselves, of one shard each.
+        self.buffer_bytes = max(
+            (2 * ranks.count * shard.part_bytes + sum(p.nbytes for p in shard.parameters) for shard in shards),
+            default=0,
+        )
+        #: Number of running contexts in which layers hold whole parameters.
+        self._inside = 0
+        #: Stored gradients, each with the DTensor that shows it; the same of states of optimizers.
+        self._gradients: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+        self._states: dict[nn.Parameter, dict[str, tuple[Tensor, Tensor]]] = {}
+        self._show()
+
+    def _places_in(self, modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, _Parameter]]:
+        by_whole = {p.whole: p for p in self._all}
+        return [
             (module._parameters, key, by_whole[p])
             for module in modules
             for key, p in module._parameters.items()
             if p is not None
         ]
-        #: Stored gradients, each with the DTensor that shows it; the same of states of optimizers.
-        self._gradients: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
-        self._states: dict[nn.Parameter, dict[str, tuple[Tensor, Tensor]]] = {}
-        self._show()
 
     def _new(self, stored: nn.Parameter, whole: nn.Parameter, part: Part) -> nn.Parameter:
         shown = nn.Parameter(self._wrap(stored.detach(), part), stored.requires_grad)
@@ -132,35 +179,78 @@ class ShardedParameters(PublicParameters):
 
     def _wrap(self, local: Tensor, part: Part) -> Tensor:
         """A DTensor whose local part shares the memory of ``local``."""
-        from torch.distributed.tensor import DTensor, Replicate, Shard
+        from torch.distributed.tensor import DTensor
 
-        replicas = [Replicate()] * (self._ranks.mesh.ndim - 1)
         wrapped: Tensor = DTensor.from_local(
             local,
             self._ranks.mesh,
-            [*replicas, Shard(0)],
+            self._placements(part),
             run_check=False,
             shape=torch.Size(part.shape),
             stride=part.stride,
         )
         return wrapped
 
+    def _placements(self, part: Part) -> list[Any]:
+        from torch.distributed.tensor import Replicate, Shard
+
+        replicas = [Replicate()] * (self._ranks.mesh.ndim - 1)
+        return [*replicas, Replicate() if isinstance(part, WholePart) else Shard(0)]
+
     def of(self, s: Slice) -> nn.Parameter:
         """The DTensor of a stored parameter."""
         return self._by_stored[s.parameter].shown
+
+    def names(self, s: Slice) -> dict[int, str]:
+        """See :meth:`PublicParameters.names`."""
+        p = self._by_stored[s.parameter]
+        return {id(each): s.name for each in (p.stored, p.whole, p.shown)}
+
+    # --- what each rank stores whole --------------------------------------------------------------------------------
+
+    def replicate(self, named: Mapping[str, nn.Parameter], modules: Iterable[nn.Module]) -> None:
+        """Shows DTensors of parameters that each rank stores whole; all get the values of the first rank.
+
+        Raises RuntimeError on all ranks if their names or shapes differ.
+        """
+        parts = {name: WholePart.of(name, p, self._ranks.count) for name, p in named.items()}
+        self._ranks.agree("what is outside of the blocks", " ".join(map(_described, parts.values())))
+        new = []
+        for name, p in named.items():
+            gradient, p.grad = p.grad, None
+            p.data = self._ranks.copied_from_first(p)
+            p.grad = gradient
+            new.append(_Parameter(p, p, self._new(p, p, parts[name]), parts[name]))
+        self._all += new
+        self._by_stored.update((p.stored, p) for p in new)
+        self._by_shown.update((p.shown, p) for p in new)
+        self._places += self._places_in(modules)
+        whole = {p.part.name: p.stored for p in self._all if isinstance(p.part, WholePart)}
+        self._replicated = ReplicatedGradients(whole, self._ranks)
+        self._show()
+
+    def store_replicated(self, gradients: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Adds the means over ranks of gradients of what each rank stores whole to the stored ones."""
+        self._replicated.reduce({p: gradient for p, gradient in gradients.items() if p in self._replicated})
+        return {p: gradient for p, gradient in gradients.items() if p not in self._replicated}
 
     # --- before and after passes ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def in_layers(self) -> Iterator[None]:
-        """A context in which layers hold whole parameters, and gradients are the stored ones."""
-        self.take_gradients()
+        """A context in which layers hold whole parameters, and gradients are the stored ones. May be nested."""
+        if not self._inside:
+            self.take_gradients()
+        self._inside += 1
         try:
-            for register, key, p in self._places:
-                register[key] = p.whole
+            if self._inside == 1:
+                for register, key, p in self._places:
+                    register[key] = p.whole
             yield
         finally:
-            self._show()
+            self._inside -= 1
+            if not self._inside:
+                self._show()
 
     def _show(self) -> None:
         for register, key, p in self._places:
@@ -188,9 +278,19 @@ class ShardedParameters(PublicParameters):
             elif (known := self._shown_gradient(p)) is not None:
                 p.stored.grad = known
             else:
-                local = gradient.to_local()  # type: ignore[attr-defined]
+                local = self._local_gradient(p, gradient)
                 p.stored.grad = local
                 self._gradients[p.stored] = local, gradient
+
+    def _local_gradient(self, p: _Parameter, gradient: Any) -> Tensor:
+        placements = tuple(self._placements(p.part))
+        if getattr(gradient, "placements", None) != placements:
+            raise RuntimeError(
+                f"expected a gradient of {p.part.name} as a DTensor with the placements {placements} of the parameter, "
+                f"got {getattr(gradient, 'placements', type(gradient).__name__)}; redistribute it before you set it"
+            )
+        local: Tensor = gradient.to_local()
+        return local
 
     def take_settings(self) -> None:
         """Takes over ``requires_grad``. Raises RuntimeError for hooks on gradients."""
@@ -210,15 +310,8 @@ class ShardedParameters(PublicParameters):
 
     def check_model(self) -> None:
         """Compares names, shapes and cuts of parameters over all ranks. Raises RuntimeError on all if they differ."""
-        text = " ".join(f"{shard.index}:{self._described(shard)}" for shard in self._shards)
+        text = " ".join(f"{shard.index}:{','.join(map(_described, shard.parts))}" for shard in self._shards)
         self._ranks.agree("the construction of the model", text)
-
-    @staticmethod
-    def _described(shard: MeshShard) -> str:
-        return ",".join(
-            f"{part.name}{list(part.shape)}{str(part.dtype).removeprefix('torch.')}".replace(" ", "")
-            for part in shard.parts
-        )
 
     def begin_pass(self, this: Pass, *, stores: bool = True) -> None:
         """Compares the collectives of a pass over all ranks. Raises RuntimeError on all if they differ."""
@@ -228,6 +321,14 @@ class ShardedParameters(PublicParameters):
             words.append("stores" if stores else "drops")
             words += [p.part.name for p in self._all if p.whole.requires_grad]
         self._ranks.agree("a backward" if this.backward else "a forward", " ".join(words))
+
+    def begin_block(self, name: str, words: str) -> None:
+        """Compares a block that runs outside of a pass over all ranks. Raises RuntimeError on all if they differ."""
+        self._ranks.agree("a call of a block by itself", f"{name} {words}")
+
+    def compare(self, what: str, number: float) -> list[float]:
+        """See :meth:`PublicParameters.compare`. Raises RuntimeError on all ranks if they begin different calls."""
+        return self._ranks.agree(what, "", number, everywhere=True)
 
     # --- optimizers -----------------------------------------------------------------------------------------------
 
@@ -246,9 +347,14 @@ class ShardedParameters(PublicParameters):
             )
         self.take_gradients()
 
+    def stored(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The stored parameter of a DTensor."""
+        return self._by_shown[parameter].stored
+
     def local(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """The stored parameters of DTensors."""
-        return [self._by_shown[p].stored for p in parameters]
+        """The stored parameters of DTensors; of those that each rank stores whole, on the first rank of a row only."""
+        found = [self._by_shown[p] for p in parameters]
+        return [p.stored for p in found if not (isinstance(p.part, WholePart) and self._ranks.rank)]
 
     def total_norm(self, norm: Tensor) -> Tensor:
         """The norm of all gradients, from that of this rank's parts; a sum in rank order, equal on all ranks."""
@@ -281,3 +387,7 @@ class ShardedParameters(PublicParameters):
                 value = value[begin:end]
             found[key] = value
         return found
+
+
+def _described(part: Part) -> str:
+    return f"{part.name}{list(part.shape)}{str(part.dtype).removeprefix('torch.')}".replace(" ", "")

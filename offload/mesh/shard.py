@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from offload.mesh.parts import Part, offsets_of
+from offload.mesh.parts import Part, WholePart, offsets_of
 from offload.mesh.ranks import Ranks
 from offload.storage import Tier
 from offload.streaming.materialize import Materializer, Values
@@ -33,7 +33,7 @@ from pipe.torch_private import set_versions
 if TYPE_CHECKING:
     from offload.optim.update import Update
 
-__all__ = ["MeshShard", "make_mesh_shards"]
+__all__ = ["MeshShard", "make_mesh_shards", "without_memory"]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -74,6 +74,10 @@ class MeshShard(Shard):
 
     def fill(self, slot: Tensor, update: Update | None = None) -> None:
         """Reads this rank's part, gathers those of the others, and copies all into ``slot``. On the lane of ranks."""
+        for k, here in enumerate(self.slices):
+            if isinstance(self.parts[k], WholePart):
+                owner, there = self.owner_of(k)
+                here.view(slot).copy_(owner.home_view(there))
         if not self.part_bytes:
             return
         ranks = self.ranks
@@ -82,9 +86,13 @@ class MeshShard(Shard):
         if self.home is not None:
             self.home.read_into(mine[: self.home.nbytes])
         for k, (owner, there) in enumerate(self.loans, len(self.own)):
+            if isinstance(self.parts[k], WholePart):
+                continue
             self.parts[k].view(mine, self.offsets[k], ranks.rank).copy_(owner.home_view(there))
         ranks.all_gather(staging)
         for here, part, offset in zip(self.slices, self.parts, self.offsets, strict=True):
+            if isinstance(part, WholePart):
+                continue
             whole = here.view(slot)
             for rank in range(ranks.count):
                 begin, end = part.span(rank)
@@ -94,7 +102,7 @@ class MeshShard(Shard):
     def part_at_home(self, position: int, whole: Tensor) -> Tensor:
         """The rows of a whole parameter that this rank stores."""
         begin, end = self.parts[position].span(self.ranks.rank)
-        return whole[begin:end]
+        return whole if isinstance(self.parts[position], WholePart) else whole[begin:end]
 
     def check_stores(self, positions: Sequence[int]) -> None:
         """Raises RuntimeError: what a layer writes depends on the batch of this rank."""
@@ -108,10 +116,10 @@ class MeshShard(Shard):
     def _restore(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
-            parameter.data = _without_memory(parameter)
+            parameter.data = without_memory(parameter)
 
 
-def _without_memory(parameter: Tensor) -> Tensor:
+def without_memory(parameter: Tensor) -> Tensor:
     """Values of the same shape and type, all in one element: NaN where the type has it."""
     value = torch.nan if parameter.is_floating_point() or parameter.is_complex() else 0
     return torch.full((), value, dtype=parameter.dtype).expand(parameter.shape)
@@ -125,14 +133,16 @@ def make_mesh_shards(
     values: Mapping[Tensor, Values] | None = None,
     *,
     ranks: Ranks,
+    whole_parts: Mapping[nn.Parameter, tuple[Shard, Slice, Part]],
 ) -> list[MeshShard]:
     """As :func:`offload.streaming.layer_homes.make_shards`: moves this rank's part of the parameters to storage.
 
     The whole parameters lose their memory, shard by shard; a shard on the meta device is initialised as a whole.
+    ``whole_parts``: where parameters are stored that each rank stores whole.
     """
     materializer = Materializer(values)
     shards: list[MeshShard] = []
-    stored: dict[nn.Parameter, tuple[Shard, Slice, Part]] = {}
+    stored: dict[nn.Parameter, tuple[Shard, Slice, Part]] = {**whole_parts}
     first = 0
     for index, count in enumerate(cuts):
         part_of_layers = layers[first : first + count]
@@ -170,7 +180,7 @@ def make_mesh_shards(
             stored[whole] = shard, s, part
             if whole.grad is not None:
                 one.grad, whole.grad = whole.grad[begin:end].clone(), None
-            whole.data = _without_memory(whole)
+            whole.data = without_memory(whole)
         if shard.home is not None:
             ranks.copy_first_replica(shard.home.tensor)
         borrowed = [each for each in used if stored[each.parameter][0] is not shard]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from offload.mesh.gradients import MeshGradientOffload
 from offload.mesh.public import ShardedParameters
 from offload.mesh.ranks import Ranks
+from offload.mesh.replicated import resident_parts
 from offload.mesh.shard import MeshShard, make_mesh_shards
 from offload.storage import DiskHome, Tier
 from offload.streaming.lane import CopyLane, CopyLanes, ThreadCopyLane
@@ -23,7 +24,7 @@ from offload.telemetry.statistics import Meter
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Sharding", "check_mesh"]
+__all__ = ["Sharding", "check_mesh", "least_of_ranks"]
 
 
 def check_mesh(
@@ -78,6 +79,16 @@ def check_mesh(
     return mesh
 
 
+def least_of_ranks(mesh: DeviceMesh, nbytes: int | None) -> int | None:
+    """The least of the bytes that the ranks of a mesh were given; None if none was given any. On all ranks."""
+    largest = torch.iinfo(torch.int64).max
+    least = torch.tensor(largest if nbytes is None else nbytes)
+    for dimension in range(mesh.ndim):
+        torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=mesh.get_group(dimension))
+    found = int(least)
+    return None if found == largest else found
+
+
 def _check_alone(divide_factor: float | None) -> None:
     """Raises ValueError if one rank would not be the engine without a mesh."""
     if divide_factor not in (None, 1):
@@ -104,9 +115,17 @@ class Sharding:
         tier: Tier,
         dtype: torch.dtype | None,
         values: Mapping[Tensor, Values],
+        resident: Shard | None,
     ) -> tuple[list[Shard], LayerHomes]:
-        """See :func:`make_mesh_shards`. Homes are those of the shards, so these cannot be cut otherwise."""
-        shards: list[Shard] = list(make_mesh_shards(layers, cuts, tier, dtype, values, ranks=self.ranks))
+        """See :func:`make_mesh_shards`. Homes are those of the shards, so these cannot be cut otherwise.
+
+        ``resident``: the owner of parameters that stay on the compute device, on each rank.
+        """
+        whole = {} if resident is None else resident_parts(resident, self.ranks)
+        #: For each of them, the parameter that layers use, and the stored one.
+        self._resident = {p: (s.parameter, part) for p, (_, s, part) in whole.items()}
+        made = make_mesh_shards(layers, cuts, tier, dtype, values, ranks=self.ranks, whole_parts=whole)
+        shards: list[Shard] = list(made)
         return shards, LayerHomes(layers, tier, dtype, None)
 
     def gradient_offload(self, shards: Sequence[Shard], **choices: Any) -> MeshGradientOffload:
@@ -115,6 +134,7 @@ class Sharding:
 
     def public(self, shards: Sequence[Shard]) -> ShardedParameters:
         """The DTensors that users see; all ranks have compared their parameters then."""
-        public = ShardedParameters([shard for shard in shards if isinstance(shard, MeshShard)], self.ranks)
+        of_mesh = [shard for shard in shards if isinstance(shard, MeshShard)]
+        public = ShardedParameters(of_mesh, self.ranks, self._resident)
         public.check_model()
         return public
