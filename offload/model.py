@@ -96,7 +96,7 @@ class OffloadModel(LoadingModule):
         mesh: a ``DeviceMesh`` of processes that train the model together, each on its own rows: of one dimension
             (shard), or two (replicate, shard). Each rank stores a part of each parameter, its gradient and its
             optimizer states; all may pass one directory. ``parameters()`` are DTensors, and gradients are means over
-            ranks. All ranks make the same calls.
+            ranks. All ranks make the same calls. What does not stream is stored whole by each; ``memory`` is a rank's.
         gradient_divide_factor: with ``mesh``, divide sums of gradients by this instead of the number of ranks.
         resident: names of parameters of the layers that stay on the compute device, with their gradients and optimizer
             states, or shell patterns of such: ``"*.lora_*"`` for adapters over a frozen base that streams. None: all
