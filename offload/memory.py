@@ -88,9 +88,11 @@ def memory_of(memory: Any, *, plans: bool, mesh: DeviceMesh | None = None, **old
         budget = given.get("memory_budget")
         return MemoryArguments(MemoryPolicy(**fields), False, None if budget is None else parse_bytes(budget))
     policy_given = policy_of(DEFAULT_MEMORY if memory is None and plans else memory)
-    if policy_given is not None and mesh is not None:
-        least = least_of_ranks(mesh, numbers_of(policy_given, torch.device("cpu"))[0])
-        policy_given = policy_given if least is None else replace(policy_given, memory=least)
+    if mesh is not None:  # also if this rank has no limit: the others would wait for it
+        number = None if policy_given is None else numbers_of(policy_given, torch.device("cpu"))[0]
+        least = least_of_ranks(mesh, number)
+        if policy_given is not None and least is not None:
+            policy_given = replace(policy_given, memory=least)
     return MemoryArguments(policy_given or MemoryPolicy(), bounds=policy_given is not None)
 
 
