@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ BENCHMARKS = {  # name -> the question
     "pipe-ladder": "beside torchgpipe and fairscale, what do time, memory and bubble of our pipe come to?",
     "gradcache-batch": "how large may an exact contrastive batch be in fixed memory, and what do its chunks cost?",
     "qwen-embedding": "train the architecture of Qwen3-Embedding-0.6B under a memory cap: who can, and in what time?",
+    "mesh": "several ranks train one model, beside FSDP2 and DeepSpeed: memory of a rank, time, bytes from others?",
+    "scale": "a step of N ranks predicted from one process; on paper, what bounds 70 B parameters on 1,024 ranks?",
     "gpu-train": "up to 7B parameters with full Adam on one GPU: what memory does each method need?",
     "gpu": "all that needs a GPU, in under ten minutes: the CUDA tests, memory-latency, gpu-train small to 7B",
 }
@@ -92,9 +95,17 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 
 def _run(name: str, words: Sequence[str]) -> int:
-    """Runs one benchmark. The results file is written first: the page can be made again from it."""
+    """Runs one benchmark. The results file is written first: the page can be made again from it.
+
+    Under torchrun the first process measures, and starts the ranks of each case; the others have nothing to do.
+    """
     benchmark = load(name)
     arguments = parser_of(name).parse_args(words)
+    ranks, here = (os.environ.get(f"{kind}WORLD_SIZE", "1") for kind in ("", "LOCAL_"))
+    if ranks != here:
+        raise ValueError(f"expected all processes on one machine, got {here} of {ranks}; run torchrun with --nnodes 1")
+    if os.environ.get("RANK", "0") != "0":
+        return 0
     from benchmarks.harness.benchmark import publish, run_benchmark, write_lines
 
     run = run_benchmark(benchmark, vars(arguments), arguments.home)

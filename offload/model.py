@@ -29,11 +29,11 @@ from offload.files.pretrained import Pretrained
 from offload.limits import MemoryLimits
 from offload.loading import LoadingModule
 from offload.memory import layout_of, limits_for, memory_of
-from offload.mesh.sharding import Sharding, check_mesh
+from offload.mesh.sharding import Sharding, check_mesh, open_home
 from offload.optim.access import OptimizerAccess
 from offload.persistence import PersistentHome
 from offload.policy import MemoryPolicy
-from offload.storage import DiskHome, is_directory, open_tier
+from offload.storage import DiskHome, is_directory
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import open_lanes
 from offload.streaming.quantised import check_storable, separate, stored_tensors
@@ -67,8 +67,8 @@ class OffloadModel(LoadingModule):
         offload_device: storage of the shards: ``"cpu"`` for host memory, or a directory (an ``os.PathLike``, or a
             string with a path separator), for files that are removed with the model. A :class:`~offload.DiskHome` is a
             directory with more options, among them files that are kept and adopted by the next model.
-        num_slices: number of shards, balanced by bytes; from 1 to the number of layers. None: with ``memory`` one for
-            each layer, or for neighbours that are small; else 3.
+        num_slices: number of shards, balanced by bytes; from 1 to the number of layers. None: one for each of
+            ``blocks``; else with ``memory`` one for each layer, or for neighbours that are small; else 3.
         checkpoint_activation: if True, keep only the inputs of each shard and recompute the rest in backward; if False,
             keep all activations of the layers, but no second copy of their weights, nor of casts of them. None: True
             with ``memory``, else False.
@@ -90,9 +90,9 @@ class OffloadModel(LoadingModule):
             gradients are summed in the home's type. Buffers stay as they are. Parameters outside of ``blocks`` are cast
             in each forward.
         blocks: for a model that is called by its own forward: the name of the ``nn.ModuleList`` or ``nn.Sequential`` of
-            its blocks, names in the order of calls, or a class of blocks. Each block is a shard; parameters outside of
-            them stay on the compute device. None: the layers of a Sequential or list; else the longest list of modules
-            of one class, with a warning that names it.
+            its blocks, names in the order of calls, or a class of blocks. Each block is a shard, unless ``num_slices``
+            says how many shards they make; parameters outside of them stay on the compute device. None: the layers of a
+            Sequential or list; else the longest list of modules of one class, with a warning that names it.
         mesh: a ``DeviceMesh`` of processes that train the model together, each on its own rows: of one dimension
             (shard), or two (replicate, shard). Each rank stores a part of each parameter, its gradient and its
             optimizer states; all may pass one directory. ``parameters()`` are DTensors, and gradients are means over
@@ -161,12 +161,15 @@ class OffloadModel(LoadingModule):
         stored_parts = stored_tensors(named.items())
         check_separate(stored_parts)
         quantised = [each.name for each in stored_parts if each.part_of is not None]
+        called = getattr(type(self), "_kind", None)  # the class of a model that is called by its own forward
         refused = {"memory_budget=": memory_budget, "a model with quantised weights": quantised or None}
-        mesh = check_mesh(mesh, gradient_divide_factor, self.device, offload_device, refused)
+        if called is not None and isinstance(offload_device, DiskHome):
+            refused["DiskHome(keep=True) with blocks="] = offload_device.keep or None
+        mesh = check_mesh(mesh, gradient_divide_factor, self.device, refused)
         staying = chosen(named, resident, offload_device)
         separate([model] if isinstance(model, nn.Module) else named.values())
         plans = num_slices is None and checkpoint_activation is None and mesh is None
-        if blocks is not None or not isinstance(model, nn.Sequential):
+        if not isinstance(model, nn.Sequential) if called is None else num_slices is None:
             num_slices = len(named)
         check_choices(num_slices, num_microbatches, param_dtype)
         resources = memory_of(
@@ -209,25 +212,23 @@ class OffloadModel(LoadingModule):
         self._num_microbatches = num_microbatches
         #: Names of the arguments of layers after the first.
         self._taken_later = {name for layer in layers[1:] for name in names_taken(layer)}
-        self._tier = open_tier(offload_device, self.device, keeps=True)
         self._meter = Meter(self.device)
+        sharding = None if mesh is None else Sharding(mesh, gradient_divide_factor, self._meter)
+        self._tier = open_home(offload_device, self.device, sharding)
         with contextlib.ExitStack() as undo:
             # A failure from here on, such as a full disk or an interrupt, leaves the layers as they were.
             undo.callback(self._tier.close)
             #: What the planner may use; None where only the deprecated keywords, or none, were given.
             self._memory_limits = limits_for(resources, layout, needs, self.device, self._meter)
             undo.callback(_release, self._memory_limits)
-            self._persistent_home = PersistentHome(self._tier, named, stored, self._around)
-            sharding = None if mesh is None else Sharding(mesh, gradient_divide_factor, self._meter)
+            self._persistent_home = PersistentHome(self._tier, named, stored, self._around, sharding)
             # With a mesh, homes do not hold whole values to restore.
             every = nn.ModuleList(owners.values()).parameters()
             replaced = self._persistent_home.values if sharding is None else {*every}
             undo.callback(Rollback(owners.values(), replaced).restore)
-            if sharding is None:
-                # A copy that changes the type is converted on the host, which must not block this thread.
-                lanes = open_lanes(self.device, blocking_io=self._tier.blocking_io or param_dtype is not None)
-            else:
-                lanes = sharding.open_lanes(self.device)
+            # A copy that changes the type is converted on the host, which must not block this thread.
+            blocking = self._tier.blocking_io or param_dtype is not None
+            lanes = sharding.open_lanes(self.device) if sharding else open_lanes(self.device, blocking_io=blocking)
             undo.callback(lanes.close)
             self._executor = Executor(
                 named,
@@ -243,6 +244,7 @@ class OffloadModel(LoadingModule):
                 param_dtype=param_dtype,
                 sharding=sharding,
                 resident=staying,
+                layers_apart=called is not None,
             )
             self._join(self._executor, named, self._persistent_home.values, undo.callback)
             for runner in self._executor.runners:

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from offload.mesh.sharding import Sharding
 from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.storage.contract import bytes_of
 from offload.storage.persistent import Contents, PersistentTier
 from offload.streaming.layer_homes import LayerLayout
-from offload.streaming.materialize import Values
+from offload.streaming.materialize import InPlace, Values
 from offload.streaming.quantised import stored_tensors
 
 __all__ = ["PersistentHome"]
@@ -27,13 +28,13 @@ __all__ = ["PersistentHome"]
 
 @dataclass(frozen=True)
 class _Stored:
-    """Values of an adopted home. Those of a parameter in a shard are in place; those on the compute device are read."""
+    """Values of an adopted home that are on the compute device."""
 
-    block: Block | None = None
-    offset: int = 0
+    block: Block | None
+    offset: int
 
     def read_into(self, destination: Tensor) -> None:
-        """Reads what is on the compute device."""
+        """Reads them."""
         if self.block is not None and destination.numel():
             dense = torch.empty_like(destination, device="cpu", memory_format=torch.contiguous_format)
             self.block.read_into(bytes_of(dense), self.offset)
@@ -45,7 +46,8 @@ class PersistentHome:
     """Stores a model's buffers in its tier, and adopts an existing home; does nothing if the home is not kept.
 
     ``layers``: name and module of each. ``values``: sources of parameters and buffers that are not read from the home.
-    ``around``: modules outside of the layers, each without its children.
+    ``around``: modules outside of the layers, each without its children. ``sharding``: with a mesh, which stores a part
+    of the parameters in this home.
     Raises HomeError if a home cannot be used; the layers are as they were.
     """
 
@@ -55,6 +57,7 @@ class PersistentHome:
         layers: Mapping[str, nn.Module],
         values: Mapping[Tensor, Values],
         around: Mapping[str, nn.Module],
+        sharding: Sharding | None = None,
     ) -> None:
         self._tier = tier if isinstance(tier, PersistentTier) else None
         self._layers = dict(layers)
@@ -82,14 +85,14 @@ class PersistentHome:
             self._places.append((end, (name, _nbytes(buffer))))
             end += aligned(_nbytes(buffer))
         what = "parameters and buffers outside of the blocks" if around else "buffers"
-        contents = [_weights(layers), Contents("buffers", what, end, lines)]
+        contents = [_weights(layers, sharding), Contents("buffers", what, end, lines)]
         outside = [p for module in around.values() for p in module._parameters.values() if p is not None]
         blank = not values and all(p.is_meta for p in (*parameters, *outside))
         self._adopted = self._tier.adopt(contents, blank=blank)
         if end:
             self._block = self._tier.file(1, end)
         if self._adopted:
-            self.values.update(dict.fromkeys(parameters, _Stored()))
+            self.values.update(dict.fromkeys(parameters, InPlace()))
             for (_, tensor), (offset, _) in zip(self._on_device(), self._places, strict=True):
                 self.values[tensor] = _Stored(self._block, offset)
 
@@ -139,10 +142,11 @@ class PersistentHome:
                 self._block.write(bytes_of(dense), offset)
 
 
-def _weights(layers: Mapping[str, nn.Module]) -> Contents:
+def _weights(layers: Mapping[str, nn.Module], sharding: Sharding | None) -> Contents:
     """The contents of the weights, as :func:`offload.streaming.layer_homes.make_shards` lays them out."""
-    places = LayerLayout()
-    lines = [
+    places = LayerLayout() if sharding is None else sharding.layout()
+    lines = [] if sharding is None else [f"rows of {sharding.name}"]
+    lines += [
         f"{s.name} {_kind(s.parameter)} {list(s.parameter.shape)} strides {list(s.stride)} at {s.offset}"
         for name, layer in layers.items()
         for s in places.add(name, layer)

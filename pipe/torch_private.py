@@ -62,6 +62,7 @@ __all__ = [
     "set_grad_enabled",
     "set_versions",
     "storage_uses",
+    "store_of_processes",
     "timeout_of",
     "transform_of_functions_under_way",
     "transform_under_way",
@@ -110,6 +111,17 @@ def timeout_of(group: Any) -> timedelta:
     """The timeout of the collectives of a process group on the CPU."""
     timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
     return timeout
+
+
+def store_of_processes() -> tuple[Any, Callable[[], Any]]:
+    """The key-value store of the default process group, and what makes a connection of its own to it.
+
+    Without a connection of its own, a thread has to wait as long as another one waits for a key.
+    """
+    from torch.distributed import distributed_c10d
+
+    store: Any = distributed_c10d._get_default_store()
+    return store, getattr(store, "clone", lambda: store)  # torch 2.8 has one connection
 
 
 def negative_view(tensor: Tensor) -> Tensor:

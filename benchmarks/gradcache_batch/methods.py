@@ -156,7 +156,7 @@ def _ours(encoder: nn.Sequential, shape: Shape, home: Path, together: bool) -> M
 def _over_offload(encoder: nn.Sequential, shape: Shape, home: Path, together: bool) -> Made:
     """Fused over an OffloadModel that is stored on disk. A chunk apart has its own gradients beside the sum of all."""
     graphs = shape.graphs if together else shape.graphs * 7 // 8
-    memory = MemoryPolicy(
+    memory = MemoryPolicy.fixed(
         graph_bytes=graphs * MEBIBYTE,
         boundary_bytes=shape.kept * MEBIBYTE,
         activation_bytes=shape.together * MEBIBYTE if together else None,

@@ -25,7 +25,8 @@ class Case:
     Its process works in the folder of the run, which is on disk. ``environment`` is set where the user has not set it.
     A case of a ``peer`` (:mod:`benchmarks.harness.peers`) runs in the environment where that library is installed.
     ``work`` is the least that a step does, by the names of :data:`benchmarks.harness.limits.KINDS`. That a case with
-    ``may_lack_memory`` finds none is an answer, not a failure.
+    ``may_lack_memory`` finds none is an answer, not a failure. Each of its ``ranks`` is a process; several have the
+    environment that torchrun would give them.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Case:
     peer: str = ""
     work: Mapping[str, float] = field(default_factory=dict)
     may_lack_memory: bool = False
+    ranks: int = 1
 
 
 @dataclass

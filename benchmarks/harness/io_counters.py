@@ -18,6 +18,7 @@ import psutil
 
 #: The counters of ``offload.Statistics`` that the line of a step holds.
 COUNTED = ("bytes_loaded", "bytes_stored", "bytes_spilled", "update_bytes_read", "update_bytes_written", "wait_seconds")
+COUNTED += ("bytes_gathered", "bytes_reduced", "bytes_agreed")
 
 T = TypeVar("T")
 

@@ -1,19 +1,21 @@
 """The process of one case, from its start to its outcome; it runs on its own or waits for its turns.
 
-Inside the context there is at most one process, and after it none, whatever was raised.
+A case of several ranks has a process for each, which take their turns together. Inside the context there is at most one
+process a rank, and after it none, whatever was raised.
 """
 
 import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from benchmarks.harness.case import CannotRunError, Case, Outcome
 from benchmarks.harness.memory import PeakMeter
@@ -29,14 +31,76 @@ def python_path() -> str:
     return os.pathsep.join([str(PACKAGE_ROOT), *users])
 
 
+def rank_environments(ranks: int) -> list[dict[str, str]]:
+    """What torchrun sets for each of so many ranks on this machine; nothing for a case of one process."""
+    if ranks == 1:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which a process is none of torchrun's: it would wait for the others at their store."""
+    names = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in names and not name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_"))
+    }
+
+
+class _Rank:
+    """The process of one rank, with what it wrote to standard error, and the meter of its memory."""
+
+    def __init__(self, python: str, folder: str | Path, environment: Mapping[str, str]) -> None:
+        #: A file, not a pipe: it is read at the end only, and a full pipe would stop the case.
+        self.errors: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        #: Whether it has told its result, or why there is none.
+        self.complete = False
+        self.process = subprocess.Popen(
+            [python, "-m", "benchmarks.harness.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            cwd=folder,
+            env=dict(environment),
+            text=True,
+        )
+        self.meter = PeakMeter(self.process.pid)
+
+    def write(self, line: str | None) -> None:
+        """Writes one line; None closes the input."""
+        with contextlib.suppress(BrokenPipeError):  # it died before it read; the exit code says of what
+            print(line, file=self.process.stdin, flush=True) if line else self.process.stdin.close()
+
+    def end(self) -> str:
+        """Kills what is left of the process; returns why there is no result, or nothing."""
+        self.process.kill()  # without effect on a process that has ended
+        code = self.process.wait()
+        self.meter.stop()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        with self.errors as errors:
+            errors.seek(0)
+            return "" if self.complete else _reason(code, errors.read())
+
+
 class CaseProcess:
-    """The process of one case, which works in ``folder``. Where its peer is not found, ``outcome`` says so."""
+    """The processes of one case, which work in ``folder``. Where its peer is not found, ``outcome`` says so.
+
+    Of several ranks, steps, moments and result are those of rank 0, and peaks the greatest of any rank.
+    """
 
     def __init__(self, case: Case, folder: str | Path) -> None:
         self.outcome = Outcome(case)
         self.waiting = False  #: it has built what it needs, and waits for a turn
         self._folder = folder
-        self._process: subprocess.Popen[str] | None = None
+        self._ranks: list[_Rank] = []
 
     def start(self) -> None:
         """Starts the process and lets it build what it needs, until it waits for its first turn or has ended."""
@@ -49,19 +113,10 @@ class CaseProcess:
             self.outcome.skipped = str(reason)
             return
         self._started = time.perf_counter()
-        # A file, not a pipe: it is read at the end only, and a full pipe would stop the case.
-        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        users = {**case.environment, **without_torchrun(os.environ), "PYTHONPATH": python_path()}
         with _terminated_later():  # else a process that was just started is not known yet
-            self._process = subprocess.Popen(
-                [python, "-m", "benchmarks.harness.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                cwd=self._folder,
-                env={**case.environment, **os.environ, "PYTHONPATH": python_path()},
-                text=True,
-            )
-            self._meter = PeakMeter(self._process.pid)
+            for environment in rank_environments(case.ranks):
+                self._ranks.append(_Rank(python, self._folder, {**users, **environment}))
         self._say(json.dumps({"target": case.target, "arguments": case.arguments}))
 
     def turn(self) -> dict[str, Any] | None:
@@ -73,12 +128,13 @@ class CaseProcess:
 
     def finish(self) -> Outcome:
         """Grants no more turns and waits for the end. The outcome is complete, and the process is gone."""
-        if self._process is not None:
+        if self._ranks:
             self._say(None)
-            try:  # its output is closed, but it may still be ending: killed now, its own exit status would be lost
-                self._process.wait(EXIT_SECONDS)
-            except subprocess.TimeoutExpired:
-                self.outcome.result = None
+            for rank in self._ranks:
+                try:  # its output is closed, but it may still be ending: killed now, its own exit status would be lost
+                    rank.process.wait(EXIT_SECONDS)
+                except subprocess.TimeoutExpired:
+                    self.outcome.result, rank.complete = None, False
             self._end()
         print(f"{self.outcome.name}: {self.outcome.reason or f'{self.outcome.seconds:.0f} s'}", flush=True)
         return self.outcome
@@ -87,45 +143,52 @@ class CaseProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is not None:
+        if self._ranks:
             self._end()
 
     def _say(self, line: str | None) -> None:
-        """Writes one line to the child (None closes its input) and reads events until it waits or has ended."""
-        assert self._process is not None
-        with contextlib.suppress(BrokenPipeError):  # it died before it read; the exit code says of what
-            print(line, file=self._process.stdin, flush=True) if line else self._process.stdin.close()
-        self.waiting = False
-        for text in self._process.stdout:
+        """Writes one line to each rank (None closes its input) and reads events until it waits or has ended."""
+        for rank in self._ranks:
+            rank.write(line)
+        waiting = [self._read(rank, first=k == 0) for k, rank in enumerate(self._ranks)]
+        self.waiting = all(waiting)
+
+    def _read(self, rank: _Rank, *, first: bool) -> bool:
+        """Reads events of one rank; whether it waits for a turn."""
+        for text in rank.process.stdout:
             event, value = json.loads(text)
             if event == "ready":
-                self.waiting = True
-                return
-            if event == "step":
-                self.outcome.steps.append(value)
-            elif event == "phase":
-                name, self.outcome.moments[name] = value
-                self._meter.phase(name)
+                return True
+            if event == "phase":
+                name, held = value
+                rank.meter.phase(name)
+                if first:
+                    self.outcome.moments[name] = held
+            elif event == "step":
+                if first:
+                    self.outcome.steps.append(value)
             else:  # "result" or "skipped"
-                setattr(self.outcome, event, value)
+                rank.complete = value is not None
+                if first or event == "skipped":
+                    setattr(self.outcome, event, value)
+        return False
 
     def _end(self) -> None:
-        """Kills what is left of the process, notes its peaks, and gives a failure its reason."""
-        process, outcome = self._process, self.outcome
-        assert process is not None
-        self._process, self.waiting = None, False
-        process.kill()  # without effect on a process that has ended
-        code = process.wait()
-        self._meter.stop()
-        for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
-        outcome.peaks, outcome.data_peak_bytes = self._meter.peaks, self._meter.data_peak_bytes
+        """Kills what is left of the processes, notes their peaks, and gives a failure its reason."""
+        ranks, outcome = self._ranks, self.outcome
+        self._ranks, self.waiting = [], False
+        reasons = [rank.end() for rank in ranks]
         outcome.seconds = time.perf_counter() - self._started
-        with self._errors as errors:
-            errors.seek(0)
-            if outcome.result is None and outcome.skipped is None:
-                outcome.failure = _reason(code, errors.read())
+        for rank in ranks:
+            for name, held in rank.meter.peaks.items():
+                outcome.peaks[name] = max(outcome.peaks.get(name, 0), held)
+            outcome.data_peak_bytes = max(outcome.data_peak_bytes, rank.meter.data_peak_bytes)
+        if outcome.skipped is not None:
+            outcome.result = None
+        elif any(reasons):
+            outcome.result = None
+            named = [f"rank {k}: {reason}" for k, reason in enumerate(reasons) if reason]
+            outcome.failure = reasons[0] if len(ranks) == 1 else "; ".join(named)
 
 
 @contextlib.contextmanager

@@ -134,11 +134,12 @@ def deepspeed(chunk: int, memory: int) -> Made:
         "optimizer": {"type": "AdamW", "params": ADAMW},
         "zero_optimization": {
             "stage": 3,
-            "offload_param": {**on_disk, "buffer_count": 16, "buffer_size": largest},
+            # The fewest buffers that train, each as large as the embedding; so a parameter lives for one layer only.
+            "offload_param": {**on_disk, "buffer_count": 4, "buffer_size": largest},
             "offload_optimizer": {**on_disk, "buffer_count": 4},
-            "stage3_max_live_parameters": 2 * block,
-            "stage3_max_reuse_distance": 2 * block,
-            "stage3_prefetch_bucket_size": block,
+            "stage3_max_live_parameters": 1,
+            "stage3_max_reuse_distance": 1,
+            "stage3_prefetch_bucket_size": 0,
             "reduce_bucket_size": block,
             "sub_group_size": block,
         },

@@ -4,6 +4,9 @@ Three methods from one seed, a step of each in a round: the whole batch in memor
 an OffloadModel on disk. Then the same three under a hard memory cap, midway between what the last one needed and the
 least that the others did: there only the last one trains.
 
+Under torchrun, or with ``--ranks``, one more case: the last method with ``mesh=`` over so many processes, each with a
+part of the model on disk and of the rows, to the same losses.
+
 Every case has a cap, so that one that does not fit ends with an error of its own; without another it is what the
 machine has left.
 """
@@ -11,7 +14,7 @@ machine has left.
 import itertools
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from benchmarks.harness.benchmark import Benchmark, Claim, Run
 from benchmarks.harness.case import FLOOR, Case, Outcome
@@ -45,11 +48,24 @@ def measure(run: Run) -> None:
         return Case(NAMES[method] + suffix, target, how, GIVE_BACK, work=work, may_lack_memory=dies)
 
     cases = [case(method, "", None) for method in settings.methods]
+    if settings.ranks > 1:
+        cases.append(_together(case(OURS, "", None), settings))
     cap_bytes = midway(run.group("free", cases, "rounds", turns=settings.training_steps))
     if settings.capped_steps and cap_bytes is not None:
         methods = [method for method in METHODS if method == OURS or method in settings.methods]
         capped = [case(method, ", capped", cap_bytes) for method in methods]
         run.group("capped", capped, turns=min(settings.capped_steps, settings.training_steps))
+
+
+def _together(case: Case, settings: Settings) -> Case:
+    """A case of one process over several ranks; its work is that of one of them."""
+    work = {kind: amount / settings.ranks for kind, amount in case.work.items()}
+    arguments = {**case.arguments, "together": True}
+    return replace(case, name=_name_of_ranks(settings), arguments=arguments, work=work, ranks=settings.ranks)
+
+
+def _name_of_ranks(settings: Settings) -> str:
+    return f"{NAMES[OURS]}, {settings.ranks} ranks"
 
 
 def report(run: Run) -> list[str]:
@@ -58,7 +74,7 @@ def report(run: Run) -> list[str]:
     done = [outcome for outcome in free if outcome.result is not None]
 
     def copied(outcome: Outcome) -> dict[str, float]:
-        parameters = outcome.result["parameters"]
+        parameters = outcome.result["parameters"] / outcome.case.ranks
         return {"copied_bytes": gradient_bytes(parameters) + adamw_bytes(parameters)}
 
     def quarter(losses: list[float], *, last: bool) -> str:
@@ -88,6 +104,15 @@ def report(run: Run) -> list[str]:
             "ratios are those of the steps in a round: median (least to greatest). Limits count a forward and a "
             "backward with nothing recomputed, AdamW's reads and writes, and the bytes of files."
         )
+    together = run.find(_name_of_ranks(settings), "free")
+    if together is not None:
+        gathered, reduced = (together.median(f"bytes_{kind}") for kind in ("gathered", "reduced"))
+        sections.append(
+            f"The row of {settings.ranks} ranks shows the greatest peak of a rank, and the files of the first. Each "
+            f"stores 1/{settings.ranks} of the model, trains on 1/{settings.ranks} of the pairs of a step, and has as "
+            f"many torch threads as a case of one process. A rank receives {mebibytes(gathered)} of parameters and "
+            f"{mebibytes(reduced)} of gradients a step."
+        )
     if "capped" in run.groups:
         sections.append(_cap_table(run.groups["capped"]))
     elif settings.capped_steps:
@@ -115,13 +140,17 @@ def _is_ours(outcome: Outcome) -> bool:
     return bool(outcome.case.arguments["method"] == OURS)
 
 
+def _of_one_process(outcome: Outcome) -> bool:
+    return outcome.case.ranks == 1
+
+
 def midway(outcomes: Sequence[Outcome]) -> int | None:
     """A cap in the middle between what ours needs and the least that another method does.
 
     Another that found no memory in the whole machine needs more than any cap. None if no such cap can be named: ours
     did not run or takes no less than another, or the system does not tell.
     """
-    done = [outcome for outcome in outcomes if outcome.result is not None]
+    done = [outcome for outcome in outcomes if outcome.result is not None and _of_one_process(outcome)]
     ours = [outcome.data_peak_bytes for outcome in done if _is_ours(outcome)]
     others = [outcome.data_peak_bytes for outcome in done if not _is_ours(outcome)]
     if not ours or not others or not 0 < ours[0] < min(others):

@@ -16,6 +16,7 @@ from torch.nn import functional
 from benchmarks.harness.case import FLOOR
 from benchmarks.harness.io_counters import counts_of, measure
 from benchmarks.harness.memory import cap_memory
+from benchmarks.harness.ranks import Ranks
 from benchmarks.harness.worker import Reporter
 from benchmarks.models.encoder import build_encoder
 from benchmarks.retrieval.workload import LENGTHS, OURS, TEMPERATURE, WEIGHT_DECAY, Batches, Settings
@@ -38,8 +39,13 @@ def contrastive_loss(descriptions: Tensor, sources: Tensor, temperature: float) 
     return (functional.cross_entropy(scores, answers) + functional.cross_entropy(scores.T, answers)) / 2
 
 
-def make(method: str, encoder: nn.Sequential, settings: Settings, home: Path) -> tuple[nn.Module, Step]:
-    """The model and the step of a method: the whole batch in one piece; in chunks; in chunks over a model on disk."""
+def make(
+    method: str, encoder: nn.Sequential, settings: Settings, home: Path, ranks: Ranks | None = None
+) -> tuple[nn.Module, Step]:
+    """The model and the step of a method: the whole batch in one piece; in chunks; in chunks over a model on disk.
+
+    With ``ranks`` this process is one of several that train the last one together, each on rows of its own.
+    """
     if method == "whole":
 
         def step(descriptions: Tensor, sources: Tensor) -> Tensor:
@@ -49,10 +55,26 @@ def make(method: str, encoder: nn.Sequential, settings: Settings, home: Path) ->
 
         return encoder, step
     from gradcache import GradCache
-    from gradcache.loss import SimpleContrastiveLoss
+    from gradcache.loss import DistributedContrastiveLoss, SimpleContrastiveLoss
     from offload import MemoryPolicy, OffloadModel
 
     model: nn.Module = encoder
+    if ranks is not None:
+        model = OffloadModel(
+            encoder,
+            "cpu",
+            offload_device=home,
+            num_slices=settings.slices,
+            checkpoint_activation=True,
+            mesh=ranks.mesh,
+        )
+        one_way = DistributedContrastiveLoss(temperature=TEMPERATURE, tile_rows=settings.loss_rows)
+
+        def both_ways(descriptions: Tensor, sources: Tensor) -> Tensor:
+            return (one_way(descriptions, sources) + one_way(sources, descriptions)) / 2
+
+        together = GradCache([model, model], chunk_sizes=settings.chunk, loss_fn=both_ways)
+        return model, lambda descriptions, sources: together(descriptions, sources)
     if method == OURS:
         # Only one shard's activations exist at a time: several chunks run together where GradCache alone takes one.
         model = OffloadModel(
@@ -83,25 +105,31 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
 
 
 def train(
-    report: Reporter, method: str, settings: dict[str, Any], cap_bytes: int | None, evaluate: bool
+    report: Reporter,
+    method: str,
+    settings: dict[str, Any],
+    cap_bytes: int | None,
+    evaluate: bool,
+    together: bool = False,
 ) -> dict[str, Any]:
     """One case: a step of training in each turn, under a cap of private memory from the beginning.
 
-    None: under a cap of what the machine has left.
+    None: under a cap of what the machine has left. ``together``: this process is a rank of several.
     """
     importlib.import_module("torch._dynamo")  # every torch optimizer imports it: a part of what torch alone takes
     report.phase(FLOOR)
     cap_memory(cap_bytes or int(0.9 * psutil.virtual_memory().available))  # the rest is for others
-    chosen = Settings(**settings)
+    ranks = Ranks() if together else None
+    chosen = Settings(**{**settings, "ranks": ranks.count if ranks else 1})
     batches = Batches(Path("tokens.npz"), chosen)
     sizes: dict[str, Any] = {name: getattr(chosen, name) for name in ("dim", "depth", "dropout", "seed")}
-    model, step = make(method, build_encoder(chosen.vocabulary, max(LENGTHS), **sizes), chosen, Path("home"))
+    model, step = make(method, build_encoder(chosen.vocabulary, max(LENGTHS), **sizes), chosen, Path("home"), ranks)
     optimizer = make_optimizer(model, chosen)
     before = recall(model, *batches.held_out()) if evaluate else None
     report.phase(BEFORE)
     report.phase("training")
     for k in report.turns():
-        rows = batches.training(k)
+        rows = batches.training(k, ranks.rank if ranks else 0)
         for group in optimizer.param_groups:
             group["lr"] = chosen.learning_rate_at(k)
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 OURS = "gradcache-offload"
 METHODS = ("whole", "gradcache", OURS)
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun sets it
 LENGTHS = (12, 28)  # tokens of a description and of a source
 TEMPERATURE = 0.05
 WEIGHT_DECAY = 0.01
@@ -63,11 +64,16 @@ class Settings:
     loss_rows: int = option(512, "rows of the batch whose scores exist at a time, with GradCache")
     methods: tuple[str, ...] = option(METHODS, "which methods to run", choices=METHODS)
     capped_steps: int = option(4, "steps under the cap; 0: no such cases", least=0)
+    ranks: int = option(RANKS, "processes that train one more case together, as many as torchrun starts; 1: no such")
 
     def wrong(self) -> str:
-        """More slices than layers."""
+        """More slices than layers, or ranks than rows."""
         most = self.depth + 2
-        return "" if self.slices <= most else f"expected at most {most} slices, one a layer, got slices={self.slices}"
+        if self.slices > most:
+            return f"expected at most {most} slices, one a layer, got slices={self.slices}"
+        if self.ranks > self.batch:
+            return f"expected a row for each rank, got batch={self.batch} with ranks={self.ranks}"
+        return ""
 
     @property
     def training_steps(self) -> int:
@@ -181,11 +187,15 @@ class Batches:
         generator = torch.Generator().manual_seed(settings.seed)
         self._order = torch.randperm(len(self._training[0]), generator=generator)
 
-    def training(self, step: int) -> tuple[Tensor, Tensor]:
-        """Descriptions and sources of one step's pairs; no pair is used twice before all were used once."""
+    def training(self, step: int, rank: int = 0) -> tuple[Tensor, Tensor]:
+        """Descriptions and sources of one step's pairs; no pair is used twice before all were used once.
+
+        With ``Settings.ranks`` other than one: those of a ``rank``.
+        """
         rows, seed = self._settings.batch, self._settings.seed
         chosen = self._order[torch.arange(step * rows, (step + 1) * rows) % len(self._order)]
-        one, other = (_rows(side[chosen], row_keys(seed, step, k, rows)) for k, side in enumerate(self._training))
+        whole = [_rows(side[chosen], row_keys(seed, step, k, rows)) for k, side in enumerate(self._training)]
+        one, other = (side.tensor_split(self._settings.ranks)[rank] for side in whole)
         return one, other
 
     def held_out(self) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -25,6 +25,7 @@ from offload.planning.budget import parse_bytes
 __all__ = ["main", "report_of"]
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+_STATES: dict[str, Any] = {"full": None, "bfloat16": torch.bfloat16, "8bit": "8bit"}
 #: Tokens of a row, where neither is given.
 _MOST_POSITIONS = 512
 
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--input", help="shape of a batch of numbers for module:function, such as 8,3,224,224")
     parser.add_argument("--microbatches", type=int, default=1, help="parts of a batch (1)")
     parser.add_argument("--optimizer", default="AdamW", help="a class of torch.optim (AdamW)")
+    parser.add_argument("--states", choices=_STATES, default="full", help="how its states are stored (full)")
     parser.add_argument("--device", default="cpu", help="that computes (cpu)")
     parser.add_argument("--home", default="./home", help="directory for the files of the model (./home)")
     parser.add_argument("--dtype", choices=_DTYPES, help="in which layers compute, if not in that of the parameters")
@@ -95,7 +97,7 @@ def report_of(arguments: argparse.Namespace) -> Report:
     count = arguments.microbatches
     rows = [batch // count + (i < batch % count) for i in range(count)]
     works = works_of(outline, shards, rows=rows[0], positions=positions, row_shape=shape and shape[1:])
-    optimizer = measure_optimizer(arguments.optimizer)
+    optimizer = measure_optimizer(arguments.optimizer, _STATES[arguments.states])
     home = Path(arguments.home)
     try:
         rates = measure_rates(

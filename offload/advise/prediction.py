@@ -14,7 +14,6 @@ from offload.advise.rates import OptimizerRate, Rates
 from offload.advise.work import Work
 from offload.engine.steps import BUFFERS_SHARE
 from offload.memory import SMALLEST_SHARD_BYTES
-from offload.optim.io_buffers import buffer_pool_bytes
 from offload.optim.update_blocks import update_block_bytes_of
 from offload.planning.memory_profile import MemoryProfile
 from offload.planning.partition import merge_small_layers
@@ -61,9 +60,10 @@ class Shards:
         """Gradients of what is trained, in the types of homes."""
         return [sum(p.nbytes for layer in layers for p in layer.parameters if p.trainable) for layers in self.layers]
 
-    def state_bytes(self, states: int) -> list[int]:
-        """Of an optimizer with so many states for each parameter."""
-        return [states * sum(p.nbytes for layer in layers for p in layer.own if p.trainable) for layers in self.layers]
+    def state_bytes(self, states: float) -> list[int]:
+        """Of an optimizer with so many bytes of states for each byte of a parameter."""
+        trained = [sum(p.nbytes for layer in layers for p in layer.own if p.trainable) for layers in self.layers]
+        return [math.ceil(states * nbytes) for nbytes in trained]
 
     @property
     def borrows(self) -> list[bool]:
@@ -132,7 +132,8 @@ class Situation:
         buffers = 0
         if self.optimizer.states and self.on_host:
             largest = max(shards.home_bytes, default=0)
-            buffers = buffer_pool_bytes(update_block_bytes_of(largest, limit_bytes // BUFFERS_SHARE))
+            stored = self.optimizer.stored
+            buffers = stored.buffer_bytes(update_block_bytes_of(largest, limit_bytes // BUFFERS_SHARE, stored))
         resting = zip(shards.home_bytes, shards.state_bytes(self.optimizer.states), strict=True)
         movable = self.on_host and shards.param_dtype is None
         return StepModel(

@@ -13,6 +13,10 @@ from typing import Any, cast
 
 import torch
 
+from offload.optim.encoded_step import step_encoded
+from offload.optim.param_block import ELEMENTWISE
+from offload.optim.state_forms import StateForm, form_of
+from offload.optim.update_blocks import StoredStates
 from offload.storage.buffer import host_buffer
 from offload.storage.page_cache import CACHE_HOLDS, CACHE_PAYS_UP_TO, PageCache, available_bytes
 from offload.storage.staging import Link
@@ -37,9 +41,31 @@ class OptimizerRate:
 
     name: str
     #: Elements of states for each element of a parameter.
-    states: int
+    count: int
     #: Bytes of gradients per second, float32, in memory.
     bytes_per_second: float
+    #: How states are stored; None: in full.
+    form: StateForm | None = None
+
+    @property
+    def states(self) -> float:
+        """Bytes of states for each byte of a parameter in float32."""
+        return self.count * self.stored.share
+
+    @property
+    def stored_as(self) -> str:
+        """The form of states, as an argument of the command line: full, bfloat16 or 8bit."""
+        return "full" if self.form is None else self.form.name
+
+    @property
+    def described(self) -> str:
+        """The states, for people."""
+        return f"{self.count} states of {self.name}" + ("" if self.form is None else f" in {self.form.name}")
+
+    @property
+    def stored(self) -> StoredStates:
+        """What buffers of updates hold of states; those of small parameters do not count."""
+        return StoredStates() if self.form is None else StoredStates(self.form.share(torch.float32))
 
 
 @dataclass(frozen=True)
@@ -65,8 +91,11 @@ class Rates:
         return asdict(self)
 
 
-def measure_optimizer(name: str) -> OptimizerRate:
-    """Makes and runs a class of ``torch.optim`` on one block. Raises ValueError if the name is none."""
+def measure_optimizer(name: str, states: torch.dtype | str | None = None) -> OptimizerRate:
+    """Makes and runs a class of ``torch.optim`` on one block, its states stored as in ``OffloadOptimizer(states=)``.
+
+    Raises ValueError if the name is none.
+    """
     kind = getattr(torch.optim, name, None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer):
         raise ValueError(f"--optimizer: expected a class of torch.optim such as AdamW or SGD, got {name!r}")
@@ -80,8 +109,19 @@ def measure_optimizer(name: str) -> OptimizerRate:
         raise ValueError(f"--optimizer: {name} cannot update a matrix by its gradient: {reason}") from error
     state = optimizer.state[weight].values()
     elements = sum(t.numel() for t in state if isinstance(t, torch.Tensor) and t.numel() > 1)
-    each = _seconds(lambda: _ignore(optimizer.step()), None)
-    return OptimizerRate(name, -(-elements // weight.numel()), weight.nbytes / each)
+    form, elementwise = form_of(states), kind in ELEMENTWISE
+
+    def step() -> None:
+        if form is None:
+            optimizer.step()
+        else:
+            for _ in step_encoded(optimizer, [weight], [0], form, elementwise=elementwise):
+                pass
+
+    if form is not None:
+        form.encode(optimizer.state[weight], weight)
+    each = _seconds(step, None)
+    return OptimizerRate(name, -(-elements // weight.numel()), weight.nbytes / each, form)
 
 
 def measure_rates(

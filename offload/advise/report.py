@@ -57,7 +57,7 @@ class Report:
         return sum(shards.home_bytes) + sum(shards.gradient_bytes) + sum(shards.state_bytes(self._states))
 
     @property
-    def _states(self) -> int:
+    def _states(self) -> float:
         return self.situation.optimizer.states
 
     @property
@@ -78,7 +78,9 @@ class Report:
         if not fits:
             lines.append(f"# {self.memory} is too little: this is the least")
         lines.append(f"model = OffloadModel({arguments}{self.outline.arguments})")
-        lines.append(f"optimizer = OffloadOptimizer(model, torch.optim.{self.optimizer}, lr=1e-3)")
+        chosen = {"full": "", "8bit": ', states="8bit"'}.get(form := self.situation.optimizer.stored_as)
+        chosen = f", states=torch.{form}" if chosen is None else chosen
+        lines.append(f"optimizer = OffloadOptimizer(model, torch.optim.{self.optimizer}{chosen}, lr=1e-3)")
         return lines
 
     def fields(self) -> dict[str, Any]:
@@ -97,7 +99,8 @@ class Report:
             "rates": self.situation.rates.fields(),
             "optimizer": {
                 "name": self.optimizer,
-                "states": self._states,
+                "states": self.situation.optimizer.count,
+                "stored_as": self.situation.optimizer.stored_as,
                 "bytes_per_second": self.situation.optimizer.bytes_per_second,
             },
             "limits": [self._fields_of(name, advice) for name, advice in self.advices],
@@ -127,8 +130,8 @@ class Report:
         lines = [
             f"{self.what}: {self.outline.elements:,} parameters, {len(shards.layers)} shards of at most "
             f"{size(largest)}; {self.tokens:,} tokens a step in rows of {self.positions:,}",
-            f"home: {size(self.home_bytes)} of files (parameters, gradients, {self._states} states of "
-            f"{self.optimizer}); {size(self.disk_free_bytes)} free in {self.home}"
+            f"home: {size(self.home_bytes)} of files (parameters, gradients, {self.situation.optimizer.described}); "
+            f"{size(self.disk_free_bytes)} free in {self.home}"
             + ("" if self.home_bytes <= self.disk_free_bytes else ", which is too little"),
             f"measured here: {rates.flops / 1e9:,.0f} Gflop/s ({rates.flops_float32 / 1e9:,.0f} in float32), "
             f"read {rates.read_bytes / 1e9:.2f} GB/s, write {rates.write_bytes / 1e9:.2f} GB/s "

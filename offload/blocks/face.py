@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from offload.blocks.body import Body, StreamedForward
 from offload.blocks.find import Blocks, find_blocks, modules_outside, parameters_outside
+from offload.blocks.fixed_structure import methods_refused
 from offload.blocks.outside import OutsideCasts, place_outside
 from offload.engine.autograd import attach
 from offload.engine.block_forwards import tensors_of_call
@@ -63,7 +64,7 @@ def class_for(base: type[nn.Module], model: Any, blocks: Any) -> type[nn.Module]
     about_forward = vars(forward)
     about_forward["__signature__"] = inspect.signature(about_forward.pop("__wrapped__"))
 
-    members: dict[str, Any] = {name: getattr(kind, name, None) for name in _OF_CONTAINERS}
+    members: dict[str, Any] = {name: getattr(kind, name, None) for name in _OF_CONTAINERS} | methods_refused(kind)
     if members["__len__"] is None:
         members["__bool__"] = _true
     makers: Any = (kind, base)  # that of the model, whose class has it
@@ -194,7 +195,7 @@ class ModelWithBlocks(ReportingModule):
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
         """A context in which what is outside of the blocks is as the model's forward computes with it."""
-        with self._executor.public.in_layers(), nullcontext() if self._casts is None else self._casts:
+        with self._executor.public.whole(), nullcontext() if self._casts is None else self._casts:
             yield
 
     def _run_checked(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -212,7 +213,8 @@ class ModelWithBlocks(ReportingModule):
             tape, outputs = self._executor.run_many(self._forward_on, chunks)
         if tape is None or not tape.records:
             return outputs[0] if len(outputs) == 1 else gather_nested(outputs)
-        return attach(self._executor, tape, outputs, call)
+        with torch.enable_grad():  # a forward may have enabled gradients itself
+            return attach(self._executor, tape, outputs, call)
 
     def forward_chunks(
         self,

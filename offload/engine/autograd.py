@@ -40,7 +40,7 @@ class _Node:
         self.rows = [[_rows(leaf) for leaf in flatten(output)[0]] for output in outputs]
         leaves, self.spec = flatten(gather_nested(list(outputs)))
         # A leaf that needs a gradient in one micro-batch needs it in the gathered output.
-        n = len(executor.shards)
+        n = len(executor.runners)
         columns = zip(*(tape.requires[Cell(n, i)] for i in range(tape.microbatches)), strict=True)
         wanted = [k for k, column in enumerate(columns) if any(column)]
         # A tensor that occurs more than once in the output is one result.
@@ -129,6 +129,7 @@ class _Offload(torch.autograd.Function):
             first = len(requested) - len(node.parameters)
             returned = [p for p, asked in zip(node.parameters, requested[first:], strict=True) if asked]
             to_inputs = any(requested[1:first])  # after the phony
+        node.executor.public.refuse_requests(returned)
         # Without consuming, the whole tape would stay in memory until the end of backward; plain autograd, too, frees
         # saved tensors one by one, unless the graph is retained.
         try:
@@ -185,7 +186,8 @@ def attach(executor: Executor, tape: Tape, outputs: Sequence[Any], inputs: Any) 
         if node.differentiable:
             phony = get_phony(executor.device, requires_grad=True)
             with torch.autograd.graph.saved_tensors_hooks(node.pack, node.unpack):
-                results = _Offload.apply(node, phony, *tensors_in(inputs), *node.parameters)  # type: ignore[no-untyped-call]
+                parameters = executor.public.for_autograd(node.parameters)
+                results = _Offload.apply(node, phony, *tensors_in(inputs), *parameters)  # type: ignore[no-untyped-call]
             made = dict(zip(node.differentiable, results, strict=True))
             for k, first in node.same_as.items():
                 leaves[k] = made[first]

@@ -1,10 +1,11 @@
-"""Runs a model's own forward whose blocks are the shards: block ``j`` of all chunks in one visit.
+"""Runs a model's own forward whose blocks make the shards: the blocks of a shard for all chunks in one visit.
 
 ::
 
     for chunk i:           its forward runs to the call of block 0
     for shard j:           load shard j once; shard j+1 is being loaded
-      for chunk i:         run block j on what its forward passed; its forward runs on to the call of block j+1
+      for chunk i:         run a block on what its forward passed; its forward runs on to the call of the next block;
+                           and so on for all blocks of the shard
     for chunk i:           its forward has ended
 
 One chunk runs in the caller's thread: each call of a block runs at once. More of them are suspended
@@ -111,7 +112,7 @@ class BlockForwards(MovableHomes):
         if not self._within:
             for s in itertools.chain.from_iterable(shard.own for shard in self.shards):
                 self._within.update(self.public.names(s))
-        return Glue(chunks, len(self.shards), self._within)
+        return Glue(chunks, len(self.blocks), self._within)
 
     def run_one(self, forward: Forward, inputs: Any) -> tuple[Tape | None, list[Any]]:
         """Runs the forward of one chunk: its tape, if a backward can follow, and its output in a list."""
@@ -128,9 +129,9 @@ class BlockForwards(MovableHomes):
 
     def run_many(self, forward: Forward, chunks: Sequence[Any]) -> tuple[Tape, list[Any]]:
         """Runs the forwards of many chunks."""
-        glue, n, own = self._glue(len(chunks)), len(self.shards), OwnAttributes(len(chunks))
+        glue, n, own = self._glue(len(chunks)), len(self.blocks), OwnAttributes(len(chunks))
         outside = self.modules_outside()
-        inside = [[m for layer in shard.layers for m in layer.modules()] for shard in self.shards]
+        inside = [list(runner.modules[0].modules()) for runner in self.runners]
         everywhere = [*outside, *itertools.chain(*inside)]
 
         def expected(i: int, j: int, state: BlockCall | Result) -> BlockCall:
@@ -154,7 +155,9 @@ class BlockForwards(MovableHomes):
                 with own.running(i, everywhere):
                     state = each.start()
                 calls.append(expected(i, 0, state))
-            tape = self.block_tape(glue, [(call.args, call.kwargs) for call in calls])
+            tape = self.block_tape(
+                glue, [(call.args, call.kwargs) for call in calls], [call.settings.grad for call in calls]
+            )
             del calls, state
             steps = self.forward_steps(tape)
             cell, output = next(steps)
@@ -165,7 +168,8 @@ class BlockForwards(MovableHomes):
                 del left, output
                 if cell.j + 1 < n:
                     call = expected(cell.i, cell.j + 1, state)
-                    entering = self.enter(tape, cell.i, cell.j + 1, call.args, call.kwargs)
+                    grad = call.settings.grad
+                    entering = self.enter(tape, cell.i, cell.j + 1, call.args, call.kwargs, grad=grad)
                     del call
                 elif isinstance(state, Result):
                     entering = self.finish(tape, cell.i, state.value)
@@ -198,25 +202,27 @@ class BlockForwards(MovableHomes):
             yield
 
     def run_alone(self, j: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs a block by itself, without a graph: its shard is loaded for this call."""
+        """Runs block ``j`` by itself, without a graph: its shard is loaded for this call."""
         tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        if torch.is_grad_enabled() and (self.shards[j].trainable or any(x.requires_grad for x in tensors)):
+        runner, block = self.runners[j], self.blocks[j]
+        j = runner.shard.index
+        if torch.is_grad_enabled() and (runner.shard.trainable or any(x.requires_grad for x in tensors)):
             raise RuntimeError(
-                f"block {self.blocks[j]} was called outside of the forward of its OffloadModel, with gradients. Call "
+                f"block {block} was called outside of the forward of its OffloadModel, with gradients. Call "
                 f"the OffloadModel itself, or wrap the module that you call; without gradients (torch.no_grad()) a "
                 f"block runs by itself"
             )
+        runner.gets_copies = False
         with self._exclusive_pass():
             if not self._frozen_weights:
                 self.streamer.release()
                 self.assigned_data.store()
             resident = self.streamer.resident()
-            self.public.begin_block(self.blocks[j], f"in-slots:{sorted(resident)}".replace(" ", ""))
+            self.public.begin_block(str(block), f"in-slots:{sorted(resident)}".replace(" ", ""))
             if j not in resident and not self.shards[j].in_place:
                 if len(resident) >= self.streamer.slots:
                     self.streamer.evict_one()
                 self.streamer.load(j)
-            runner = self.runners[j]
             with self.streamer.visit(j, copied=runner.needs_copy):
                 output = map_distinct(Tensor.detach, runner.forward((args, kwargs)))
                 self.streamer.store_written_weights(j, find_writes(runner.shard, compare=runner.compares_weights()))
@@ -225,40 +231,58 @@ class BlockForwards(MovableHomes):
 
     # --- one call ---------------------------------------------------------------------------------------------------
 
-    def block_tape(self, glue: Glue, calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Tape:
-        """The tape of a forward whose chunks have called the first block with these arguments."""
-        entering = any(x.requires_grad for call in calls for x in tensors_of_call(call))
-        glue.records = torch.is_grad_enabled() and (
+    def block_tape(
+        self, glue: Glue, calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]], grads: Sequence[bool]
+    ) -> Tape:
+        """The tape of a forward whose chunks have called the first block with these arguments.
+
+        ``grads``: whether each did so with gradients; the forward may have begun otherwise.
+        """
+        with_gradients = itertools.compress(calls, grads)
+        entering = any(x.requires_grad for call in with_gradients for x in tensors_of_call(call))
+        glue.records = (glue.records or any(grads)) and (
             entering or glue.begun or self.trains_outside or self.first_trainable() < len(self.shards)
         )
         stored = []
-        for i, (args, kwargs) in enumerate(calls):
+        for i, ((args, kwargs), grad) in enumerate(zip(calls, grads, strict=True)):
             if glue.records:
                 self._refuse_caches(0, args, kwargs)
-            stored.append(glue.enter(i, 0, args, kwargs))
+            stored.append(glue.enter(i, 0, (args, kwargs), grad=grad))
         if glue.records and entering:
             self._first_entered[self._flags()] = 0
-        tape = self.tape([(tuple(tensors_of_call(call)), {}) for call in calls])
+        with torch.set_grad_enabled(glue.records):
+            tape = self.tape([(tuple(tensors_of_call(call)), {}) for call in calls])
+        tape.graphless.update(Cell(0, i) for i, grad in enumerate(grads) if not grad)
         tape.records, tape.glue, tape.inputs = glue.records, glue, glue.inputs
         for i, (value, requires) in enumerate(stored):
-            tape.boundaries.put((0, i), value)
+            tape.boundaries.put((0, i), [value])
             tape.requires[Cell(0, i)] = requires
         if glue.records and not entering:
             self._first_entered.setdefault(self._flags(), len(self.shards))
         return tape
 
-    def enter(self, tape: Tape, i: int, j: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What enters block ``j`` of a chunk, after the block before it has run."""
+    def enter(self, tape: Tape, i: int, j: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, grad: bool) -> Any:
+        """What enters block ``j`` of a chunk, after the block before it has run; ``grad``: called with gradients."""
         glue = tape.glue
         assert glue is not None
         if glue.records:
             self._refuse_caches(j, args, kwargs)
-        stored, requires = glue.enter(i, j, args, kwargs)
+        elif grad and (
+            self.runners[j].shard.trainable or any(x.requires_grad for x in tensors_of_call((args, kwargs)))
+        ):
+            raise RuntimeError(
+                f"block {self.blocks[j]} takes part in gradients, unlike all blocks and parameters when this forward "
+                f"called its first block, so that nothing was recorded; enable gradients around the whole forward"
+            )
+        stored, requires = glue.enter(i, j, (args, kwargs), grad=grad)
+        if not grad:
+            tape.graphless.add(Cell(j, i))
         tape.requires[Cell(j, i)] = requires
         if glue.records and any(requires):
+            shard = self.runners[j].shard.index
             known = self._first_entered.get(self._flags(), len(self.shards))
-            self._first_entered[self._flags()] = min(j, known)
-            if j < tape.first:
+            self._first_entered[self._flags()] = min(shard, known)
+            if shard < tape.first:
                 raise RuntimeError(
                     f"block {self.blocks[j]} gets an input that needs a gradient, unlike in the forwards before, so "
                     f"that blocks before it ran without a graph; run the forward again"
@@ -275,7 +299,7 @@ class BlockForwards(MovableHomes):
             if glue.records:
                 then = self._attributes.get(cell.j)
                 if then is None or not then.unchanged:
-                    then = self._attributes[cell.j] = AttributesThen(list(self.shards[cell.j].layers[0].modules()))
+                    then = self._attributes[cell.j] = AttributesThen(list(self.runners[cell.j].modules[0].modules()))
                 glue.attributes[cell] = then
             yield
 
@@ -284,8 +308,8 @@ class BlockForwards(MovableHomes):
         assert tape.glue is not None
         if not tape.glue.records:
             return output
-        run = tape.cells.get(cell)
-        if run is not None and run.copies_input:
+        layers = self.runners[cell.j].layers
+        if layers.inputs.writes(layers.modes):
             raise RuntimeError(
                 f"block {self.blocks[cell.j]} writes into its input in place, which code after it may read; let it "
                 f"use an operation that does not write in place"
@@ -294,12 +318,19 @@ class BlockForwards(MovableHomes):
         tape.returned[cell] = requires
         return tape.glue.leave(cell.i, cell.j, output, requires)
 
+    def first_with_graph(self, tape: Tape) -> int:
+        """The first shard that backward has to reach, when it is known which blocks were called without gradients."""
+        for each in self._cell_executor.shards[tape.first :] if tape.graphless else ():
+            if any(Cell(step, i) not in tape.graphless for step in each.steps for i in range(tape.microbatches)):
+                return each.shard.index
+        return len(self.shards) if tape.graphless else tape.first
+
     def finish(self, tape: Tape, i: int, result: Any) -> Any:
         """The detached result of a chunk."""
         assert tape.glue is not None
         if not tape.glue.records:
             return result
-        detached, tape.requires[Cell(len(self.shards), i)] = tape.glue.finish(i, result)
+        detached, tape.requires[Cell(len(self.blocks), i)] = tape.glue.finish(i, result)
         return detached
 
     def _refuse_caches(self, j: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

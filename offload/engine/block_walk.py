@@ -45,12 +45,12 @@ class BlockWalk:
             self._give_up()
             return executor.run_alone(j, args, kwargs)
         if tape is None:
-            self._tape = tape = executor.block_tape(self.glue, [(args, kwargs)])
+            self._tape = tape = executor.block_tape(self.glue, [(args, kwargs)], [torch.is_grad_enabled()])
             self._steps = executor.forward_steps(tape)
             del args, kwargs
             cell, output = next(self._steps)
         else:
-            entering = executor.enter(tape, 0, j, args, kwargs)
+            entering = executor.enter(tape, 0, j, args, kwargs, grad=torch.is_grad_enabled())
             del args, kwargs
             assert self._steps is not None
             cell, output = self._steps.send(entering)
@@ -67,7 +67,7 @@ class BlockWalk:
 
     def end(self, result: Any) -> tuple[Tape | None, list[Any]]:
         """The tape and the output, after the forward."""
-        if self._next < len(self._executor.shards) or self._tape is None or self._steps is None:
+        if self._next < len(self._executor.blocks) or self._tape is None or self._steps is None:
             if self._with_gradients():
                 raise self._executor.out_of_order(None, self._next)
             self._give_up()

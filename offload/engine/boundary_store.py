@@ -112,6 +112,12 @@ class SpillingStore(BoundaryStore):
         self._meter.hold(entry.nbytes)
         return entry.nbytes
 
+    def extend(self, key: Key, more: Sequence[Any]) -> int:
+        """Adds to a list that is in memory. Returns its bytes. What was spilled of it is released."""
+        value = [*self.get(key), *more]
+        self.drop(key)
+        return self.put(key, value)
+
     def nbytes(self, key: Key) -> int:
         """Bytes of a value."""
         return self._entries[key].nbytes

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.engine.cell_input import used_outside
+from offload.engine.container_writes import ContainerWrites
 from offload.engine.layouts import refuse_hidden, refuse_strided_nested
 from offload.engine.saved_tensors import MemoryProfileRecorder, storages_of, weights_by_reference
 from offload.planning.memory_profile import SavedTensor
@@ -53,11 +54,16 @@ class Cell(NamedTuple):
 
 @dataclass(eq=False)
 class ShardRunner:
-    """Runs the cells of one shard. Their input is (args, kwargs) in the first shard, one value in the others."""
+    """Runs the cells of one shard, or of one of its layers where the model's own code runs between layers.
+
+    Their input is (args, kwargs) where they begin with the model's first layer, else one value.
+    """
 
     shard: Shard
     names: list[str]
     device: torch.device
+    #: The place in the shard of the only layer to run; None: all of them.
+    only: int | None = None
     watched: WatchedModule = field(init=False)
     layers: RepeatableLayers = field(init=False)
     #: Bytes that autograd would have saved in the last recorded forward.
@@ -79,6 +85,8 @@ class ShardRunner:
     repeats_writes: bool | None = None
     #: Whether a graph was kept that would hold casts of weights, if they were not recomputed.
     casts_weights: bool = False
+    #: Whether lists and dicts in the input of a block are copies: what it changes there, its caller does not see.
+    gets_copies: bool = False
     #: Whether a layer raised an error.
     failed: bool = False
     #: Compare parameters with their homes after each forward, not only after the first ones.
@@ -96,9 +104,14 @@ class ShardRunner:
     def watch(self) -> None:
         """Records the present modules and buffers of the layers."""
         group = nn.Module()
-        group._modules.update(zip(self.names, self.shard.layers, strict=True))
+        group._modules.update(zip(self.names, self.modules, strict=True))
         self.watched = WatchedModule(group)
         self.layers = RepeatableLayers(self.watched, [self.device], self._inputs)
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The layers that it runs."""
+        return self.shard.layers if self.only is None else [self.shard.layers[self.only]]
 
     def take_over(self, others: Sequence[ShardRunner]) -> None:
         """Takes over what is known of runners of the same layers, cut otherwise, and holds for any of their cuts."""
@@ -279,7 +292,11 @@ class ShardRunner:
         """Output, and input of the layers. The contexts ``around`` enclose only the layers, ``listener`` innermost."""
         modes = self._training()
         first = None if modes in self._draws else Replay.capture([self.device], self.watched.generators)
-        output, given = self.layers.run(self.call(output_fn), boundary, *around, listener=listener, rerun=rerun)
+        # What the model's own code passes on without a backward is its own: it sees what a block writes there.
+        keeps_input = self.only is None or self.gets_copies
+        output, given = self.layers.run(
+            self.call(output_fn), boundary, *around, listener=listener, rerun=rerun, keeps_input=keeps_input
+        )
         if first is not None:
             self._draws[modes] = bool(first.record_changes().drawn)
         # Without this, an output that is a parameter or a view of one would change with the next load of the slot.
@@ -294,12 +311,15 @@ class ShardRunner:
 
     def _call(self, boundary: Any, output_fn: OutputFn | None) -> Any:
         try:
-            first, *rest = self.shard.layers
-            if self.shard.index == 0:
+            first, *rest = self.modules
+            watched = ContainerWrites(boundary) if self.gets_copies else None
+            if self.shard.index == 0 and not self.only:
                 args, kwargs = boundary() if callable(boundary) else boundary
                 value = first(*args, **kwargs)
             else:
                 value = first(boundary)
+            if watched is not None:
+                watched.refuse(self.names[0])
             for layer in rest:
                 value = layer(value)
             return value if output_fn is None else output_fn(value)

@@ -26,6 +26,7 @@ from offload.engine.cell_input import CellInput
 from offload.engine.layouts import fitting
 from offload.engine.raw_chunk import LazyInput, versions_of
 from offload.engine.saved_tensors import MemoryProfileRecorder, weights_by_reference
+from offload.engine.shard_runners import ShardRunners
 from offload.engine.tape import CellRecords, KeptCell, Tape
 from offload.engine.weight_writes import (
     HomeChecksums,
@@ -59,21 +60,25 @@ class CellExecutor:
         lenders: Sequence[Shard] = (),
     ) -> None:
         self._runners = runners
+        #: By shard.
+        self.shards = ShardRunners.by_shard(runners)
         self._device = device
         self._meter = meter
         self._param_dtype = param_dtype
-        self._home_checksums = [HomeChecksums(shard) for shard in (*(runner.shard for runner in runners), *lenders)]
+        self._home_checksums = [HomeChecksums(shard) for shard in (*(each.shard for each in self.shards), *lenders)]
         self._lending = {owner.index for runner in runners for owner, _ in runner.shard.loans}
 
     # --- forward ------------------------------------------------------------------------------------------------
 
     def forward(self, tape: CellRecords, cell: Cell, boundary: Any) -> Any:
-        """The detached output of a cell; records in the tape what its backward needs."""
+        """The detached output of a cell, or of a step of it; records in the tape what its backward needs."""
         runner = self._runners[cell.j]
         output_fn = self._output_fn(tape, cell)
-        keeps = tape.records and cell.j >= tape.first and cell in tape.graphs
-        with self._meter.cell("K" if keeps else "F", cell.j, cell.i, tape.rows[cell.i]):
-            if not tape.records or cell.j < tape.first:
+        j = runner.shard.index
+        keeps = tape.records and j >= tape.first and (j, cell.i) in tape.graphs
+        with self._metered("K" if keeps else "F", cell, tape.rows[cell.i], first=self.shards[j].steps[0]):
+            runner.gets_copies = tape.glue is not None and tape.records
+            if not tape.records or j < tape.first or cell in tape.graphless:
                 return map_distinct(Tensor.detach, runner.forward(boundary, output_fn))
             source, value = _source(tape, cell, boundary)
             rows = tape.rows[cell.i]
@@ -89,20 +94,32 @@ class CellExecutor:
                 )
                 tape.kept[cell] = KeptCell(source, *flatten(output))
             if saved_tensors is not None:
-                self._meter.record_memory_profile(cell.j, MemoryProfile(rows, saved_tensors), keeps=keeps)
+                continues = cell.j > self.shards[j].steps[0]
+                self._meter.record_memory_profile(
+                    j, MemoryProfile(rows, saved_tensors), keeps=keeps, continues=continues
+                )
             tape.requires[Cell(cell.j + 1, cell.i)] = requires(flatten(output)[0])
             return map_distinct(Tensor.detach, output)
 
-    def end_visit(self, tape: Tape, j: int, microbatches: Sequence[int], input_of: Callable[[Cell], Any]) -> list[int]:
+    def _metered(self, kind: str, step: Cell, rows: int, *, first: int) -> contextlib.AbstractContextManager[None]:
+        """Counts the time of a step of a cell; ``first``: the step that its pass begins with."""
+        runners = self.shards[self._runners[step.j].shard.index]
+        return self._meter.cell(
+            kind, runners.shard.index, step.i, rows, steps=len(runners.steps), continues=step.j != first
+        )
+
+    def end_visit(
+        self, tape: Tape, j: int, microbatches: Sequence[int], inputs_of: Callable[[Cell], list[Any]]
+    ) -> list[int]:
         """Returns the positions of the parameters that layers wrote, after all forward cells of a shard's visit.
 
         Where a recomputation would write other values than the cells did, their graphs are kept. For that the cells run
-        again; ``input_of`` returns the input of a cell once more.
+        again; ``inputs_of`` returns the inputs of the steps of a cell once more.
         """
-        runner = self._runners[j]
-        shard = runner.shard
+        runners = self.shards[j]
+        shard = runners.shard
         in_place = shard.bound_in_place
-        compare = not in_place and runner.compares_weights()
+        compare = not in_place and runners.compares_weights()
         written = find_writes(shard, compare=compare)
         # Before the writes of the layers are stored.
         checked = {owner for k in written if self._home_checksums[owner := shard.owner_of(k)[0].index].recorded}
@@ -113,19 +130,25 @@ class CellExecutor:
         if records_sums:
             tape.homes[j] = self._home_checksums[j].state
         if written:
-            runner.writes_weights = True
-            recorded = [Cell(j, i) for i in microbatches if Cell(j, i) in tape.cells]
-            entered = {cell: input_of(cell) for cell in recorded}
-            if recorded and runner.repeats_writes is None:
-                runner.repeats_writes = self._repeats_writes(tape, recorded[0], entered[recorded[0]])
-            if recorded and not runner.repeats_writes and in_place:
+            entered: dict[Cell, Any] = {}
+            for i in microbatches:
+                steps = [Cell(step, i) for step in runners.steps]
+                if any(step in tape.cells for step in steps):
+                    found = zip(steps, inputs_of(Cell(j, i)), strict=True)
+                    entered.update((step, value) for step, value in found if step in tape.cells)
+            for step, runner in zip(runners.steps, runners.runners, strict=True):
+                runner.writes_weights = True
+                recorded = [cell for cell in entered if cell.j == step]
+                if recorded and runner.repeats_writes is None:
+                    runner.repeats_writes = self._repeats_writes(tape, recorded[0], entered[recorded[0]])
+            if entered and not runners.repeats_writes and in_place:
                 raise RuntimeError(
                     f"the layers of shard {j} wrote their own parameters while they ran, for the first time after "
                     f"forwards in which they did not, and a recomputation would write other values; discard this "
                     f"forward, restore the parameters and run it again: the shard is copied before each use from now "
                     f"on. Or use checkpoint_activation=False"
                 )
-            if recorded and not runner.repeats_writes:
+            if entered and not runners.repeats_writes:
                 set_values(shard, values_at_home(shard))  # the values before this visit
                 for cell, boundary in entered.items():
                     self._run_again_with_graph(tape, cell, boundary)
@@ -137,21 +160,21 @@ class CellExecutor:
 
         So they are as durable as writes into buffers. An interrupt counts as a failure of the layers.
         """
-        runner = self._runners[j]
-        runner.failed = False
+        runners = self.shards[j]
+        runners.begin()
         try:
             yield
         except BaseException as error:
-            if runner.failed or not isinstance(error, Exception):
+            if runners.failed or not isinstance(error, Exception):
                 with contextlib.suppress(Exception):  # the first error counts
-                    written = find_writes(runner.shard, compare=True)
+                    written = find_writes(runners.shard, compare=True)
                     streamer.store_written_weights(j, written)
                     self.refresh_checksums(j, written)
             raise
 
     def refresh_checksums(self, j: int, written: Sequence[int], tape: Tape | None = None) -> None:
         """Updates the checksums of homes after writes of layers into their parameters, in this forward, were stored."""
-        shard = self._runners[j].shard
+        shard = self.shards[j].shard
         for owner in {shard.owner_of(k)[0].index for k in written}:
             self._home_checksums[owner].refresh()
             if tape is not None and owner in tape.homes:
@@ -175,7 +198,7 @@ class CellExecutor:
         with weights_by_reference(runner.shard, recorder):
             output = runner.repeat(value, tape.cells.pop(cell), self._output_fn(tape, cell))
         tape.kept[cell] = KeptCell(source, *flatten(output))
-        tape.graphs |= {cell}
+        tape.graphs |= {Cell(runner.shard.index, cell.i)}
 
     # --- backward -----------------------------------------------------------------------------------------------
 
@@ -195,22 +218,26 @@ class CellExecutor:
         ``consume`` frees a kept graph, which needs no ``boundary``. ``only`` these parameters take gradients (None: all
         that require one), and with it the boundary only if ``to_boundary``.
         """
+        if cell in tape.graphless:
+            return [None] * len(tape.requires[cell])
         runner = self._runners[cell.j]
-        keeps_graph = cell in tape.graphs
-        metered = self._meter.cell("G" if keeps_graph else "B", cell.j, cell.i, tape.rows[cell.i])
+        j = runner.shard.index
+        keeps_graph = (j, cell.i) in tape.graphs
+        kind = "G" if keeps_graph else "B"
+        metered = self._metered(kind, cell, tape.rows[cell.i], first=self.shards[j].steps[-1])
         with metered, runner.until_backward() as until:
             if not keeps_graph:
                 source, value = _source(tape, cell, boundary)
                 outputs = flatten(runner.recompute(value, tape.cells[cell], self._output_fn(tape, cell), until))[0]
                 _check_same(tape, cell, outputs)
-                if runner.shard.bound_in_place and runner.shard.versions() != tape.versions[cell.j]:
+                if runner.shard.bound_in_place and runner.shard.versions() != tape.versions[j]:
                     raise RuntimeError(
-                        f"the layers of shard {cell.j} wrote their own parameters while they were recomputed, unlike "
+                        f"the layers of shard {j} wrote their own parameters while they were recomputed, unlike "
                         f"in their forward; the writes stay. Use checkpoint_activation=False"
                     )
                 if runner.writes_weights and differs_from_home(runner.shard):
                     raise RuntimeError(
-                        f"the layers of shard {cell.j} write their own parameters while they run, and the "
+                        f"the layers of shard {j} write their own parameters while they run, and the "
                         f"recomputation wrote other values than the forward, unlike in the first step; use "
                         f"checkpoint_activation=False"
                     )
@@ -237,7 +264,7 @@ class CellExecutor:
                 entered = source if to_boundary else None
                 back = self._take(runner.shard, roots, gradients, entered, only or (), retain) or back
             # Writes of a layer into its own weights (an embedding with max_norm) count once, in forward.
-            runner.shard.set_versions(tape.versions[cell.j])
+            runner.shard.set_versions(tape.versions[j])
             return back
 
     def repeat(self, tape: CellRecords, cell: Cell, boundary: Any) -> Any:
@@ -272,11 +299,16 @@ class CellExecutor:
 
     # --- inputs and checks of changes -----------------------------------------------------------------------------
 
+    def inputs_of(self, tape: CellRecords, cell: Cell) -> list[Any]:
+        """The inputs of the steps of a cell, as far as they ran forward."""
+        if tape.glue is None:
+            return [self.input_of(tape, cell)]
+        return [tape.glue.entered(cell.i, stored) for stored in tape.boundaries.get(cell)]
+
     def input_of(self, tape: CellRecords, cell: Cell) -> Any:
         """The input of a cell. The boundaries of the first shard are the user's inputs, which are not copied."""
         if cell.j > 0 or cell in tape.boundaries:
-            boundary = tape.boundaries.get(cell)
-            return boundary if tape.glue is None else tape.glue.entered(cell.i, boundary)
+            return tape.boundaries.get(cell)
         leaves = tape.inputs[cell.i]
         if versions_of(leaves) != tape.input_versions[cell.i]:
             raise RuntimeError(
@@ -309,7 +341,7 @@ class CellExecutor:
             home.compare()
             recomputes = any(Cell(j, i) not in tape.graphs for i in range(tape.microbatches))
             if home.changes != changes or (recomputes and home.layer_writes != layer_writes):
-                self._runners[j].compares_always = True
+                self.shards[j].always_compare()
                 raise RuntimeError(
                     f"parameter {', '.join(home.changed[:3])} of shard {j} was written through .data (or an alias such "
                     f"as a NumPy array) between the forward and its backward, by other code or by a layer in a later "

@@ -29,7 +29,9 @@ class _NoMeter(Meter):
     """A meter without cells: their times serve no plan, and measuring takes as long as a small layer."""
 
     @contextlib.contextmanager
-    def cell(self, kind: str, shard: int, microbatch: int, rows: int, *, token: str | None = None) -> Iterator[None]:
+    def cell(
+        self, kind: str, shard: int, microbatch: int, rows: int, *, steps: int = 1, continues: bool = False
+    ) -> Iterator[None]:
         """Does nothing."""
         yield
 

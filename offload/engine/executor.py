@@ -18,7 +18,6 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from offload.engine.layouts import bytes_of_boundary
 from offload.engine.raw_chunk import RawChunk, versions_of
 from offload.engine.recut import recut
 from offload.engine.shape_inference import inferred_boundaries
+from offload.engine.shard_cells import ShardCells
 from offload.engine.steps import joined
 from offload.engine.structure import Structure
 from offload.engine.tape import Tape
@@ -84,6 +84,7 @@ class Executor(BlockForwards):
         param_dtype: torch.dtype | None,
         sharding: Sharding | None = None,
         resident: Collection[nn.Parameter] = (),
+        layers_apart: bool = False,
     ) -> None:
         self.resident = resident_shard(layers, set(resident), len(cuts), device)
         if self.resident is not None and self.resident.home is not None:
@@ -106,7 +107,7 @@ class Executor(BlockForwards):
         self._meter = meter
         #: What the model may hold, with all bytes decided.
         self.policy = policy
-        self.recompute = recompute
+        self.recompute, self.layers_apart = recompute, layers_apart
         #: Whether the model has a memory budget.
         self.strict = budget_bytes is not None
         self.use(self.parts_over(self.shards))
@@ -216,34 +217,31 @@ class Executor(BlockForwards):
                 in_memory=self.streamer.in_place(),
                 later=range(n) if reuses_slots and shared else range(n - 1, tape.first - 1, -1) if tape.records else (),
                 pending=self.streamer.pending(),
+                grows=self.steps.boundaries_grow,
             )
             self.public.begin_pass(this)
             outputs: list[Any] = [None] * m
+            cells = ShardCells(self, self._cell_executor, self.steps)
 
             def run(cell: Cell) -> Generator[tuple[Cell, Any], Any, None]:
-                with self.block_context(tape.glue, cell):
-                    output = self._cell_executor.forward(tape, cell, self._cell_executor.input_of(tape, cell))
-                if not this.needed_again(*cell):
-                    tape.boundaries.drop(cell)
+                output = yield from cells.forward(tape, cell, again=this.needed_again(*cell))
                 j, i = cell.j + 1, cell.i
-                if tape.glue is not None:
-                    output = yield cell, output
                 if j < n:
-                    nbytes = tape.boundaries.put((j, i), output)
+                    nbytes = tape.boundaries.put((j, i), output if tape.glue is None else [output])
                 else:
                     outputs[i] = output
                     nbytes = sum(bytes_of_boundary(x) for x in tensors_in(output))
                 self.steps.record_boundary(j, tape.rows[i], tape.elements[i], nbytes, training=tape.records)
 
             def end_visit(j: int) -> None:
-                def input_of(cell: Cell) -> Any:
+                def inputs_of(cell: Cell) -> list[Any]:
                     follower.follow(tape.residency.use(cell, this.now(*cell)))
-                    entered = self._cell_executor.input_of(tape, cell)
+                    entered = self._cell_executor.inputs_of(tape, cell)
                     follower.follow(tape.residency.end_use(cell))
                     return entered
 
                 before = tape.graphs
-                written = self._cell_executor.end_visit(tape, j, range(m), input_of)
+                written = self._cell_executor.end_visit(tape, j, range(m), inputs_of)
                 self.streamer.store_written_weights(j, written)
                 self._cell_executor.refresh_checksums(j, written, tape)
                 tape.versions[j], tape.assignments = self.shards[j].versions(), self.assigned_data.stores
@@ -251,7 +249,7 @@ class Executor(BlockForwards):
 
             @contextlib.contextmanager
             def visit(j: int) -> Iterator[None]:
-                with self.streamer.visit(j, copied=self.runners[j].needs_copy):
+                with self.streamer.visit(j, copied=self._cell_executor.shards[j].needs_copy):
                     with self._cell_executor.storing_writes_on_failure(j, self.streamer):
                         yield
                     end_visit(j)
@@ -264,6 +262,7 @@ class Executor(BlockForwards):
                 tape.output_specs.append(spec)
                 tape.output_shapes.append([x.shape if isinstance(x, Tensor) else None for x in leaves])
             if tape.records:
+                tape.first = self.first_with_graph(tape)
                 self._tapes.add(tape)
                 self.streamer.wait_for_home_reads(tape.first)  # changes of the others are refused in backward
             else:
@@ -337,6 +336,7 @@ class Executor(BlockForwards):
                 consume=consume,
             )
             self.public.begin_pass(this, stores=accumulate)
+            cells = ShardCells(self, self._cell_executor, self.steps)
             if consume:
                 tape.used = True  # its used boundaries are freed
 
@@ -353,25 +353,17 @@ class Executor(BlockForwards):
 
             def run(cell: Cell) -> None:
                 j, i = cell
-                given = gradients.get((j + 1, i))
-                boundary = None if this.keeps(j, i) else self._cell_executor.input_of(tape, cell)
                 to_boundary = accumulate or to_inputs or j > first
-                with nullcontext() if tape.glue is None else tape.glue.as_then(cell, consume=consume):
-                    back = self._cell_executor.backward(
-                        tape, cell, boundary, given, consume=consume, only=only, to_boundary=to_boundary
-                    )
-                gradients.drop((j + 1, i))
-                if consume:
-                    tape.boundaries.drop(cell)
-                if tape.glue is not None:
-                    back = tape.glue.before(i, j, back, consume=consume)
+                back = cells.backward(
+                    tape, cell, gradients, kept=this.keeps(j, i), consume=consume, only=only, to_boundary=to_boundary
+                )
                 if j > first:
                     self.steps.gradient_bytes[j, tape.rows[i]] = gradients.put(cell, back)
                 elif j == 0:
                     input_gradients[i] = back
 
             def visit(j: int) -> contextlib.AbstractContextManager[object]:
-                return self.streamer.visit(j, copied=self.runners[j].writes_weights)
+                return self.streamer.visit(j, copied=self._cell_executor.shards[j].writes_weights)
 
             follower = Follower(performers(run, self.streamer, tape.boundaries, gradients))
             follower.follow(this.actions(tape.residency, size, self.steps.residency(gradients=True)), visit)
@@ -379,6 +371,8 @@ class Executor(BlockForwards):
                 self.steps.record_step(joined(tape.plan, follower.plan(this)), tape.rows, training=True)
                 tape.plan = None  # a second backward begins with other shards in slots
             self.streamer.gradient_offload.wait_idle()
+            if tape.glue is not None and first > 0:  # inputs that code after those shards has used
+                input_gradients = [tape.glue.of_inputs(i) for i in range(m)]
             taken = gradient_offload.pop_returned() | ({} if tape.glue is None else tape.glue.take())
             taken = self.public.store_replicated(taken) if accumulate else taken
             # The next micro-batch reuses the slots; else the next forward begins with empty ones anyway.

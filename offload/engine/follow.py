@@ -63,6 +63,7 @@ class Follower:
             frozenset(this.resident),
             frozenset(this.pending),
             in_memory=frozenset(this.in_memory),
+            grows=this.grows,
         )
 
     def follow(

@@ -1,6 +1,6 @@
 """The code of a model between its blocks (glue): its graph is cut where blocks begin and end, and run in pieces.
 
-A model's own forward calls blocks, which are shards. What enters a block and what a block returns are cut from the
+A model's own forward calls blocks, which make shards. What enters a block and what a block returns are cut from the
 graph, so what remains are small pieces of graph for each chunk::
 
     prefix  ->  [block 0]  ->  glue  ->  [block 1]  ->  ...  ->  [block n-1]  ->  suffix
@@ -30,7 +30,7 @@ from offload.engine.cell_input import CellInput
 from offload.engine.inputs import refuse_transforms
 from offload.engine.layouts import fitting, refuse_hidden
 from offload.engine.own_attributes import AttributesThen
-from pipe.nested import LEAVES, TreeSpec, flatten, unflatten
+from pipe.nested import LEAVES, TreeSpec, flatten, map_distinct, unflatten
 from pipe.torch_private import hidden_hooks
 
 __all__ = ["Glue"]
@@ -39,6 +39,8 @@ __all__ = ["Glue"]
 _INPUTS = -1
 
 K = TypeVar("K")
+
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 #: Identifies a tensor in a graph: its node, and the number of the output of that node.
 _Place = tuple[Node, int]
@@ -151,15 +153,15 @@ class Glue:
         """Whether an input of a chunk requires a gradient."""
         return any(_INPUTS in chunk.begins for chunk in self._chunks)
 
-    def enter(self, i: int, j: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[bool]]:
-        """What enters block ``j``, to be stored until the block runs; and which of its leaves require a gradient."""
+    def enter(self, i: int, j: int, call: Call, *, grad: bool) -> tuple[Any, list[bool]]:
+        """What enters block ``j``, stored until it runs; which leaves need a gradient. ``grad``: called with any."""
         if not self.records:
-            return _Call(args, kwargs), [False]
+            return _Call(*call), [False]
         chunk = self._chunks[i]
-        leaves, spec = flatten((args, kwargs))
+        leaves, spec = flatten(call)
         refuse_hidden(leaves, f"an argument of block {j}")
-        requires = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
-        self._find_leaves(chunk, j, (x for x in leaves if isinstance(x, Tensor)))
+        requires = [grad and isinstance(x, Tensor) and x.requires_grad for x in leaves]
+        self._find_leaves(chunk, j, (x for x in leaves if grad and isinstance(x, Tensor)))
         uses = chunk.uses[j] = []
         for k, x in enumerate(leaves):
             if requires[k]:
@@ -205,10 +207,7 @@ class Glue:
 
     def leave(self, i: int, j: int, output: Any, requires: Sequence[bool]) -> Any:
         """The detached output of block ``j`` as the begin of the graph of the code that follows."""
-        if not self.records:
-            return output
-        leaves, spec = flatten(output)
-        return self._cut(i, j, leaves, spec, requires)
+        return self._cut(i, j, *flatten(output), requires) if self.records else output
 
     def _cut(self, i: int, j: int, leaves: Sequence[Any], spec: TreeSpec, requires: Sequence[bool]) -> Any:
         chunk = self._chunks[i]
@@ -222,7 +221,7 @@ class Glue:
 
     def finish(self, i: int, result: Any) -> tuple[Any, list[bool]]:
         """The detached result of a chunk, and which of its leaves require a gradient."""
-        leaves, spec = flatten(result)
+        leaves, _ = flatten(result)
         refuse_hidden(leaves, "an output of the model")
         chunk = self._chunks[i]
         self._find_leaves(chunk, self._last, (x for x in leaves if isinstance(x, Tensor)))
@@ -230,8 +229,7 @@ class Glue:
         chunk.result = [get_gradient_edge(x) if needs else None for x, needs in zip(leaves, requires, strict=True)]
         chunk.entered.clear()
         chunk.seen.clear()
-        detached: dict[int, Any] = {id(x): x.detach() if isinstance(x, Tensor) else x for x in leaves}
-        return unflatten([detached[id(x)] for x in leaves], spec), requires
+        return map_distinct(Tensor.detach, result), requires
 
     def _find_leaves(self, chunk: _Chunk, j: int, tensors: Iterable[Tensor]) -> None:
         """Records the leaves of the graph of some tensors, which lead to block ``j``, up to earlier pieces."""
@@ -329,6 +327,10 @@ class Glue:
                     del chunk.first[place]
         return self._returned(chunk, j - 1)
 
+    def of_inputs(self, i: int) -> list[Any]:
+        """The gradients of the inputs of a chunk, where backward does not reach the first block."""
+        return self._returned(self._chunks[i], _INPUTS)
+
     def _returned(self, chunk: _Chunk, j: int) -> list[Any]:
         gradients = chunk.returned.pop(j, {})
         return [gradients.get(k) for k in range(chunk.outputs.get(j, len(chunk.inputs) if j == _INPUTS else 0))]
@@ -383,8 +385,7 @@ class Glue:
 
     def close(self) -> None:
         """Frees the graphs."""
-        inputs = self.inputs
-        self._chunks = [_Chunk(inputs=leaves) for leaves in inputs]
+        self._chunks = [_Chunk(inputs=leaves) for leaves in self.inputs]
         self._gradients = {}
         self.attributes.clear()
 

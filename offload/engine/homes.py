@@ -73,6 +73,8 @@ class MovableHomes(ExclusivePasses):
     assigned_data: AssignedData
     _tier: Tier
     _meter: Meter
+    #: Whether code of the model runs between the layers of a shard, which run one by one then.
+    layers_apart = False
     #: Whether the model was closed.
     closed = False
     #: The arguments of :meth:`plan_memory`, if plans are chosen.

@@ -65,6 +65,7 @@ def step_model(
         rows=rows,
         boundaries=boundaries,
         gradients=steps.sizes(rows, gradients=True),
+        grows=steps.boundaries_grow,
         memory_profiles=meter.memory_profiles,
         kept_profiles=meter.kept_profiles,
         graph_bytes_per_row=steps.graph_bytes_per_row(),

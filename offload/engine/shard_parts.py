@@ -38,12 +38,23 @@ class ShardParts:
         """The parts for some shards. ``before``: runners of other shards over the same layers, in order."""
         device, policy, recompute = executor.device, executor.policy, executor.recompute
         names = [name for name, _ in executor.layer_homes.layers]
-        runners = [ShardRunner(s, names[s.first : s.first + len(s.layers)], device) for s in shards]
+        if executor.layers_apart:
+            places = [(s, k) for s in shards for k in range(len(s.layers))]
+            runners = [ShardRunner(s, [names[s.first + k]], device, only=k) for s, k in places]
+        else:
+            runners = [ShardRunner(s, names[s.first : s.first + len(s.layers)], device) for s in shards]
         for runner in runners:
             runner.measures_graphs = recompute and bool(policy.graph_bytes)
             runner.take_over([old for old in before if _overlap(old.shard, runner.shard)])
-        steps = Steps(
+        cell_executor = CellExecutor(
             runners,
+            device=device,
+            meter=executor.meter,
+            param_dtype=executor.layer_homes.dtype,
+            lenders=[] if executor.resident is None else [executor.resident],
+        )
+        steps = Steps(
+            cell_executor.shards,
             policy=policy,
             recompute=recompute,
             strict=executor.strict,
@@ -52,16 +63,14 @@ class ShardParts:
         )
         if executor.planned is not None:
             steps.planner = planner_for(*executor.planned, executor)
-        places = [s for layer in executor.layer_homes.places for s in layer]
+        stored = [s.parameter for layer in executor.layer_homes.places for s in layer]
         watched = [p for runner in runners for _, p in runner.watched.parameters]
-        lenders = [] if executor.resident is None else [executor.resident]
-        dtype = executor.layer_homes.dtype
         return cls(
             shards,
             runners,
-            CellExecutor(runners, device=device, meter=executor.meter, param_dtype=dtype, lenders=lenders),
+            cell_executor,
             steps,
-            References(shards, [*(s.parameter for s in places), *watched]),
+            References(shards, [*stored, *watched]),
         )
 
 

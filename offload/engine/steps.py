@@ -8,7 +8,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from offload.engine.cell import Cell, ShardRunner
+from offload.engine.cell import Cell
+from offload.engine.shard_runners import ShardRunners
 from offload.planning.peak_memory import graphs_that_fit
 from offload.planning.plan import Action, Kind, Plan
 from offload.planning.planner import Sizes, Updates, plan_step
@@ -40,7 +41,7 @@ class Steps:
 
     def __init__(
         self,
-        runners: Sequence[ShardRunner],
+        runners: Sequence[ShardRunners],
         *,
         policy: MemoryPolicy,
         recompute: bool,
@@ -50,6 +51,8 @@ class Steps:
     ) -> None:
         self._runners = runners
         self._shards = len(runners)
+        #: Whether a boundary holds what enters each block of a shard, of which there are several.
+        self.boundaries_grow = any(len(each.steps) > 1 for each in runners)
         self._boundary_bytes = policy.boundary_bytes or 0 if spills else math.inf
         #: Bytes of the same memory that other objects take, as long as they live.
         self._reserved: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
@@ -204,6 +207,7 @@ class Steps:
             gradients=self.residency(gradients=True),
             boundary_sizes=self.sizes(rows),
             gradient_sizes=self.sizes(rows, gradients=True),
+            grows=self.boundaries_grow,
             **updates,
         )
 

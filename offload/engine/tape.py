@@ -59,6 +59,8 @@ class CellRecords:
     #: The code between the shards, if there is any; and which outputs of each cell need a gradient then.
     glue: Glue | None = None
     returned: dict[Cell, list[bool]] = field(default_factory=dict)
+    #: Cells whose block was called without gradients (``no_grad`` around a part of the model's forward).
+    graphless: set[Cell] = field(default_factory=set)
     #: Version counters of each shard's parameters at the forward.
     versions: dict[int, tuple[int, ...]] = field(default_factory=dict)
     inputs: list[list[Any]] = field(default_factory=list)

@@ -135,8 +135,8 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     """Loads a checkpoint into a model of the same layers, with any number of slices and any home.
 
     With an optimizer, its states and the generators of torch, Python and NumPy (if it is imported) are restored, so
-    training continues bit by bit as if uninterrupted. Without one only the model is loaded; that works with any
-    directory of safetensors files that has an index.
+    training continues bit by bit as if uninterrupted; with a mesh generators stay as they are. Without one only the
+    model is loaded; that works with any directory of safetensors files that has an index.
 
     Raises:
         FileNotFoundError: if there is no checkpoint.
@@ -146,7 +146,6 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
             is then served from memory. For larger checkpoints the optimizer states are verified first, the model while
             it is loaded; the error lists the tensors that hold values of the checkpoint already.
     """
-    check_plain(dict(model.named_parameters()), "torch.distributed.checkpoint: dcp.load and set_state_dict")
     folder = Path(path)
     try:
         weight_map, metadata = read_index(folder / INDEX)
@@ -173,7 +172,8 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         optimizer.load_state_dict(state_dict)
         if isinstance(optimizer, OffloadOptimizer):
             optimizer.steps = summary["step"]
-        _set_generator_states(summary["generators"])
+        if not any(hasattr(target, "placements") for target in targets.values()):
+            _set_generator_states(summary["generators"])
     return Checkpoint(summary["step"], summary["extra"])
 
 
@@ -207,6 +207,9 @@ def _read_model(saved: Mapping[str, TensorFile], targets: Mapping[str, Tensor]) 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     """A key that is equal for two names of one tensor."""
+    if hasattr(tensor, "placements"):
+        local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+        return _place(local) if local.numel() else ("without rows", *tensor.shape)
     if not tensor.numel():
         return (id(tensor),)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from offload.files.tensor_file import TensorFile, check_plain, read_index
+from offload.files.tensor_file import TensorFile, read_index
 from offload.streaming.quantised import part_names
 
 __all__ = ["KeyMap", "Pretrained", "Stored", "Unmatched", "load_pretrained", "tensors_of"]
@@ -135,6 +135,8 @@ def load_pretrained(
     ``get_extra_state()`` is in no safetensors file. For layers on the meta device pass the path to the constructor:
     ``OffloadModel(layers, ..., pretrained=path)``.
 
+    With a mesh all ranks read the files, and keep their parts.
+
     Args:
         model: an ``OffloadModel``, or any other module with memory.
         path: see :class:`Pretrained`, as for ``key_map`` and ``strict``.
@@ -152,7 +154,6 @@ def load_pretrained(
     Source: accelerate's ``load_checkpoint_in_model``, without a ``state_dict`` in between.
     """
     tensors = tensors_of({"": model})
-    check_plain(tensors, "pretrained= of the constructor")
     found, unmatched = Pretrained(path, key_map=key_map, strict=strict).match({"": model})
     empty = [name for name, tensor in tensors.items() if tensor.is_meta]
     if empty:

@@ -160,6 +160,15 @@ def _windows(tensor: Tensor, most: int) -> Iterator[Tensor]:
         yield from _windows(part[0], most) if rows == 1 else (part,)
 
 
+@torch.no_grad()
+def _copy_part(destination: Any, whole: Tensor) -> None:
+    """Copies to a DTensor the part of a whole tensor that this rank stores; nothing is sent."""
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = destination.device_mesh, destination.placements
+    destination.to_local().copy_(distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local())
+
+
 class TensorFile:
     """Reads tensors of a safetensors file into memory, or maps them. Raises ValueError for another format."""
 
@@ -229,8 +238,13 @@ class TensorFile:
 
         A contiguous host tensor of the same type is read without a copy, any other window by window. Raises
         ChecksumError if the bytes, which ``destination`` then holds, are not those that were written; OSError, perhaps
-        after a part, if they cannot be read.
+        after a part, if they cannot be read. Of a DTensor the part of this rank is copied, once all is read.
         """
+        if hasattr(destination, "placements"):
+            whole = torch.empty(self.shape(name), dtype=destination.dtype)
+            self.read_into(name, whole)
+            _copy_part(destination, whole)
+            return
         assert tuple(destination.shape) == self.shape(name)
         destination = destination.detach()
         dtype, position = self.dtype(name), self._begin + self._header[name]["data_offsets"][0]

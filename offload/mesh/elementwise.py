@@ -25,10 +25,17 @@ _HALVES = slice(None, _SHAPE[0] // 2), slice(_SHAPE[0] // 2, None)
 _TOLERANCE = 1e-4
 
 
-def check_elementwise(kind: Callable[..., Optimizer], options: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+def check_elementwise(
+    kind: Callable[..., Optimizer],
+    options: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    why: str = "with mesh= each rank updates some rows of a parameter",
+    instead: str = "give model.parameters(), which are DTensors, to {name} itself if it supports them",
+) -> None:
     """Raises TypeError if a class needs whole parameters, or cannot be tried.
 
-    ``options``: of a group; ``arguments``: of the constructor.
+    ``options``: of a group; ``arguments``: of the constructor; ``why`` the class must be elementwise, and what else a
+    user may do ``instead``, for the error.
     """
     name = getattr(kind, "__name__", kind)
 
@@ -47,15 +54,11 @@ def check_elementwise(kind: Callable[..., Optimizer], options: Mapping[str, Any]
         whole = updated(value, gradients)
         parts = [updated(value[rows], [g[rows] for g in gradients]) for rows in _HALVES]
     except Exception as error:
-        raise TypeError(
-            f"with mesh= each rank updates some rows of a parameter, and {name} cannot be tried on a matrix "
-            f"to see whether it can: {error}"
-        ) from error
+        raise TypeError(f"{why}, and {name} cannot be tried on a matrix to see whether it can: {error}") from error
     if not torch.allclose(
         whole, torch.cat(parts), rtol=_TOLERANCE, atol=_TOLERANCE * float((whole - value).abs().max())
     ):
         raise TypeError(
-            f"with mesh= each rank updates some rows of a parameter, but {name} updates a matrix differently "
-            f"as a whole and in parts; take a class that updates each element by itself (SGD, Adam, AdamW, ...), or "
-            f"give model.parameters(), which are DTensors, to {name} itself if it supports them"
+            f"{why}, but {name} updates a matrix differently as a whole and in parts; take a class that updates each "
+            f"element by itself (SGD, Adam, AdamW, ...), or {instead.format(name=name)}"
         )

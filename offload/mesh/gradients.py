@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from offload.mesh.parts import Part, WholePart, offsets_of
 from offload.mesh.ranks import Ranks
 from offload.planning.partition import aligned
+from offload.storage.buffer import host_buffer
 from offload.streaming.gradient_offload import GradientOffload
 from offload.streaming.lane import error_context
 from offload.streaming.shard import Shard
@@ -103,8 +104,9 @@ class MeshGradientOffload(GradientOffload):
         return super().pop_returned() | whole
 
     def update(self, shard: Shard) -> None:
-        """Starts to update a shard once its gradients are reduced."""
-        self._deferred.append(partial(super().update, shard))
+        """Starts to update a shard once its gradients are reduced; nothing if none were."""
+        if _trainable(cast("MeshShard", shard)):
+            self._deferred.append(partial(super().update, shard))
 
     def wait_idle(self) -> None:
         """Waits until all gradients are stored, at the end of the backward."""
@@ -152,8 +154,7 @@ def means_of_parts(parts: Sequence[Part], gradients: list[Tensor | None], ranks:
     """
     offsets, flags = offsets_of(parts)
     nbytes = flags + aligned(len(parts))
-    sent = ranks.buffer("staging", ranks.count * nbytes).view(ranks.count, nbytes)
-    received = ranks.buffer("received", ranks.count * nbytes).view(ranks.count, nbytes)
+    sent = ranks.staging(ranks.count * nbytes).view(ranks.count, nbytes)
     for n, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
         gradient, gradients[n] = gradients[n], None
         sent[:, flags + n] = gradient is not None
@@ -161,16 +162,27 @@ def means_of_parts(parts: Sequence[Part], gradients: list[Tensor | None], ranks:
             begin, end = part.span(rank)
             row = part.view(sent[rank], offset, rank)
             row.zero_() if gradient is None else row.copy_(gradient[begin:end])
-    ranks.all_to_all(received, sent)
-    totals = [
-        _sum(received, part, offset, flags + n, ranks.rank)
-        for n, (part, offset) in enumerate(zip(parts, offsets, strict=True))
-    ]
+    gradient = None  # frees the last one as well
+    totals = _sums_of_all(sent, parts, ranks)
     if ranks.replicas > 1:
         totals = _over_replicas(totals, parts, ranks)
     return [
         None if total is None else total.div_(ranks.divide_factor).to(part.dtype)
         for part, total in zip(parts, totals, strict=True)
+    ]
+
+
+def _sums_of_all(sent: Tensor, parts: Sequence[Part], ranks: Ranks) -> list[Tensor | None]:
+    """This rank's part of the sum of each gradient over the rows of all ranks.
+
+    What arrives takes the place of the whole gradients, which are freed by now; it is freed itself once it is summed.
+    """
+    received = host_buffer(sent.numel()).view(sent.shape)
+    ranks.all_to_all(received, sent)
+    offsets, flags = offsets_of(parts)
+    return [
+        _sum(received, part, offset, flags + n, ranks.rank)
+        for n, (part, offset) in enumerate(zip(parts, offsets, strict=True))
     ]
 
 
@@ -191,7 +203,7 @@ def _over_replicas(totals: Sequence[Tensor | None], parts: Sequence[Part], ranks
     wide = [replace(part, dtype=torch.promote_types(part.dtype, torch.float32)) for part in parts]
     offsets, flags = offsets_of(wide)
     nbytes = flags + aligned(len(wide))
-    rows = ranks.buffer("staging", ranks.replicas * nbytes).view(ranks.replicas, nbytes)
+    rows = host_buffer(ranks.replicas * nbytes).view(ranks.replicas, nbytes)
     mine = rows[ranks.replica]
     for n, (total, part, offset) in enumerate(zip(totals, wide, offsets, strict=True)):
         mine[flags + n] = total is not None

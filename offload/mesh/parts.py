@@ -65,11 +65,15 @@ class Part:
         end = self.shape[0]
         return min(rank * self.rows, end), min((rank + 1) * self.rows, end)
 
+    def stored_bytes(self, rank: int) -> int:
+        """Bytes of the rows of ``rank``."""
+        begin, end = self.span(rank)
+        return (end - begin) * self.row_elements * self.dtype.itemsize
+
     def view(self, memory: Tensor, offset: int, rank: int) -> Tensor:
         """The rows of ``rank`` at ``offset`` in flat bytes; no copy."""
         begin, end = self.span(rank)
-        nbytes = (end - begin) * self.row_elements * self.dtype.itemsize
-        flat = memory[offset : offset + nbytes].view(self.dtype)
+        flat = memory[offset : offset + self.stored_bytes(rank)].view(self.dtype)
         return flat.as_strided((end - begin, *self.shape[1:]), self.stride)
 
 

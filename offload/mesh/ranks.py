@@ -10,8 +10,10 @@ Why it cannot deadlock
 
     * A job waits for its collective, which ends as soon as all ranks have begun job ``k``; they do once it is submitted
       and the jobs before it have ended.
-    * A job also waits for the arrivals in ``after``: updates of stored parameters. An update waits for the gradients
-      that it uses, which earlier jobs reduced, and for files. So it ends.
+    * A job also waits for the arrivals in ``after``: updates of stored parameters that an optimizer left pending. An
+      update waits for the gradients that it uses, which earlier jobs reduced, for updates before it and for files, and
+      never for a rank. So it ends. Whether this rank's updates wait for the next load or ran in the step changes
+      neither the jobs nor their order.
     * The thread that submits jobs blocks only for jobs that it has submitted, for what they wait for, and in
       :meth:`Ranks.agree`, between passes, for the same thread of other ranks. As long as ``k`` is not submitted, these
       jobs are before ``k``, so it goes on and submits ``k``.
@@ -28,15 +30,17 @@ Why what fails is not mistaken for something else
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offload.mesh.notices import Notices
 from offload.storage.buffer import host_buffer
 from offload.streaming.lane import Arrival, ThreadCopyLane
 from pipe.torch_private import timeout_of
@@ -106,10 +110,11 @@ class Ranks:
         self.mesh = mesh
         #: Ranks that store one model together, and the place of this one among them.
         self.count, self.rank = mesh.size(last), mesh.get_local_rank(last)
+        #: Number of all ranks, and the place of this one among them.
+        self.total, self.number = len(everybody), everybody.index(mesh.get_rank())
         #: How often the model is stored, and by which row of the mesh this rank is.
         self.replicas, self.replica = (mesh.size(0), mesh.get_local_rank(0)) if last else (1, 0)
-        self._total = len(everybody)
-        self.divide_factor = float(self._total if divide_factor is None else divide_factor)
+        self.divide_factor = float(self.total if divide_factor is None else divide_factor)
         #: The thread of all collectives, and of what is done with their bytes.
         self.lane = CollectiveLane()
         self._meter = meter
@@ -121,38 +126,50 @@ class Ranks:
         #: Those of the lane; and one for messages, which are exchanged while the lane may be waiting.
         self._group = group(dist.get_process_group_ranks(mesh.get_group(last)))
         self._messages = group(everybody)
+        self._members = everybody
+        #: What ranks tell each other about failures.
+        self.notices = Notices.of_this_process(dist.get_rank())
+        self._pass = ("the construction of a model", 0)
         self._rows = group(dist.get_process_group_ranks(mesh.get_group(0))) if self.replicas > 1 else None
-        self._buffers: dict[str, Tensor] = {}
+        self._staging = torch.empty(0)
 
-    def buffer(self, name: str, nbytes: int) -> Tensor:
-        """Flat bytes that are reused by the next job of the lane that asks for the same name. On the lane only."""
-        found = self._buffers.get(name)
-        if found is None or found.numel() < nbytes:
-            found = self._buffers[name] = host_buffer(nbytes)
-        return found[:nbytes]
+    def staging(self, nbytes: int) -> Tensor:
+        """Flat bytes that the next job of the lane uses as well: one shard of all ranks. On the lane only."""
+        if self._staging.numel() < nbytes:
+            self._staging = torch.empty(0)  # freed before the larger one is made
+            self._staging = host_buffer(nbytes)
+        return self._staging[:nbytes]
 
     # --- collectives, on the lane ---------------------------------------------------------------------------------
 
     def all_gather(self, staging: Tensor) -> None:
         """Fills ``staging``, of one row of bytes a rank, with the rows of the others. On the lane only."""
-        _all_gather(staging.view(-1), staging[self.rank], self._group)
+        with self._naming_ranks(f"gathering the parameters of a shard in {self._pass[0]}"):
+            _all_gather(staging.view(-1), staging[self.rank], self._group)
         self._meter.bytes_gathered += staging[0].numel() * (self.count - 1)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
         """Sends row ``r`` of bytes to rank ``r``, and receives one row from each. On the lane only."""
-        dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._group)
+        with self._naming_ranks(f"reducing the gradients of a shard in {self._pass[0]}"):
+            dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._group)
         self._meter.bytes_reduced += sent[0].numel() * (self.count - 1)
 
     def all_gather_replicas(self, rows: Tensor) -> None:
         """Fills ``rows``, of bytes for each replica of what this rank stores, with those of the others."""
-        _all_gather(rows.view(-1), rows[self.replica], self._rows)
+        with self._naming_ranks(f"reducing the gradients of a shard over replicas in {self._pass[0]}"):
+            _all_gather(rows.view(-1), rows[self.replica], self._rows)
         self._meter.bytes_reduced += rows[0].numel() * (self.replicas - 1)
 
     def copy_first_replica(self, tensor: Tensor) -> None:
         """Gives ``tensor``, the home of a shard, the values of the first row of the mesh."""
         if self._rows is not None:
             source = dist.get_global_rank(self._rows, 0)
-            arrival = self.lane.submit("initial values", lambda: dist.broadcast(tensor, source, self._rows))
+
+            def copy() -> None:
+                with self._naming_ranks("copying the first replica"):
+                    dist.broadcast(tensor, source, self._rows)
+
+            arrival = self.lane.submit("initial values", copy)
             # Lane -> host. Without this, a failure would be told by a later call.
             arrival.synchronize()
 
@@ -165,6 +182,19 @@ class Ranks:
 
     # --- agreement, on the thread that runs the model -------------------------------------------------------------
 
+    @property
+    def everybody(self) -> Any:
+        """The process group of all ranks, on the thread that runs the model."""
+        return self._messages
+
+    def exchange(self, answer: Any) -> list[Any]:
+        """What each rank answers, in the order of all ranks; each a small object."""
+        self.lane.check()
+        answers: list[Any] = [None] * self.total
+        with self._naming_ranks("meeting"):
+            dist.all_gather_object(answers, answer, group=self._messages)
+        return answers
+
     def agree(self, what: str, text: str, number: float = 0.0, *, everywhere: bool = False) -> list[float]:
         """Compares ``text``, words of which ``what`` is the title, over all ranks.
 
@@ -175,19 +205,40 @@ class Ranks:
         self.lane.check()
         text = f"{self.lane.submitted}-collectives-before {text}"
         digest = hashlib.sha256(f"{what} {text}".encode()).digest()
-        messages = torch.zeros(self._total, MESSAGE_BYTES, dtype=torch.uint8)
-        mine = messages[self.replica * self.count + self.rank]
+        messages = torch.zeros(self.total, MESSAGE_BYTES, dtype=torch.uint8)
+        mine = messages[self.number]
         mine[:] = torch.frombuffer(bytearray(digest + struct.pack("<d", number)), dtype=torch.uint8)
-        _all_gather(messages.view(-1), mine, self._messages)
-        self._meter.bytes_agreed += MESSAGE_BYTES * (self._total - 1)
+        with self._naming_ranks(f"meeting before {what}"):
+            _all_gather(messages.view(-1), mine, self._messages)
+        self._meter.bytes_agreed += MESSAGE_BYTES * (self.total - 1)
         rows = [bytes(row.tolist()) for row in messages]
         if any(row[:32] != digest for row in rows):
-            texts: list[Any] = [None] * self._total
-            dist.all_gather_object(texts, (what, text), group=self._messages)
-            raise RuntimeError(_difference(texts))
+            texts = self.exchange((what, text))
+            before = self.notices.told(self._members)
+            raise RuntimeError(_difference(texts) + (f"; before, {before}" if before else ""))
+        self._begin(what)
         first = self.replica * self.count
         asked = rows if everywhere else rows[first : first + self.count]
         return [struct.unpack("<d", row[32:])[0] for row in asked]
+
+    # --- failures -------------------------------------------------------------------------------------------------
+
+    def raised(self, error: BaseException) -> None:
+        """Tells the other ranks that this one raised in a pass."""
+        self.notices.raised(error, f"in {self._pass[0]}")
+
+    def _begin(self, what: str) -> None:
+        self._pass = what, self._pass[1] + 1
+        self.notices.doing(f"in or after {what}, number {self._pass[1]} of this model")
+
+    @contextlib.contextmanager
+    def _naming_ranks(self, what: str) -> Iterator[None]:
+        """A context of a collective, whose error names the rank at fault."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.lane.failed = self.lane.failed or what
+            self.notices.fail(what, self._members, error)
 
 
 def _all_gather(staging: Tensor, mine: Tensor, group: Any) -> None:

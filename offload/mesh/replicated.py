@@ -9,8 +9,10 @@ All of them are reduced by two collectives at the end of a backward, on the lane
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +21,15 @@ from offload.mesh.gradients import means_of_parts
 from offload.mesh.parts import Part, WholePart, offsets_of
 from offload.mesh.ranks import Ranks
 from offload.mesh.shard import without_memory
+from offload.mesh.sharded import ShardedParameters, ShownParameter, described
 from offload.streaming.lane import error_context
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 
-__all__ = ["ReplicatedGradients", "resident_parts"]
+if TYPE_CHECKING:
+    from offload.mesh.shard import MeshShard
+
+__all__ = ["MeshParameters", "ReplicatedGradients", "resident_parts"]
 
 
 def resident_parts(resident: Shard, ranks: Ranks) -> dict[nn.Parameter, tuple[Shard, Slice, Part]]:
@@ -92,7 +98,7 @@ class ReplicatedGradients:
         flat = [None if p not in gradients else gradients[p].detach().reshape(-1) for p in trained]
         means = means_of_parts(parts, flat, ranks)
         offsets, nbytes = offsets_of(parts)
-        staging = ranks.buffer("staging", ranks.count * nbytes).view(ranks.count, nbytes)
+        staging = ranks.staging(ranks.count * nbytes).view(ranks.count, nbytes)
         for part, offset, mean in zip(parts, offsets, means, strict=True):
             if mean is not None:
                 part.view(staging[ranks.rank], offset, ranks.rank).copy_(mean)
@@ -104,3 +110,67 @@ class ReplicatedGradients:
             whole = torch.cat([part.view(staging[rank], offset, rank) for rank in range(ranks.count)])
             found.append((p, torch.empty_like(p, requires_grad=False).copy_(whole.view(p.shape))))
         return found
+
+
+class MeshParameters(ShardedParameters):
+    """What users see of a model with a mesh: the parameters that stream, and those that each rank stores whole."""
+
+    def __init__(
+        self, shards: Sequence[MeshShard], ranks: Ranks, resident: Mapping[nn.Parameter, tuple[nn.Parameter, Part]]
+    ) -> None:
+        super().__init__(shards, ranks, resident)
+        self._replicated = self._replicated_now()
+        #: What is gathered, what arrives of other ranks' gradients, and the gradients themselves, of one shard each.
+        self.buffer_bytes = max(
+            (2 * ranks.count * shard.part_bytes + sum(p.nbytes for p in shard.parameters) for shard in shards),
+            default=0,
+        )
+
+    def _replicated_now(self) -> ReplicatedGradients:
+        return ReplicatedGradients(
+            {p.part.name: p.stored for p in self._all if isinstance(p.part, WholePart)}, self._ranks
+        )
+
+    def names(self, s: Slice) -> dict[int, str]:
+        """See :meth:`PublicParameters.names`."""
+        p = self._by_stored[s.parameter]
+        return {id(each): s.name for each in (p.stored, p.whole, p.shown)}
+
+    def stored(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The stored parameter of a DTensor."""
+        return self._by_shown[parameter].stored
+
+    def replicate(self, named: Mapping[str, nn.Parameter], modules: Iterable[nn.Module]) -> None:
+        """Shows DTensors of parameters that each rank stores whole; all get the values of the first rank.
+
+        Raises RuntimeError on all ranks if their names or shapes differ.
+        """
+        parts = {name: WholePart.of(name, p, self._ranks.count) for name, p in named.items()}
+        self._ranks.agree("what is outside of the blocks", " ".join(map(described, parts.values())))
+        new = []
+        for name, p in named.items():
+            gradient, p.grad = p.grad, None
+            p.data = self._ranks.copied_from_first(p)
+            p.grad = gradient
+            new.append(ShownParameter(p, p, self._new(p, p, parts[name]), parts[name]))
+        self._all += new
+        self._by_stored.update((p.stored, p) for p in new)
+        self._by_shown.update((p.shown, p) for p in new)
+        self._by_whole.update((p.whole, p) for p in new)
+        self._places += self._places_in(modules)
+        self._replicated = self._replicated_now()
+        self._show()
+        self._known = self._references(Counter(p.shown for p in self._all))
+
+    def store_replicated(self, gradients: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Adds the means over ranks of gradients of what each rank stores whole to the stored ones."""
+        self._replicated.reduce({p: gradient for p, gradient in gradients.items() if p in self._replicated})
+        return {p: gradient for p, gradient in gradients.items() if p not in self._replicated}
+
+    def begin_block(self, name: str, words: str) -> None:
+        """Compares a block that runs outside of a pass over all ranks. Raises RuntimeError on all if they differ."""
+        self._ranks.agree("a call of a block by itself", f"{name} {words}")
+
+    def compare(self, what: str, number: float) -> list[float]:
+        """See :meth:`PublicParameters.compare`. Raises RuntimeError on all ranks if they begin different calls."""
+        return self._ranks.agree(what, "", number, everywhere=True)

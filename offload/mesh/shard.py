@@ -14,7 +14,7 @@ files treat it as any other parameter. What users see is a third, see :mod:`offl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from offload.mesh.parts import Part, WholePart, offsets_of
 from offload.mesh.ranks import Ranks
 from offload.storage import Tier
+from offload.streaming.layer_homes import LayerHomes, LayerLayout
 from offload.streaming.materialize import Materializer, Values
-from offload.streaming.quantised import stored_tensors
+from offload.streaming.quantised import StoredTensor, stored_tensors
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice, layout
 from pipe.torch_private import set_versions
@@ -33,7 +34,7 @@ from pipe.torch_private import set_versions
 if TYPE_CHECKING:
     from offload.optim.update import Update
 
-__all__ = ["MeshShard", "make_mesh_shards", "without_memory"]
+__all__ = ["MeshHomes", "MeshShard", "layout_of_parts", "make_mesh_shards", "without_memory"]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -81,7 +82,7 @@ class MeshShard(Shard):
         if not self.part_bytes:
             return
         ranks = self.ranks
-        staging = ranks.buffer("staging", ranks.count * self.part_bytes).view(ranks.count, self.part_bytes)
+        staging = ranks.staging(ranks.count * self.part_bytes).view(ranks.count, self.part_bytes)
         mine = staging[ranks.rank]
         if self.home is not None:
             self.home.read_into(mine[: self.home.nbytes])
@@ -125,6 +126,75 @@ def without_memory(parameter: Tensor) -> Tensor:
     return torch.full((), value, dtype=parameter.dtype).expand(parameter.shape)
 
 
+def layout_of_parts(ranks: Ranks, elsewhere: Iterable[nn.Parameter] = ()) -> LayerLayout:
+    """Places this rank's rows of all parameters but those ``elsewhere``, each at the same offset on every rank.
+
+    What ranks send of a shard is a copy of its home, so layers do not begin on pages: the padding would be sent.
+    """
+
+    def pack(stored: Iterable[StoredTensor]) -> tuple[list[Slice], int]:
+        cut = [(each, Part.of(each.name, each.parameter, ranks.count)) for each in stored]
+        offsets, end = offsets_of(part for _, part in cut)
+        return [
+            Slice(each.name, each.parameter, offset, part.stored_bytes(ranks.rank), part.stride, part.dtype)
+            for (each, part), offset in zip(cut, offsets, strict=True)
+        ], end
+
+    return LayerLayout(elsewhere, pack=pack, paged=False)
+
+
+@dataclass(kw_only=True)
+class MeshHomes(LayerHomes):
+    """The block that stores this rank's rows of all parameters. The slices of :attr:`places` are of stored ones."""
+
+    ranks: Ranks
+    #: What the layers use: for each of them, its parameters in the order of a slot.
+    used: list[list[StoredTensor]] = field(default_factory=list)
+    #: By whole parameter: its cut, and the parameter that is stored.
+    cut_of: dict[nn.Parameter, tuple[Part, nn.Parameter]] = field(default_factory=dict)
+    #: Where parameters are stored that each rank stores whole.
+    whole_parts: Mapping[nn.Parameter, tuple[Shard, Slice, Part]] = field(default_factory=dict)
+
+    def lent(self) -> dict[nn.Parameter, tuple[Shard, Slice]]:
+        """See :meth:`.LayerHomes.lent`; by whole parameter."""
+        return {p: (owner, s) for p, (owner, s, _) in self.whole_parts.items()}
+
+    def add(self, name: str, layer: nn.Module, places: LayerLayout) -> None:
+        """Makes the stored parameters of the next layer, at ``places``; they have the memory of the whole ones yet."""
+        own = []
+        for s in places.add(name, layer):
+            whole = s.parameter
+            part = Part.of(s.name, whole, self.ranks.count)
+            begin, end = part.span(self.ranks.rank)
+            one = nn.Parameter(whole.detach()[begin:end], whole.requires_grad)
+            self.cut_of[whole] = part, one
+            own.append(replace(s, parameter=one))
+        self.places.append(own)
+        self.used.append(stored_tensors([(name, layer)]))
+
+    def shard(self, index: int, first: int, count: int, stored: dict[nn.Parameter, tuple[Shard, Slice]]) -> MeshShard:
+        """See :meth:`.LayerHomes.shard`; ``stored`` is by whole parameter."""
+        layers = [module for _, module in self.layers[first : first + count]]
+        shard = MeshShard(index, first, layers, tier=self.tier, ranks=self.ranks)
+        places = [s for layer in self.places[first : first + count] for s in layer]
+        used = {each.parameter: each for layer in self.used[first : first + count] for each in layer}
+        own = [p for p in used if p not in stored]
+        borrowed = [p for p in used if p in stored]
+        shard.parts = [self.cut_of[p][0] for p in (*own, *borrowed)]
+        shard.offsets, shard.part_bytes = offsets_of(shard.parts)
+        if places:
+            begin, nbytes = places[0].offset, offsets_of(shard.parts[: len(own)])[1]
+            if nbytes:
+                assert self.weights is not None
+                shard.home = self.weights.part(begin, nbytes)
+            shard.own = [replace(s, offset=s.offset - begin) for s in places]
+        shard.loans = [stored[p] for p in borrowed]
+        stored.update((p, (shard, s)) for p, s in zip(own, shard.own, strict=True))
+        slices, shard.slot_bytes = layout([used[p] for p in (*own, *borrowed)], dtype=self.dtype)
+        shard.slices = [replace(s, stride=part.stride) for s, part in zip(slices, shard.parts, strict=True)]
+        return shard
+
+
 def make_mesh_shards(
     layers: Sequence[tuple[str, nn.Module]],
     cuts: Sequence[int],
@@ -134,61 +204,55 @@ def make_mesh_shards(
     *,
     ranks: Ranks,
     whole_parts: Mapping[nn.Parameter, tuple[Shard, Slice, Part]],
-) -> list[MeshShard]:
+) -> tuple[list[MeshShard], MeshHomes]:
     """As :func:`offload.streaming.layer_homes.make_shards`: moves this rank's part of the parameters to storage.
 
     The whole parameters lose their memory, shard by shard; a shard on the meta device is initialised as a whole.
     ``whole_parts``: where parameters are stored that each rank stores whole.
     """
     materializer = Materializer(values)
+    whole_layout = layout_of_parts(ranks, whole_parts)
+    for name, layer in layers:
+        whole_layout.add(name, layer)
+    weights = tier.weights(whole_layout.nbytes) if whole_layout.nbytes else None
+    homes = MeshHomes(layers, tier, dtype, weights, ranks=ranks, whole_parts=whole_parts)
     shards: list[MeshShard] = []
-    stored: dict[nn.Parameter, tuple[Shard, Slice, Part]] = {**whole_parts}
-    first = 0
+    homes.cut_of.update((p, (part, s.parameter)) for p, (_, s, part) in whole_parts.items())
+    stored = homes.lent()
+    first, places = 0, layout_of_parts(ranks, whole_parts)  # again, since parameters on the meta device are replaced
     for index, count in enumerate(cuts):
         part_of_layers = layers[first : first + count]
         bare = {p for _, module in part_of_layers for p in module.parameters() if p.is_meta}
         for name, module in part_of_layers:
             materializer.allocate(name, module)
-        used = stored_tensors(part_of_layers)
-        new = [each for each in used if each.parameter not in stored]
+        new = [each.parameter for each in stored_tensors(part_of_layers) if each.parameter not in homes.cut_of]
         if len(bare) > len(new):
             raise ValueError(
                 f"shard {index} uses parameters on the meta device that an earlier shard stores (tied layers): with "
                 f"mesh= they would be initialised twice; build these layers on the CPU"
             )
-        for each in new:
-            if not materializer.has_values(each.parameter):
-                each.parameter.data = torch.empty_like(
-                    each.parameter
-                )  # what a file replaces is still needed if the construction fails
+        for whole in new:
+            if not (materializer.has_values(whole) or materializer.is_in_place(whole)):
+                whole.data = torch.empty_like(whole)  # what a file replaces is still needed if the construction fails
         materializer.fill()
-        shard = MeshShard(index, first, [module for _, module in part_of_layers], tier=tier, ranks=ranks)
-        parts = [Part.of(each.name, each.parameter, ranks.count) for each in new]
-        offsets, home_bytes = offsets_of(parts)
-        if home_bytes:
-            shard.home = tier.allocate(home_bytes, f"shard{index}-weights")
-        for each, part, offset in zip(new, parts, offsets, strict=True):
-            whole = each.parameter
-            begin, end = part.span(ranks.rank)
-            rows = whole.detach()[begin:end]
-            one = nn.Parameter(rows, whole.requires_grad)
-            s = Slice(each.name, one, offset, rows.numel() * rows.element_size(), part.stride, part.dtype)
-            shard.own.append(s)
+        for name, module in part_of_layers:
+            homes.add(name, module, places)
+        shard = homes.shard(index, first, count, stored)
+        for s, here in zip(shard.own, shard.slices, strict=False):
+            whole, one = here.parameter, s.parameter
             home = shard.home_view(s)
-            home.copy_(rows)
+            if not materializer.is_in_place(whole):
+                home.copy_(one.detach())
             one.data = home
-            stored[whole] = shard, s, part
             if whole.grad is not None:
+                begin, end = homes.cut_of[whole][0].span(ranks.rank)
                 one.grad, whole.grad = whole.grad[begin:end].clone(), None
             whole.data = without_memory(whole)
-        if shard.home is not None:
+        adopted = all(materializer.is_in_place(here.parameter) for here in shard.slices[: len(shard.own)])
+        if shard.home is not None and (tier.recovers or not adopted):
             ranks.copy_first_replica(shard.home.tensor)
-        borrowed = [each for each in used if stored[each.parameter][0] is not shard]
-        shard.loans = [stored[each.parameter][:2] for each in borrowed]
-        shard.parts = [stored[each.parameter][2] for each in (*new, *borrowed)]
-        shard.offsets, shard.part_bytes = offsets_of(shard.parts)
-        slices, shard.slot_bytes = layout([*new, *borrowed], dtype=dtype)
-        shard.slices = [replace(s, stride=part.stride) for s, part in zip(slices, shard.parts, strict=True)]
         shards.append(shard)
         first += count
-    return shards
+    if weights is not None:
+        tier.weights_are_written(weights)
+    return shards, homes

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from offload.mesh.gradients import MeshGradientOffload
-from offload.mesh.public import ShardedParameters
 from offload.mesh.ranks import Ranks
-from offload.mesh.replicated import resident_parts
-from offload.mesh.shard import MeshShard, make_mesh_shards
-from offload.storage import DiskHome, Tier
+from offload.mesh.replicated import MeshParameters, resident_parts
+from offload.mesh.shard import MeshShard, layout_of_parts, make_mesh_shards
+from offload.storage import DiskHome, HomeError, PersistentTier, Tier, open_tier
+from offload.storage.persistent import RANKS
 from offload.streaming.lane import CopyLane, CopyLanes, ThreadCopyLane
-from offload.streaming.layer_homes import LayerHomes
+from offload.streaming.layer_homes import LayerHomes, LayerLayout
 from offload.streaming.materialize import Values
 from offload.streaming.shard import Shard
 from offload.telemetry.statistics import Meter
@@ -24,14 +27,13 @@ from offload.telemetry.statistics import Meter
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Sharding", "check_mesh", "least_of_ranks"]
+__all__ = ["Sharding", "check_mesh", "least_of_ranks", "open_home"]
 
 
 def check_mesh(
     mesh: Any,
     divide_factor: float | None,
     device: torch.device,
-    offload_device: object,
     refused: Mapping[str, object],
 ) -> DeviceMesh | None:
     """The mesh, if it has more than one rank: the engine of one rank is that without a mesh.
@@ -70,8 +72,6 @@ def check_mesh(
         )
     if device.type != "cpu":
         wrong.append(f"mesh= computes on the CPU only as yet, got device={str(device)!r}")
-    if isinstance(offload_device, DiskHome) and offload_device.keep:
-        wrong.append("DiskHome(keep=True) does not support mesh= yet; pass a directory, and save by dcp.save")
     given = [name for name, value in refused.items() if value is not None]
     wrong += [f"{name} does not support mesh= yet; leave it out" for name in given]
     if wrong:
@@ -97,11 +97,51 @@ def _check_alone(divide_factor: float | None) -> None:
         )
 
 
+def open_home(
+    offload_device: str | torch.device | os.PathLike[str], device: torch.device, sharding: Sharding | None
+) -> Tier:
+    """The storage of this process; of this rank, with a mesh."""
+    if sharding is None:
+        return open_tier(offload_device, device, keeps=True)
+    return sharding.open_tier(offload_device, device)
+
+
 class Sharding:
     """What the engine makes in another way with a mesh."""
 
     def __init__(self, mesh: DeviceMesh, divide_factor: float | None, meter: Meter) -> None:
         self.ranks = Ranks(mesh, divide_factor, meter)
+
+    @property
+    def name(self) -> str:
+        """Which part of the model this rank stores."""
+        replica = f"-replica{self.ranks.replica}" if self.ranks.replicas > 1 else ""
+        return f"rank{self.ranks.rank}-of-{self.ranks.count}{replica}"
+
+    def open_tier(self, offload_device: str | torch.device | os.PathLike[str], device: torch.device) -> Tier:
+        """The storage of this rank: of a home that is kept, a directory of its own.
+
+        Raises HomeError if the directory holds the home of another number of processes.
+        """
+        if not (isinstance(offload_device, DiskHome) and offload_device.keep):
+            return open_tier(offload_device, device)
+        root = Path(offload_device)
+        ending = self.name.removeprefix(f"rank{self.ranks.rank}").split("-replica")[0]
+        others = [path.name for path in root.glob("*.home")]
+        others += [path.name for path in root.glob(RANKS) if not path.name.split("-replica")[0].endswith(ending)]
+        found = [answer for answer in self.ranks.exchange(sorted(others)) if answer]
+        if found:
+            raise HomeError(
+                f"{str(root)!r} holds a home of another number of processes already ({found[0][0]}), expected one of "
+                f"{self.name}. Use as many processes as it was made with, or load a checkpoint into a home in another "
+                f"directory"
+            )
+        mine = replace(offload_device, directory=root / self.name)
+        return PersistentTier(mine, device, self.ranks.exchange)
+
+    def layout(self) -> LayerLayout:
+        """Places what this rank stores of layers."""
+        return layout_of_parts(self.ranks)
 
     def open_lanes(self, device: torch.device) -> CopyLanes:
         """Lanes of copies: loads are collectives."""
@@ -117,24 +157,20 @@ class Sharding:
         values: Mapping[Tensor, Values],
         resident: Shard | None,
     ) -> tuple[list[Shard], LayerHomes]:
-        """See :func:`make_mesh_shards`. Homes are those of the shards, so these cannot be cut otherwise.
-
-        ``resident``: the owner of parameters that stay on the compute device, on each rank.
-        """
+        """See :func:`make_mesh_shards`. ``resident``: the owner of parameters that stay on the device of each rank."""
         whole = {} if resident is None else resident_parts(resident, self.ranks)
-        #: For each of them, the parameter that layers use, and the stored one.
+        #: For each of them, the parameter that layers use: the stored one, and what it is.
         self._resident = {p: (s.parameter, part) for p, (_, s, part) in whole.items()}
-        made = make_mesh_shards(layers, cuts, tier, dtype, values, ranks=self.ranks, whole_parts=whole)
-        shards: list[Shard] = list(made)
-        return shards, LayerHomes(layers, tier, dtype, None)
+        shards, homes = make_mesh_shards(layers, cuts, tier, dtype, values, ranks=self.ranks, whole_parts=whole)
+        return list(shards), homes
 
     def gradient_offload(self, shards: Sequence[Shard], **choices: Any) -> MeshGradientOffload:
         """What reduces and stores gradients."""
         return MeshGradientOffload(shards, ranks=self.ranks, **choices)
 
-    def public(self, shards: Sequence[Shard]) -> ShardedParameters:
+    def public(self, shards: Sequence[Shard]) -> MeshParameters:
         """The DTensors that users see; all ranks have compared their parameters then."""
         of_mesh = [shard for shard in shards if isinstance(shard, MeshShard)]
-        public = ShardedParameters(of_mesh, self.ranks, self._resident)
+        public = MeshParameters(of_mesh, self.ranks, self._resident)
         public.check_model()
         return public

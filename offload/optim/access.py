@@ -79,9 +79,9 @@ class OptimizerAccess:
 
     def held_elsewhere(self, optimizer: OffloadOptimizer) -> bool:
         """Whether other code holds parameters of the optimizer, and so can read them without asking the model."""
-        if self.public.sharded:
-            return True  # DTensors may be read at any time
-        return self._executor.held_elsewhere(*self._streamer.gradient_offload.optimizers.references(optimizer))
+        references = self._streamer.gradient_offload.optimizers.references(optimizer)
+        held = self.public.held_elsewhere(*references)
+        return self._executor.held_elsewhere(*references) if held is None else held
 
     @property
     def at_once(self) -> bool:

@@ -30,9 +30,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from offload.optim.dynamic_map import BLOCK
 from offload.optim.io_buffers import IOBuffer, IOBufferPool
 from offload.optim.io_requests import Copy, Read, StateSlice, UpdateBlock, Write, adjacent, span_bytes
-from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
+from offload.optim.param_block import ELEMENTWISE, OptimizerFactory, ParamBlock, UpdateJob
+from offload.optim.state_forms import elements_per_entry
 from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.storage.buffer import PAGE_BYTES, host_buffer, whole_pages
@@ -42,20 +44,6 @@ from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 
 __all__ = ["DiskParamBlock"]
-
-#: Classes whose update of one element depends on no other element, and whose states have the parameter's shape.
-ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adagrad,
-    torch.optim.Adamax,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-)
 
 
 class DiskParamBlock(ParamBlock):
@@ -133,6 +121,7 @@ class DiskParamBlock(ParamBlock):
 
     def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
         """Updates block by block, from where an earlier attempt failed, and begins to read the jobs in ``upcoming``."""
+        self._check_dense(job)
         self.prepare(job.options, sparse=job.sparse)
         self._begin(job)
         while job.blocks_done < len(job.update_blocks):
@@ -166,6 +155,8 @@ class DiskParamBlock(ParamBlock):
             job.update_blocks = [UpdateBlock()]
             return
         step, count = self._max_bytes // s.dtype.itemsize, s.parameter.numel()
+        if self.encoded:
+            step = max(step // BLOCK, 1) * BLOCK  # elements that share a scale are not separated
         job.update_blocks = [UpdateBlock(begin, min(begin + step, count)) for begin in range(0, count, step)]
 
     def _requests(self, job: UpdateJob, index: int) -> tuple[Hashable, list[Read], int]:
@@ -184,7 +175,7 @@ class DiskParamBlock(ParamBlock):
                 continue  # the optimizer makes new states, for each block
             for (owner, key), stored in self._stored.items():
                 if owner == k:
-                    offset, nbytes = update_block.span(stored.nbytes, stored.dtype.itemsize)
+                    offset, nbytes = stored.span(update_block)
                     reads.append(Read((k, key), stored.block, stored.offset + offset, nbytes))
         return (job, index), reads, spare_bytes
 
@@ -210,7 +201,7 @@ class DiskParamBlock(ParamBlock):
                 writes.extend(self._bind_views(job, k, update_block, io_buffer, slot))
             job.bytes_read += io_buffer.bytes_read
             self._prefetch_next(job.blocks_done + 1, job, upcoming)
-            optimizer.step()
+            self._step()
             self._drop_stale_slices(chosen, update_block)
             self._allocate_slices(chosen, update_block)
             for k in chosen:
@@ -338,17 +329,22 @@ class DiskParamBlock(ParamBlock):
                 if not _is_stored(value) or (k, key) in self._stored:
                     continue
                 whole = update_block.end is None
-                shape = value.shape if whole else s.parameter.shape
-                stride = torch.empty_like(value, device="meta").stride() if whole else s.stride
+                per = elements_per_entry(key)
+                if whole:
+                    shape, stride = value.shape, torch.empty_like(value, device="meta").stride()
+                elif per == 1:
+                    shape, stride = s.parameter.shape, s.stride
+                else:
+                    shape, stride = torch.Size([-(-s.parameter.numel() // per)]), (1,)
                 nbytes = shape.numel() * value.element_size()
                 if nbytes > PAGE_BYTES:
                     end = whole_pages(end)  # large states begin on a page, so that a disk can transfer whole pages
-                found.append((k, key, end, nbytes, value.dtype, shape, stride))
+                found.append((k, key, end, nbytes, value.dtype, shape, stride, per))
                 end += aligned(nbytes)
         if found:
             block = self._tier.allocate(end, f"shard{self.shard.index}-states", cyclic=True)
-            for k, key, offset, nbytes, dtype, shape, stride in found:
-                self._stored[k, key] = StateSlice(block, offset, nbytes, dtype, shape, stride)
+            for k, key, offset, nbytes, dtype, shape, stride, per in found:
+                self._stored[k, key] = StateSlice(block, offset, nbytes, dtype, shape, stride, per)
 
     def _state_writes(self, k: int, update_block: UpdateBlock) -> Iterator[Write]:
         for key, value in self.states()[k].items():
@@ -357,7 +353,7 @@ class DiskParamBlock(ParamBlock):
                 dense = value
                 if update_block.end is None and value.stride() != stored.stride:
                     dense = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype).copy_(value)
-                offset = update_block.span(stored.nbytes, stored.dtype.itemsize)[0]
+                offset = stored.span(update_block)[0]
                 yield Write(bytes_of(dense), stored.block, stored.offset + offset)
 
     def _restore_views(self, k: int) -> None:

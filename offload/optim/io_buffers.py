@@ -24,6 +24,7 @@ Assumes
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -43,13 +44,17 @@ CONCURRENT_CALLS = 6
 #: Blocks that are computed, read or written at a time.
 IO_BUFFERS = 5
 
-#: Size of an I/O buffer in sizes of its block: weights, gradient as it is and clipped, and up to three states.
-PARTS_PER_BUFFER = 6
+#: Size of an I/O buffer in sizes of its block: weights, gradient as it is and clipped; and up to three states.
+PARTS_PER_BUFFER, STATES_PER_BUFFER = 3, 3
 
 
-def buffer_pool_bytes(update_block_bytes: int) -> int:
-    """Most bytes that all I/O buffers take, for blocks of so many bytes of weights."""
-    return IO_BUFFERS * PARTS_PER_BUFFER * (update_block_bytes + PAGE_BYTES)
+def buffer_pool_bytes(update_block_bytes: int, share: float = 1.0) -> int:
+    """Most bytes that all I/O buffers take, for blocks of so many bytes of weights.
+
+    ``share``: the bytes of a stored state for each byte of the parameter.
+    """
+    state_bytes = math.ceil(share * update_block_bytes) + (1 if share == 1 else 2) * PAGE_BYTES  # codes and scales
+    return IO_BUFFERS * (PARTS_PER_BUFFER * (update_block_bytes + PAGE_BYTES) + STATES_PER_BUFFER * state_bytes)
 
 
 class IOBuffer:

@@ -138,6 +138,15 @@ class StateSlice:
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
+    #: Elements of the parameter for each entry of the state.
+    per: int = 1
+
+    def span(self, update_block: UpdateBlock) -> tuple[int, int]:
+        """Offset and size in bytes, within the state, of what belongs to a block of the parameter."""
+        if update_block.end is None:
+            return 0, self.nbytes
+        begin, end = (-(-element // self.per) for element in (update_block.begin, update_block.end))
+        return begin * self.dtype.itemsize, (end - begin) * self.dtype.itemsize
 
     def view(self) -> Tensor:
         """The state as a tensor on its file, without a copy."""

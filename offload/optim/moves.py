@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.optim.disk_update import DiskParamBlock
-from offload.optim.io_buffers import IOBufferPool, buffer_pool_bytes
+from offload.optim.io_buffers import IOBufferPool
 from offload.optim.param_block import HostParamBlock, OptimizerFactory, ParamBlock
+from offload.optim.state_forms import release
+from offload.optim.update_blocks import StoredStates
 from offload.storage import Block, Tier
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
@@ -51,6 +53,7 @@ class MovableStates(Optimizer):
     buffer_pool: IOBufferPool
     #: Bytes of weights that are updated at a time, where they are in files.
     update_block_bytes: int
+    stored: StoredStates
     #: Of each shard, for the parameters of this optimizer.
     param_blocks: dict[Shard, list[ParamBlock]]
 
@@ -69,7 +72,7 @@ class MovableStates(Optimizer):
         """Takes the states of a param block from :attr:`state`, where they were loaded, and shows them there again."""
         public = self.access.public
         shown = [(s, public.of(s)) for s in param_block.slices]
-        param_block.load_states([public.stored_state(s, self.state.get(p, {})) for s, p in shown], options)
+        param_block.load_states([public.stored_state(s, release(self.state.get(p, {}))) for s, p in shown], options)
         for _, p in shown:
             self.state.pop(p, None)
         self.publish(param_block)
@@ -87,7 +90,7 @@ class MovableStates(Optimizer):
     def reserve_buffers(self) -> None:
         """Subtracts the buffers of updates in files from the model's budget; frees them if no shard needs them."""
         if any(shard.blocking_io for shard in self.access.shards):
-            self.access.reserve(self, buffer_pool_bytes(self.update_block_bytes))
+            self.access.reserve(self, self.stored.buffer_bytes(self.update_block_bytes))
         else:
             self.access.reserve(self, 0)
             self.buffer_pool.free_memory()

@@ -12,18 +12,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from offload.optim.clipping import clip_coefficient
 from offload.optim.groups import GroupChanges, check_choices, options_of, placeholder, resolve_groups
 from offload.optim.in_backward import InBackward
 from offload.optim.io_buffers import IOBufferPool
 from offload.optim.moves import MovableStates
 from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
 from offload.optim.resident import ResidentParameters
+from offload.optim.state_forms import form_of, hold_state_dict
 from offload.optim.update import Update
-from offload.optim.update_blocks import update_block_bytes
+from offload.optim.update_blocks import StoredStates, update_block_bytes
 from offload.planning.budget import parse_bytes
 from offload.policy import warn_of_old_keywords
 from offload.storage.state_views import on_own_storages
-from offload.streaming.grad_norm import attached_norm, detach_norm, norm_of, total_norm
+from offload.streaming.grad_norm import detach_norm
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import CopyLane, ThreadCopyLane
 from offload.streaming.shard import Shard
@@ -64,24 +66,31 @@ class OffloadOptimizer(MovableStates):
         update_in_backward: update a shard as soon as its gradients are complete, in backward; they are never stored.
             For loops with one backward per step and without a ``GradScaler``. ``step()`` then only marks the end of
             the step.
+        states: how states are stored between updates: None for their own type, ``torch.bfloat16``, or ``"8bit"``: codes
+            of one byte with a float32 scale for 256 neighbours, as in 8-bit Adam (bitsandbytes, torchao); encoded are
+            states with the shape and type of a contiguous floating-point matrix of at least 4,096 elements. Norms,
+            biases, counts, and parameters that stay on the compute device keep theirs in full. ``state_dict()`` has
+            what is stored: ``"exp_avg:8bit"`` (uint8) with ``"exp_avg:scales"``. A checkpoint may be loaded into any
+            form. Results are those of the class with rounded states: measure your accuracy.
         gradient_bytes: deprecated; a field of the model's :class:`~offload.MemoryPolicy`.
         optimizer_kwargs: of ``optimizer_class``.
 
     Raises:
-        TypeError: if ``model`` or ``optimizer_class`` is of another type, or the class needs a closure.
+        TypeError: if ``model`` or ``optimizer_class`` is of another type; or the class needs a closure, or with
+            ``states`` does not update each element by itself.
         ValueError: if hyperparameters are refused by the class, patterns match nothing, or ``max_norm`` is combined
-            with ``update_in_backward`` (the norm is known only after the last gradient); or if the model's
-            ``memory_budget`` is too small for the buffers of updates on disk.
+            with ``update_in_backward`` (the norm is known only after the last gradient), or ``states`` with a mesh; or
+            if the model's ``memory_budget`` is too small for the buffers of updates on disk.
 
     On disk a step of Adam with two slots transfers, for each float32 parameter: 8 bytes of weights read, by the load of
     each pass; 4 of its gradient and 8 of its two moments, each written once and read once; and 4 of weights written.
     The load of the forward and the update share one read. So 20 bytes are read and 16 written; with
-    ``update_in_backward`` the gradient is not transferred, but weights are read once more. A shard without gradients is
-    not written. ``model.statistics()`` counts them.
+    ``update_in_backward`` the gradient is not transferred, but weights are read once more. 8-bit states
+    move 24.06 bytes in place of 36. A shard without gradients is not written. ``model.statistics()`` counts them.
 
-    After an I/O error (a full or failing disk) nothing is lost and nothing is applied twice: the same call may be
-    repeated. After an error in the middle of ``torch``'s own arithmetic, or of a backward that updates, every call
-    raises: make model and optimizer anew and load the last checkpoint.
+    After an I/O error (a full or failing disk) nothing is lost and nothing is applied twice: repeat the call. After an
+    error in the middle of ``torch``'s own arithmetic, or of a backward that updates, every call raises: make model and
+    optimizer anew and load the last checkpoint.
     """
 
     #: ``GradScaler`` passes the scale instead of multiplying all stored gradients.
@@ -95,6 +104,7 @@ class OffloadOptimizer(MovableStates):
         params: Any = None,
         max_norm: float | None = None,
         update_in_backward: bool = False,
+        states: torch.dtype | str | None = None,
         gradient_bytes: int | str | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
@@ -108,7 +118,7 @@ class OffloadOptimizer(MovableStates):
         self.last_norm: Tensor | None = None
         self._model = model
         self.access = model.optimizer_access()
-        #: Bytes of gradients that may be kept in host memory until their update, where homes are on disk.
+        #: Bytes of gradients kept in host memory until their update, where homes are on disk.
         self.gradient_bytes = self.access.gradient_bytes
         if gradient_bytes is not None:
             given = {"gradient_bytes": gradient_bytes}
@@ -116,14 +126,14 @@ class OffloadOptimizer(MovableStates):
             self.gradient_bytes = parse_bytes(gradient_bytes, "gradient_bytes")
         self._lane = open_update_lane(model.device)
         self.buffer_pool = IOBufferPool()
-        self.update_block_bytes = update_block_bytes(self.access.shards, self.access.spare_bytes())
+        self.stored = StoredStates.of(form_of(states), self.access.shards)
+        self.update_block_bytes = update_block_bytes(self.access.shards, self.access.spare_bytes(), self.stored)
         self.reserve_buffers()
         #: Reads weights into a slot while the update before still runs.
         self._filler = Threads(1, "offload-filler")
-        self.factory = OptimizerFactory(optimizer_class, optimizer_kwargs)
+        self.factory = OptimizerFactory(optimizer_class, optimizer_kwargs, form_of(states))
         self.param_blocks = {}
         self._resident = ResidentParameters(self.access.resident, self.factory)
-        #: Updates shards during backward; None without ``update_in_backward``.
         self.in_backward = InBackward(self) if update_in_backward else None
         self._group_changes = GroupChanges(optimizer_class)
         groups = resolve_groups(dict(model.named_parameters()), params)
@@ -273,7 +283,7 @@ class OffloadOptimizer(MovableStates):
         """Loads a ``state_dict()`` of this optimizer, or of the plain one; the tensors are copied."""
         self._check_idle()
         self._synchronize()
-        super().load_state_dict(state_dict)
+        super().load_state_dict(hold_state_dict(state_dict, self.param_groups))
         for group in self.param_groups:
             for key, value in self._class_defaults.items():  # missing in checkpoints of older releases of torch
                 group.setdefault(key, value)
@@ -317,19 +327,9 @@ class OffloadOptimizer(MovableStates):
         """Factor of the gradients; None for 1."""
         if self.max_norm is None:
             return None if scale is None else 1 / scale.to("cpu")
-        public = self.access.public
-        stored = public.local(p for group in self.param_groups for p in group["params"])
-        grads = [p.grad for p in stored if p.grad is not None]
-        trusted &= not public.sharded  # a write to a DTensor does not increment the version of what it shows
-        attached = [attached_norm(grad) if trusted else None for grad in grads]
-        norms = [norm_of(g) if norm is None else norm for g, norm in zip(grads, attached, strict=True)]
-        total = public.total_norm(total_norm(norms))
-        self.last_norm = total if scale is None else total / scale.to(total)
-        # As in torch.nn.utils.clip_grad_norm_.
-        coefficient = torch.clamp(self.max_norm / (self.last_norm + 1e-6), max=1.0)
-        if scale is not None:
-            coefficient = coefficient / scale.to(coefficient)
-        return None if float(coefficient) == 1 else coefficient
+        public, groups = self.access.public, self.param_groups
+        self.last_norm, coefficient = clip_coefficient(public, groups, self.max_norm, scale, trusted=trusted)
+        return coefficient
 
     def update(
         self,

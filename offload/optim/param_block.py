@@ -18,17 +18,34 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from offload.optim.encoded_step import step_encoded
 from offload.optim.groups import copied_options, options_of, same_option
 from offload.optim.io_requests import Copy, UpdateBlock, Write
+from offload.optim.state_forms import StateForm, fitting_form, hold, release
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 from pipe.torch_private import multiply_all
 
-__all__ = ["HostParamBlock", "OptimizerFactory", "ParamBlock", "PartialUpdateError", "UpdateJob"]
+__all__ = ["ELEMENTWISE", "HostParamBlock", "OptimizerFactory", "ParamBlock", "PartialUpdateError", "UpdateJob"]
 
 #: Classes with a fused kernel for the CPU whose result agrees with the plain one to rounding. Not SGD: its plain update
 #: is bound by memory already, and stays bit-equal to that of a resident model.
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+
+
+#: Classes whose update of one element depends on no other element, and whose states have the parameter's shape.
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adagrad,
+    torch.optim.Adamax,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+)
 
 
 class PartialUpdateError(RuntimeError):
@@ -41,6 +58,8 @@ class OptimizerFactory:
 
     kind: type[Optimizer]
     arguments: Mapping[str, Any]
+    #: How states are stored; None: in full.
+    form: StateForm | None = None
 
     def options(self, options: Mapping[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
         """Hyperparameters of a group; the fused kernel is chosen where the user did not choose."""
@@ -104,8 +123,13 @@ class ParamBlock(ABC):
         self.factory = factory
         self.optimizer: Optimizer | None = None
         self._chosen: dict[str, Any] = {}
+        #: Calls of the optimizer that the running update has completed, where it has several.
+        self._parts_done = 0
         #: Leaves that share memory with the parameters' homes, but neither gradients nor version counters.
         self.proxies = [shard.home_view(s).detach() for s in self.slices]
+        form = factory.form
+        #: Positions of the parameters whose states are stored in the form.
+        self.encoded = {k for k, p in enumerate(self.proxies) if form is not None and form.encodes(p)}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -117,10 +141,40 @@ class ParamBlock(ABC):
         chosen = dict(options[self.group]) if sparse else self.factory.options(options[self.group], self.proxies)
         if self.optimizer is None:
             self.optimizer = self.factory.kind([{**chosen, "params": self.proxies}], **self.factory.arguments)
+            self._encode_states()
         # Copies, since param blocks share a group, and a class may write into its values.
         self.optimizer.param_groups[0].update(copied_options(chosen))
         self._chosen = chosen
         return self.optimizer
+
+    def _encode_states(self) -> None:
+        """Encodes states that were made or loaded in full."""
+        for k in self.encoded:
+            assert self.optimizer is not None
+            assert self.factory.form is not None
+            self.factory.form.encode(self.optimizer.state.get(self.proxies[k], {}), self.proxies[k])
+
+    def _step(self) -> None:
+        """Updates the proxies that have a gradient."""
+        assert self.optimizer is not None
+        self._parts_done = 0
+        if self.factory.form is None or not any(self.proxies[k].grad is not None for k in self.encoded):
+            self.optimizer.step()
+            return
+        elementwise = self.factory.kind in ELEMENTWISE
+        for _ in step_encoded(self.optimizer, self.proxies, self.encoded, self.factory.form, elementwise=elementwise):
+            self._parts_done += 1
+
+    def _check_dense(self, job: UpdateJob) -> None:
+        """Raises TypeError for a sparse gradient of a parameter whose states are encoded."""
+        for k in self.encoded:
+            gradient = job.gradients[k]
+            if gradient is not None and gradient.is_sparse:
+                raise TypeError(
+                    f"parameter {self.slices[k].name} has a sparse gradient, but states of fewer bytes are encoded as "
+                    f"a whole: rows without a gradient would change. Give it an optimizer without states=, or make "
+                    f"its layer with sparse=False"
+                )
 
     def group_changes(self) -> dict[str, Any]:
         """What the class changed in its group since :meth:`prepare`.
@@ -151,10 +205,16 @@ class ParamBlock(ABC):
         try:
             optimizer = self.prepare(options)
             saved = optimizer.state_dict()
-            saved["state"] = {
-                k: {key: self._copied(value) for key, value in state.items()} for k, state in enumerate(states) if state
-            }
+            saved["state"] = {}
+            for k, (state, proxy) in enumerate(zip(states, self.proxies, strict=True)):
+                if state:
+                    fitting = fitting_form(state, proxy, self.factory.form if k in self.encoded else None)
+                    saved["state"][k] = hold({key: self._copied(value) for key, value in fitting.items()}, proxy)
             optimizer.load_state_dict(saved)
+            for proxy in self.proxies:
+                if proxy in optimizer.state:
+                    optimizer.state[proxy] = release(optimizer.state[proxy])
+            self._encode_states()
         except BaseException:
             self.optimizer = previous
             raise
@@ -207,7 +267,8 @@ class HostParamBlock(ParamBlock):
 
     def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
         """Updates the parameters in place."""
-        optimizer = self.prepare(job.options, sparse=job.sparse)
+        self._check_dense(job)
+        self.prepare(job.options, sparse=job.sparse)
         gradients = [g if g is None else g.to(p.device) for g, p in zip(job.gradients, self.proxies, strict=True)]
         if job.coefficient is not None and not job.scaled:
             # In place, since a gradient that is not zeroed stays clipped, as after clip_grad_norm_.
@@ -217,11 +278,11 @@ class HostParamBlock(ParamBlock):
         try:
             for proxy, gradient in zip(self.proxies, gradients, strict=True):
                 proxy.grad = gradient
-            optimizer.step()
+            self._step()
             job.group_changes = self.group_changes()
         except BaseException as error:
             # New states are zeros, which the class would make again: they count as unchanged.
-            if any(tensor._version != counts.get(id(tensor), 0) for tensor in self._tensors()):
+            if self._parts_done or any(tensor._version != counts.get(id(tensor), 0) for tensor in self._tensors()):
                 raise PartialUpdateError(f"the update of shard {self.shard.index} stopped half-way: {error}") from error
             raise
         finally:

@@ -3,32 +3,69 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from offload.optim.io_buffers import buffer_pool_bytes
+from offload.optim.state_forms import PIECE, StateForm
 from offload.storage.buffer import PAGE_BYTES
 from offload.streaming.shard import Shard
 
-__all__ = ["MAX_BLOCK_BYTES", "update_block_bytes", "update_block_bytes_of"]
+__all__ = ["MAX_BLOCK_BYTES", "StoredStates", "update_block_bytes", "update_block_bytes_of"]
 
 #: Most bytes of weights of one update block.
 MAX_BLOCK_BYTES = 8 << 20
 #: With small shards: this fraction of the largest one, since the I/O buffers hold several blocks with their gradients
 #: and moments, and must not outgrow the slots. In whole MiB, since a disk transfers whole pages.
 BLOCKS_PER_SHARD, BLOCK_GRAIN_BYTES = 6, 1 << 20
+#: Bytes of the tensors in which a piece of encoded states is decoded, updated and encoded, for each of its elements:
+#: three states, and what rounding one of them makes.
+PIECE_BYTES = 3 * 4 + 32
 
 
-def update_block_bytes(shards: Sequence[Shard], limit_bytes: float = math.inf) -> int:
+@dataclass(frozen=True)
+class StoredStates:
+    """How many bytes states take in files, and so in buffers."""
+
+    #: Of each state, for each byte of a parameter.
+    share: float = 1.0
+    #: Most bytes of parameters of one shard whose states are in full all the same.
+    in_full: int = 0
+
+    @classmethod
+    def of(cls, form: StateForm | None, shards: Iterable[Shard]) -> StoredStates:
+        """Of the parameters of shards."""
+        if form is None:
+            return cls()
+        owned = [[(s, form.encodes(shard.home_view(s))) for s in shard.own] for shard in shards]
+        shares = [form.share(s.dtype) for own in owned for s, encoded in own if encoded]
+        in_full = (sum(s.nbytes for s, encoded in own if not encoded) for own in owned)
+        return cls(max(shares, default=1.0), max(in_full, default=0))
+
+    def buffer_bytes(self, update_block: int) -> int:
+        """Most bytes that all buffers take, for blocks of so many bytes of weights."""
+        if self.share == 1:
+            return buffer_pool_bytes(update_block)
+        encoded = buffer_pool_bytes(update_block, self.share)
+        return max(encoded, buffer_pool_bytes(min(self.in_full, update_block))) + PIECE_BYTES * min(
+            PIECE, update_block // 2
+        )
+
+
+def update_block_bytes(
+    shards: Sequence[Shard], limit_bytes: float = math.inf, stored: StoredStates = StoredStates()
+) -> int:
     """Bytes of weights of an update block, if all buffers get ``limit_bytes``. Raises ValueError for too few."""
-    return update_block_bytes_of(max((sum(s.nbytes for s in shard.own) for shard in shards), default=0), limit_bytes)
+    largest = max((sum(s.nbytes for s in shard.own) for shard in shards), default=0)
+    return update_block_bytes_of(largest, limit_bytes, stored)
 
 
-def update_block_bytes_of(largest: int, limit_bytes: float = math.inf) -> int:
+def update_block_bytes_of(largest: int, limit_bytes: float = math.inf, stored: StoredStates = StoredStates()) -> int:
     """The same where the largest shard stores so many bytes of parameters."""
     update_block = min(MAX_BLOCK_BYTES, max(1, largest // BLOCKS_PER_SHARD // BLOCK_GRAIN_BYTES) * BLOCK_GRAIN_BYTES)
-    while buffer_pool_bytes(update_block) > limit_bytes and update_block > PAGE_BYTES:
+    while stored.buffer_bytes(update_block) > limit_bytes and update_block > PAGE_BYTES:
         update_block = max(PAGE_BYTES, update_block // 2 // PAGE_BYTES * PAGE_BYTES)
-    least = buffer_pool_bytes(update_block)
+    least = stored.buffer_bytes(update_block)
     if least > limit_bytes:
         raise ValueError(
             f"optimizer states are on disk: their buffers take at least {least:,} bytes, but the model's memory leaves "

@@ -56,6 +56,8 @@ class StepBytes:
     constant_bytes: int = 0
     #: Of the copies that forward cells use of shards that rest in memory, instead of the shards themselves.
     copied_bytes: Mapping[int, int] = field(default_factory=dict)
+    #: Whether cells add to the boundary that enters them, or make it: see :class:`.Pass`. Bytes are those at their end.
+    grows: bool = False
 
 
 @dataclass
@@ -196,6 +198,10 @@ class _Replay:
             self._graph_bytes += self._graphs[cell]
         if cell not in self._recomputed:
             self._drop((False, j, i))
+        elif sizes.grows:
+            self._written_bytes -= self._written.pop((False, j, i), 0)
+            if j == 0:
+                self._hold((False, j, i), sizes.boundaries(cell))
         if j + 1 < self._shards:
             self._hold((False, j + 1, i), following)
 

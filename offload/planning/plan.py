@@ -120,6 +120,8 @@ class Plan:
     pending: frozenset[int] = frozenset()
     clips: bool = False
     in_memory: frozenset[int] = frozenset()
+    #: Whether a forward cell adds to the boundary that enters it, so that it may be written out once more.
+    grows: bool = False
 
     def __str__(self) -> str:
         return " ".join(map(str, self.actions))
@@ -211,6 +213,7 @@ class _Proof:
         if plan.resident & plan.in_memory:
             raise PlanError(plan, 0, f"shards {sorted(plan.resident & plan.in_memory)} are in slots and in memory")
         self._slots, self._clips, self._in_memory = plan.slots, plan.clips, plan.in_memory
+        self._grows = plan.grows
         self._last_drain = max((k for k, action in enumerate(plan.actions) if action.kind is Kind.DRAIN), default=-1)
         self._there = set(plan.resident)
         self._pending, self._drained, self._stale = set(plan.pending), set[int](), set[int]()
@@ -272,6 +275,8 @@ class _Proof:
             # What would write other weights when it is recomputed runs once more, to keep its graph.
             yield kept is not None and (kept or not keeps), f"cell {action} runs twice"
             self._forward[cell] = keeps
+            if self._grows:
+                self._written.discard((False, cell))
         entered = kind is Kind.BACKWARD_KEPT or (False, cell) not in self._away
         yield not entered, f"the boundary that enters cell {name} is not in memory"
         missing = kind in BACKWARD_CELLS and (True, (shard + 1, i)) in self._away

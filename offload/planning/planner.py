@@ -49,6 +49,7 @@ class Pass:
     pending: Collection[int] = frozenset()  #: Shards that must be updated before they are loaded, or used in memory.
     updates: bool = False  #: Whether a shard is updated as soon as its gradients are drained.
     consume: bool = True  #: Whether a backward is the last one.
+    grows: bool = False  #: Whether a forward cell adds to the boundary that enters it, or makes it.
 
     def __post_init__(self) -> None:
         if self.slots < 1 and not {*range(self.shards)} <= {*self.in_memory}:
@@ -118,11 +119,13 @@ class Pass:
         yield from boundaries.prefetch((j, i + 1) if i + 1 < m else (j + 1, 0))
         yield Action(self._kind(j, i), j, i)
         if self.needed_again(j, i):
+            if self.grows:
+                boundaries.grow((j, i), sizes((j, i)), [self._in_backward(j, i)])
             yield from boundaries.end_use((j, i))
         else:
             boundaries.drop((j, i))
         if j + 1 < self.shards:
-            again = [self.shards * m + (self.shards - 2 - j) * m + i] if self.needed_again(j + 1, i) else []
+            again = [self._in_backward(j + 1, i)] if self.needed_again(j + 1, i) else []
             yield from boundaries.put((j + 1, i), sizes((j + 1, i)), [now + m, *again])
 
     def _backward_cell(
@@ -149,6 +152,10 @@ class Pass:
                 yield from boundaries.end_use((j, i))
         if gradients is not None and j > self.first:
             yield from gradients.put((j, i), sizes((j, i)), [now + m])
+
+    def _in_backward(self, j: int, i: int) -> int:
+        """The position of the cell in the backward that follows this forward."""
+        return (2 * self.shards - 1 - j) * self.microbatches + i
 
     def needed_again(self, j: int, i: int) -> bool:
         """Whether backward needs the boundary that enters a cell."""
@@ -225,24 +232,28 @@ def plan_step(
     gradients: Residency | None = None,
     boundary_sizes: Sizes = lambda key: 0,
     gradient_sizes: Sizes = lambda key: 0,
+    grows: bool = False,
 ) -> Plan:
     """Plans a whole step from empty slots: forward, and backward where ``training``.
 
     Args:
         shards, slots, microbatches, first, kept, in_memory, pending, updates: see :class:`Pass`.
         training: whether there is a backward.
+        grows: see :class:`Pass`.
         clips: see :class:`Plan`.
         boundaries, gradients: which boundaries, and gradients of boundaries, stay in memory; all, if left out.
         boundary_sizes: bytes of the boundary that enters a cell, as far as it is known, else 0.
         gradient_sizes: of its gradient; that of shard ``shards`` is the output's.
     """
     step = _loads_of(shards, slots, first, training, frozenset(in_memory), frozenset(pending))
-    forward = replace(step.forward, microbatches=microbatches, kept=kept)
+    forward = replace(step.forward, microbatches=microbatches, kept=kept, grows=grows)
     actions = [*forward.actions(boundaries, boundary_sizes, moves=step.before_forward)]
     if training:
         backward = replace(step.backward, microbatches=microbatches, kept=kept, updates=updates)
         actions += backward.actions(boundaries, gradient_sizes, gradients, step.before_backward)
-    return Plan(tuple(actions), slots, pending=frozenset(pending), clips=clips, in_memory=frozenset(in_memory))
+    return Plan(
+        tuple(actions), slots, pending=frozenset(pending), clips=clips, in_memory=frozenset(in_memory), grows=grows
+    )
 
 
 @dataclass(frozen=True)

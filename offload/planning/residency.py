@@ -89,12 +89,21 @@ class Residency:
     def put(self, key: Key, nbytes: int, uses: Sequence[int]) -> list[Action]:
         """Adds a boundary that is used at these ascending positions of the step."""
         boundary = self._all[key] = _Boundary(key, nbytes, deque(uses))
+        self._count(nbytes)
+        return self._keep(boundary)
+
+    def _count(self, nbytes: int) -> None:
         if nbytes > self._largest:
             self._largest = nbytes
             self._room = max(0, self._budget_bytes - MOVING * nbytes)
         if self._strict:
             check_boundaries(self._largest, self._budget_bytes)
-        return self._keep(boundary)
+
+    def grow(self, key: Key, nbytes: int, uses: Sequence[int]) -> None:
+        """The cell that reads a boundary has added to it, or made it; it now has these bytes, and these uses."""
+        boundary = self._all.setdefault(key, _Boundary(key, nbytes, deque(uses)))
+        boundary.nbytes, boundary.uses, boundary.written = nbytes, deque(uses), False
+        self._count(nbytes)
 
     def use(self, key: Key, now: int) -> list[Action]:
         """A cell at position ``now`` is about to read a boundary."""

@@ -6,10 +6,10 @@ This module knows nothing of tensors or torch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from offload.planning.plan import BACKWARD_CELLS, CELLS, Kind, Plan, validate
+from offload.planning.plan import BACKWARD_CELLS, CELLS, Action, Kind, Plan, validate
 from offload.planning.residency import WRITES_IN_FLIGHT
 
 __all__ = ["Costs", "Forecast", "simulate", "simulate_valid"]
@@ -32,6 +32,10 @@ class Costs:
     kept_backward: Sequence[float] = ()
     #: Of an update of a shard that rests in memory; as ``update`` where it is empty.
     resting_update: Sequence[float] = ()
+    #: With several ranks, of the collectives of each shard: a load gathers what it has read, a drain reduces before it
+    #: stores. All of them, and the reads, are on one lane in the order of the plan.
+    gather: Sequence[float] = ()
+    reduce: Sequence[float] = ()
     #: Seconds that a cell loses to each second of a busy lane, where these share the cores.
     contention: float = 0.0
 
@@ -68,13 +72,21 @@ def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
     leaving: deque[float] = deque()  # when boundaries are written
     back: dict[tuple[bool, int, int | None], float] = {}  # when gradients, or not, of boundaries are read back
     drained: dict[int, int] = {}
+    reduced: dict[int, float] = {}  # with several ranks: when gradients can be stored
     lanes = _Lanes(costs.contention)
-    for position, action in enumerate(plan.actions):
+    for position, action in _with_reductions(plan) if costs.reduce else enumerate(plan.actions):
         shard, kind = action.shard, action.kind
         if kind is Kind.LOAD:
             begin = max(loading, compute, updated.get(shard, 0.0))
-            loading = arrival[shard] = lanes.busy(begin, begin + costs.load[shard], _LOAD)
+            seconds = costs.load[shard] + (costs.gather[shard] if costs.gather else 0.0)
+            loading = arrival[shard] = lanes.busy(begin, begin + seconds, _LOAD)
+        elif kind is Kind.DRAIN and costs.reduce and shard not in reduced:
+            begin = max(loading, compute)
+            loading = reduced[shard] = lanes.busy(begin, begin + costs.reduce[shard], _LOAD)
         elif kind is Kind.DRAIN:
+            arrived = reduced.pop(shard, compute)
+            waited += max(0.0, arrived - compute)
+            compute = max(compute, arrived)
             begin = max(draining, compute)
             draining = home[shard] = lanes.busy(begin, begin + costs.drain[shard], _DRAIN)
             storing.append((shard, draining))
@@ -112,6 +124,24 @@ def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
             compute = start + seconds
     end = max(compute, loading, draining, updating, moving)
     return Forecast(end, waited, computed, drained)
+
+
+def _with_reductions(plan: Plan) -> Iterator[tuple[int, Action]]:
+    """The actions with their positions, where each drain starts a reduction and is repeated where it is stored.
+
+    That is at the next drain, while further shards compute, or at the end; an update in backward follows it.
+    """
+    deferred: list[tuple[int, Action]] = []
+    for position, action in enumerate(plan.actions):
+        if action.kind is Kind.DRAIN:
+            yield from deferred
+            deferred = [(position, action)]
+            yield position, action
+        elif action.kind is Kind.UPDATE_IN_BACKWARD:
+            deferred.append((position, action))
+        else:
+            yield position, action
+    yield from deferred
 
 
 #: The lanes that share cores with compute.

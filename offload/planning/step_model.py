@@ -161,6 +161,7 @@ def _plan(model: StepModel, choice: Choice) -> Plan:
         gradients=Residency(budget, gradients=True) if budget < gradients + MOVING * largest else None,
         boundary_sizes=model.sizes.boundaries,
         gradient_sizes=model.sizes.gradients,
+        grows=model.sizes.grows,
         **model.updates,
     )
 

@@ -85,6 +85,8 @@ class Tier(ABC):
     blocking_io: bool
     #: Whether stored weights outlive the model.
     keeps = False
+    #: Whether weights that it held before may belong to different steps.
+    recovers = False
 
     @property
     def staging_bytes(self) -> int:

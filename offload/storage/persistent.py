@@ -7,6 +7,9 @@
     directory/home.lock       locked by the model that uses the home
     directory/gradstream-*    removed with the model: gradients, optimizer states, boundaries
 
+With a mesh of processes each rank has such a directory of its own below the one that is given, ``rank0-of-2``. What it
+has opened is compared with what its peers have.
+
 Weights lie layer by layer, so the files do not depend on the cuts into shards: a model of the same layers adopts the
 home with any cuts (:mod:`offload.streaming.layer_homes`).
 
@@ -26,9 +29,10 @@ import fcntl
 import os
 import secrets
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,11 +50,14 @@ from offload.storage.manifest import (
     read_manifest,
     write_manifest,
 )
+from offload.storage.peers import Opened, check_peers
 from pipe.process import finalize_here
 
-__all__ = ["Contents", "DiskHome", "PersistentTier"]
+__all__ = ["RANKS", "Contents", "DiskHome", "PersistentTier"]
 
 _SUFFIX = ".home"
+#: Names of the directories of the ranks of a mesh.
+RANKS = "rank*-of-*"
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,8 @@ class DiskHome(os.PathLike[str]):
         directory: created if it does not exist.
         keep: whether the weights and buffers outlive the model. If the directory holds no home yet, one is created
             from the layers' values. If it does, the model uses it as it is and reads only the buffers; the layers must
-            then be on the meta device, and may be cut into other shards. Call ``model.close()`` at the end: a home that
+            then be on the meta device, and may be cut into other shards. With a mesh each rank keeps its part, which as
+            many processes use again. Call ``model.close()`` at the end: a home that
             was not closed may be incomplete and raises an error. Optimizer states are not stored: a home is no
             checkpoint (see :func:`~offload.save_checkpoint`).
         overwrite: with ``keep``, create the home again and remove the one that the directory holds.
@@ -149,13 +157,21 @@ class PersistentTier(DiskTier):
 
     Call in this order: :meth:`adopt`, :meth:`file` for each file, :meth:`mark_open`, :meth:`write_manifests`. Raises
     HomeError if another model uses the home.
+
+    ``exchange``: returns what each of the processes that store the model together answers; None if there is one.
     """
 
     keeps = True
 
-    def __init__(self, home: DiskHome, device: torch.device) -> None:
+    def __init__(
+        self, home: DiskHome, device: torch.device, exchange: Callable[[Any], list[Any]] | None = None
+    ) -> None:
         super().__init__(home, device, direct=home.direct)
         self._home = home
+        self.recovers = home.recover
+        self._exchange = exchange
+        #: That of the home when it was opened, the highest of all processes.
+        self._generation = 0
         self._root = Path(home)
         self._contents: list[Contents] = []
         self._manifests: dict[int, Manifest] = {}
@@ -180,12 +196,37 @@ class PersistentTier(DiskTier):
         used.
         """
         self._contents = list(contents)
+        if self._exchange is None:
+            return self._adopt(contents, blank=blank)
+        error = None
+        try:
+            adopted = self._adopt(contents, blank=blank)
+        except HomeError as found:
+            error, adopted = found, False
+        files = tuple((m.generation, m.clean) for m in self._manifests.values())
+        number = next((m.home for m in self._manifests.values()), self._number)
+        mine = Opened(None if error is None else str(error), adopted, number, files)
+        everybody = self._exchange(mine)
+        if error is not None:
+            raise error
+        check_peers(mine, everybody, self._root, recover=self._home.recover)
+        self._number = everybody[0].home
+        self._generation = max((generation for other in everybody for generation, _ in other.files), default=0)
+        return adopted
+
+    def _adopt(self, contents: Sequence[Contents], *, blank: bool) -> bool:
         found = {path.stem: path for path in sorted(self._root.glob(f"*{_SUFFIX}"))}
         if self._home.overwrite:
             for path in found.values():
                 path.unlink()
             found = {}
         if not found:
+            others = sorted(path.name for path in self._root.glob(RANKS))
+            if others:
+                raise HomeError(
+                    f"{str(self._root)!r} holds the home of a mesh of processes ({others[0]}). Use as many processes, "
+                    f"or load a checkpoint into a home in another directory"
+                )
             self._number = secrets.token_bytes(16)
             return False
         if not blank:
@@ -302,7 +343,8 @@ class PersistentTier(DiskTier):
     def mark_open(self) -> None:
         """Marks all manifests as not clean, before the contents change: the model is constructed."""
         if not self._usage.created:
-            generation = 1 + max((manifest.generation for manifest in self._manifests.values()), default=0)
+            generations = (manifest.generation for manifest in self._manifests.values())
+            generation = 1 + max(generations, default=0) if self._exchange is None else 1 + self._generation
             for place, manifest in self._manifests.items():
                 self._manifests[place] = replace(manifest, clean=False, generation=generation)
                 write_manifest(self._path(self._contents[place]), self._manifests[place])

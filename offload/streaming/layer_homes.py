@@ -17,7 +17,7 @@ Guarantees
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -27,7 +27,7 @@ from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.storage.buffer import PAGE_BYTES, whole_pages
 from offload.streaming.materialize import Materializer, Values
-from offload.streaming.quantised import stored_tensors
+from offload.streaming.quantised import StoredTensor, stored_tensors
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice, layout
 
@@ -38,20 +38,34 @@ PAGED_BYTES = 16 * PAGE_BYTES
 
 
 class LayerLayout:
-    """Places the parameters of layers that are added in order, whatever the cuts. Part of the format of kept homes."""
+    """Places the parameters of layers that are added in order, whatever the cuts. Part of the format of kept homes.
 
-    def __init__(self, elsewhere: Iterable[nn.Parameter] = ()) -> None:
+    Args:
+        elsewhere: parameters that are stored elsewhere.
+        pack: places the parameters of one layer from 0 on; returns their slices and the bytes that they take.
+        paged: whether layers begin on pages, as above.
+    """
+
+    def __init__(
+        self,
+        elsewhere: Iterable[nn.Parameter] = (),
+        pack: Callable[[Iterable[StoredTensor]], tuple[list[Slice], int]] = layout,
+        *,
+        paged: bool = True,
+    ) -> None:
         #: Bytes of the layers so far.
         self.nbytes = 0
         self._page = 0
         self._placed = set(elsewhere)
+        self._pack = pack
+        self._paged = paged
 
     def add(self, name: str, layer: nn.Module) -> list[Slice]:
         """The places of the parameters that no layer before has."""
         new = [each for each in stored_tensors([(name, layer)]) if each.parameter not in self._placed]
         self._placed.update(each.parameter for each in new)
-        slices, nbytes = layout(new)
-        if max(nbytes, self.nbytes - self._page) >= PAGED_BYTES:
+        slices, nbytes = self._pack(new)
+        if self._paged and max(nbytes, self.nbytes - self._page) >= PAGED_BYTES:
             self.nbytes = self._page = whole_pages(self.nbytes)
         begin = self.nbytes
         self.nbytes += nbytes

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from offload.storage.buffer import empty_on_host
 from offload.streaming.heap import return_freed_memory
 
-__all__ = ["Materializer", "Values", "move_buffers"]
+__all__ = ["InPlace", "Materializer", "Values", "move_buffers"]
 
 
 class Values(Protocol):
@@ -28,6 +28,13 @@ class Values(Protocol):
     def read_into(self, destination: Tensor) -> None:
         """Reads the values into the tensor's storage."""
         ...
+
+
+class InPlace:
+    """The values of a parameter whose storage holds them already."""
+
+    def read_into(self, destination: Tensor) -> None:
+        """Does nothing."""
 
 
 class Materializer:
@@ -68,6 +75,10 @@ class Materializer:
     def has_values(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter's current values are to be copied to storage."""
         return parameter not in self._empty and parameter not in self._stored
+
+    def is_in_place(self, parameter: nn.Parameter) -> bool:
+        """Whether storage holds a parameter's values already."""
+        return isinstance(self._stored.get(parameter), InPlace)
 
     def fill(self) -> None:
         """Initialises or reads the parameters of the layers so far, which are in storage now.

@@ -260,7 +260,7 @@ def _owners(modules: Iterable[nn.Module]) -> dict[nn.Parameter, list[nn.Module]]
 
 def _places(p: nn.Parameter, owners: Iterable[nn.Module]) -> list[_Place]:
     """The parts of a quantised parameter; none for one that is a plain tensor."""
-    if type(p) is nn.Parameter:
+    if type(p) is nn.Parameter or hasattr(p, "placements"):  # a DTensor consists of another tensor as well
         return []
     if is_wrapped(p):
         return list(_inner(p, ""))

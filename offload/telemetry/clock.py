@@ -22,16 +22,16 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seconds = 0.0
-        self._spans: deque[tuple[Any, Any, int, bool, bool]] = deque()
+        self._spans: deque[tuple[Any, Any, float, bool, bool]] = deque()
         self._first = True
         #: Amount and seconds of the latest spans, by whether they belong to the first step.
-        self._samples: dict[bool, deque[tuple[int, float]]] = {first: deque(maxlen=LATEST) for first in (True, False)}
+        self._samples: dict[bool, deque[tuple[float, float]]] = {first: deque(maxlen=LATEST) for first in (True, False)}
 
     @contextlib.contextmanager
-    def span(self, amount: int = 0, *, continues: bool = False) -> Iterator[None]:
+    def span(self, amount: float = 0, *, continues: bool = False) -> Iterator[None]:
         """Measures the time inside, for ``amount`` bytes or rows. ``continues`` adds it to the previous span."""
         if self._device.type != "cuda":
-            start, done = time.perf_counter(), 0
+            start, done = time.perf_counter(), 0.0
             try:
                 yield
                 done = amount  # a failed span is not a sample
@@ -40,7 +40,7 @@ class Clock:
             return
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         stream = torch.cuda.current_stream(self._device)
-        done = 0
+        done = 0.0
         begin.record(stream)
         try:
             yield
@@ -62,11 +62,11 @@ class Clock:
             self._count(begin.elapsed_time(end) / 1e3, amount, first, continues)
             self._spans.popleft()
 
-    def _count(self, seconds: float, amount: int, first: bool, continues: bool = False) -> None:
+    def _count(self, seconds: float, amount: float, first: bool, continues: bool = False) -> None:
         self._seconds += seconds
         if amount:
             samples = self._samples[first]
-            before = samples.pop() if continues and samples else (0, 0.0)
+            before = samples.pop() if continues and samples else (0.0, 0.0)
             samples.append((before[0] + amount, before[1] + seconds))
 
     def first_step_ends(self) -> None:
@@ -87,7 +87,7 @@ class Clock:
         """
         self._wait_idle(wait=True)
         samples = sorted((seconds / amount, amount) for amount, seconds in self._samples[False] or self._samples[True])
-        half, below = sum(amount for _, amount in samples) / 2, 0
+        half, below = sum(amount for _, amount in samples) / 2, 0.0
         for k, (each, amount) in enumerate(samples):
             below += amount
             if below == half:

@@ -30,9 +30,9 @@ class Contention:
         self._begun: dict[int, float] = {}
         self._ended: dict[int, float] = {}
         #: (group, rows, seconds, overlap) of the latest cells.
-        self._cells: deque[tuple[Hashable, int, float, float]] = deque(maxlen=LATEST)
+        self._cells: deque[tuple[Hashable, float, float, float]] = deque(maxlen=LATEST)
         #: Rows and overlap of each group among these; empty after another cell.
-        self._sums: dict[Hashable, tuple[int, float]] = {}
+        self._sums: dict[Hashable, tuple[float, float]] = {}
 
     def lane_begins(self) -> None:
         """A lane begins to copy or to update, in this thread."""
@@ -50,7 +50,7 @@ class Contention:
         now = time.perf_counter()
         return sum([*self._ended.values()]) + sum([now - begun for begun in [*self._begun.values()]])
 
-    def add_cell(self, group: Hashable, rows: int, seconds: float, overlap: float) -> None:
+    def add_cell(self, group: Hashable, rows: float, seconds: float, overlap: float) -> None:
         """Records a cell; ``group``: of cells that do the same work for each row."""
         if rows:
             self._cells.append((group, rows, seconds, overlap))
@@ -80,7 +80,7 @@ class Contention:
     def mean_overlap(self, group: Hashable) -> float:
         """Mean seconds of busy lanes for each row of a cell of this group; 0 if none was recorded."""
         if not self._sums:
-            sums: dict[Hashable, tuple[int, float]] = {}
+            sums: dict[Hashable, tuple[float, float]] = {}
             for other, rows, _, overlap in self._cells:
                 rows_before, overlap_before = sums.get(other, (0, 0.0))
                 sums[other] = rows_before + rows, overlap_before + overlap

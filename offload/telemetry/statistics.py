@@ -109,20 +109,26 @@ class Meter:
             yield
 
     @contextlib.contextmanager
-    def cell(self, kind: str, shard: int, microbatch: int, rows: int) -> Iterator[None]:
-        """Counts the time of one cell, whose letter in the plan is ``kind``."""
+    def cell(
+        self, kind: str, shard: int, microbatch: int, rows: int, *, steps: int = 1, continues: bool = False
+    ) -> Iterator[None]:
+        """Counts the time of one cell, whose letter in the plan is ``kind``; or of one of its ``steps``.
+
+        ``continues``: it is not the first of these.
+        """
         clock = self.cells.setdefault((kind, shard), Clock(self._device))
         token = f"{kind}{shard}.{microbatch}"
         if self.before_cell is not None:
             self.before_cell(kind, shard, microbatch)
         began, busy = time.perf_counter(), self.contention.busy_seconds()
         # A visit is one sample, since its first micro-batch always takes longer than the others.
-        with self.compute.span(), clock.span(rows, continues=microbatch > 0), self.tracer.span("compute", token):
+        continues |= microbatch > 0
+        with self.compute.span(), clock.span(rows / steps, continues=continues), self.tracer.span("compute", token):
             with torch.profiler.record_function(token):
                 yield
         if self._steps > 1:
             overlap = self.contention.busy_seconds() - busy
-            self.contention.add_cell((kind, shard), rows, time.perf_counter() - began, overlap)
+            self.contention.add_cell((kind, shard), rows / steps, time.perf_counter() - began, overlap)
         if self.after_cell is not None:
             self.after_cell()
 
@@ -179,9 +185,18 @@ class Meter:
         """Records the activations of one cell of so many rows."""
         self.activation_bytes_per_row = max(self.activation_bytes_per_row, nbytes / max(rows, 1))
 
-    def record_memory_profile(self, shard: int, memory_profile: MemoryProfile, *, keeps: bool) -> None:
-        """Records the tensors that a cell saves for backward, and whether it keeps its graph."""
-        (self.kept_profiles if keeps else self.memory_profiles)[shard] = memory_profile
+    def record_memory_profile(
+        self, shard: int, memory_profile: MemoryProfile, *, keeps: bool, continues: bool = False
+    ) -> None:
+        """Records the tensors that a cell saves for backward, and whether it keeps its graph.
+
+        ``continues``: it is another step of the cell, whose backward comes first.
+        """
+        profiles = self.kept_profiles if keeps else self.memory_profiles
+        if continues and (before := profiles.get(shard)) is not None:
+            saved = [*memory_profile.saved_tensors, *before.saved_tensors]
+            memory_profile = MemoryProfile(memory_profile.rows, saved)
+        profiles[shard] = memory_profile
 
     def hold(self, nbytes: int) -> None:
         """Counts bytes that were allocated on the compute device."""

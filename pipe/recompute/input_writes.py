@@ -41,6 +41,10 @@ class InputWrites:
         """Whether runs of a kind (with the same ``training`` flags) use copies."""
         return self._writes.get(kind, True)
 
+    def writes(self, kind: Hashable) -> bool:
+        """Whether runs of a kind have written into their input."""
+        return self._writes.get(kind, False)
+
     def copy(self, value: Any) -> Any:
         """A copy for one run."""
         return nested.map_distinct(Tensor.clone, value, self._map)

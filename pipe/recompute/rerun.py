@@ -176,8 +176,9 @@ class RepeatableLayers:
         *around: contextlib.AbstractContextManager[Any],
         listener: Listener | None = None,
         rerun: Rerun | None = None,
+        keeps_input: bool = True,
     ) -> tuple[Any, Any]:
-        """A first run: ``call(value)``, where ``value`` is not changed.
+        """A first run: ``call(value)``, where ``value`` is not changed if ``keeps_input``.
 
         Args:
             call: runs the layers.
@@ -190,7 +191,8 @@ class RepeatableLayers:
             The result, and the input that the layers ran on: ``value``, or a copy of it.
         """
         modes = self.modes
-        with self.inputs.survived(value, modes) as given, contextlib.ExitStack() as stack:
+        survived = self.inputs.survived(value, modes) if keeps_input else contextlib.nullcontext(value)
+        with survived as given, contextlib.ExitStack() as stack:
             # Autocast's cache would keep casted weights after their use, and casts whose graph was freed.
             stack.enter_context(autocast_without_cache(self.devices))
             for mode in around:

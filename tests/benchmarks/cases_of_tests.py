@@ -25,6 +25,21 @@ def shows(report: Reporter, names: list[str]) -> dict[str, Any]:
     return {name: os.environ[name] for name in names}
 
 
+def takes_turns_as_a_rank(report: Reporter, mebibytes: int, fails: str = "") -> dict[str, Any]:
+    """Rank r holds r times so much memory; both must be in a turn at the same time."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if fails == str(rank):
+        raise ArithmeticError("this rank fails")
+    held = bytearray(b"\1") * (mebibytes * MEBIBYTE * rank)
+    report.phase("steps")
+    for k in report.turns():
+        Path(f"{k}-{rank}").touch()
+        while not all(Path(f"{k}-{other}").exists() for other in range(ranks)):
+            pass
+        report.step(rank=rank)
+    return {"rank": rank, "held": len(held), "store": os.environ.get("TORCHELASTIC_USE_AGENT_STORE")}
+
+
 def works_in(report: Reporter) -> dict[str, Any]:
     return {"folder": os.getcwd()}
 

@@ -51,8 +51,8 @@ def inside(folder: str | Path) -> Iterator[None]:
 def run_case(case: Case, folder: str | Path, turns: int = 0) -> Outcome:
     """The outcome of a case without a process; peers are skipped."""
     found = Outcome(case)
-    if case.peer:
-        found.skipped = "peers need a process"
+    if case.peer or case.ranks > 1:
+        found.skipped = "peers need a process" if case.peer else "ranks need processes"
         return found
     module, _, function = case.target.partition(":")
     with inside(folder):
@@ -95,5 +95,5 @@ def outcome(
     name: str, result: Mapping[str, Any] | None = None, *, arguments: Mapping[str, Any] | None = None, **values: Any
 ) -> Outcome:
     """An outcome of a case that never ran."""
-    case = {key: values.pop(key) for key in ("peer", "work", "may_lack_memory") if key in values}
+    case = {key: values.pop(key) for key in ("peer", "work", "may_lack_memory", "ranks") if key in values}
     return Outcome(Case(name, "m:f", arguments or {}, **case), None if result is None else dict(result), **values)

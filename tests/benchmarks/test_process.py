@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -54,6 +55,26 @@ def test_a_case_gets_its_environment_unless_the_user_has_set_it(monkeypatch: pyt
     names = {"names": ["SET_BY_USER", "ONLY_OURS"]}
     wanted = Case("env", f"{HERE}:shows", names, {"SET_BY_USER": "", "ONLY_OURS": "1"})
     assert run_alone(wanted).result == {"SET_BY_USER": "theirs", "ONLY_OURS": "1"}
+
+
+@linux
+def test_ranks_of_a_case_take_turns_together_and_the_greatest_peak_of_any_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under torchrun as well, which has set variables for the process that measures."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    ranks = replace(case("takes_turns_as_a_rank", mebibytes=20), ranks=2)
+    (found,) = run_group([ranks], tmp_path, turns=2)
+    assert found.result == {"rank": 0, "held": 0, "store": None}
+    assert found.steps == [{"rank": 0}] * 2
+    assert found.peaks["steps"] - found.moments["steps"] > 15 * MEBIBYTE
+
+
+def test_a_rank_that_fails_is_named(tmp_path: Path) -> None:
+    (found,) = run_group([replace(case("takes_turns_as_a_rank", mebibytes=0, fails="1"), ranks=2)], tmp_path)
+    assert found.result is None
+    assert found.failure == "rank 1: exit status 1: ArithmeticError: this rank fails"
 
 
 @pytest.mark.parametrize(

@@ -372,7 +372,7 @@ def test_more_memory_is_not_slower_and_the_least_is_the_least(tmp_path: Path) ->
 def rates_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is measured."""
     monkeypatch.setattr("offload.advise.__main__.measure_rates", lambda *args, **kwargs: RATES)
-    monkeypatch.setattr("offload.advise.__main__.measure_optimizer", lambda name: ADAMW)
+    monkeypatch.setattr("offload.advise.__main__.measure_optimizer", lambda name, states=None: ADAMW)
 
 
 def advice_as_fields(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

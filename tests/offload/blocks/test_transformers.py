@@ -36,7 +36,9 @@ SMALL = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-DECODER = {**SMALL, "num_key_value_heads": 1, "use_cache": False}
+#: Dropout in every family: most of these have none unless they are told.
+DROPPING = {"attention_dropout": 0.1, "embedding_dropout": 0.1, "mlp_dropout": 0.1}
+DECODER = {**SMALL, "num_key_value_heads": 1, "use_cache": False, "attention_dropout": 0.1}
 VISION = {
     "image_size": 16,
     "patch_size": 4,
@@ -45,6 +47,10 @@ VISION = {
     "num_attention_heads": 2,
     "intermediate_size": 64,
     "mlp_ratio": 2,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+    "drop_path_rate": 0.1,
+    "attention_dropout": 0.1,
 }
 T5 = {"vocab_size": WORDS, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 3, "num_heads": 2, "use_cache": False}
 WHISPER = {
@@ -59,6 +65,9 @@ WHISPER = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "decoder_start_token_id": 1,
+    "dropout": 0.1,
+    "attention_dropout": 0.1,
+    "activation_dropout": 0.1,
 }
 
 
@@ -119,7 +128,7 @@ FAMILIES = {
     "t5": Family(lambda: tf.T5Model(tf.T5Config(**T5)), ("encoder.block", "decoder.block"), pairs, exact=False),
     "modernbert": Family(
         lambda: tf.ModernBertModel(
-            tf.ModernBertConfig(**SMALL, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2)
+            tf.ModernBertConfig(**SMALL, **DROPPING, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2)
         ),
         "layers",
     ),
@@ -127,7 +136,11 @@ FAMILIES = {
     "dinov2": Family(lambda: tf.Dinov2Model(tf.Dinov2Config(**VISION)), None, pixels),
     "clip": Family(
         lambda: tf.CLIPModel(
-            tf.CLIPConfig(text_config={**SMALL, "max_position_embeddings": 16}, vision_config=VISION, projection_dim=16)
+            tf.CLIPConfig(
+                text_config={**SMALL, "max_position_embeddings": 16, "attention_dropout": 0.1},
+                vision_config=VISION,
+                projection_dim=16,
+            )
         ),
         ("vision_model.encoder.layers", "text_model.encoder.layers"),
         lambda k: {**text(k), **pixels(k)},
@@ -159,11 +172,12 @@ def make(family: Family) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:OffloadModel streams the blocks")
-def wrap(bare: nn.Module, blocks: Any, home: Any = "cpu", *, recompute: bool = True) -> Any:
+def wrap(bare: nn.Module, blocks: Any, home: Any = "cpu", *, recompute: bool = True, **more: Any) -> Any:
+    choices = {"checkpoint_activation": recompute, "blocks": blocks, **more}
     if blocks is None:
         with pytest.warns(UserWarning, match="OffloadModel streams the blocks"):
-            return OffloadModel(copy.deepcopy(bare), "cpu", home, checkpoint_activation=recompute)
-    return OffloadModel(copy.deepcopy(bare), "cpu", home, checkpoint_activation=recompute, blocks=blocks)
+            return OffloadModel(copy.deepcopy(bare), "cpu", home, **choices)
+    return OffloadModel(copy.deepcopy(bare), "cpu", home, **choices)
 
 
 def steps(bare: Any, model: Any, family: Family) -> None:
@@ -176,6 +190,7 @@ def steps(bare: Any, model: Any, family: Family) -> None:
             found.append((loss.detach(), torch.get_rng_state()))
         assert torch.equal(found[0][0], found[1][0])
         assert torch.equal(found[0][1], found[1][1])
+        assert not torch.equal(found[0][1], torch.Generator().manual_seed(k).get_state())  # dropout drew
         assert_equal(bare, model, exact=family.exact)
 
 
@@ -204,6 +219,36 @@ def test_chunks_of_different_lengths_take_one_visit(family: Family, tmp_path: Pa
     assert model.statistics().shard_loads <= 2 * len(model._executor.shards)
 
 
+@everywhere
+def test_several_blocks_a_shard_are_bit_equal_with_adapters_and_without(family: Family, tmp_path: Path) -> None:
+    for bare in (make(family), lora(make(family))):
+        model = wrap(bare, _blocks_in(bare, family.blocks), tmp_path / type(bare).__name__, num_slices=2)
+        assert len(model._executor.shards) == 2
+        steps(bare, model, family)
+
+
+def test_experts_that_no_row_of_a_chunk_uses_are_as_in_the_plain_model(tmp_path: Path) -> None:
+    bare = make(FAMILIES["mixtral"]).eval()
+    model = wrap(bare, "layers", tmp_path)
+    chunks = [{key: value[:1, -2:] for key, value in text(0).items()}, text(1)]
+    outputs, tape = model.forward_chunks([((), chunk) for chunk in chunks], output_fn=loss_of)
+    tape.backward([torch.ones(())] * 2)
+    losses = [loss_of(bare(**chunk)) for chunk in chunks]
+    losses[0].backward()
+    unused = [p.grad.flatten(1).abs().sum(1) == 0 for name, p in bare.named_parameters() if "experts" in name]
+    assert any(each.any() for each in unused if len(each) == 4)
+    losses[1].backward()
+    assert torch.equal(torch.stack(outputs), torch.stack(losses).detach())
+    assert_equal(bare, model, exact=False)
+
+
+def _blocks_in(model: Any, blocks: Any) -> Any:
+    """The names of lists of blocks, also inside of a model with adapters."""
+    if blocks is None or not hasattr(model, "base_model") or not hasattr(model, "peft_config"):
+        return blocks
+    return [f"base_model.model.{name}" for name in ((blocks,) if isinstance(blocks, str) else blocks)]
+
+
 def lora(bare: Any) -> Any:
     peft: Any = pytest.importorskip("peft", reason="needs peft: pip install peft")
     kinds = (nn.Linear, tf.pytorch_utils.Conv1D)
@@ -216,11 +261,7 @@ def lora(bare: Any) -> Any:
 @everywhere
 def test_adapters_train_over_a_base_that_is_only_read(family: Family, tmp_path: Path) -> None:
     bare = lora(make(family))
-    blocks = family.blocks
-    if blocks is not None:
-        names = (blocks,) if isinstance(blocks, str) else blocks
-        blocks = [f"base_model.model.{name}" for name in names]
-    model = wrap(bare, blocks, tmp_path)
+    model = wrap(bare, _blocks_in(bare, family.blocks), tmp_path)
     steps(bare, model, family)
     frozen = [p for p in model.parameters() if not p.requires_grad]
     before = [p.clone() for p in frozen]
@@ -233,6 +274,35 @@ def test_adapters_train_over_a_base_that_is_only_read(family: Family, tmp_path: 
     assert_equal(bare, model, exact=False)
     assert all(p.grad is None and p not in optimizer.state for p in frozen)
     assert all(torch.equal(p, q) for p, q in zip(frozen, before, strict=True))
+
+
+def test_chunks_of_different_lengths_train_adapters_as_the_plain_model() -> None:
+    for name in ("bert", "qwen3", "t5 encoder"):
+        family = FAMILIES[name]
+        bare = lora(make(family)).eval()
+        model = wrap(bare, _blocks_in(bare, family.blocks))
+        outputs, tape = model.forward_chunks([((), family.inputs(k)) for k in range(3)], output_fn=loss_of)
+        tape.backward([torch.ones(())] * 3)
+        losses = torch.stack([loss_of(bare(**family.inputs(k))) for k in range(3)])
+        losses.sum().backward()
+        assert torch.equal(losses.detach(), torch.stack(outputs))
+        assert_equal(bare, model, exact=False)
+
+
+@pytest.mark.parametrize("method", ["resize_token_embeddings", "add_adapter", "merge_and_unload"])
+def test_methods_of_libraries_that_replace_parameters_are_refused_before_anything_changed(method: str) -> None:
+    family = FAMILIES["llama with a tied head"]
+    bare = make(family) if method != "merge_and_unload" else lora(make(family))
+    model = wrap(bare, _blocks_in(bare, family.blocks))
+    arguments = {"resize_token_embeddings": [WORDS + 5]}.get(method, [])
+    if method == "add_adapter":
+        arguments = [pytest.importorskip("peft", reason="needs peft: pip install peft").LoraConfig()]
+    with pytest.raises(RuntimeError, match=f"{method}.. would replace"):
+        getattr(model, method)(*arguments)
+    assert model.config.vocab_size == WORDS
+    if method == "resize_token_embeddings":
+        assert model.resize_token_embeddings(WORDS) is model.get_input_embeddings()
+    steps(bare, model, family)
 
 
 def test_a_frozen_prefix_of_blocks_ends_backward_early() -> None:

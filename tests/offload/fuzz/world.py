@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer
+from offload.blocks.find import find_blocks
 from pipe.nested import tensors_in
 from tests.offload.fuzz.blocks import LISTS
 from tests.offload.fuzz.models import IDS, ROWS, WIDTH, build
@@ -134,12 +135,13 @@ class World:
             join_chunks=False,  # together their gradients are summed in another order
         )
         lists = LISTS.get(setup.model)
+        count = len(find_blocks(bare, lists) if lists else bare)
         return OffloadModel(
             bare,
             "cpu",
             home,
             blocks=lists,
-            num_slices=None if lists else min(setup.slices, len(bare)),
+            num_slices=min(setup.slices, count),
             checkpoint_activation=setup.checkpoint,
             num_microbatches=setup.microbatches,
             memory=memory,

@@ -1,11 +1,15 @@
-"""What each of two processes does in the tests of faults in ``test_mesh``: rank 0 fails in the middle of a forward.
+"""Ranks of which one fails, in forked children of one process: ``python -m tests.offload.mesh.fault_worker FOLDER``.
 
-Run as ``python -m tests.offload.mesh.fault_worker RANK WORLD FOLDER WAY``. Each rank prints what its last call raised.
+Prints for each way to fail what each call of each rank raised.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,38 +19,79 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from offload import OffloadModel
+from tests.offload.mesh.forked import fork
+
+#: Number of ranks, and which one fails, by the way in which it does.
+WAYS = {"ends": (2, 0), "goes on": (2, 0), "killed": (3, 1), "late": (2, 0), "all": (2, -1)}
 
 
 class FailsOnce(nn.Linear):
-    fails = False
+    failure: Callable[[], None] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if FailsOnce.fails:
-            FailsOnce.fails = False
-            raise ValueError("this layer fails")
+        failure, FailsOnce.failure = FailsOnce.failure, None
+        if failure is not None:
+            failure()
         return super().forward(x)
 
 
-def main(rank: int, ranks: int, folder: Path, way: str) -> None:
+def fail() -> None:
+    raise ValueError("this layer fails")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(rank: int, way: str, folder: Path, others_end: int) -> list[str]:
+    """What each call of one rank raised."""
+    ranks, failing = WAYS[way]
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=ranks)
-    # Ranks start at different times, and wait for each other here; collectives of the model wait for less.
     dist.barrier()
     mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=8)), "cpu")
     layers = [FailsOnce(4, 4) for _ in range(6)]
     model = OffloadModel(layers, "cpu", folder, mesh=mesh, checkpoint_activation=True)
     x = torch.ones(2, 4)
     model(x)
-    FailsOnce.fails = rank == 0
-    for call in range(3):
+    if way == "late" and rank == failing:
+        os.read(others_end, 1)  # returns once the others have ended
+        return []
+    if failing in (rank, -1):
+        FailsOnce.failure = die if way == "killed" else fail
+    raised = []
+    for _ in range(3):
         try:
             model(x)
         except BaseException as error:
-            print(f"{call} {type(error).__name__}: {error}".splitlines()[0], flush=True)
-            if rank == 0 and way == "ends":
-                raise SystemExit(1) from error
+            raised.append(f"{type(error).__name__}: {error}".splitlines()[0])
+            if rank == failing and way == "ends":
+                break
         else:
-            print(f"{call} ended", flush=True)
+            raised.append("")
+    return raised
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    started = {}
+    for way, (ranks, _) in WAYS.items():
+        (folder / way).mkdir()
+        reading, writing = os.pipe()
+        children = []
+        for rank in range(ranks):
+
+            def child(rank: int = rank, way: str = way, reading: int = reading, writing: int = writing) -> list[str]:
+                if rank == WAYS[way][1]:
+                    os.close(writing)
+                return run(rank, way, folder / way, reading)
+
+            children.append(fork(child))
+        os.close(reading)
+        os.close(writing)
+        started[way] = children
+    print(json.dumps({way: [child.result() for child in children] for way, children in started.items()}))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+    main()

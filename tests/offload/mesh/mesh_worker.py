@@ -13,8 +13,10 @@ import json
 import math
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,18 @@ from torch.distributed.tensor import DTensor
 
 from gradcache import GradCache
 from gradcache.loss import DistributedContrastiveLoss, SimpleContrastiveLoss
-from offload import DiskHome, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
+from offload import (
+    DiskHome,
+    HomeError,
+    OffloadModel,
+    OffloadOptimizer,
+    load_checkpoint,
+    load_pretrained,
+    save_checkpoint,
+)
 from offload.mesh.ranks import CollectiveLane
 from offload.streaming.lane import Arrival
+from tests.offload.late import LateLane as LateUpdates
 from tests.offload.mesh import blocks_claims
 from tests.offload.mesh.world import World, difference, greatest_error, whole
 from tests.waits import find_sites, take_out
@@ -275,7 +286,13 @@ class LateLane(CollectiveLane):
 
     def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Any:
         self.submitted += 1
-        self.waiting.append(copy)
+
+        def job() -> None:
+            for arrival in after:
+                arrival.synchronize()
+            copy()
+
+        self.waiting.append(job)
         number = self.submitted
 
         class Late:
@@ -315,6 +332,60 @@ def collectives_that_run_late_change_nothing_but_a_reduction_that_is_not_awaited
             assert all(model.get_parameter(name).grad is not None for name in used)
 
 
+def updates_wait_for_the_next_load_and_change_no_bit(world: World) -> None:
+    """In files; while other code holds DTensors, local parts, gradients or views of them, updates run in the step."""
+    held: dict[str, Callable[[Any], Any]] = {
+        "nothing": lambda model: None,
+        "parameters": lambda model: list(model.parameters()),
+        "a local part": lambda model: next(model.parameters()).to_local().detach(),
+        "an alias": lambda model: next(model.parameters()).detach(),
+        "a gradient": lambda model: next(model.parameters()).grad,
+        "a local part of a gradient": lambda model: next(model.parameters()).grad.to_local(),
+        "a state_dict": lambda model: model.state_dict(),
+        "a weak reference": lambda model: weakref.ref(next(model.parameters())),
+        "again nothing": lambda model: None,
+    }
+    models = [world.model(build(tied=True), world.folder / "homes", 4) for _ in range(2)]
+    optimizers = [OffloadOptimizer(model, torch.optim.AdamW, lr=0.01, max_norm=0.05) for model in models]
+    batch = world.part(batches()[0])
+    for name, hold in held.items():
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss_of(model(batch)).backward()
+            something = hold(model) if model is models[0] else list(model.parameters())
+            optimizer.step()
+            pending = {shard.pending is not None for shard in model._executor.shards if shard.home is not None}
+            assert pending == {something is None}, name
+            del something
+            optimizer.zero_grad()
+    values = [[whole(p.detach()) for p in model.parameters()] for model in models]
+    assert all(map(torch.equal, *values))
+
+
+def loads_wait_for_updates_that_are_late(world: World) -> None:
+    (site,) = [
+        site
+        for site in find_sites(["offload/mesh"])
+        if site.function == "CollectiveLane.submit" and site.text == "arrival.synchronize()"
+    ]
+    for taken in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("offload.optim.optimizer.open_update_lane", lambda device: LateUpdates(1))
+            if taken:
+                take_out(site, patch)
+            bare = build()
+            model = world.model(bare, world.folder / "homes")
+            optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=1.0)
+            loss_of(model(world.part(batches()[0]))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            output = model(world.part(batches()[0]))
+            loss_of(bare(batches()[0])).backward()
+            torch.optim.SGD(bare.parameters(), lr=1.0).step()
+            late = bool((output - bare(world.part(batches()[0]))).abs().max() > 1e-3)
+            assert late == taken
+            del output
+
+
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
@@ -334,8 +405,8 @@ def bytes_are_those_of_the_formula(world: World) -> None:
     shards = model._executor.shards
     assert [0 if shard.home is None else shard.home.nbytes for shard in shards] == of_layers
     files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-    # A file has whole pages; boundaries have one, which is empty so far.
-    assert sorted(files) == [0, *sorted(-(-size // 4096) * 4096 for size in of_layers if size)]
+    # All layers are in one file of whole pages; boundaries have one, which is empty so far.
+    assert sorted(files) == [0, -(-sum(of_layers) // 4096) * 4096]
     padding = 2 * 64 * len([*bare.parameters()]) + 5 * 64 * 4
     assert sum(of_layers) <= row_bytes(bare.parameters(), 1) / world.ranks + padding
     for number, batch in enumerate(batches()):
@@ -360,8 +431,61 @@ def all_ranks_may_share_one_directory(world: World) -> None:
     model = world.model(build(), homes)
     dist.barrier()
     files = list(homes.rglob("*weights*"))
-    assert len(files) == sum(shard.home is not None for shard in model._executor.shards) * world.ranks
+    assert len(files) == world.ranks
     dist.barrier()
+    model.close()
+
+
+def kept_homes_are_adopted_with_any_cuts(world: World) -> None:
+    """Each rank keeps its own part in one directory; the parts are used together or not at all."""
+    root = world.folder / "kept"
+    kept = DiskHome(root, keep=True)
+    model = world.model(build(), kept)
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01)
+    run(model, optimizer, world, batches()[:1])
+    values = [whole(p.detach()) for p in model.parameters()]
+    model.close()
+    del model, optimizer
+    mine = root / f"rank{world.rank}-of-{world.ranks}" / "weights.home"
+    old = mine.read_bytes()
+    for slices in (2, 5):
+        model = world.model(build(meta=True), kept, slices)
+        assert all(map(torch.equal, (whole(p.detach()) for p in model.parameters()), values)), slices
+        again = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+        run(model, again, world, batches()[1:2])
+        values = [whole(p.detach()) for p in model.parameters()]
+        model.close()
+        del model, again
+    new = mine.read_bytes()
+    world.raises(HomeError, lambda: world.model(build(), kept), "values, too")
+    if world.rank == 0:
+        world.raises(HomeError, lambda: world.model(build(meta=True), kept, mesh=None), "a mesh of processes")
+        mine.write_bytes(old)
+    dist.barrier()
+    world.raises(HomeError, lambda: world.model(build(meta=True), kept), "one generation", f"rank {world.ranks - 1}")
+    if world.rank == 0:
+        mine.write_bytes(new[:-1])
+    dist.barrier()
+    words = ("truncated",) if world.rank == 0 else ("rank 0 of the mesh", "truncated")
+    world.raises(HomeError, lambda: world.model(build(meta=True), kept), *words)
+    if world.rank == 0:
+        mine.unlink()
+    dist.barrier()
+    world.raises(HomeError, lambda: world.model(build(meta=True), kept), "expected a home on all ranks")
+    if world.rank == 0:
+        mine.write_bytes(new)
+    dist.barrier()
+    model = world.model(build(meta=True), kept, 3)
+    assert all(map(torch.equal, (whole(p.detach()) for p in model.parameters()), values))
+    ended = [model]
+    del model
+    with pytest.warns(RuntimeWarning, match="without close"):
+        ended.clear()  # as after a crash
+    dist.barrier()
+    world.raises(HomeError, lambda: world.model(build(meta=True), kept), "without close")
+    with pytest.warns(RuntimeWarning, match="recovering"):
+        model = world.model(build(meta=True), DiskHome(root, keep=True, recover=True), 3)
+    assert all(map(torch.equal, (whole(p.detach()) for p in model.parameters()), values))
     model.close()
 
 
@@ -396,6 +520,89 @@ def checkpoints_are_written_by_all_ranks(world: World) -> None:
     values = {name: whole(p.detach()) for name, p in model.named_parameters()}
     if world.rank == 0:
         torch.save(values, world.folder / "expected.pt")
+
+
+def checkpoints_and_weights_of_one_process_are_read_by_all_ranks(world: World) -> None:
+    """Safetensors, with the states of the optimizer; tied parameters are stored once."""
+    alone = OffloadModel(build(tied=True), "cpu", num_slices=3, checkpoint_activation=True)
+    optimizer = OffloadOptimizer(alone, torch.optim.AdamW, lr=0.01)
+    run(alone, optimizer, None, batches()[:1])
+    path = world.folder / f"alone{world.rank}"
+    save_checkpoint(path, alone, optimizer, extra={"epoch": 3})
+    run(alone, optimizer, None, batches()[1:])
+    for home in ("cpu", world.folder / "homes"):
+        model = world.model(build(seed=7, tied=True), home, 5)
+        resumed = OffloadOptimizer(model, torch.optim.AdamW, lr=0.5)
+        found = load_checkpoint(path, model, resumed)
+        assert (found.step, found.extra, resumed.steps) == (1, {"epoch": 3}, 1)
+        run(model, resumed, world, batches()[1:])
+        assert difference(model, alone) < 1e-5
+    model = world.model(build(seed=7, tied=True))
+    load_checkpoint(path, model)
+    other = world.model(build(seed=8, tied=True))
+    assert load_pretrained(other, path) == ([], [])
+    assert difference(model, other) == 0
+    assert not torch.equal(whole(model[0].weight.detach()), build(seed=7)[0].weight)
+    world.raises(ValueError, lambda: load_checkpoint(path, world.model(build()[:5])), "7.weight is not in the model")
+
+
+def a_gradscaler_skips_a_step_on_all_ranks_or_on_none(world: World) -> None:
+    model, bare = world.model(build()), build()
+    optimizer, reference = (
+        OffloadOptimizer(model, torch.optim.AdamW, lr=0.01, max_norm=0.05),
+        torch.optim.AdamW(bare.parameters(), lr=0.01),
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for number, batch in enumerate(batches()):
+        overflows = number == 1
+        rows = world.part(batch)
+        if overflows and world.rank == 0:
+            rows = rows * torch.inf
+        before = [whole(p.detach()) for p in model.parameters()]
+        scaler.scale(loss_of(model(rows))).backward()
+        if number == 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert scaler.get_scale() == 2.0 ** (10 if number == 0 else 9)
+        if overflows:
+            assert all(map(torch.equal, before, (whole(p.detach()) for p in model.parameters())))
+            continue
+        loss_of(bare(batch)).backward()
+        nn.utils.clip_grad_norm_(bare.parameters(), 0.05)
+        reference.step()
+        reference.zero_grad()
+        assert difference(model, bare) < 1e-5
+
+
+def classes_that_need_whole_parameters_are_right_or_refused(world: World) -> None:
+    """``OffloadOptimizer`` refuses them. Given DTensors, torch computes norms and products of all ranks, or raises."""
+
+    def matrices(model: nn.Module) -> list[nn.Parameter]:
+        return [p for p in model.parameters() if p.dim() == 2]
+
+    def trained(kind: Any) -> None:
+        model, bare = world.model(build()), build()
+        optimizer, reference = kind(matrices(model), lr=0.01), kind(matrices(bare), lr=0.01)
+        for batch in batches()[:2]:
+            loss_of(model(world.part(batch))).backward()
+            loss_of(bare(batch)).backward()
+            optimizer.step()
+            reference.step()
+            model.zero_grad()
+            bare.zero_grad()
+            assert difference(model, bare) < 1e-4, kind
+
+    model = world.model(build())
+    for kind in (torch.optim.Adafactor, torch.optim.Muon):
+        call = partial(OffloadOptimizer, model, kind, params=matrices(model))
+        world.raises(TypeError, call, kind.__name__, "mesh=", "each element")
+    trained(torch.optim.Muon)
+    try:
+        trained(torch.optim.Adafactor)
+    except RuntimeError as error:
+        assert "placement" in str(error)  # noqa: PT017
 
 
 def run(model: nn.Module, optimizer: Any, world: World | None, steps: Tensor) -> None:
@@ -444,7 +651,9 @@ def what_is_not_supported_is_refused_before_anything_changes(world: World) -> No
     world.raises(TypeError, lambda: world.model(bare, mesh="cpu"), "DeviceMesh", "str")
     world.raises(ValueError, lambda: world.model(bare, memory_budget="1GiB"), "memory_budget=", "mesh=")
     kept = DiskHome(world.folder / "kept", keep=True)
-    world.raises(ValueError, lambda: world.model(bare, kept), "keep=True", "dcp.save")
+    world.raises(
+        ValueError, lambda: blocks_claims.offloaded(world, blocks_claims.Encoder(), kept), "keep=True", "blocks="
+    )
     world.raises(ValueError, lambda: world.model(bare, gradient_divide_factor=0), "gradient_divide_factor=0")
     world.raises(ValueError, lambda: world.model(bare, mesh=None, gradient_divide_factor=2), "mesh=")
     world.raises(ValueError, lambda: world.model([scalar], slices=1), "scale", "(1,)")
@@ -452,19 +661,17 @@ def what_is_not_supported_is_refused_before_anything_changes(world: World) -> No
     assert scalar.scale.shape == ()
     assert across.weight.stride() == (1, 3)
     model = world.model(bare)
-    adafactor = torch.optim.Adafactor
-    world.raises(TypeError, lambda: OffloadOptimizer(model, adafactor), "Adafactor", "mesh=", "each element")
-    optimizer = OffloadOptimizer(model, torch.optim.SGD)
-    setattr(optimizer, "found_inf", torch.zeros(()))  # noqa: B010
-    world.raises(RuntimeError, optimizer.step, "GradScaler", "mesh=")
     world.raises(TypeError, lambda: copy.deepcopy(model), "mesh=", "torch.distributed.checkpoint")
     path = world.folder / "refused"
     world.raises(TypeError, lambda: save_checkpoint(path, model), "dcp.save")
-    world.raises(TypeError, lambda: load_checkpoint(path, model), "dcp.load")
     world.raises(ValueError, lambda: model.share_slots([[model]]), "mesh=")
     handle = model[0].weight.register_hook(lambda gradient: gradient)
     world.raises(RuntimeError, lambda: model(batches()[0]), "hooks", "0.weight")
     handle.remove()
+    x = batches()[0].requires_grad_()
+    output = model(x).sum()
+    assert torch.autograd.grad(output, x, retain_graph=True)[0].abs().max() > 0
+    world.raises(RuntimeError, lambda: torch.autograd.grad(output, [*model.parameters()]), "0.weight", "mesh=")
     sparse = world.model([nn.Embedding(10, 4, sparse=True)], slices=1)
     output = sparse(torch.arange(4))
     world.raises(RuntimeError, lambda: output.sum().backward(), "sparse", "mesh=")
@@ -505,13 +712,17 @@ CLAIMS = [
     the_divisor_of_gradients_can_be_chosen,
     rows_of_a_mesh_of_two_dimensions_store_the_model_each,
     collectives_that_run_late_change_nothing_but_a_reduction_that_is_not_awaited_loses_gradients,
+    loads_wait_for_updates_that_are_late,
     layers_compute_in_another_type_and_sum_in_that_of_homes,
     layers_on_the_meta_device_are_initialised_as_on_one_process,
     gradcache_runs_over_it_with_unequal_rows_and_chunks,
     bytes_are_those_of_the_formula,
     all_ranks_may_share_one_directory,
+    kept_homes_are_adopted_with_any_cuts,
     a_mesh_of_one_is_the_engine_without_a_mesh,
     checkpoints_are_written_by_all_ranks,
+    checkpoints_and_weights_of_one_process_are_read_by_all_ranks,
+    a_gradscaler_skips_a_step_on_all_ranks_or_on_none,
     ranks_that_differ_are_told_the_first_word_that_does,
     what_is_not_supported_is_refused_before_anything_changes,
     layers_that_write_their_own_parameters_are_refused,

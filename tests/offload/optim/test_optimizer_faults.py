@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import offload.optim.state_forms
 import offload.optim.update_blocks
 from offload.storage.disk import DiskBlock, DiskTier
 from tests.offload.pair import Pair
@@ -26,13 +27,25 @@ from tests.offload.test_faults import Faults
     update_block_bytes=st.sampled_from([64, 300, 16 << 20]),
     through=st.sampled_from(["eval", "synchronize", "look"]),
     max_norm=st.sampled_from([None, 0.1]),
+    states=st.sampled_from([None, None, torch.bfloat16, "8bit"]),
 )
 def test_a_disk_that_fails_once_costs_nothing(
-    tmp_path: Path, method: str, fatal: int, name: str, update_block_bytes: int, through: str, max_norm: float | None
+    tmp_path: Path,
+    method: str,
+    fatal: int,
+    name: str,
+    update_block_bytes: int,
+    through: str,
+    max_norm: float | None,
+    states: Any,
 ) -> None:
+    if states is not None:
+        # Clipping rounds a last digit in another way, which rounding of states magnifies; Adafactor is refused.
+        max_norm, name = None, "adamw" if name == "adafactor" else name
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload.optim.update_blocks, "MAX_BLOCK_BYTES", update_block_bytes)
-        pair = Pair(name, f"{tmp_path}/", max_norm=max_norm)
+        patch.setattr(offload.optim.state_forms, "LEAST_ELEMENTS", 32)
+        pair = Pair(name, f"{tmp_path}/", max_norm=max_norm, states=states)
         for action in ("backward", "step", "zero"):
             pair.do(action)
         if method == "allocate":
@@ -72,8 +85,12 @@ def failing(pair: Pair, when: Callable[[], bool]) -> None:
     optimizer.step = broken  # type: ignore[method-assign]
 
 
-def test_arithmetic_that_fails_before_it_changed_anything_can_be_repeated(home: str) -> None:
-    pair = Pair("adamw", home, max_norm=0.1)
+@pytest.mark.parametrize("states", [None, "8bit"])
+def test_arithmetic_that_fails_before_it_changed_anything_can_be_repeated(
+    home: str, states: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload.optim.state_forms, "LEAST_ELEMENTS", 32)
+    pair = Pair("adamw", home, max_norm=0.1 if states is None else None, states=states)
     for action in ("backward", "step", "zero", "eval", "backward"):
         pair.do(action)
     faults = [True]
@@ -86,10 +103,12 @@ def test_arithmetic_that_fails_before_it_changed_anything_can_be_repeated(home: 
     pair.compare_states()
 
 
-def test_arithmetic_that_fails_half_way_is_noticed(home: str) -> None:
+@pytest.mark.parametrize("states", [None, "8bit"])
+def test_arithmetic_that_fails_half_way_is_noticed(home: str, states: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """At home in host memory what is half done cannot be undone, and is not done again; on an I/O buffers it is thrown
     away."""
-    pair = Pair("adamw", home)
+    monkeypatch.setattr(offload.optim.state_forms, "LEAST_ELEMENTS", 32)
+    pair = Pair("adamw", home, states=states)
     for action in ("backward", "step", "zero", "eval", "backward"):
         pair.do(action)
     calls = iter([False, True, False, False])

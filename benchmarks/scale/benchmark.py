@@ -1,0 +1,216 @@
+"""``scale``: a step of one of N ranks, predicted from one process and the rate of a link; then 70 B on 1,024 ranks.
+
+Measured are steps of one process, of which each token of the plan is traced; collectives of N ranks, alone; and steps
+of N ranks, each on as many rows as the process. From the first two the simulation predicts the third. Ranks share the
+cores here: with as many ranks as cores or more, what a lane does takes its time from layers.
+
+The tables behind are the same simulation with the rates of other machines. Nothing of them is measured.
+"""
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+from benchmarks.harness.benchmark import Benchmark, Run
+from benchmarks.harness.case import Case, Outcome
+from benchmarks.harness.settings import option
+from benchmarks.harness.table import at_most, markdown_table
+from benchmarks.mesh.methods import Training
+from benchmarks.scale.paper import LARGE, Machine, Step, sent_of, step_on_paper
+from offload.mesh.costs import Link, costs_of_rank, with_updates
+from offload.mesh.traffic import SentBytes, traffic_of
+from offload.planning.plan import Plan
+from offload.planning.simulate import Costs, simulate
+
+ONE = "one process"
+TOLERANCE = 0.15  # of a predicted time
+#: What a cell loses to a second of a lane while a core is free: bandwidth of memory.
+FREE_CORE = 0.25
+COUNTED = ("bytes_gathered", "bytes_reduced", "bytes_agreed")
+GIGA = 1e9
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured, and the machines on paper."""
+
+    ranks: tuple[int, ...] = option((2, 4), "processes of the measured cases", least=2)
+    blocks: int = option(6, "transformer blocks; each is a shard", least=2)
+    dim: int = option(512, "channels", least=64, multiple=64)
+    rows: int = option(4, "rows of each rank")
+    positions: int = option(128, "tokens of a row")
+    steps: int = option(9, "timed steps of each case")
+    memory: bool = option(False, "homes in host memory, not in files")
+    tokens: int = option(8192, "on paper: tokens of each rank in a step")
+    tera_flops: float = option(200.0, "on paper: 10^12 operations a second of each rank", least=0.001)
+    disks: tuple[float, ...] = option((1.0, 6.0), "on paper: GB/s of reads, and of writes, of each rank", least=0.001)
+    networks: tuple[float, ...] = option((1.25, 6.25, 50.0), "on paper: GB/s that each rank receives", least=0.001)
+    inside: float = option(300.0, "on paper: GB/s that a rank receives from ranks of its machine", least=0.001)
+    together: int = option(8, "on paper: ranks of a machine")
+    latency: float = option(20e-6, "on paper: seconds of a message", least=0)
+    copied: float = option(1000.0, "on paper: GB/s of copies in memory", least=0.001)
+    meshes: tuple[int, ...] = option((1, 8, 64, 256, 1024), "on paper: ranks")
+
+    def training(self, ranks: int) -> Training:
+        """The stack, and the batch of so many ranks."""
+        return Training(self.blocks, self.dim, self.rows * ranks, self.positions)
+
+
+def measure(run: Run) -> None:
+    """One process, collectives, and N ranks, one case after the other."""
+    settings = run.settings
+    run.facts["cores"] = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+    def case(ranks: int) -> Case:
+        how = {"training": asdict(settings.training(ranks)), "rows": settings.rows, "on_disk": not settings.memory}
+        name = ONE if ranks == 1 else f"{ranks} ranks"
+        return Case(name, "benchmarks.scale.methods:train", {**how, "together": ranks > 1}, ranks=ranks)
+
+    def exchanges(ranks: int) -> Case:
+        sizes = sorted({size for sent in _sent(settings, ranks) for size in (sent.gathered, sent.reduced)})
+        arguments = {"sizes": sizes, "repeats": 15}
+        return Case(f"collectives of {ranks} ranks", "benchmarks.scale.methods:exchange", arguments, ranks=ranks)
+
+    run.group("alone", [case(1)], turns=settings.steps)
+    for ranks in settings.ranks:
+        run.group(f"{ranks} ranks", [exchanges(ranks), case(ranks)], turns=settings.steps)
+
+
+def _sent(settings: Settings, ranks: int) -> list[SentBytes]:
+    shapes = tuple(tuple(parameter.shape) for parameter in settings.training(1).block(0).parameters())
+    return [sent_of(shapes, ranks)] * settings.blocks
+
+
+def _plan_of(outcome: Outcome) -> Plan:
+    found = outcome.result
+    return Plan.parse(found["plan"], found["slots"], pending=found["pending"])
+
+
+def _costs_of(outcome: Outcome, blocks: int) -> Costs:
+    """Seconds of each action of one process."""
+    seconds, plan = outcome.result["seconds"], _plan_of(outcome)
+    counts = Counter(str(action) for action in plan.actions)
+
+    def of(pattern: str) -> list[float]:
+        tokens = [pattern.format(j) for j in range(blocks)]
+        return [seconds.get(token, 0.0) / max(1, counts[token]) for token in tokens]
+
+    return Costs(of("L{}"), of("F{}.0"), of("B{}.0"), of("D{}"), of("U{}"))
+
+
+def predicted(run: Run, outcome: Outcome) -> float:
+    """Seconds of a step of one of N ranks, from one process and from collectives alone."""
+    (alone,), settings = run.groups["alone"], run.settings
+    ranks, cores = outcome.case.ranks, int(run.facts["cores"])
+    costs = replace(_costs_of(alone, settings.blocks), contention=1.0 if ranks >= cores else FREE_CORE)
+    if ranks == 1:
+        return simulate(_plan_of(alone), costs).seconds
+    slower = max(1.0, ranks / cores)
+    fields = ("load", "forward", "backward", "drain", "update")
+    costs = replace(costs, **{name: [slower * each for each in getattr(costs, name)] for name in fields})
+    measured = run.groups[f"{ranks} ranks"][0].result["seconds"]
+    costs = costs_of_rank(costs, _sent(settings, ranks), ranks, Link(float("inf")))
+    sent = _sent(settings, ranks)
+    costs = replace(
+        costs,
+        gather=[measured["gather"][str(shard.gathered)] for shard in sent],
+        reduce=[measured["reduce"][str(shard.reduced)] for shard in sent],
+    )
+    plan = _plan_of(outcome)
+    return simulate(plan if plan.pending else with_updates(plan), costs).seconds
+
+
+def _received(run: Run, outcome: Outcome) -> tuple[Mapping[str, int], Mapping[str, float]]:
+    """Bytes that a rank receives in a step: predicted, and counted in the last one."""
+    ranks = outcome.case.ranks
+    traffic = traffic_of(_plan_of(outcome), _sent(run.settings, ranks), ranks, norms=1)
+    return asdict(traffic), {kind: outcome.steps[-1][kind] for kind in COUNTED}
+
+
+def _ranks(run: Run) -> list[Outcome]:
+    cases = [run.groups["alone"][0], *(run.groups[f"{ranks} ranks"][1] for ranks in run.settings.ranks)]
+    return [outcome for outcome in cases if outcome.result is not None]
+
+
+def report(run: Run) -> list[str]:
+    """Predicted and measured; then what bounds a step on other machines."""
+    settings, rows = run.settings, []
+    for outcome in _ranks(run):
+        seconds, counted = predicted(run, outcome), _received(run, outcome)
+        words = [f"{sum(each.values()):,.0f}" for each in counted]
+        difference = f"{seconds / outcome.median() - 1:+.0%}"
+        rows.append([outcome.name, f"{outcome.median():.3f}", f"{seconds:.3f}", difference, *words[::-1]])
+    header = ["case", "s/step", "predicted", "difference", "bytes received", "predicted"]
+    training = settings.training(1)
+    place = "host memory" if settings.memory else "files"
+    words = (
+        f"{training.blocks} blocks of {training.dim} channels: {training.parameters / 1e6:.1f} M parameters in {place}"
+        f", {training.tokens:,} tokens a rank; clipping and AdamW; one torch thread a rank, {run.facts['cores']} "
+        "cores. Predicted are seconds from the row of one process and from collectives alone, bytes from shapes alone."
+    )
+    return [markdown_table(header, rows), words, *_on_paper(settings)]
+
+
+def _machine(settings: Settings, disk: float, network: float) -> Machine:
+    return Machine(
+        settings.tera_flops * 1e12,
+        disk * GIGA,
+        network * GIGA,
+        settings.inside * GIGA,
+        settings.together,
+        settings.latency,
+        settings.copied * GIGA,
+    )
+
+
+def _on_paper(settings: Settings) -> list[str]:
+    shards = LARGE.shards
+    words = (
+        f"## {LARGE.parameters / 1e9:.0f} B parameters on paper\n\nNothing below is measured. {LARGE.blocks} blocks of "
+        f"width {LARGE.width:,}; each is a shard. Parameters, gradients and two moments in float32 are in files of the "
+        f"ranks. Each rank computes {settings.tokens:,} tokens a step at {settings.tera_flops:g} TFLOP/s: "
+        f"two for each parameter and token forward, six in a backward that recomputes. A message takes "
+        f"{settings.latency * 1e6:g} µs, copies in memory {settings.copied:g} GB/s. A mesh `R x S` stores the model R "
+        f"times, each time on S ranks; {settings.together} ranks are one machine, in which a rank receives "
+        f"{settings.inside:g} GB/s; over the network it receives as much as the table says. `compute`, `disk` and "
+        f"`link` are the seconds that each would take alone; the longest is the bound."
+    )
+    sections = [words]
+    for disk, network in itertools.product(settings.disks, settings.networks):
+        machine, rows = _machine(settings, disk, network), []
+        for replicas, ranks in _meshes(settings):
+            step = step_on_paper(shards, settings.tokens, machine, ranks, replicas)
+            rows.append([f"{replicas} x {ranks}", *_cells(step)])
+        header = ["mesh", "bound", "s/step", "compute", "disk", "link", "computing", "in files", "received"]
+        sections.append(f"### Disk {disk:g} GB/s, network {network:g} GB/s\n\n{markdown_table(header, rows)}")
+    return sections
+
+
+def _meshes(settings: Settings) -> list[tuple[int, int]]:
+    flat = [(1, ranks) for ranks in settings.meshes]
+    hybrid = [(ranks // settings.together, settings.together) for ranks in settings.meshes]
+    return flat + [mesh for mesh in hybrid if mesh[0] > 1]
+
+
+def _cells(step: Step) -> list[str]:
+    seconds = [f"{step.seconds[part]:.1f}" for part in ("compute", "disk", "link")]
+    received = step.traffic.bytes_gathered + step.traffic.bytes_reduced
+    amounts = [f"{step.files / 1e9:,.1f} GB", f"{received / 1e9:,.0f} GB"]
+    return [step.bound, f"{step.total:.1f}", *seconds, f"{step.share:.0%}", *amounts]
+
+
+def bounds(run: Run) -> list[str]:
+    """Bytes exactly, times within 15 %."""
+    broken: list[str] = []
+    for outcome in _ranks(run):
+        expected, counted = _received(run, outcome)
+        if expected != counted:
+            broken.append(f"{outcome.name}: expected to receive {expected}, received {counted}")
+        apart = abs(predicted(run, outcome) / outcome.median() - 1)
+        broken += at_most(f"{outcome.name}: the error of the predicted time", apart, TOLERANCE, "{:.1%}".format)
+    return broken
+
+
+BENCHMARK = Benchmark(Settings, measure, report, bounds)

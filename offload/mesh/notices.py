@@ -1,0 +1,218 @@
+"""Names the rank that made a collective fail: notices about exceptions in the store of the process group.
+
+A collective fails with "connection closed by peer", or after the timeout, and does not say which rank is the cause.
+
+::
+
+    rank 1 raises                its notice: what it did and what it raised
+    rank 2 is killed             writes nothing
+    rank 0, collective failed    reads the notices; if no rank raised, asks all: those that live answer
+
+A thread of each process looks once a second whether it is asked, and answers with what its rank does.
+
+A rank whose collective failed writes the cause that it found as a notice of another kind: when it ends, it closes
+connections in its turn, and must not be taken for the cause.
+
+A process that an exception ends outside of any pass asks as well, at exit: if all other ranks live, its exception is
+the cause; else it says on standard error which rank is, since a collective of the user may have failed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, ClassVar, NoReturn
+
+import torch.distributed as dist
+
+from pipe.process import finalize_here
+from pipe.torch_private import store_of_processes
+
+__all__ = ["Notices"]
+
+#: How often a rank looks whether it is asked, and how long it may take to answer.
+LOOK_SECONDS, GRACE_SECONDS = 1.0, 5.0
+#: How often a rank that asked looks for answers.
+_ANSWER_SECONDS = 0.05
+#: Characters of an exception that a notice has.
+_LENGTH = 500
+
+
+def _first_line(error: BaseException) -> str:
+    """Type and first line of an exception."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:_LENGTH]}" if lines else type(error).__name__
+
+
+class _Answers:
+    """The thread that answers. It keeps no reference to :class:`Notices`, whose end stops it."""
+
+    def __init__(self, rank: int, store: Any) -> None:
+        self._rank, self._store = rank, store
+        self.doing = "at its beginning"
+        self.stop = threading.Event()
+        self._seen = 0
+        self.thread = threading.Thread(target=self._run, name="offload-notices", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        with suppress(Exception):  # the store is gone, which a rank that asks tells
+            while not self.stop.wait(LOOK_SECONDS):
+                if self._store.check(["offload/asked"]):
+                    self._answer(self._store.add("offload/asked", 0))
+
+    def _answer(self, asked: int) -> None:
+        # Several may have asked since the last look.
+        for number in range(self._seen + 1, asked + 1):
+            self._store.set(f"offload/lives/{number}/{self._rank}", self.doing)
+        self._seen = asked
+
+
+class Notices:
+    """The notices of one rank, by its number in the default process group.
+
+    :meth:`of_this_process` makes one for all models of a rank.
+    """
+
+    _open: ClassVar[weakref.WeakValueDictionary[tuple[int, int], Notices]] = weakref.WeakValueDictionary()
+
+    def __init__(self, rank: int, store: Any, shared: Any) -> None:
+        self._rank, self._store = rank, store
+        self._shared = shared  # so that its identity stays its own
+        self._made_in = os.getpid()
+        self._answers = _Answers(rank, store)
+        self._raised = False
+        #: Why a collective of this rank failed, once one has.
+        self.cause: str | None = None
+        self._lives = ""
+        finalize_here(self, self._answers.stop.set)
+
+    @classmethod
+    def of_this_process(cls, rank: int) -> Notices:
+        """Those of ``rank``, which is this process, in the present default process group."""
+        shared, connect = store_of_processes()
+        found = cls._open.get((rank, id(shared)))
+        if found is None:
+            found = cls._open[rank, id(shared)] = cls(rank, connect(), shared)
+        return found
+
+    # --- what this rank tells -------------------------------------------------------------------------------------
+
+    def doing(self, what: str) -> None:
+        """Sets what this rank answers. All ranks go on together, so what it raised before is past."""
+        self._answers.doing = what
+        if self._raised:
+            self._raised = False
+            with suppress(Exception):
+                self._store.set(self._key("raised", self._rank), "")
+
+    def raised(self, error: BaseException, where: str) -> None:
+        """Tells that this rank raised, unless that is because of another rank."""
+        if self.cause is None and not self._raised:
+            self._raised = True
+            with suppress(Exception):
+                self._store.set(self._key("raised", self._rank), f"raised {_first_line(error)} ({where})")
+
+    def at_exit(self) -> None:
+        """Tells what ends this process, if it is an exception. Then this rank answers no longer."""
+        if os.getpid() != self._made_in:  # a forked child is no rank
+            return
+        error = getattr(sys, "last_value", None)
+        if isinstance(error, Exception) and dist.is_initialized() and self.cause is None and not self._raised:
+            if self._find([rank for rank in range(dist.get_world_size()) if rank != self._rank]):
+                print(f"rank {self._rank} ends, since {self.cause}", file=sys.stderr)
+            else:
+                self.raised(error, f"{self._answers.doing}, and its process ended")
+        self._answers.stop.set()
+        # Without this, the thread could be in the store while the interpreter is taken down.
+        self._answers.thread.join(timeout=LOOK_SECONDS)
+
+    # --- what it asks ---------------------------------------------------------------------------------------------
+
+    def fail(self, what: str, ranks: Sequence[int], error: Exception) -> NoReturn:
+        """Raises RuntimeError for ``error`` of the collective ``what`` of ``ranks``; it names the rank at fault."""
+        if self.cause is None and not self._find([rank for rank in ranks if rank != self._rank]):
+            self.cause = f"all ranks live, so one is late, or a connection is broken: {self._lives}"
+        raise RuntimeError(
+            f"{what} failed: {self.cause}. End all processes and resume from the last checkpoint "
+            f"(torchrun --max-restarts). This rank saw: {_first_line(error)}"
+        ) from error
+
+    def told(self, ranks: Sequence[int]) -> str:
+        """What ranks raised in the last call; empty if none did."""
+        with suppress(Exception):
+            return self._raised_by(ranks)
+        return ""
+
+    def _find(self, others: Sequence[int]) -> str | None:
+        """The :attr:`cause` among ``others``, also told to those who ask later; None if all live and none raised."""
+        try:
+            self.cause = self._raised_by(others) or self._found_by(others) or self._silent(others)
+        except Exception as gone:
+            self.cause = (
+                f"the store of the process group does not answer, so the process that holds it (rank 0, or torchrun) "
+                f"ended or cannot be reached: {_first_line(gone)}"
+            )
+        if self.cause is not None:
+            with suppress(Exception):
+                self._store.set(self._key("found", self._rank), self.cause)
+        return self.cause
+
+    def _raised_by(self, ranks: Sequence[int]) -> str:
+        found = {rank: self._read("raised", rank) for rank in ranks}
+        return "; ".join(f"rank {rank} {text}" for rank, text in found.items() if text)
+
+    def _found_by(self, ranks: Sequence[int]) -> str:
+        return next(filter(None, (self._read("found", rank) for rank in ranks)), "")
+
+    def _silent(self, others: Sequence[int]) -> str | None:
+        """Names the ranks that do not answer. None if all do."""
+        silent, answers = self._ask(others)
+        # Those that ended meanwhile may have told why.
+        told = self._raised_by(others) or self._found_by(others)
+        if told:
+            return told
+        if silent:
+            which = " and ".join(f"rank {rank}" for rank in silent)
+            return f"no answer from {which} within {GRACE_SECONDS:g} s: killed, or not responding"
+        answers[self._rank] = self._answers.doing
+        self._lives = "; ".join(f"rank {rank} is {answer}" for rank, answer in sorted(answers.items()))
+        return None
+
+    def _ask(self, others: Sequence[int]) -> tuple[list[int], dict[int, str]]:
+        """The ranks that do not answer, and the answers of the others."""
+        number = self._store.add("offload/asked", 1)
+        end = time.monotonic() + GRACE_SECONDS
+        answers: dict[int, str] = {}
+        while True:
+            for rank in others:
+                key = f"offload/lives/{number}/{rank}"
+                if rank not in answers and self._store.check([key]):
+                    answers[rank] = self._store.get(key).decode()
+            silent = [rank for rank in others if rank not in answers]
+            if not silent or time.monotonic() > end:
+                return silent, answers
+            self._answers.stop.wait(_ANSWER_SECONDS)
+
+    def _read(self, kind: str, rank: int) -> str:
+        key = self._key(kind, rank)
+        if not self._store.check([key]):
+            return ""
+        text: str = self._store.get(key).decode()
+        return text
+
+    @staticmethod
+    def _key(kind: str, rank: int) -> str:
+        return f"offload/{kind}/{rank}"
+
+
+@atexit.register
+def _at_exit() -> None:
+    for notices in list(Notices._open.values()):
+        notices.at_exit()

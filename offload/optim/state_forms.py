@@ -1,0 +1,261 @@
+"""Forms in which optimizer states are stored between updates: in full, in bfloat16, or in 8 bits with scales.
+
+A stored state is one or two plain tensors under names of their own, so that files, checkpoints and moves treat it as
+any other state:
+
+::
+
+    form       state "exp_avg" of a float32 parameter of n elements        bytes
+    full       exp_avg         float32, the parameter's shape              4 n
+    bfloat16   exp_avg         bfloat16, the parameter's shape             2 n
+    8 bits     exp_avg:8bit    uint8, the parameter's shape                n
+               exp_avg:scales  float32, one for 256 elements               n / 64
+
+States are encoded that have the type and the shape of their parameter, if it is a contiguous floating-point matrix (or
+has more dimensions) of at least :data:`LEAST_ELEMENTS`. Others (norms, biases, counts of steps) are stored in full.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.optim import dynamic_map
+from offload.optim.dynamic_map import BLOCK
+
+__all__ = [
+    "LEAST_ELEMENTS",
+    "StateForm",
+    "elements_per_entry",
+    "fitting_form",
+    "form_of",
+    "hold",
+    "hold_state_dict",
+    "in_full",
+    "is_full",
+    "pieces",
+    "release",
+]
+
+#: States of smaller parameters are stored in full, as bitsandbytes and torchao do.
+LEAST_ELEMENTS = 4096
+#: Elements that are decoded, updated and encoded at a time: few enough for the processor's cache.
+PIECE = 1 << 16
+
+_CODES, _SCALES = ":8bit", ":scales"
+
+
+def pieces(count: int) -> Iterator[slice]:
+    """Parts of so many elements that are decoded, updated and encoded at a time."""
+    for begin in range(0, count, PIECE):
+        yield slice(begin, min(begin + PIECE, count))
+
+
+def elements_per_entry(name: str) -> int:
+    """Elements of a parameter for each entry of a stored state of this name."""
+    return BLOCK if name.endswith(_SCALES) else 1
+
+
+def _scales_of(count: int) -> int:
+    return -(-count // BLOCK)
+
+
+class StateForm(ABC):
+    """How states are stored. The states of a parameter are a dict by name, as in ``optimizer.state[parameter]``."""
+
+    #: Its name on a command line.
+    name: str
+    #: Bytes of a stored state for each element of its parameter.
+    element_bytes: float
+
+    def encodes(self, parameter: Tensor) -> bool:
+        """Whether states of a parameter are stored in this form."""
+        large = parameter.dim() > 1 and parameter.numel() >= LEAST_ELEMENTS and parameter.is_contiguous()
+        return large and parameter.is_floating_point() and parameter.element_size() > self.element_bytes
+
+    def share(self, dtype: torch.dtype) -> float:
+        """Bytes of a stored state for each byte of a parameter of this type."""
+        return min(1.0, self.element_bytes / dtype.itemsize)
+
+    @abstractmethod
+    def allocate(self, key: str, like: Tensor) -> dict[str, Tensor]:
+        """Memory of the stored state of a parameter, or of a part of it."""
+
+    @abstractmethod
+    def keys(self, state: Mapping[str, Any], parameter: Tensor) -> list[str]:
+        """The names of the states of a parameter that are stored in this form."""
+
+    @abstractmethod
+    def names(self, key: str) -> list[str]:
+        """The names of the tensors that store a state."""
+
+    @abstractmethod
+    def write(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
+        """Encodes values (flat) into the elements ``part``, which begins at a multiple of 256."""
+
+    @abstractmethod
+    def read(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
+        """Decodes the elements ``part`` into values (flat)."""
+
+    def encode(self, state: dict[str, Any], parameter: Tensor) -> None:
+        """Replaces the states in full of a parameter that this form encodes."""
+        for key, value in list(state.items()):
+            if not is_full(value, parameter):
+                continue
+            del state[key]
+            stored = self.allocate(key, parameter)
+            flat = value.detach().contiguous().view(-1)
+            for part in pieces(flat.numel()):
+                self.write(key, stored, part, flat[part])
+            state.update(stored)
+
+
+class _Bfloat16(StateForm):
+    """Rounded to the nearest bfloat16."""
+
+    name, element_bytes = "bfloat16", 2
+
+    def allocate(self, key: str, like: Tensor) -> dict[str, Tensor]:
+        return {key: torch.empty(like.shape, dtype=torch.bfloat16)}
+
+    def keys(self, state: Mapping[str, Any], parameter: Tensor) -> list[str]:
+        if parameter.dtype == torch.bfloat16:
+            return []  # states in full have this type
+        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        return [k for k, v in tensors.items() if v.dtype == torch.bfloat16 and v.shape == parameter.shape and v.dim()]
+
+    def names(self, key: str) -> list[str]:
+        return [key]
+
+    def write(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
+        state[key].view(-1)[part] = values
+
+    def read(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
+        values.copy_(state[key].view(-1)[part])
+
+
+class _EightBits(StateForm):
+    """See :mod:`offload.optim.dynamic_map`."""
+
+    name, element_bytes = "8bit", 1 + 4 / BLOCK
+
+    def allocate(self, key: str, like: Tensor) -> dict[str, Tensor]:
+        codes, scales = torch.empty(like.shape, dtype=torch.uint8), torch.empty(_scales_of(like.numel()))
+        return dict(zip(self.names(key), (codes, scales), strict=True))
+
+    def keys(self, state: Mapping[str, Any], parameter: Tensor) -> list[str]:
+        return [name.removesuffix(_CODES) for name in state if name.endswith(_CODES)]
+
+    def names(self, key: str) -> list[str]:
+        return [key + _CODES, key + _SCALES]
+
+    def write(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
+        dynamic_map.encode(values, *self._stored(key, state, part))
+
+    def read(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
+        dynamic_map.decode(*self._stored(key, state, part), values)
+
+    def _stored(self, key: str, state: Mapping[str, Any], part: slice) -> tuple[Tensor, Tensor]:
+        codes, scales = (state[name] for name in self.names(key))
+        return codes.view(-1)[part], scales[part.start // BLOCK : _scales_of(part.stop)]
+
+
+_FORMS: dict[Any, StateForm] = {"8bit": _EightBits(), torch.bfloat16: _Bfloat16()}
+
+
+def form_of(states: Any) -> StateForm | None:
+    """The form that a user chose; None for states in full. Raises TypeError or ValueError for anything else."""
+    if states is None:
+        return None
+    if not isinstance(states, (str, torch.dtype)):
+        raise TypeError(f"expected None, torch.bfloat16 or '8bit', got {type(states).__name__} (states={states!r})")
+    if states not in _FORMS:
+        raise ValueError(f"expected None (states in full), torch.bfloat16 or '8bit', got states={states!r}")
+    return _FORMS[states]
+
+
+def is_full(value: Any, parameter: Tensor) -> bool:
+    """Whether a state has the type of its parameter, and an element for each of its elements."""
+    whole = isinstance(value, Tensor) and value.layout is torch.strided and value.shape == parameter.shape
+    return whole and value.dtype == parameter.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """A stored state on its way through ``load_state_dict`` of ``torch.optim``, which would cast a tensor."""
+
+    tensor: Tensor
+
+
+def hold(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """The states of a parameter for ``load_state_dict`` of ``torch.optim``: those of fewer bytes pass it unchanged."""
+    small = set(_small(state, parameter))
+    return {name: _Held(value) if name in small else value for name, value in state.items()}
+
+
+def release(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Undoes :func:`hold`."""
+    return {name: value.tensor if isinstance(value, _Held) else value for name, value in state.items()}
+
+
+def hold_state_dict(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A ``state_dict()`` for parameters of these groups, each state as :func:`hold` returns it.
+
+    Raises ValueError if a state in 8 bits cannot be that of its parameter.
+    """
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    parameters = [p for group in groups for p in group["params"]]
+    state = dict(state_dict["state"])
+    for number, parameter in zip(numbers, parameters, strict=False):  # torch refuses another number of them
+        if number in state:
+            _check_stored(state[number], parameter)
+            state[number] = hold(state[number], parameter)
+    return {**state_dict, "state": state}
+
+
+def _small(state: Mapping[str, Any], parameter: Tensor) -> Iterator[str]:
+    for form in _FORMS.values():
+        for key in form.keys(state, parameter):
+            yield from form.names(key)
+
+
+def in_full(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """The states of a parameter in full, whatever form they have."""
+    found = dict(state)
+    for form in _FORMS.values():
+        for key in form.keys(state, parameter):
+            stored = {name: found.pop(name).contiguous() for name in form.names(key)}
+            values = found[key] = torch.empty(parameter.shape, dtype=parameter.dtype)
+            for part in pieces(values.numel()):
+                form.read(key, stored, part, values.view(-1)[part])
+    return found
+
+
+def fitting_form(state: Mapping[str, Any], parameter: Tensor, form: StateForm | None) -> dict[str, Any]:
+    """The states of a parameter, in full where they have another form than the given one."""
+    kept = [] if form is None else [n for key in form.keys(state, parameter) for n in form.names(key)]
+    others = in_full({name: value for name, value in state.items() if name not in kept}, parameter)
+    return {**others, **{name: state[name].contiguous() for name in kept}}
+
+
+def _check_stored(state: Mapping[str, Any], parameter: Tensor) -> None:
+    """Raises ValueError for states in 8 bits that cannot be those of a parameter."""
+    keys = dict.fromkeys(n.removesuffix(_CODES).removesuffix(_SCALES) for n in state if n.endswith((_CODES, _SCALES)))
+    for key in keys:
+        codes, scales = state.get(key + _CODES), state.get(key + _SCALES)
+        fits = isinstance(codes, Tensor) and codes.dtype == torch.uint8 and codes.shape == parameter.shape
+        size = (_scales_of(parameter.numel()),)
+        if not (fits and isinstance(scales, Tensor) and scales.dtype == torch.float32 and scales.shape == size):
+            raise ValueError(
+                f"expected states {key + _CODES!r} of uint8 in shape {tuple(parameter.shape)} and {key + _SCALES!r} of "
+                f"float32 in shape {size}, got {_described(codes)} and {_described(scales)}; nothing was loaded"
+            )
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype} in shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

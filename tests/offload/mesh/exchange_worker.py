@@ -1,0 +1,178 @@
+"""Checkpoints that one kind of model writes and others read, in forked children of one process.
+
+Run as ``python -m tests.offload.mesh.exchange_worker FOLDER``; prints the claims that do not hold, by claim.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from offload import OffloadModel, OffloadOptimizer
+from tests.offload.mesh.forked import fork
+from tests.offload.mesh.mesh_worker import batches, build, loss_of, whole
+
+Pair = tuple[nn.Module, Any]
+
+
+def ours(seed: int, slices: int, home: Path | str = "cpu") -> Pair:
+    """An ``OffloadModel`` and its optimizer, on all ranks if there are several."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
+    model = OffloadModel(build(seed), "cpu", home, slices, checkpoint_activation=True, mesh=mesh)
+    return model, OffloadOptimizer(model, torch.optim.AdamW, lr=0.01)
+
+
+def with_torch(seed: int) -> Pair:
+    """An ``OffloadModel`` whose parameters an optimizer of torch updates."""
+    model, _ = ours(seed, 3)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def fsdp(seed: int) -> Pair:
+    """The same layers by FSDP2."""
+    model, mesh = build(seed), init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(pair: Pair, step: int) -> None:
+    model, optimizer = pair
+    loss_of(model(batches()[step])).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def states_of(pair: Pair) -> dict[str, Any]:
+    states: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(*pair), strict=True))
+    #: What a data loader remembers: the same on all ranks, whatever their number.
+    states["loader"] = {"batches": 0}
+    return states
+
+
+def values_of(states: dict[str, Any]) -> dict[str, Tensor]:
+    """Whole parameters and states, by name. A collective."""
+    values = {name: whole(value).clone() for name, value in states["model"].items()}
+    for name, state in states["optimizer"]["state"].items():
+        values |= {f"{name} {key}": whole(value).clone() for key, value in state.items()}
+    return values
+
+
+def write(folder: Path, name: str, pair: Pair, *, hurried: bool = False) -> None:
+    """Trains one step and saves; ``hurried``: in the background, while two more steps run."""
+    train(pair, 0)
+    states = states_of(pair)
+    states["loader"] = {"batches": 1}
+    expected = values_of(states)
+    if hurried:
+        saving: Any = dcp.async_save(states, checkpoint_id=folder / name)
+        train(pair, 1)
+        train(pair, 2)
+        saving.result()
+    else:
+        dcp.save(states, checkpoint_id=folder / name)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        torch.save(expected, folder / f"{name}.pt")
+
+
+def read(folder: Path, name: str, pair: Pair) -> None:
+    """Loads, and compares with what was written; then the next step must be possible."""
+    states = states_of(pair)
+    dcp.load(states, checkpoint_id=folder / name)
+    set_state_dict(*pair, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    assert states["loader"] == {"batches": 1}
+    found, expected = values_of(states_of(pair)), torch.load(folder / f"{name}.pt")
+    assert sorted(found) == sorted(expected)
+    wrong = [key for key, value in expected.items() if not torch.equal(found[key], value)]
+    assert not wrong, wrong
+    assert float(max(value.abs().max() for key, value in found.items() if "exp_avg" in key)) > 0
+    train(pair, 1)
+
+
+def written_as_safetensors(folder: Path) -> None:
+    """By torch's writer, each rank its rows, consolidated into files that one process reads."""
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+    pair = ours(3, 4)
+    train(pair, 0)
+    states = states_of(pair)["model"]
+    writer = HuggingFaceStorageWriter(str(folder / "hf"), save_distributed=True, enable_consolidation=True)
+    dcp.save(states, storage_writer=writer)
+    values = {name: whole(value) for name, value in states.items()}
+    dist.barrier()
+    bare = OffloadModel(build(4), "cpu", num_slices=2, checkpoint_activation=True, pretrained=folder / "hf")
+    assert all(torch.equal(p, values[name]) for name, p in bare.named_parameters())
+
+
+def claims(folder: Path) -> list[tuple[int, dict[str, Callable[[], None]]]]:
+    """By the number of ranks, in their order."""
+    by_one = {"one process": lambda: write(folder, "one", ours(1, 3))}
+    by_two = {
+        "two ranks": lambda: write(folder, "two", ours(1, 4)),
+        "two ranks, with an optimizer of torch": lambda: write(folder, "torch", with_torch(1)),
+        "two ranks, in the background": lambda: write(folder, "hurried", ours(1, 4), hurried=True),
+        "two ranks, in the background, from files": lambda: write(
+            folder, "hurried-disk", ours(1, 2, folder), hurried=True
+        ),
+        "FSDP2": lambda: write(folder, "fsdp", fsdp(1)),
+        "safetensors": lambda: written_as_safetensors(folder),
+    }
+    names = ("one", "two", "torch", "hurried", "hurried-disk", "fsdp")
+    by_three = {f"{name}, read by three": partial(_read_by_ours, folder, name, 2) for name in names}
+    by_three |= {f"{name}, read by FSDP2": partial(_read_by_fsdp, folder, name) for name in names}
+    alone = {f"{name}, read by one process": partial(_read_by_ours, folder, name, 5) for name in names}
+    return [(1, by_one), (2, by_two), (3, by_three), (1, alone)]
+
+
+def _read_by_ours(folder: Path, name: str, slices: int) -> None:
+    read(folder, name, ours(7, slices, folder if slices == 2 else "cpu"))
+
+
+def _read_by_fsdp(folder: Path, name: str) -> None:
+    read(folder, name, fsdp(7))
+
+
+def check(rank: int, ranks: int, store: Path, what: dict[str, Callable[[], None]]) -> dict[str, str]:
+    """The claims that do not hold on one rank."""
+    if ranks > 1:
+        how: dict[str, Any] = {"rank": rank, "world_size": ranks, "timeout": timedelta(seconds=30)}
+        dist.init_process_group("gloo", f"file://{store}", **how)
+    broken = {}
+    for name, claim in what.items():
+        try:
+            claim()
+        except BaseException:  # such as DCP's
+            broken[name] = traceback.format_exc()
+    return broken
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    found: dict[str, str] = {}
+    for number, (ranks, what) in enumerate(claims(folder)):
+        children = [fork(partial(check, rank, ranks, folder / f"store{number}", what)) for rank in range(ranks)]
+        for status, broken in [child.result() for child in children]:
+            assert status == 0
+            for name in what:
+                found[name] = found.get(name, "") + broken.get(name, "")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Ranks that train by ``docs/examples/resume_after_faults.py``, of which one is killed at a given event, and that are
+started again: ``python -m tests.offload.mesh.restart_worker --help``.
+
+An event is the n-th of a kind on one rank, counted over its threads. The others must end with an error, which names the
+killed rank where it is of a collective of the model. Then all are started again, perhaps in another number. Each loss
+that a rank has reported in the end must be that of a run which nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib.util
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
+
+from offload.mesh import notices
+from offload.mesh.ranks import Ranks
+from tests.offload import checkpoint_worker
+from tests.offload.mesh.forked import Child, fork
+
+EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "resume_after_faults.py"
+#: Kinds of events: those of one process, and begins and ends of collectives of the model, and of others.
+KINDS = (*checkpoint_worker.KINDS, "ranks", "collective", "other collective")
+SAVE_EVERY = 2
+
+
+def example() -> Any:
+    spec = importlib.util.spec_from_file_location("resume_after_faults", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Killer(checkpoint_worker.Killer):
+    """Counts collectives as well."""
+
+    def watch(self) -> None:
+        super().watch()
+        os.rename = self._saving(os.rename)
+        for owner, names, kind in (
+            (Ranks, ("all_gather", "all_to_all", "agree"), "collective"),
+            (dist, ("all_reduce", "broadcast_object_list", "all_gather_object"), "other collective"),
+            (FileSystemWriter, ("write_data", "finish"), "save"),
+        ):
+            for name in names:
+                setattr(owner, name, self._counting(getattr(owner, name), kind))
+
+    def _counting(self, action: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            with self._around(kind):
+                return action(*args, **kwargs)
+
+        return counted
+
+
+def train(
+    rank: int, ranks: int, attempt: Path, folder: Path, home: str, steps: int, fatal: tuple[str, int] | None
+) -> tuple[dict[str, int], str]:
+    """One rank. Returns the numbers of its events, and the error that ended it, if one did."""
+    killer, error = Killer(fatal), ""
+    try:
+        dist.init_process_group("gloo", f"file://{attempt}", rank=rank, world_size=ranks, timeout=timedelta(seconds=30))
+
+        def report(step: int, loss: float) -> None:
+            with open(folder / "losses", "a", encoding="utf-8") as file:
+                print(step, loss, file=file)
+
+        killer.watch()
+        example().train(folder, steps, SAVE_EVERY, home, report)
+    except Exception as raised:
+        sys.last_value = raised
+        error = f"{type(raised).__name__}: {raised}"
+        # What a process does at exit that is not forked.
+        made = list(notices.Notices._open.values())
+        notices._at_exit()
+        error += "".join(f" ({each.cause})" for each in made)
+    return dict(killer.counts), error
+
+
+def run(ranks: int, fatal_rank: int, fatal: tuple[str, int] | None, attempt: Path, **how: Any) -> list[Any]:
+    """The exit status and result of each of ``ranks``."""
+    children: list[Child] = [
+        fork(partial(train, rank, ranks, attempt, fatal=fatal if rank == fatal_rank else None, **how))
+        for rank in range(ranks)
+    ]
+    return [child.result() for child in children]
+
+
+def losses_of(folder: Path) -> list[tuple[int, float]]:
+    lines = (folder / "losses").read_text(encoding="utf-8").splitlines() if (folder / "losses").exists() else []
+    return [(int(step), float(loss)) for step, loss in map(str.split, lines)]
+
+
+def main() -> None:
+    """Prints how many ranks were killed at which kinds of events, and what the others said."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.optim.AdamW([torch.zeros(1)])  # imports what every child would otherwise import for itself
+    draw, home = random.Random(options.seed), f"{options.folder}/homes"
+    how = {"steps": options.steps, "home": home}
+    undisturbed = options.folder / "undisturbed"
+    undisturbed.mkdir(parents=True, exist_ok=True)
+    results = run(2, -1, None, options.folder / "store", folder=undisturbed, **how)
+    assert [(status, result[1]) for status, result in results] == [(0, "")] * 2, results
+    counts = [result[0] for _, result in results]
+    expected = dict(losses_of(undisturbed))
+    assert sorted(expected) == list(range(options.steps))
+    kinds = itertools.cycle(draw.sample(KINDS, len(KINDS)))
+    killed, errors = collections.Counter[str](), collections.Counter[str]()
+    worst = 0.0
+    for number in itertools.count():
+        if killed.total() >= options.kills:
+            break
+        folder = options.folder / f"round{number}"
+        folder.mkdir()
+        for attempt in itertools.count():
+            ranks, kind, rank = draw.randint(2, 3), next(kinds), draw.randint(0, 1)
+            fatal = None
+            if killed.total() < options.kills and kind in counts[rank]:
+                fatal = kind, draw.randint(1, counts[rank][kind])
+            elif killed.total() >= options.kills:
+                ranks = draw.randint(1, 3)
+            how["home"] = home if kind in ("read", "write") else draw.choice(["cpu", home])
+            results = run(ranks, rank, fatal, folder / f"store{attempt}", folder=folder, **how)
+            if [status for status, _ in results] == [0] * ranks and not any(error for _, (_, error) in results):
+                break
+            what = f"round {number}, attempt {attempt}: rank {rank} of {ranks} at {fatal}: {results}"
+            assert results[rank][0] == -signal.SIGKILL, what
+            killed[kind] += 1
+            for other, (status, result) in enumerate(results):
+                if other != rank:
+                    assert status == 0, what
+                    errors[kind_of(result[1], rank, what)] += 1
+        reported = losses_of(folder)
+        assert sorted({step for step, _ in reported}) == sorted(expected), (folder, reported)
+        worst = max([worst, *(abs(loss - expected[step]) / abs(expected[step]) for step, loss in reported)])
+    print(json.dumps({"killed": killed, "errors": errors, "rounds": number, "worst": worst}))
+
+
+def kind_of(error: str, killed: int, what: str) -> str:
+    """What kind of error a rank that lives has ended with. Raises AssertionError if it does not name the killed one."""
+    if not error:
+        return "none"
+    found = re.search(r"no answer from ((rank \d+( and )?)+)", error)
+    assert found, what
+    assert re.findall(r"\d+", found[1]) == [str(killed)], what
+    return "of the model" if "End all processes" in error else "of torch"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Ranks that fail, that are killed and resume, whose checkpoints others read, and that are stages of a pipeline.
+
+All run in forked children of one process, see ``parts``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "docs" / "examples"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+pytestmark = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="needs a torch built with gloo"
+)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each part has printed."""
+    command = [sys.executable, "-m", "tests.offload.mesh.parts", str(tmp_path_factory.mktemp("parts"))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert None not in found.values(), done.stderr
+    return found
+
+
+# --- a rank that fails ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["ends", "goes on"])
+def test_rank_that_fails_alone_ends_the_others_which_name_it_and_is_never_mistaken_for_one_in_step(
+    parts: dict[str, Any], way: str
+) -> None:
+    """A later call raises as well: without that, what it gathers could be the values of another shard."""
+    (_, first), (_, second) = parts["fault_worker"][way]
+    assert first[0] == "ValueError: this layer fails"
+    assert all("RuntimeError" in line for line in (*first[1:], *second))
+    assert len(second) == 3
+    assert "rank 0 raised ValueError: this layer fails (in a forward)" in second[0]
+    assert "out of step; end all processes and resume from the last checkpoint" in second[1]
+    assert len(first) == (1 if way == "ends" else 3)
+
+
+def test_rank_that_is_killed_ends_all_others_which_name_it(parts: dict[str, Any]) -> None:
+    first, killed, last = parts["fault_worker"]["killed"]
+    assert killed[0] == -signal.SIGKILL
+    for status, raised in (first, last):
+        assert status == 0
+        assert "no answer from rank 1 within" in raised[0]
+        assert all("RuntimeError" in line for line in raised)
+
+
+def test_rank_that_does_something_else_is_told_to_live(parts: dict[str, Any]) -> None:
+    _, (_, second) = parts["fault_worker"]["late"]
+    assert "all ranks live" in second[0]
+    assert "rank 0 is in or after a forward, number 2" in second[0]
+
+
+def test_failure_of_all_ranks_in_one_call_is_past_at_the_next(parts: dict[str, Any]) -> None:
+    assert [raised for _, raised in parts["fault_worker"]["all"]] == [["ValueError: this layer fails", "", ""]] * 2
+
+
+# --- kills and restarts -----------------------------------------------------------------------------------------------
+
+
+def check_restarts(outcome: dict[str, Any], kills: int) -> None:
+    assert sum(outcome["killed"].values()) == kills
+    assert sum(outcome["errors"].values()) >= kills
+    assert outcome["worst"] < 1e-5
+
+
+def test_losses_after_a_kill_and_a_restart_are_those_of_a_run_without(parts: dict[str, Any]) -> None:
+    check_restarts(parts["restart_worker"], 2)
+
+
+@pytest.mark.slow
+def test_losses_after_thirty_kills_at_events_of_all_kinds_are_those_of_a_run_without(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.offload.mesh.restart_worker", str(tmp_path), "--kills", "30"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, timeout=900)
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(done.stdout.splitlines()[-1])
+    check_restarts(outcome, 30)
+    assert len(outcome["killed"]) >= 9, outcome
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_from_the_last_checkpoint_and_a_later_run_with_other_ranks_goes_on(tmp_path: Path) -> None:
+    def losses(folder: Path, ranks: int, *options: str) -> list[tuple[int, float]]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        script = ROOT / "tests" / "offload" / "mesh" / "dies_once.py"
+        done = subprocess.run(
+            [*command, *options, str(script), str(folder)],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+            timeout=400,
+        )
+        assert done.returncode == (0 if options else 1), done.stderr
+        lines = [line.split() for line in done.stdout.splitlines() if line.startswith("step")]
+        return [(int(line[1].rstrip(":")), float(line[3])) for line in lines]
+
+    restarted = losses(tmp_path / "restarted", 2, "--max-restarts", "1")
+    assert [step for step, _ in restarted] == [*range(7), *range(6, 9)]
+    assert restarted[6] == restarted[7]
+    ended = losses(tmp_path / "ended", 2)
+    (tmp_path / "ended").rename(tmp_path / "moved")
+    later = losses(tmp_path / "moved", 3, "--max-restarts", "1")
+    assert [step for step, _ in (*ended, *later)] == [*range(7), *range(6, 7), *range(6, 9)]
+    known = dict(restarted)
+    assert all(abs(loss - known[step]) < 2e-6 for step, loss in (*ended, *later))
+
+
+# --- checkpoints and pipelines ----------------------------------------------------------------------------------------
+
+
+def test_checkpoints_of_any_number_of_ranks_of_one_process_and_of_fsdp2_are_read_by_all_of_them(
+    parts: dict[str, Any],
+) -> None:
+    claims = parts["exchange_worker"]
+    assert len(claims) >= 25
+    assert not any(claims.values()), "\n".join(f"{name}: {text}" for name, text in claims.items() if text)
+
+
+def test_pipelines_over_processes_compute_the_gradients_of_the_plain_model(parts: dict[str, Any]) -> None:
+    claims = parts["pipeline_worker"]
+    assert claims
+    assert not any(claims.values()), "\n".join(f"{name}: {text}" for name, text in claims.items() if text)

@@ -1,0 +1,299 @@
+"""States of fewer bytes: the arithmetic of the class with rounded states, in any home, cut and checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offload.optim.state_forms
+import offload.optim.update_blocks
+from offload import MemoryPolicy, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
+from offload.optim.dynamic_map import decode, encode
+from offload.optim.state_forms import in_full
+
+FORMS: list[Any] = [torch.bfloat16, "8bit"]
+forms = pytest.mark.parametrize("form", FORMS, ids=["bfloat16", "8bit"])
+
+CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "fused": True}),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True, "foreach": False}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1, "fused": False}),
+}
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    # Multiples of 8: kernels round alike wherever a row begins. Not of 16: the last scale is of fewer elements.
+    parts = [nn.Linear(72, 72), nn.Tanh(), nn.LayerNorm(72), nn.Linear(72, 72), nn.Tanh(), nn.Linear(72, 80)]
+    return nn.Sequential(*parts)
+
+
+def rounded(value: Tensor, form: Any) -> Tensor:
+    """What a state is after it was stored."""
+    if form is torch.bfloat16:
+        return value.bfloat16().to(value.dtype)
+    flat, found = value.reshape(-1), torch.empty(value.numel(), dtype=value.dtype)
+    codes, scales = torch.empty(flat.numel(), dtype=torch.uint8), torch.empty(-(-flat.numel() // 256))
+    encode(flat, codes, scales)
+    decode(codes, scales, found)
+    return found.view(value.shape)
+
+
+class Twins:
+    """A plain model whose states are rounded after each step, and the same offloaded with ``states=form``."""
+
+    def __init__(self, name: str, home: str, form: Any, *, slots: int = 2, **more: Any) -> None:
+        kind, arguments = CLASSES[name]
+        self.form = form
+        self.bare = layers()
+        policy = MemoryPolicy.fixed(slots=slots)
+        self.model = OffloadModel(copy.deepcopy(self.bare), "cpu", home, num_slices=6, memory=policy)
+        self.plain = kind(self.bare.parameters(), **arguments)
+        self.ours = OffloadOptimizer(self.model, kind, states=form, **arguments, **more)
+        self.count = 0
+        self.round()
+
+    def round(self) -> None:
+        for p, state in self.plain.state.items():
+            for value in state.values():
+                if isinstance(value, Tensor) and p.dim() > 1 and value.shape == p.shape:
+                    value.copy_(rounded(value, self.form))
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.count += 1
+            x = torch.randn(8, 72, generator=torch.Generator().manual_seed(self.count))
+            for run, optimizer in ((self.bare, self.plain), (self.model, self.ours)):
+                (run(x) - 1).pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                self.round()
+
+    def compare(self) -> None:
+        for (name, p), q in zip(self.bare.named_parameters(), self.model.parameters(), strict=True):
+            assert torch.equal(p, q), name
+        expected, actual = self.plain.state_dict()["state"], self.ours.state_dict()["state"]
+        assert expected.keys() == actual.keys()
+        for key, p in enumerate(self.bare.parameters()):
+            full = in_full(actual[key], p.detach())
+            assert full.keys() == expected[key].keys()
+            for name, value in expected[key].items():
+                assert torch.equal(torch.as_tensor(full[name]), torch.as_tensor(value)), name
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload.optim.update_blocks, "MAX_BLOCK_BYTES", 4096)
+
+
+@forms
+@pytest.mark.parametrize("name", sorted(CLASSES))
+@pytest.mark.usefixtures("small_blocks")
+def test_training_is_that_of_the_class_with_states_rounded_after_each_step(home: str, name: str, form: Any) -> None:
+    twins = Twins(name, home, form)
+    twins.step(3)
+    twins.compare()
+
+
+@forms
+@pytest.mark.usefixtures("small_blocks")
+def test_updates_in_backward_and_shards_in_memory_round_alike(tmp_path: Path, form: Any) -> None:
+    twins = Twins("adamw", f"{tmp_path}/", form, update_in_backward=True)
+    twins.step()
+    for shards in ([], [0, 2], [1, 2, 3, 4, 5]):
+        twins.model._executor.keep_in_memory(shards)
+        twins.step()
+        twins.compare()
+
+
+@forms
+def test_bits_do_not_depend_on_how_updates_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any) -> None:
+    monkeypatch.setattr(offload.optim.state_forms, "PIECE", 512)
+    found = []
+    for update_block_bytes in (64, 4096, 16 << 20):
+        monkeypatch.setattr(offload.optim.update_blocks, "MAX_BLOCK_BYTES", update_block_bytes)
+        twins = Twins("adamw", f"{tmp_path}/{update_block_bytes}/", form, max_norm=0.1)
+        twins.step(3)
+        found.append([*twins.model.parameters(), *_tensors(twins.ours)])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [torch.as_tensor(v) for state in optimizer.state_dict()["state"].values() for v in state.values()]
+
+
+@forms
+def test_norms_biases_and_small_matrices_keep_states_in_full(home: str, form: Any) -> None:
+    model = OffloadModel(nn.Sequential(nn.Linear(64, 63), nn.LayerNorm(63), nn.Linear(63, 66)), "cpu", home)
+    optimizer = OffloadOptimizer(model, torch.optim.Adam, states=form)
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    kept = {0, 1, 2, 3, 5}  # 64 x 63 is less than 4,096
+    for number, state in optimizer.state_dict()["state"].items():
+        assert ("exp_avg" in state and state["exp_avg"].dtype == torch.float32) == (number in kept)
+    last = optimizer.state_dict()["state"][4]
+    if form == "8bit":
+        assert {k: (v.dtype, tuple(v.shape)) for k, v in last.items() if k != "step"} == {
+            "exp_avg:8bit": (torch.uint8, (66, 63)),
+            "exp_avg:scales": (torch.float32, (17,)),
+            "exp_avg_sq:8bit": (torch.uint8, (66, 63)),
+            "exp_avg_sq:scales": (torch.float32, (17,)),
+        }
+    else:
+        assert last["exp_avg"].dtype == last["exp_avg_sq"].dtype == torch.bfloat16
+
+
+@forms
+@pytest.mark.parametrize("through", ["checkpoint", "state_dict"])
+@pytest.mark.usefixtures("small_blocks")
+def test_a_resumed_run_continues_bit_for_bit(home: str, tmp_path: Path, form: Any, through: str) -> None:
+    first = Twins("adamw", f"{home}a/" if home != "cpu" else home, form)
+    first.step(2)
+    second = Twins("adamw", f"{home}b/" if home != "cpu" else home, form)
+    if through == "checkpoint":
+        save_checkpoint(tmp_path / "saved", first.model, first.ours)
+        load_checkpoint(tmp_path / "saved", second.model, second.ours)
+    else:
+        torch.save([first.model.state_dict(), first.ours.state_dict()], tmp_path / "saved.pt")
+        model, optimizer = torch.load(tmp_path / "saved.pt")
+        second.model.load_state_dict(model)
+        second.ours.load_state_dict(optimizer)
+    second.bare, second.plain, second.count = first.bare, first.plain, first.count
+    second.compare()
+    second.step(2)
+    second.compare()
+
+
+@pytest.mark.parametrize("there", [None, *FORMS], ids=str)
+@pytest.mark.parametrize("here", [None, *FORMS], ids=str)
+def test_a_checkpoint_of_one_form_loads_into_another(home: str, tmp_path: Path, there: Any, here: Any) -> None:
+    first = Twins("adamw", f"{home}a/" if home != "cpu" else home, here or "8bit")
+    if here is None:
+        first.ours = OffloadOptimizer(first.model, torch.optim.AdamW)
+    first.step(2)
+    second = Twins("adamw", f"{home}b/" if home != "cpu" else home, there or "8bit")
+    if there is None:
+        second.ours = OffloadOptimizer(second.model, torch.optim.AdamW)
+    save_checkpoint(tmp_path / "saved", first.model, first.ours)
+    load_checkpoint(tmp_path / "saved", second.model, second.ours)
+    saved, loaded = first.ours.state_dict()["state"], second.ours.state_dict()["state"]
+    for number, p in enumerate(layers().parameters()):
+        expected, actual = in_full(saved[number], p.detach()), in_full(loaded[number], p.detach())
+        for name, value in expected.items():
+            if there is not None and there != here and p.dim() > 1 and name != "step":
+                value = rounded(value, there)
+            assert torch.equal(actual[name], value)
+
+
+def test_states_that_do_not_belong_together_are_refused_and_change_nothing() -> None:
+    twins = Twins("adamw", "cpu", "8bit")
+    twins.step()
+    saved = twins.ours.state_dict()
+    for key, value, match in (
+        ("exp_avg:scales", None, "got torch.uint8 in shape .72, 72. and None"),
+        ("exp_avg:scales", torch.ones(3), "in shape .21,., got .* in shape .3,."),
+        ("exp_avg:8bit", torch.ones(72, 72), "of uint8 in shape .72, 72. .*, got torch.float32"),
+    ):
+        damaged = {number: dict(state) for number, state in saved["state"].items()}
+        if value is None:
+            del damaged[0][key]
+        else:
+            damaged[0][key] = value
+        with pytest.raises(ValueError, match=match):
+            twins.ours.load_state_dict({**saved, "state": damaged})
+    twins.compare()
+
+
+def test_an_optimizer_of_torch_refuses_states_in_8_bits() -> None:
+    twins = Twins("adamw", "cpu", "8bit")
+    twins.step()
+    twins.plain.load_state_dict(copy.deepcopy(twins.ours.state_dict()))
+    twins.bare(torch.ones(1, 72)).sum().backward()
+    with pytest.raises(KeyError, match="exp_avg"):
+        twins.plain.step()
+
+
+def test_a_scale_of_a_scaler_clipping_and_groups_reach_decoded_states(home: str) -> None:
+    """As without a scaler, whose powers of two change no bit."""
+    found = []
+    for scaled in (False, True):
+        torch.manual_seed(0)
+        model = OffloadModel(layers(), "cpu", f"{home}{scaled}/" if home != "cpu" else home)
+        groups = [{"params": "*bias", "weight_decay": 0.0, "lr": 0.003}, {"params": "*"}]
+        optimizer = OffloadOptimizer(model, torch.optim.AdamW, states="8bit", params=groups, max_norm=0.05, lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=128.0, enabled=scaled)
+        for k in range(3):
+            loss = model(torch.full((2, 72), float(k))).pow(2).mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        found.append([p.clone() for p in model.parameters()])
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-5) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"states": "4bit"}, ValueError, "expected None .*, torch.bfloat16 or '8bit', got states='4bit'"),
+        ({"states": torch.float16}, ValueError, "got states=torch.float16"),
+        ({"states": 8}, TypeError, "got int .states=8."),
+        ({"optimizer_class": torch.optim.Adafactor, "states": "8bit"}, TypeError, "Adafactor updates a matrix diff"),
+        ({"optimizer_class": torch.optim.SparseAdam, "states": "8bit"}, TypeError, "SparseAdam cannot be tried"),
+    ],
+)
+def test_what_cannot_be_stored_so_is_refused_at_construction(
+    arguments: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    model = OffloadModel(layers(), "cpu")
+    with pytest.raises(error, match=match):
+        OffloadOptimizer(model, **{"optimizer_class": torch.optim.Adam, **arguments})
+
+
+def test_a_sparse_gradient_of_an_encoded_state_is_refused_in_step(home: str) -> None:
+    table = nn.Embedding(200, 64, sparse=True)
+    model = OffloadModel(nn.Sequential(table, nn.Linear(64, 64)), "cpu", home)
+    optimizer = OffloadOptimizer(model, torch.optim.Adagrad, states="8bit")
+    model(torch.tensor([1, 2])).sum().backward()
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(TypeError, match="sparse gradient"):
+        optimizer.step()
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize(("form", "moved"), [(None, 36), (torch.bfloat16, 28), ("8bit", 24 + 4 / 64)], ids=str)
+@pytest.mark.usefixtures("small_blocks")
+def test_a_step_of_adam_with_clipping_moves_so_many_bytes_a_parameter(tmp_path: Path, form: Any, moved: float) -> None:
+    """Of matrices; and without what the slots keep between the passes."""
+    model = OffloadModel(
+        nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5))),
+        "cpu",
+        f"{tmp_path}/",
+        num_slices=5,
+        memory=MemoryPolicy.fixed(slots=2),
+    )
+    optimizer = OffloadOptimizer(model, torch.optim.Adam, states=form, max_norm=0.1)
+
+    def counted() -> tuple[int, int]:
+        s = model.statistics()
+        return s.bytes_loaded + s.update_bytes_read, s.bytes_stored + s.update_bytes_written
+
+    for _ in range(3):
+        before = counted()
+        model(torch.ones(2, 64)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = counted()
+    read, written = (b - a for a, b in zip(before, after, strict=True))
+    each = 64 * 64
+    states = (moved - 20) / 2
+    assert read == (5 * (8 + 4 + states) - 2 * 4) * each  # two shards are still in their slots when backward begins
+    assert written == 5 * (4 + 4 + states) * each
