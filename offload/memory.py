@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from offload.arguments import layer_bytes
 from offload.limits import MemoryLimits, check_place, limits_of, numbers_of
+from offload.mesh.sharding import least_of_ranks
 from offload.planning.budget import SMALLEST_BOUNDARIES, Layout, fit, parse_bytes, requirement
 from offload.planning.partition import SMALLEST_SHARD_BYTES, cut_layers, merge_small_layers
 from offload.policy import DEFAULT_MEMORY, MemoryPolicy, policy_of, warn_of_old_keywords
 from offload.telemetry.statistics import Meter
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["MemoryArguments", "layout_of", "limits_for", "memory_of"]
 
@@ -61,10 +66,11 @@ class MemoryArguments:
         return False
 
 
-def memory_of(memory: Any, *, plans: bool, **old: Any) -> MemoryArguments:
+def memory_of(memory: Any, *, plans: bool, mesh: DeviceMesh | None = None, **old: Any) -> MemoryArguments:
     """The arguments that concern memory, from ``memory`` and the deprecated keywords.
 
-    ``plans``: whether :data:`DEFAULT_MEMORY` stands for None: shards and recomputation are not given either.
+    ``plans``: whether :data:`DEFAULT_MEMORY` stands for None: shards and recomputation are not given either. ``mesh``:
+    its ranks take the least number that one of them was given.
     Raises TypeError or ValueError for what is no memory, or both.
     """
     if isinstance(memory, MemoryArguments):  # of the model that is copied
@@ -80,6 +86,11 @@ def memory_of(memory: Any, *, plans: bool, **old: Any) -> MemoryArguments:
         budget = given.get("memory_budget")
         return MemoryArguments(MemoryPolicy(**fields), False, None if budget is None else parse_bytes(budget))
     policy_given = policy_of(DEFAULT_MEMORY if memory is None and plans else memory)
+    if mesh is not None:  # also if this rank has no limit: the others would wait for it
+        number = None if policy_given is None else numbers_of(policy_given, torch.device("cpu"))[0]
+        least = least_of_ranks(mesh, number)
+        if policy_given is not None and least is not None:
+            policy_given = replace(policy_given, memory=least)
     return MemoryArguments(policy_given or MemoryPolicy(), bounds=policy_given is not None)
 
 
@@ -95,15 +106,17 @@ class _Needs:
         on_disk: bool,
         param_dtype: torch.dtype | None,
         outside: int,
+        ranks: int,
     ) -> None:
         #: Of what is in no shard, with gradients.
         self.outside = outside
         self.in_slot = layer_bytes(layers, param_dtype)
+        self._at_home, self._ranks = layer_bytes(layers), ranks
         self.gradients = layer_bytes(layers, trainable=True)
         self._slots = slots
         self.on_host = device.type == "cpu"
         #: Bytes of homes in host memory.
-        self.stored = 0 if on_disk else sum(layer_bytes(layers)) + sum(self.gradients)
+        self.stored = 0 if on_disk else -(-(sum(self._at_home) + sum(self.gradients)) // ranks)
         if self.on_host and not on_disk:
             # A home in the memory in which layers compute takes gradients as they are.
             self.gradients = [0] * len(layers)
@@ -111,7 +124,13 @@ class _Needs:
     def __call__(self, cuts: Sequence[int]) -> int:
         """On the compute device."""
         slots = requirement(self.in_slot, self.gradients, cuts, self._slots)[0]
-        return slots + self.outside + (self.stored if self.on_host else 0)
+        return slots + self.outside + (self.stored if self.on_host else 0) + self._buffers(cuts)
+
+    def _buffers(self, cuts: Sequence[int]) -> int:
+        """With several ranks: a shard that is gathered, and gradients of one that arrive."""
+        ends = list(itertools.accumulate(cuts))
+        each = (sum(self._at_home[end - count : end]) for end, count in zip(ends, cuts, strict=True))
+        return 0 if self._ranks == 1 else 2 * max(each, default=0)
 
     def finest(self) -> list[int]:
         """The cuts that need least: a shard for each layer, or one, which needs one slot."""
@@ -129,6 +148,7 @@ def layout_of(
     on_disk: bool,
     param_dtype: torch.dtype | None,
     outside: int = 0,
+    ranks: int = 1,
 ) -> tuple[Layout, MemoryPolicy, _Needs]:
     """Shards, slots and bytes for boundaries; the policy with these, and zeros where it leaves bytes open; the needs.
 
@@ -137,12 +157,13 @@ def layout_of(
         cuts: those of the model that is copied.
         on_disk: whether homes are files.
         outside: bytes that stay on the compute device besides slots.
+        ranks: processes that store a part each.
 
     Raises ValueError if a number is less than the least that these shards and slots need.
     """
     policy = memory.policy
     slots = policy.slots or 2
-    needs = _Needs(layers, slots, device=device, on_disk=on_disk, param_dtype=param_dtype, outside=outside)
+    needs = _Needs(layers, slots, device=device, on_disk=on_disk, param_dtype=param_dtype, outside=outside, ranks=ranks)
     if memory.budget_bytes is not None:
         in_slot, at_home = layer_bytes(layers, param_dtype), layer_bytes(layers)
         layout = fit(in_slot, at_home, memory.budget_bytes, shards=num_slices, slots=policy.slots)

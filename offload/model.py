@@ -30,11 +30,11 @@ from offload.files.pretrained import Pretrained
 from offload.limits import MemoryLimits
 from offload.loading import LoadingModule
 from offload.memory import layout_of, limits_for, memory_of
-from offload.mesh.sharding import Sharding, check_mesh
+from offload.mesh.sharding import Sharding, check_mesh, open_home
 from offload.optim.access import OptimizerAccess
 from offload.persistence import PersistentHome
 from offload.policy import MemoryPolicy
-from offload.storage import DiskHome, is_directory, open_tier
+from offload.storage import DiskHome, is_directory
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import open_lanes
 from offload.streaming.quantised import check_storable, separate, stored_tensors
@@ -97,7 +97,7 @@ class OffloadModel(LoadingModule):
         mesh: a ``DeviceMesh`` of processes that train the model together, each on its own rows: of one dimension
             (shard), or two (replicate, shard). Each rank stores a part of each parameter, its gradient and its
             optimizer states; all may pass one directory. ``parameters()`` are DTensors, and gradients are means over
-            ranks. All ranks make the same calls.
+            ranks. All ranks make the same calls. What does not stream is stored whole by each; ``memory`` is a rank's.
         gradient_divide_factor: with ``mesh``, divide sums of gradients by this instead of the number of ranks.
         resident: names of parameters of the layers that stay on the compute device, with their gradients and optimizer
             states, or shell patterns of such: ``"*.lora_*"`` for adapters over a frozen base that streams. None: all
@@ -161,10 +161,11 @@ class OffloadModel(LoadingModule):
         check_storable(parameters, named.values(), self.device)
         stored_parts = stored_tensors(named.items())
         check_separate(stored_parts)
-        called = getattr(type(self), "_kind", None)  # the class of a model that is called by its own forward
         quantised = [each.name for each in stored_parts if each.part_of is not None]
-        refused = {"blocks=": called, "memory=": memory, "memory_budget=": memory_budget, "resident=": resident}
-        refused["a model with quantised weights"] = quantised or None
+        called = getattr(type(self), "_kind", None)  # the class of a model that is called by its own forward
+        refused = {"memory_budget=": memory_budget, "a model with quantised weights": quantised or None}
+        if called is not None and isinstance(offload_device, DiskHome):
+            refused["DiskHome(keep=True) with blocks="] = offload_device.keep or None
         mesh = check_mesh(mesh, gradient_divide_factor, self.device, refused)
         staying = chosen(named, resident, offload_device)
         separate([model] if isinstance(model, nn.Module) else named.values())
@@ -175,6 +176,7 @@ class OffloadModel(LoadingModule):
         resources = memory_of(
             memory,
             plans=plans,
+            mesh=mesh,
             memory_budget=memory_budget,
             num_slots=num_slots,
             boundary_bytes=boundary_bytes,
@@ -193,6 +195,7 @@ class OffloadModel(LoadingModule):
             on_disk=is_directory(offload_device),
             param_dtype=param_dtype,
             outside=bytes_staying(self._around.values(), staying, param_dtype),
+            ranks=1 if mesh is None else mesh.size(mesh.ndim - 1),
         )
         owners = self._owners(model, named)
         stored = {} if pretrained is None else Pretrained.at(pretrained).match(owners)[0]
@@ -213,10 +216,7 @@ class OffloadModel(LoadingModule):
         self._taken_later = {name for layer in layers[1:] for name in names_taken(layer)}
         self._meter = Meter(self.device)
         sharding = None if mesh is None else Sharding(mesh, gradient_divide_factor, self._meter)
-        if sharding is None:
-            self._tier = open_tier(offload_device, self.device, keeps=True)
-        else:
-            self._tier = sharding.open_tier(offload_device, self.device)
+        self._tier = open_home(offload_device, self.device, sharding)
         with contextlib.ExitStack() as undo:
             # A failure from here on, such as a full disk or an interrupt, leaves the layers as they were.
             undo.callback(self._tier.close)
@@ -225,13 +225,12 @@ class OffloadModel(LoadingModule):
             undo.callback(_release, self._memory_limits)
             self._persistent_home = PersistentHome(self._tier, named, stored, self._around, sharding)
             # With a mesh, homes do not hold whole values to restore.
-            replaced = self._persistent_home.values if sharding is None else {p: p for _, p in parameters}
+            every = nn.ModuleList(owners.values()).parameters()
+            replaced = self._persistent_home.values if sharding is None else {*every}
             undo.callback(Rollback(owners.values(), replaced).restore)
-            if sharding is None:
-                # A copy that changes the type is converted on the host, which must not block this thread.
-                lanes = open_lanes(self.device, blocking_io=self._tier.blocking_io or param_dtype is not None)
-            else:
-                lanes = sharding.open_lanes(self.device)
+            # A copy that changes the type is converted on the host, which must not block this thread.
+            blocking = self._tier.blocking_io or param_dtype is not None
+            lanes = sharding.open_lanes(self.device) if sharding else open_lanes(self.device, blocking_io=blocking)
             undo.callback(lanes.close)
             self._executor = Executor(
                 named,

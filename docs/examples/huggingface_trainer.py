@@ -32,7 +32,7 @@ def rows(number: int = 64) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def llama(home: Path | None) -> Any:
+def llama(home: Path | None, dropout: float = 0.1) -> Any:
     """A small Llama; its blocks stream from files in ``home``, if there is one."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -41,7 +41,7 @@ def llama(home: Path | None) -> Any:
         num_hidden_layers=4,
         num_attention_heads=2,
         intermediate_size=64,
-        attention_dropout=0.1,
+        attention_dropout=dropout,
         tie_word_embeddings=True,
     )
     model = LlamaForCausalLM(config)

@@ -70,13 +70,13 @@ def model_in(folder: Path, dropout: float = 0.1) -> str:
     return str(folder)
 
 
-def sentence_transformer(folder: str, home: Path | None) -> Any:
-    """The model; its transformer streams from files in ``home``, if there is one."""
+def sentence_transformer(folder: str, home: Path | None, **how: Any) -> Any:
+    """The model; its transformer streams from files in ``home``, if there is one. ``how``: of an ``OffloadModel``."""
     transformer = Transformer(folder)
     pooling = Pooling(transformer.get_embedding_dimension(), "mean")
     if home is not None:
         transformer.model = OffloadModel(
-            transformer.model, "cpu", home, checkpoint_activation=True, blocks="encoder.layer"
+            transformer.model, "cpu", home, checkpoint_activation=True, blocks="encoder.layer", **how
         )
     return SentenceTransformer(modules=[transformer, pooling], device="cpu")
 
@@ -107,24 +107,25 @@ def train(
     steps: int = 6,
     resume: bool = False,
     kind: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    make_model: Callable[[str, Path | None], Any] = sentence_transformer,
     **options: Any,
 ) -> Any:
     """Trains for 6 steps, or stops before; returns the trainer."""
-    arguments = SentenceTransformerTrainingArguments(
-        output_dir=str(output),
-        per_device_train_batch_size=16,
-        max_steps=6,
-        warmup_steps=2,
-        max_grad_norm=1.0,
-        logging_steps=1,
-        save_steps=3,
-        seed=1,
-        use_cpu=True,
-        disable_tqdm=True,
-        report_to=[],
+    chosen: dict[str, Any] = {
+        "per_device_train_batch_size": 16,
+        "max_steps": 6,
+        "warmup_steps": 2,
+        "max_grad_norm": 1.0,
+        "logging_steps": 1,
+        "save_steps": 3,
+        "seed": 1,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "report_to": [],
         **options,
-    )
-    model = sentence_transformer(folder, home)
+    }
+    arguments = SentenceTransformerTrainingArguments(output_dir=str(output), **chosen)
+    model = make_model(folder, home)
     trainer = SentenceTransformerTrainer(
         model=model,
         args=arguments,

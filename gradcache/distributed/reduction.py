@@ -11,6 +11,8 @@ Guarantees
       process used keeps its ``.grad``; if only some processes used it, its gradient counts as 0 in the others.
     * Trainable parts outside towers (a loss, a head, ``process_fn``) are averaged as well: they are found in the
       functions, see ``used_modules``. A trainable tensor that is not found is refused before any ``.grad`` is written.
+    * Towers with DTensors as parameters (``fully_shard``, ``OffloadModel`` with ``mesh=``) reduce their own gradients.
+      Other parameters of such a tower, and trainable parts outside that are found, are averaged beside them.
     * The caller's own forward of a wrapper, in the same backward or across a step, is reduced by the wrapper.
 
 Limits: communication hooks registered on DistributedDataParallel are not called. If a process fails inside a step, the
@@ -101,7 +103,7 @@ class Reduction:
 
     Args:
         models: the towers; gradients of those wrapped in DistributedDataParallel, or that contain one, are averaged.
-        heads: other trainable modules and tensors; averaged if any tower is.
+        heads: other trainable modules and tensors; averaged if any tower is, or has DTensors as parameters.
 
     Raises:
         ValueError: if towers are wrapped with different process groups.
@@ -112,19 +114,21 @@ class Reduction:
         groups = {id(model.process_group): model.process_group for model in self._wrapped}
         if len(groups) > 1:
             raise ValueError("expected all towers in one process group, got several; wrap them with the same one")
-        self._group: dist.ProcessGroup | None = next(iter(groups.values()), None)
+        #: Over which means are taken, one after the other: those of each dimension of a mesh.
+        self._groups: list[dist.ProcessGroup | None] = [*groups.values()] or _groups_of_mesh(models)
         #: The averaged tensors, by ``id``, and all that are expected in a graph.
         self._members: set[int] = set()
         for model in self._wrapped:
             ignored = set(getattr(model, "parameters_to_ignore", ()))
             self._members |= {id(p) for name, p in model.module.named_parameters() if name not in ignored}
-        if self._wrapped:
-            self._members |= {id(tensor) for tensor in heads.parameters()}
+        if self._groups:
+            mixed = (p for model in models if _mesh_of(model) is not None for p in model.parameters())
+            self._members |= {id(p) for p in (*heads.parameters(), *mixed) if not hasattr(p, "device_mesh")}
         self._known = self._members | {id(p) for model in models for p in model.parameters()}
         self._known |= {id(tensor) for model in models for tensor in getattr(model, "tensors", ())}
 
     def __bool__(self) -> bool:
-        return bool(self._wrapped)
+        return bool(self._groups)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -146,7 +150,7 @@ class Reduction:
 
     def check(self, output: Any, given: Any) -> None:
         """Raises ValueError if the gradient of a trainable leaf of ``output`` that is not ``given`` is not averaged."""
-        if not self._wrapped:
+        if not self._wrapped:  # the leaves of a graph of other towers are not their parameters
             return
         known = self._known | {id(tensor) for tensor in tensors_in(given)}
         unknown = [tuple(leaf.shape) for leaf in leaves_of(*tensors_in(output)) if id(leaf) not in known]
@@ -166,7 +170,8 @@ class Reduction:
         used = torch.tensor(
             [gradients[k] is not None for k in mine], dtype=torch.int32, device=parameters[mine[0]].device
         )
-        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
+        for group in self._groups:
+            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
         taking_part = [k for k, flag in zip(mine, used.tolist(), strict=True) if flag]
         for k in taking_part:
             gradients[k] = _dense(gradients[k], parameters[k])
@@ -177,10 +182,22 @@ class Reduction:
     def _average_bucket(self, bucket: list[int], gradients: list[Tensor | None]) -> None:
         parts = [gradient for k in bucket if (gradient := gradients[k]) is not None]
         flat = torch.cat([part.reshape(-1) for part in parts])
-        dist.all_reduce(flat, group=self._group)
-        flat /= dist.get_world_size(self._group)
+        for group in self._groups:
+            dist.all_reduce(flat, group=group)
+            flat /= dist.get_world_size(group)
         for k, part, mean in zip(bucket, parts, flat.split([part.numel() for part in parts]), strict=True):
             gradients[k] = part.copy_(mean.view_as(part))
+
+
+def _groups_of_mesh(models: Sequence[nn.Module]) -> list[dist.ProcessGroup | None]:
+    """The groups of the mesh on which the parameters of a tower are DTensors; none without one."""
+    mesh = next((found for model in models if (found := _mesh_of(model)) is not None), None)
+    return [] if mesh is None else [*mesh.get_all_groups()]
+
+
+def _mesh_of(model: nn.Module) -> Any:
+    """The mesh on which parameters of a module are DTensors; None without any."""
+    return next((p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")), None)
 
 
 def _dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:

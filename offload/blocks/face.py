@@ -6,11 +6,12 @@ The object shares all attributes of the model, and its class derives from the mo
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -110,6 +111,11 @@ class ModelWithBlocks(ReportingModule):
         """Where the model computes: trainers do not move a model that has such a map."""
         return {"": self.device}
 
+    @property
+    def is_distributed_loading_by_transformers(self) -> bool:
+        """Whether gradients are reduced by the model itself: the Trainer does not wrap such a model."""
+        return self._arguments["mesh"] is not None
+
     # --- construction -------------------------------------------------------------------------------------------
 
     def _adopt(self, model: nn.Module) -> None:
@@ -149,8 +155,11 @@ class ModelWithBlocks(ReportingModule):
         """Moves what is outside of the blocks to the compute device, and lets the executor run the blocks' calls."""
         place_outside(self._around, self.device, values)
         outside = parameters_outside(self, self._blocks)
+        executor.public.replicate(outside, self._around.values())
         staying = set(outside.values())
-        parts = [each for each in stored_tensors([("", self)]) if each.part_of is not None and each.part_of in staying]
+        # With a mesh, no parameter is taken apart.
+        stored = [] if executor.public.sharded else stored_tensors([("", self)])
+        parts = [each for each in stored if each.part_of is not None and each.part_of in staying]
         for each in parts:
             for tensor in (each.parameter, *each.aliases):
                 tensor.data = tensor.data.to(self.device)
@@ -180,8 +189,14 @@ class ModelWithBlocks(ReportingModule):
 
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_model()
-        with nullcontext() if self._casts is None else self._casts:
+        with self._computing():
             return self._run_checked(inputs, kwargs)
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """A context in which what is outside of the blocks is as the model's forward computes with it."""
+        with self._executor.public.whole(), nullcontext() if self._casts is None else self._casts:
+            yield
 
     def _run_checked(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._brought((inputs, self._without_cache(kwargs)))
@@ -231,7 +246,7 @@ class ModelWithBlocks(ReportingModule):
             output = self._forward_on(self._brought((args, self._without_cache(kwargs))))
             return output if output_fn is None else output_fn(output)
 
-        with nullcontext() if self._casts is None else self._casts:
+        with self._computing():
             tape, outputs = self._executor.run_many(forward, chunks)
         return outputs, tape
 
@@ -262,6 +277,7 @@ class ModelWithBlocks(ReportingModule):
         if self._casts is not None:
             self._casts.end()  # an interrupt may have left casts in place
         self._executor.check_structure()
+        self._executor.public.take_settings()  # before the first block: they decide whether there will be a backward
         if torch.is_grad_enabled():
             if saved_tensor_hooks() is not None and lasting_hooks() is None:
                 raise RuntimeError(
@@ -292,6 +308,7 @@ class ModelWithBlocks(ReportingModule):
 
     def _bare(self, memo: dict[int, Any]) -> nn.Module:
         """A copy of the model, which is not offloaded."""
+        self._refuse_copies()
         self._executor.streamer.apply_pending_updates()
         bare: nn.Module = self._kind.__new__(self._kind)
         memo[id(self)] = bare

@@ -128,9 +128,8 @@ class BlockForwards(MovableHomes):
 
     def _glue(self, chunks: int) -> Glue:
         if not self._within:
-            self._within = {
-                id(s.parameter if s.part_of is None else s.part_of): s.name for shard in self.shards for s in shard.own
-            }
+            for s in itertools.chain.from_iterable(shard.own for shard in self.shards):
+                self._within.update(self.public.names(s))
         return Glue(chunks, len(self.blocks), self._within, self.leaf_gradients, self._meter.begin_code_before)
 
     def run_one(self, forward: Forward, inputs: Any) -> tuple[Tape | None, list[Any]]:
@@ -237,6 +236,7 @@ class BlockForwards(MovableHomes):
                 self.streamer.release()
                 self.assigned_data.store()
             resident = self.streamer.resident()
+            self.public.begin_block(str(block), f"in-slots:{sorted(resident)}".replace(" ", ""))
             if j not in resident and not self.shards[j].in_place:
                 if len(resident) >= self.streamer.slots:
                     self.streamer.evict_one()

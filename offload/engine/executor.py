@@ -94,7 +94,7 @@ class Executor(BlockForwards):
         if sharding is None:
             self.shards, self.layer_homes = make_shards(named, cuts, tier, param_dtype, values, self.resident)
         else:
-            self.shards, self.layer_homes = sharding.make_shards(named, cuts, tier, param_dtype, values)
+            self.shards, self.layer_homes = sharding.make_shards(named, cuts, tier, param_dtype, values, self.resident)
         move_buffers(layers.values(), device)
         #: Names of the quantised parameters.
         self.quantised = {s.part_of: s.name for shard in self.shards for s in shard.own if s.part_of is not None}
@@ -376,6 +376,7 @@ class Executor(BlockForwards):
             if tape.glue is not None and reach.shard > 0:  # inputs that code after those shards has used
                 input_gradients = [tape.glue.of_inputs(i) for i in range(m)]
             taken = gradient_offload.pop_returned() | ({} if tape.glue is None else tape.glue.take())
+            taken = self.public.store_replicated(taken) if accumulate else taken
             # The next micro-batch reuses the slots; else the next forward begins with empty ones anyway.
             if not reuses_slots:
                 self.streamer.wait_for_home_reads()

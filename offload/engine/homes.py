@@ -12,7 +12,7 @@ from offload.engine.cell import ShardRunner
 from offload.engine.cell_executor import CellExecutor
 from offload.engine.exclusive import ExclusivePasses
 from offload.engine.measured import step_model
-from offload.engine.memory_planner import MemoryPlanner
+from offload.engine.mesh_planner import planner_for
 from offload.engine.references import References
 from offload.engine.regroup import looks_across_rows
 from offload.engine.shard_parts import ShardParts
@@ -200,8 +200,9 @@ class MovableHomes(ExclusivePasses):
             runner.measures_graphs = True
         if self.device.type == "cpu":
             self._tier.limit_staging(limits.device_bytes // STAGING_SHARE)
+        self.steps.reserve(self.public, self.public.buffer_bytes)
         self.planned = limits, policy
-        self.steps.planner = MemoryPlanner(limits, policy, self)
+        self.steps.planner = planner_for(limits, policy, self)
 
     def cell_bytes(self) -> int | None:
         """Bytes that the activations of a cell of joined chunks may take; None if that is not planned."""

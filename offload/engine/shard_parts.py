@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from offload.engine.cell import ShardRunner
 from offload.engine.cell_executor import CellExecutor
-from offload.engine.memory_planner import MemoryPlanner
+from offload.engine.mesh_planner import planner_for
 from offload.engine.references import References
 from offload.engine.steps import Steps
 from offload.storage import Tier
@@ -62,7 +62,7 @@ class ShardParts:
             on_host=device.type == "cpu",
         )
         if executor.planned is not None:
-            steps.planner = MemoryPlanner(*executor.planned, executor)
+            steps.planner = planner_for(*executor.planned, executor)
         stored = [s.parameter for layer in executor.layer_homes.places for s in layer]
         watched = [p for runner in runners for _, p in runner.watched.parameters]
         return cls(

@@ -21,10 +21,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from offload.mesh.parts import Part, offsets_of
+from offload.mesh.parts import Part, WholePart, offsets_of
 from offload.mesh.ranks import Ranks
 from offload.mesh.replicas import add_over_replicas
 from offload.mesh.traffic import widened
@@ -37,7 +36,7 @@ from offload.streaming.shard import Shard
 if TYPE_CHECKING:
     from offload.mesh.shard import MeshShard
 
-__all__ = ["MeshGradientOffload", "row_bytes"]
+__all__ = ["MeshGradientOffload", "means_of_parts"]
 
 
 class MeshGradientOffload(GradientOffload):
@@ -54,6 +53,8 @@ class MeshGradientOffload(GradientOffload):
         self._deferred: list[Callable[[], None]] = []
         #: Bytes of whole gradients that are being reduced.
         self._reducing = 0
+        #: Gradients of what each rank stores whole, reduced at the end of the backward.
+        self._whole: dict[nn.Parameter, Tensor] = {}
 
     def drain(self, shard: Shard, gradients: list[Tensor | None]) -> None:
         """Starts to reduce the ``gradients`` of the last visit. Those before are stored meanwhile."""
@@ -66,6 +67,9 @@ class MeshGradientOffload(GradientOffload):
                     f"the gradient of {shard.slices[position].name} is sparse, which is not supported with mesh=; use "
                     f"a layer with sparse=False"
                 )
+        self._take_whole(cast("MeshShard", shard), gradients)
+        if not _trainable(cast("MeshShard", shard)):
+            return
         self._reducing = sum(g.numel() * g.element_size() for g in gradients if g is not None)
         self._meter.hold(self._reducing)
         parts: list[Tensor | None] = [None] * len(gradients)
@@ -85,9 +89,24 @@ class MeshGradientOffload(GradientOffload):
 
         self._deferred.append(store)
 
+    def _take_whole(self, shard: MeshShard, gradients: list[Tensor | None]) -> None:
+        for k, part in enumerate(shard.parts):
+            gradient = gradients[k]
+            if gradient is None or not isinstance(part, WholePart):
+                continue
+            stored, gradients[k] = shard.owner_of(k)[1].parameter, None
+            known = self._whole.get(stored)
+            self._whole[stored] = gradient.to(part.dtype) if known is None else known + gradient.to(part.dtype)
+
+    def pop_returned(self) -> dict[nn.Parameter, Tensor]:
+        """Gradients of this rank that are not reduced yet, since each rank stores the parameters whole."""
+        whole, self._whole = self._whole, {}
+        return super().pop_returned() | whole
+
     def update(self, shard: Shard) -> None:
-        """Starts to update a shard once its gradients are reduced."""
-        self._deferred.append(partial(super().update, shard))
+        """Starts to update a shard once its gradients are reduced; nothing if none were."""
+        if _trainable(cast("MeshShard", shard)):
+            self._deferred.append(partial(super().update, shard))
 
     def wait_idle(self) -> None:
         """Waits until all gradients are stored, at the end of the backward."""
@@ -97,6 +116,7 @@ class MeshGradientOffload(GradientOffload):
     def cancel(self) -> None:
         """Resets all state after a failure, once no copy is running."""
         self._deferred.clear()
+        self._whole.clear()
         self._release()
         super().cancel()
 
@@ -110,24 +130,33 @@ class MeshGradientOffload(GradientOffload):
         self._reducing = 0
 
 
-def row_bytes(shard: MeshShard) -> int:
-    """Bytes that one rank sends to each other one for the gradients of a shard."""
-    return offsets_of(shard.parts[k] for k in _trainable(shard))[1] + aligned(len(_trainable(shard)))
-
-
-def _trainable(shard: Shard) -> list[int]:
-    return [k for k, s in enumerate(shard.slices) if s.parameter.requires_grad]
+def _trainable(shard: MeshShard) -> list[int]:
+    """The positions of parameters of which gradients are stored in parts."""
+    each = zip(shard.slices, shard.parts, strict=True)
+    return [k for k, (s, part) in enumerate(each) if s.parameter.requires_grad and not isinstance(part, WholePart)]
 
 
 def _reduce(shard: MeshShard, gradients: list[Tensor | None], reduced: list[Tensor | None], ranks: Ranks) -> None:
     """Fills ``reduced`` with this rank's part of the mean of each gradient; empties ``gradients``. On the lane."""
     positions = _trainable(shard)
-    parts = [shard.parts[k] for k in positions]
+    whole = [gradients[k] for k in positions]
+    gradients[:] = [None] * len(gradients)
+    means = means_of_parts([shard.parts[k] for k in positions], whole, ranks)
+    for k, mean in zip(positions, means, strict=True):
+        reduced[k] = mean
+
+
+def means_of_parts(parts: Sequence[Part], gradients: list[Tensor | None], ranks: Ranks) -> list[Tensor | None]:
+    """This rank's parts of the means over ranks of whole ``gradients``; empties the list. On the lane of ranks.
+
+    None for a gradient that no rank has. What a rank sends to each other one are the bytes of ``parts``, and one for
+    each of them in whole cache lines.
+    """
     offsets, flags = offsets_of(parts)
-    nbytes = row_bytes(shard)
+    nbytes = flags + aligned(len(parts))
     sent = ranks.staging(ranks.count * nbytes).view(ranks.count, nbytes)
-    for n, (k, part, offset) in enumerate(zip(positions, parts, offsets, strict=True)):
-        gradient, gradients[k] = gradients[k], None
+    for n, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
+        gradient, gradients[n] = gradients[n], None
         sent[:, flags + n] = gradient is not None
         for rank in range(ranks.count):
             begin, end = part.span(rank)
@@ -137,8 +166,10 @@ def _reduce(shard: MeshShard, gradients: list[Tensor | None], reduced: list[Tens
     totals = _sums_of_all(sent, parts, ranks)
     if ranks.replicas > 1:
         totals = add_over_replicas(totals, parts, ranks)
-    for k, part, total in zip(positions, parts, totals, strict=True):
-        reduced[k] = None if total is None else total.div_(ranks.divide_factor).to(part.dtype)
+    return [
+        None if total is None else total.div_(ranks.divide_factor).to(part.dtype)
+        for part, total in zip(parts, totals, strict=True)
+    ]
 
 
 def _sums_of_all(sent: Tensor, parts: Sequence[Part], ranks: Ranks) -> list[Tensor | None]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offload.planning.partition import aligned
 
-__all__ = ["Part", "offsets_of"]
+__all__ = ["Part", "WholePart", "offsets_of"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,25 @@ class Part:
         begin, end = self.span(rank)
         flat = memory[offset : offset + self.stored_bytes(rank)].view(self.dtype)
         return flat.as_strided((end - begin, *self.shape[1:]), self.stride)
+
+
+class WholePart(Part):
+    """What each rank stores of a parameter that all of them store whole."""
+
+    @classmethod
+    def of(cls, name: str, parameter: Tensor, ranks: int) -> WholePart:
+        """The part of a parameter of any shape and layout."""
+        stride = torch.empty_like(parameter, device="meta").stride()
+        return cls(name, tuple(parameter.shape), tuple(stride), parameter.dtype, ranks)
+
+    @property
+    def nbytes(self) -> int:
+        """Nothing is sent."""
+        return 0
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """All rows."""
+        return 0, self.shape[0] if self.shape else 1
 
 
 def offsets_of(parts: Iterable[Part]) -> tuple[Sequence[int], int]:

@@ -1,49 +1,26 @@
-"""The parameters that users see: without a mesh those of the layers, with one DTensors whose local part is the home.
+"""The parameters that users see, and how passes of all ranks agree: here without a mesh, where nothing differs.
 
-Outside of forward and backward the layers hold the DTensors; in a pass they hold the whole plain tensors. An optimizer,
-``clip_grad_norm_``, an average, ``state_dict()`` or ``torch.distributed.checkpoint`` therefore work on stored values
-without knowing of homes.
-
-Gradients of DTensors are set by users, too (``zero_grad``, clipping). So they are taken over before each pass and each
-step, and shown again after each pass.
-
-An update may stay pending as long as nobody can read a DTensor without asking the model. As in
-:mod:`offload.engine.references`, references are counted: here those that the model alone has are known by counting
-them when they are made.
+With a mesh it is :class:`offload.mesh.replicated.MeshParameters`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-import sys
-import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack
 
 from offload.mesh.elementwise import check_elementwise
-from offload.planning.plan import Kind
 from offload.planning.planner import Pass
-from offload.planning.residency import Residency
 from offload.streaming.slices import Slice
-from pipe.torch_private import has_hooks, native_uses, storage_uses
 
 if TYPE_CHECKING:
-    from offload.mesh.parts import Part
     from offload.mesh.ranks import Ranks
-    from offload.mesh.shard import MeshShard
     from offload.optim.optimizer import OffloadOptimizer
 
-__all__ = ["PublicParameters", "ShardedParameters"]
-
-#: The actions of a plan that are collectives, or decide what collectives find.
-_COMMON = (Kind.LOAD, Kind.EVICT, Kind.DRAIN, Kind.UPDATE_IN_BACKWARD)
+__all__ = ["PublicParameters"]
 
 
 class PublicParameters:
@@ -52,6 +29,8 @@ class PublicParameters:
     #: Whether each rank stores a part only; if so, the ranks that do together.
     sharded = False
     ranks: Ranks | None = None
+    #: Host memory that collectives take, beside the slots.
+    buffer_bytes = 0
 
     def of(self, s: Slice) -> nn.Parameter:
         """The parameter that users see for a stored one."""
@@ -63,6 +42,21 @@ class PublicParameters:
 
     def refuse_requests(self, requested: Sequence[nn.Parameter]) -> None:
         """Raises RuntimeError if autograd itself cannot return the gradients that a backward asks for."""
+
+    def names(self, s: Slice) -> dict[int, str]:
+        """The name of a stored parameter by the ``id`` of each object that code may use for it."""
+        return {id(s.parameter if s.part_of is None else s.part_of): s.name}
+
+    def stored(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What is stored of a parameter that users see."""
+        return parameter
+
+    def replicate(self, named: Mapping[str, nn.Parameter], modules: Iterable[nn.Module]) -> None:
+        """Takes the parameters of ``modules`` that do not stream, and that each process stores whole."""
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which modules hold the parameters that they compute with, around passes."""
+        return contextlib.nullcontext()
 
     def in_layers(self) -> contextlib.AbstractContextManager[None]:
         """A context in which layers hold the parameters that they compute with."""
@@ -76,6 +70,17 @@ class PublicParameters:
 
     def begin_pass(self, this: Pass, *, stores: bool = True) -> None:
         """Called before the first action of a pass; ``stores``: whether a backward stores gradients."""
+
+    def begin_block(self, name: str, words: str) -> None:
+        """Called before a block runs outside of a pass; ``words``: what its load depends on."""
+
+    def compare(self, what: str, number: float) -> list[float]:
+        """The ``number`` of each rank, at a point that all of them reach: the begin of ``what``."""
+        return [number]
+
+    def store_replicated(self, gradients: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Stores gradients of what each process stores whole, after a backward; returns what is left to autograd."""
+        return gradients
 
     def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool | None:
         """Whether other code holds what users see; None: the engine's own references tell."""
@@ -97,7 +102,7 @@ class PublicParameters:
         """Called at the beginning of a step."""
 
     def local(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """What is stored of parameters that users see."""
+        """What is stored of parameters that users see, without what another process counts in a norm."""
         return list(parameters)
 
     def total_norm(self, norm: Tensor) -> Tensor:
@@ -111,281 +116,3 @@ class PublicParameters:
     def stored_state(self, s: Slice, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """What this process stores of a state that users loaded."""
         return state
-
-
-@dataclass(frozen=True, eq=False)
-class _Parameter:
-    """One parameter in its three forms."""
-
-    stored: nn.Parameter
-    whole: nn.Parameter
-    shown: nn.Parameter
-    part: Part
-
-
-class ShardedParameters(PublicParameters):
-    """DTensors for the stored parameters of ``shards``."""
-
-    sharded = True
-
-    def __init__(self, shards: Sequence[MeshShard], ranks: Ranks) -> None:
-        self._shards = shards
-        self._ranks = self.ranks = ranks
-        self._all = [
-            _Parameter(s.parameter, here.parameter, self._new(s.parameter, here.parameter, part), part)
-            for shard in shards
-            for s, here, part in zip(shard.own, shard.slices, shard.parts, strict=False)
-        ]
-        self._by_stored = {p.stored: p for p in self._all}
-        self._by_shown = {p.shown: p for p in self._all}
-        self._by_whole = by_whole = {p.whole: p for p in self._all}
-        for shard in shards:
-            shard.shown.update((there.parameter, self.of(there)) for there in shard.at_home)
-        modules = dict.fromkeys(m for shard in shards for layer in shard.layers for m in layer.modules())
-        #: Where layers hold parameters.
-        self._places = [
-            (module._parameters, key, by_whole[p])
-            for module in modules
-            for key, p in module._parameters.items()
-            if p is not None
-        ]
-        #: Stored gradients, each with the DTensor that shows it; the same of states of optimizers.
-        self._gradients: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
-        self._states: dict[nn.Parameter, dict[str, tuple[Tensor, Tensor]]] = {}
-        #: References to the gradients that the model itself has shown, see :meth:`_references`.
-        self._known_gradients: dict[nn.Parameter, tuple[object, ...]] = {}
-        self._show()
-        self._known = self._references(Counter(p.shown for p in self._all))
-        self._known_homes = [0 if shard.home is None else storage_uses(shard.home.tensor) for shard in shards]
-
-    def _new(self, stored: nn.Parameter, whole: nn.Parameter, part: Part) -> nn.Parameter:
-        shown = nn.Parameter(self._wrap(_by_itself(stored.detach()), part), stored.requires_grad)
-        vars(shown).update({key: value for key, value in vars(whole).items() if key not in vars(shown)})
-        return shown
-
-    def _wrap(self, local: Tensor, part: Part) -> Tensor:
-        """A DTensor whose local part shares the memory of ``local``."""
-        from torch.distributed.tensor import DTensor, Replicate, Shard
-
-        replicas = [Replicate()] * (self._ranks.mesh.ndim - 1)
-        wrapped: Tensor = DTensor.from_local(
-            local,
-            self._ranks.mesh,
-            [*replicas, Shard(0)],
-            run_check=False,
-            shape=torch.Size(part.shape),
-            stride=part.stride,
-        )
-        return wrapped
-
-    def of(self, s: Slice) -> nn.Parameter:
-        """The DTensor of a stored parameter."""
-        return self._by_stored[s.parameter].shown
-
-    def for_autograd(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-        """The DTensors: else a request for their gradients would find no graph, and pass for "there is none"."""
-        return [self._by_whole[p].shown if p in self._by_whole else p for p in parameters]
-
-    def refuse_requests(self, requested: Sequence[nn.Parameter]) -> None:
-        """Raises RuntimeError: gradients of DTensors are stored, and never returned."""
-        names = [self._by_whole[p].part.name for p in requested if p in self._by_whole]
-        if names:
-            raise RuntimeError(
-                f"gradients of parameters are requested ({', '.join(names[:3])}), by torch.autograd.grad, inputs= or a "
-                f"hook; with mesh= they are summed over ranks and stored in .grad: call backward() without inputs=. "
-                f"Of the schedules of torch.distributed.pipelining take one without a backward for weights alone "
-                f"(Schedule1F1B, ScheduleInterleaved1F1B)"
-            )
-
-    # --- before and after passes ----------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def in_layers(self) -> Iterator[None]:
-        """A context in which layers hold whole parameters, and gradients are the stored ones."""
-        self.take_gradients()
-        try:
-            for register, key, p in self._places:
-                register[key] = p.whole
-            yield
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            self._ranks.raised(error)
-            raise
-        finally:
-            self._show()
-
-    def _show(self) -> None:
-        for register, key, p in self._places:
-            register[key] = p.shown
-        new = []
-        for p in self._all:
-            gradient = p.stored.grad
-            if gradient is None:
-                p.shown.grad = None
-            elif self._shown_gradient(p) is not gradient:
-                self._gradients[p.stored] = gradient, self._wrap(gradient.detach(), p.part)
-                p.shown.grad = self._gradients[p.stored][1]
-                new.append(p)
-        gradient = None
-        self._known_gradients.update((p.stored, self._gradient_references(p)) for p in new)
-
-    def _shown_gradient(self, p: _Parameter) -> Tensor | None:
-        """The stored gradient that the DTensor's ``.grad`` shows, if it is the one that was shown last."""
-        stored, shown = self._gradients.get(p.stored, (None, None))
-        return stored if p.shown.grad is shown and shown is not None else None
-
-    def take_gradients(self) -> None:
-        """Takes over gradients that were set, replaced or removed."""
-        for p in self._all:
-            gradient = p.shown.grad
-            if gradient is None:
-                p.stored.grad = None
-                self._gradients.pop(p.stored, None)
-            elif (known := self._shown_gradient(p)) is not None:
-                p.stored.grad = known
-            else:
-                local = gradient.to_local()  # type: ignore[attr-defined]
-                p.stored.grad = local
-                self._gradients[p.stored] = local, gradient
-
-    @staticmethod
-    @torch.no_grad()
-    def _references(tensors: Iterable[Any]) -> dict[int, tuple[int, ...]]:
-        """By identity of each DTensor: numbers of references to it, and to its local part and by views of that."""
-        found: dict[int, tuple[int, ...]] = {}
-        for tensor in tensors:
-            local = tensor.to_local()
-            of_local = sys.getrefcount(local), native_uses(local)
-            found[id(tensor)] = sys.getrefcount(tensor), weakref.getweakrefcount(tensor), *of_local
-        return found
-
-    def _gradient_references(self, p: _Parameter) -> tuple[object, ...]:
-        stored, shown = self._gradients[p.stored]
-        # Users of its memory as well: to_local() returns another view each time.
-        return sys.getrefcount(stored), storage_uses(stored), *self._references([shown]).values()
-
-    def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool:
-        """Whether other code holds DTensors, their gradients or views of homes, and may read them at any time.
-
-        ``known``: the parameters to check, and how often optimizers hold each. ``views``: number of tensors of
-        optimizers on the home of each shard, by its index.
-        """
-        now = self._references(known)
-        for key, held in [(id(shown), held) for shown, held in known.items()]:
-            count, *others = self._known[key]
-            if now[key] != (count + held, *others):
-                return True
-        for p in (self._by_shown[shown] for shown in known):
-            if p.shown.grad is not None and (
-                self._shown_gradient(p) is None or self._gradient_references(p) != self._known_gradients[p.stored]
-            ):
-                return True
-        return any(
-            shard.home is not None and storage_uses(shard.home.tensor) != uses + views[shard.index]
-            for shard, uses in zip(self._shards, self._known_homes, strict=True)
-        )
-
-    def take_settings(self) -> None:
-        """Takes over ``requires_grad``. Raises RuntimeError for hooks on gradients."""
-        hooked = []
-        for p in self._all:
-            if has_hooks(p.shown):
-                hooked.append(p.part.name)
-            p.stored.requires_grad_(p.shown.requires_grad)
-            p.whole.requires_grad_(p.shown.requires_grad)
-        if hooked:
-            raise RuntimeError(
-                f"parameters have gradient hooks ({', '.join(hooked[:3])}), which would never run with mesh=: "
-                f"gradients are stored shard by shard. Remove the hooks"
-            )
-
-    # --- agreement of ranks ---------------------------------------------------------------------------------------
-
-    def check_model(self) -> None:
-        """Compares names, shapes and cuts of parameters over all ranks. Raises RuntimeError on all if they differ."""
-        text = " ".join(f"{shard.index}:{self._described(shard)}" for shard in self._shards)
-        self._ranks.agree("the construction of the model", text)
-
-    @staticmethod
-    def _described(shard: MeshShard) -> str:
-        return ",".join(
-            f"{part.name}{list(part.shape)}{str(part.dtype).removeprefix('torch.')}".replace(" ", "")
-            for part in shard.parts
-        )
-
-    def begin_pass(self, this: Pass, *, stores: bool = True) -> None:
-        """Compares the collectives of a pass over all ranks. Raises RuntimeError on all if they differ."""
-        actions = replace(this, microbatches=1, kept=()).actions(Residency(math.inf), lambda key: 0)
-        words = [str(action) for action in actions if action.kind in _COMMON]
-        if this.backward:
-            words.append("stores" if stores else "drops")
-            words += [p.part.name for p in self._all if p.whole.requires_grad]
-        self._ranks.agree("a backward" if this.backward else "a forward", " ".join(words))
-
-    # --- optimizers -----------------------------------------------------------------------------------------------
-
-    def check_optimizer(self, optimizer: OffloadOptimizer) -> None:
-        """Raises TypeError for a class that needs whole parameters, ValueError for states of fewer bytes."""
-        factory = optimizer.factory
-        if factory.form is not None:
-            raise ValueError(
-                "states= does not support mesh= yet: the rows of a rank need not be a multiple of the 256 elements "
-                "that share a scale; leave out states="
-            )
-        for options in optimizer.options():
-            check_elementwise(factory.kind, options, factory.arguments)
-
-    def begin_step(self, optimizer: OffloadOptimizer) -> None:
-        """Takes over gradients, and what a ``GradScaler`` found in them: all ranks skip a step, or none."""
-        found: Tensor | None = getattr(optimizer, "found_inf", None)
-        if found is not None:
-            everywhere = self._ranks.agree("a step with a GradScaler", "", float(found))
-            optimizer.found_inf = torch.full_like(found, max(everywhere))  # type: ignore[attr-defined]
-        self.take_gradients()
-
-    def local(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """The stored parameters of DTensors."""
-        return [self._by_shown[p].stored for p in parameters]
-
-    def total_norm(self, norm: Tensor) -> Tensor:
-        """The norm of all gradients, from that of this rank's parts; a sum in rank order, equal on all ranks."""
-        squares = self._ranks.agree("the norm of gradients", "", float(norm) ** 2)
-        return torch.tensor(math.sqrt(sum(squares)), dtype=norm.dtype)
-
-    def show_state(self, s: Slice, state: dict[str, Any]) -> dict[str, Any]:
-        """The state with a DTensor for each tensor that has an element for each of the parameter."""
-        p = self._by_stored[s.parameter]
-        known = self._states.setdefault(p.stored, {})
-        shown = {}
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim() and value.shape == p.stored.shape:
-                if key not in known or known[key][0] is not value:
-                    known[key] = value, self._wrap(_by_itself(value), replace(p.part, dtype=value.dtype))
-                shown[key] = known[key][1]
-            else:
-                shown[key] = value
-        return shown
-
-    def stored_state(self, s: Slice, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """This rank's part of a state: of DTensors, or of tensors of the whole parameter's shape."""
-        p = self._by_stored[s.parameter]
-        begin, end = p.part.span(self._ranks.rank)
-        found = {}
-        for key, value in state.items():
-            if hasattr(value, "to_local"):
-                value = value.to_local()
-            elif isinstance(value, Tensor) and value.dim() and tuple(value.shape) == p.part.shape:
-                value = value[begin:end]
-            found[key] = value
-        return found
-
-
-def _by_itself(tensor: Tensor) -> Tensor:
-    """The same memory as a storage of its own, which begins at the first element.
-
-    ``async_save`` of torch copies storages: of a view it would copy the home of the whole shard, and it fails for a
-    DTensor whose local part does not begin with its storage.
-    """
-    alone: Tensor = from_dlpack(tensor)
-    return alone

@@ -177,6 +177,13 @@ class Ranks:
             # Lane -> host. Without this, a failure would be told by a later call.
             arrival.synchronize()
 
+    def copied_from_first(self, tensor: Tensor) -> Tensor:
+        """The values that ``tensor`` has on the first rank of the mesh, in new memory."""
+        copy = tensor.detach().clone(memory_format=torch.preserve_format)
+        values = copy.contiguous()
+        dist.broadcast(values.view(-1).view(torch.uint8), dist.get_global_rank(self._messages, 0), self._messages)
+        return copy if values is copy else copy.copy_(values)
+
     # --- agreement, on the thread that runs the model -------------------------------------------------------------
 
     @property
@@ -192,10 +199,10 @@ class Ranks:
             dist.all_gather_object(answers, answer, group=self._messages)
         return answers
 
-    def agree(self, what: str, text: str, number: float = 0.0) -> list[float]:
+    def agree(self, what: str, text: str, number: float = 0.0, *, everywhere: bool = False) -> list[float]:
         """Compares ``text``, words of which ``what`` is the title, over all ranks.
 
-        Returns the ``number`` of each rank that stores the model together with this one.
+        Returns the ``number`` of each rank that stores the model together with this one; ``everywhere``: of all ranks.
 
         Raises RuntimeError on all ranks if the texts differ, with the first word that does.
         """
@@ -215,7 +222,8 @@ class Ranks:
             raise RuntimeError(_difference(texts) + (f"; before, {before}" if before else ""))
         self._begin(what)
         first = self.replica * self.count
-        return [struct.unpack("<d", row[32:])[0] for row in rows[first : first + self.count]]
+        asked = rows if everywhere else rows[first : first + self.count]
+        return [struct.unpack("<d", row[32:])[0] for row in asked]
 
     # --- failures -------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from offload.mesh.parts import Part, offsets_of
+from offload.mesh.parts import Part, WholePart, offsets_of
 from offload.mesh.ranks import Ranks
 from offload.storage import Tier
 from offload.streaming.layer_homes import LayerHomes, LayerLayout
@@ -34,7 +34,7 @@ from pipe.torch_private import set_versions
 if TYPE_CHECKING:
     from offload.optim.update import Update
 
-__all__ = ["MeshHomes", "MeshShard", "layout_of_parts", "make_mesh_shards"]
+__all__ = ["MeshHomes", "MeshShard", "layout_of_parts", "make_mesh_shards", "without_memory"]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -75,6 +75,10 @@ class MeshShard(Shard):
 
     def fill(self, slot: Tensor, update: Update | None = None) -> None:
         """Reads this rank's part, gathers those of the others, and copies all into ``slot``. On the lane of ranks."""
+        for k, here in enumerate(self.slices):
+            if isinstance(self.parts[k], WholePart):
+                owner, there = self.owner_of(k)
+                here.view(slot).copy_(owner.home_view(there))
         if not self.part_bytes:
             return
         ranks = self.ranks
@@ -83,9 +87,13 @@ class MeshShard(Shard):
         if self.home is not None:
             self.home.read_into(mine[: self.home.nbytes])
         for k, (owner, there) in enumerate(self.loans, len(self.own)):
+            if isinstance(self.parts[k], WholePart):
+                continue
             self.parts[k].view(mine, self.offsets[k], ranks.rank).copy_(owner.home_view(there))
         ranks.all_gather(staging)
         for here, part, offset in zip(self.slices, self.parts, self.offsets, strict=True):
+            if isinstance(part, WholePart):
+                continue
             whole = here.view(slot)
             for rank in range(ranks.count):
                 begin, end = part.span(rank)
@@ -95,7 +103,7 @@ class MeshShard(Shard):
     def part_at_home(self, position: int, whole: Tensor) -> Tensor:
         """The rows of a whole parameter that this rank stores."""
         begin, end = self.parts[position].span(self.ranks.rank)
-        return whole[begin:end]
+        return whole if isinstance(self.parts[position], WholePart) else whole[begin:end]
 
     def check_stores(self, positions: Sequence[int]) -> None:
         """Raises RuntimeError: what a layer writes depends on the batch of this rank."""
@@ -109,17 +117,17 @@ class MeshShard(Shard):
     def _restore(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
-            parameter.data = _without_memory(parameter)
+            parameter.data = without_memory(parameter)
 
 
-def _without_memory(parameter: Tensor) -> Tensor:
+def without_memory(parameter: Tensor) -> Tensor:
     """Values of the same shape and type, all in one element: NaN where the type has it."""
     value = torch.nan if parameter.is_floating_point() or parameter.is_complex() else 0
     return torch.full((), value, dtype=parameter.dtype).expand(parameter.shape)
 
 
-def layout_of_parts(ranks: Ranks) -> LayerLayout:
-    """Places this rank's rows of all parameters, layer by layer, each at the same offset on every rank.
+def layout_of_parts(ranks: Ranks, elsewhere: Iterable[nn.Parameter] = ()) -> LayerLayout:
+    """Places this rank's rows of all parameters but those ``elsewhere``, each at the same offset on every rank.
 
     What ranks send of a shard is a copy of its home, so layers do not begin on pages: the padding would be sent.
     """
@@ -132,7 +140,7 @@ def layout_of_parts(ranks: Ranks) -> LayerLayout:
             for (each, part), offset in zip(cut, offsets, strict=True)
         ], end
 
-    return LayerLayout(pack=pack, paged=False)
+    return LayerLayout(elsewhere, pack=pack, paged=False)
 
 
 @dataclass(kw_only=True)
@@ -144,6 +152,12 @@ class MeshHomes(LayerHomes):
     used: list[list[StoredTensor]] = field(default_factory=list)
     #: By whole parameter: its cut, and the parameter that is stored.
     cut_of: dict[nn.Parameter, tuple[Part, nn.Parameter]] = field(default_factory=dict)
+    #: Where parameters are stored that each rank stores whole.
+    whole_parts: Mapping[nn.Parameter, tuple[Shard, Slice, Part]] = field(default_factory=dict)
+
+    def lent(self) -> dict[nn.Parameter, tuple[Shard, Slice]]:
+        """See :meth:`.LayerHomes.lent`; by whole parameter."""
+        return {p: (owner, s) for p, (owner, s, _) in self.whole_parts.items()}
 
     def add(self, name: str, layer: nn.Module, places: LayerLayout) -> None:
         """Makes the stored parameters of the next layer, at ``places``; they have the memory of the whole ones yet."""
@@ -189,20 +203,23 @@ def make_mesh_shards(
     values: Mapping[Tensor, Values] | None = None,
     *,
     ranks: Ranks,
+    whole_parts: Mapping[nn.Parameter, tuple[Shard, Slice, Part]],
 ) -> tuple[list[MeshShard], MeshHomes]:
     """As :func:`offload.streaming.layer_homes.make_shards`: moves this rank's part of the parameters to storage.
 
     The whole parameters lose their memory, shard by shard; a shard on the meta device is initialised as a whole.
+    ``whole_parts``: where parameters are stored that each rank stores whole.
     """
     materializer = Materializer(values)
-    whole_layout = layout_of_parts(ranks)
+    whole_layout = layout_of_parts(ranks, whole_parts)
     for name, layer in layers:
         whole_layout.add(name, layer)
     weights = tier.weights(whole_layout.nbytes) if whole_layout.nbytes else None
-    homes = MeshHomes(layers, tier, dtype, weights, ranks=ranks)
+    homes = MeshHomes(layers, tier, dtype, weights, ranks=ranks, whole_parts=whole_parts)
     shards: list[MeshShard] = []
-    stored: dict[nn.Parameter, tuple[Shard, Slice]] = {}
-    first, places = 0, layout_of_parts(ranks)  # again, since parameters on the meta device are replaced
+    homes.cut_of.update((p, (part, s.parameter)) for p, (_, s, part) in whole_parts.items())
+    stored = homes.lent()
+    first, places = 0, layout_of_parts(ranks, whole_parts)  # again, since parameters on the meta device are replaced
     for index, count in enumerate(cuts):
         part_of_layers = layers[first : first + count]
         bare = {p for _, module in part_of_layers for p in module.parameters() if p.is_meta}
@@ -230,7 +247,7 @@ def make_mesh_shards(
             if whole.grad is not None:
                 begin, end = homes.cut_of[whole][0].span(ranks.rank)
                 one.grad, whole.grad = whole.grad[begin:end].clone(), None
-            whole.data = _without_memory(whole)
+            whole.data = without_memory(whole)
         adopted = all(materializer.is_in_place(here.parameter) for here in shard.slices[: len(shard.own)])
         if shard.home is not None and (tier.recovers or not adopted):
             ranks.copy_first_replica(shard.home.tensor)

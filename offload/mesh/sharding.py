@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from offload.mesh.gradients import MeshGradientOffload
-from offload.mesh.public import ShardedParameters
 from offload.mesh.ranks import Ranks
+from offload.mesh.replicated import MeshParameters, resident_parts
 from offload.mesh.shard import MeshShard, layout_of_parts, make_mesh_shards
 from offload.storage import DiskHome, HomeError, PersistentTier, Tier, open_tier
 from offload.storage.persistent import RANKS
@@ -27,7 +27,7 @@ from offload.telemetry.statistics import Meter
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Sharding", "check_mesh"]
+__all__ = ["Sharding", "check_mesh", "least_of_ranks", "open_home"]
 
 
 def check_mesh(
@@ -79,12 +79,31 @@ def check_mesh(
     return mesh
 
 
+def least_of_ranks(mesh: DeviceMesh, nbytes: int | None) -> int | None:
+    """The least of the bytes that the ranks of a mesh were given; None if none was given any. On all ranks."""
+    largest = torch.iinfo(torch.int64).max
+    least = torch.tensor(largest if nbytes is None else nbytes)
+    for dimension in range(mesh.ndim):
+        torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=mesh.get_group(dimension))
+    found = int(least)
+    return None if found == largest else found
+
+
 def _check_alone(divide_factor: float | None) -> None:
     """Raises ValueError if one rank would not be the engine without a mesh."""
     if divide_factor not in (None, 1):
         raise ValueError(
             f"a mesh of one rank has nothing to sum, got gradient_divide_factor={divide_factor}; scale the loss"
         )
+
+
+def open_home(
+    offload_device: str | torch.device | os.PathLike[str], device: torch.device, sharding: Sharding | None
+) -> Tier:
+    """The storage of this process; of this rank, with a mesh."""
+    if sharding is None:
+        return open_tier(offload_device, device, keeps=True)
+    return sharding.open_tier(offload_device, device)
 
 
 class Sharding:
@@ -138,17 +157,22 @@ class Sharding:
         tier: Tier,
         dtype: torch.dtype | None,
         values: Mapping[Tensor, Values],
+        resident: Shard | None,
     ) -> tuple[list[Shard], LayerHomes]:
-        """See :func:`make_mesh_shards`."""
-        shards, homes = make_mesh_shards(layers, cuts, tier, dtype, values, ranks=self.ranks)
+        """See :func:`make_mesh_shards`. ``resident``: the owner of parameters that stay on the device of each rank."""
+        whole = {} if resident is None else resident_parts(resident, self.ranks)
+        #: For each of them, the parameter that layers use: the stored one, and what it is.
+        self._resident = {p: (s.parameter, part) for p, (_, s, part) in whole.items()}
+        shards, homes = make_mesh_shards(layers, cuts, tier, dtype, values, ranks=self.ranks, whole_parts=whole)
         return list(shards), homes
 
     def gradient_offload(self, shards: Sequence[Shard], **choices: Any) -> MeshGradientOffload:
         """What reduces and stores gradients."""
         return MeshGradientOffload(shards, ranks=self.ranks, **choices)
 
-    def public(self, shards: Sequence[Shard]) -> ShardedParameters:
+    def public(self, shards: Sequence[Shard]) -> MeshParameters:
         """The DTensors that users see; all ranks have compared their parameters then."""
-        public = ShardedParameters([shard for shard in shards if isinstance(shard, MeshShard)], self.ranks)
+        of_mesh = [shard for shard in shards if isinstance(shard, MeshShard)]
+        public = MeshParameters(of_mesh, self.ranks, self._resident)
         public.check_model()
         return public

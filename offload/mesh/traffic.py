@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from offload.mesh.parts import Part, offsets_of
+from offload.mesh.parts import Part, WholePart, offsets_of
 from offload.planning.partition import aligned
 from offload.planning.plan import BACKWARD_CELLS, Kind, Plan
 
@@ -55,7 +55,8 @@ class SentBytes:
 
 def sent_bytes(parts: Sequence[Part], trainable: Sequence[bool]) -> SentBytes:
     """Of a shard with these ``parts``, each of which takes a gradient or not."""
-    reduced = [part for part, takes in zip(parts, trainable, strict=True) if takes]
+    both = zip(parts, trainable, strict=True)
+    reduced = [part for part, takes in both if takes and not isinstance(part, WholePart)]
     flags = aligned(len(reduced)) if reduced else 0  # without gradients nothing is reduced
     return SentBytes(offsets_of(parts)[1], offsets_of(reduced)[1] + flags, offsets_of(widened(reduced))[1], flags)
 

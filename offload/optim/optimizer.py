@@ -158,7 +158,7 @@ class OffloadOptimizer(MovableStates):
             slices = [s for s in shard.own if self.access.public.of(s) in members]
             tier = shard.tier or self.access.tier
             self.param_blocks.setdefault(shard, []).extend(self.make_param_blocks(shard, slices, index, tier))
-        self._resident.add_group(members, index)
+        self._resident.add_group({self.access.public.stored(p) for p in members}, index)
         if self._states_at_once:
             for param_block in self._all_param_blocks():
                 param_block.prepare(self.options())

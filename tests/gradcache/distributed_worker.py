@@ -335,6 +335,37 @@ def sharded(rank: int) -> Report:
     return report
 
 
+def beside_a_mesh(rank: int) -> dict[str, float]:
+    """Greatest errors of a tower that two processes share, of one in memory beside it, and of a trained temperature."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, found = init_device_mesh("cpu", (2,)), {}
+    x, y = batch(8, 3), batch(8, 4)
+    for kind in ("DistributedDataParallel", "fully_shard", "the same tower", "a wrapper with a head"):
+        expected: list[nn.Module] = [tower(1), tower(2)]
+        ours: list[Any] = [OffloadModel(tower(1), "cpu", num_slices=2, checkpoint_activation=True, mesh=mesh), tower(2)]
+        losses = Scaled(SimpleContrastiveLoss()), Scaled(DistributedContrastiveLoss())
+        if kind == "DistributedDataParallel":
+            towers = [ours[0], DistributedDataParallel(ours[1])]
+        elif kind == "fully_shard":
+            towers = [ours[0], fully_shard(ours[1], mesh=mesh)]
+        else:
+            if kind == "a wrapper with a head":
+                expected[0], ours[0] = (nn.Sequential(one, Shifted(6)) for one in (expected[0], ours[0]))
+            towers, expected[1], ours[1] = [ours[0]] * 2, expected[0], ours[0]
+        losses[0](expected[0](x), expected[1](y)).backward()
+        GradCache(towers, 2, losses[1])(*parts_of([4, 4], rank, x, y))
+        pairs = [
+            (p.grad, q.grad)
+            for one, other in zip((*ours, losses[1]), (*expected, losses[0]), strict=True)
+            for p, q in zip(one.parameters(), other.parameters(), strict=True)
+        ]
+        whole = [(p.full_tensor() if hasattr(p, "full_tensor") else p, q) for p, q in pairs]
+        found[kind] = max(float((p - q).abs().max()) for p, q in whole)
+    return found
+
+
 class Sentences(nn.Module):
     """Speaks as a SentenceTransformer does."""
 
@@ -408,6 +439,7 @@ def main(rank: int, world: int, store: str) -> None:
         "hidden": hidden_parameter_is_refused(rank),
         "other forward": {how: other_forward_of_the_wrapper(rank, how) for how in ("before", "after", "around")},
         "sharded": sharded(rank),
+        "mesh": beside_a_mesh(rank),
         "ranking": [
             ranking(rank),
             ranking(rank, directions=("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")),

@@ -142,6 +142,16 @@ def test_sharded_towers_get_the_whole_batch_s_gradient_or_are_refused_before_any
             assert ran == []
 
 
+def test_towers_under_other_wrappers_and_a_trained_loss_beside_an_offload_model_with_a_mesh(
+    reports: list[dict[str, Any]],
+) -> None:
+    """The temperature and a head around the model kept each process's own gradient."""
+    for report in reports:
+        assert len(report["mesh"]) == 4
+        for how, error in report["mesh"].items():
+            assert error < 1e-6, how
+
+
 def test_a_guide_over_all_processes_leaves_out_the_candidates_of_the_whole_batch(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         assert report["guided"]["loss"] < 1e-5

@@ -7,6 +7,9 @@ them in an environment of their own.
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +21,8 @@ import torch
 from gradcache import sentence_transformers as losses
 from offload import OffloadModel, OffloadOptimizer
 
-EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "docs" / "examples"
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the trainers themselves
 
@@ -263,3 +267,38 @@ def test_the_example_with_sentence_transformers_runs(sentences: Any, tmp_path: P
     found = sentences.main(tmp_path)
     assert len(found) == 6
     assert found[-1] < found[0]
+
+
+# --- several processes -----------------------------------------------------------------------------------------------
+
+
+def test_both_trainers_on_a_mesh_train_as_one_process_with_all_rows(
+    huggingface: Any, sentences: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    on_a_mesh = example("trainers_on_a_mesh")
+    (tmp_path / "plain").mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    script = str(EXAMPLES / "trainers_on_a_mesh.py")
+    worker = subprocess.Popen(
+        [*command, script, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    try:
+        expected = {"Trainer": on_a_mesh.train_llama(None, tmp_path / "plain" / "llama", None)}
+        bert = sentences.model_in(tmp_path / "plain" / "bert", dropout=0.0)
+        expected["SentenceTransformerTrainer"] = on_a_mesh.train_bert(None, tmp_path / "plain" / "run", None, bert)
+        output, errors = worker.communicate(timeout=200)
+    finally:
+        worker.kill()
+    assert worker.returncode == 0, errors
+    found = {
+        line.split()[0]: [float(x) for x in line.split()[1:]] for line in output.splitlines() if "Trainer " in line
+    }
+    assert all(len(values) == 12 for values in expected.values())
+    assert found == {name: pytest.approx(values, rel=1e-4) for name, values in expected.items()}
+    assert len(list((tmp_path / "llama" / "checkpoint").glob("*.distcp"))) == 2

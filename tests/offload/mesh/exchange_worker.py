@@ -25,7 +25,8 @@ from torch.distributed.fsdp import fully_shard
 
 from offload import OffloadModel, OffloadOptimizer
 from tests.offload.mesh.forked import fork
-from tests.offload.mesh.mesh_worker import batches, build, loss_of, whole
+from tests.offload.mesh.mesh_worker import batches, build, loss_of
+from tests.offload.mesh.world import whole
 
 Pair = tuple[nn.Module, Any]
 

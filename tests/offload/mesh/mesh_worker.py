@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from benchmarks.models.encoder import build_encoder
@@ -39,7 +39,6 @@ from gradcache.loss import DistributedContrastiveLoss, SimpleContrastiveLoss
 from offload import (
     DiskHome,
     HomeError,
-    MemoryPolicy,
     OffloadModel,
     OffloadOptimizer,
     load_checkpoint,
@@ -50,6 +49,8 @@ from offload.mesh.ranks import CollectiveLane
 from offload.mesh.traffic import Traffic, sent_bytes, traffic_of
 from offload.streaming.lane import Arrival
 from tests.offload.late import LateLane as LateUpdates
+from tests.offload.mesh import blocks_claims
+from tests.offload.mesh.world import World, difference, greatest_error, whole
 from tests.waits import find_sites, take_out
 
 WIDTH, ROWS, STEPS = 7, 24, 3
@@ -75,45 +76,6 @@ def batches() -> Tensor:
 
 def loss_of(output: Tensor) -> Tensor:
     return (output - 1).square().mean()
-
-
-def whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def greatest_error(model: nn.Module, bare: nn.Module) -> float:
-    """Of the gradients, relative to the greatest of all."""
-    names = [name for name, _ in bare.named_parameters()]
-    assert [name for name, _ in model.named_parameters()] == names
-    pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), bare.parameters(), strict=True)]
-    assert [p is None for p, _ in pairs] == [q is None for _, q in pairs]
-    most = max(float(q.abs().max()) for _, q in pairs if q is not None)
-    return max(float((whole(p) - q).abs().max()) for p, q in pairs if q is not None) / most
-
-
-def difference(model: nn.Module, bare: nn.Module) -> float:
-    pairs = zip(model.parameters(), bare.parameters(), strict=True)
-    return max(float((whole(p.detach()) - whole(q.detach())).abs().max()) for p, q in pairs)
-
-
-class World:
-    """This rank, and how it makes models."""
-
-    def __init__(self, mesh: DeviceMesh, folder: Path) -> None:
-        self.mesh, self.folder = mesh, folder
-        self.rank, self.ranks = mesh.get_local_rank(), mesh.size()
-
-    def part(self, batch: Tensor) -> Tensor:
-        return batch.chunk(self.ranks)[self.rank]
-
-    def model(self, bare: Any, home: Any = "cpu", slices: int = 4, **how: Any) -> OffloadModel:
-        how = {"checkpoint_activation": True, "mesh": self.mesh, **how}
-        return OffloadModel(copy.deepcopy(bare), "cpu", home, slices, **how)
-
-    def raises(self, kind: type[BaseException], call: Callable[[], Any], *words: str) -> None:
-        with pytest.raises(kind) as raised:
-            call()
-        assert all(word in str(raised.value) for word in words), str(raised.value)
 
 
 # --- gradients and training -------------------------------------------------------------------------------------------
@@ -356,23 +318,26 @@ class LateLane(CollectiveLane):
         self.waiting.clear()
 
 
-def collectives_that_run_late_change_nothing_but_a_drain_that_is_not_awaited_loses_gradients(world: World) -> None:
+def collectives_that_run_late_change_nothing_but_a_reduction_that_is_not_awaited_loses_gradients(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("offload.mesh.ranks.CollectiveLane", LateLane)
-        for taken in (False, True):
-            bare = build()
-            model = world.model(bare)
-            if taken:
-                (site,) = [
-                    site for site in find_sites(["offload"]) if site.text == "arrival.wait()" and "mesh" in str(site)
-                ]
-                take_out(site, patch)
-            loss_of(model(world.part(batches()[0]))).backward()
-            loss_of(bare(batches()[0])).backward()
-            if taken:
-                assert all(p.grad is None for p in model.parameters())
-            else:
+        for taken in ("", "arrival.wait()", "arrival.synchronize()"):
+            bare = blocks_claims.Encoder()
+            model = blocks_claims.offloaded(world, bare)
+            within = {name for name, _ in bare.named_parameters() if name.startswith("layers")}
+            with pytest.MonkeyPatch.context() as inner:
+                for site in find_sites(["offload/mesh/gradients.py", "offload/mesh/replicated.py"]):
+                    if site.text == taken:
+                        take_out(site, inner)
+                blocks_claims.loss_of(model(world.part(blocks_claims.batch()))).backward()
+            blocks_claims.loss_of(bare(blocks_claims.batch())).backward()
+            if not taken:
                 assert greatest_error(model, bare) < 1e-6
+                continue
+            lost = within if taken == "arrival.wait()" else {name for name, _ in bare.named_parameters()} - within
+            assert all(p.grad is None for name, p in model.named_parameters() if name in lost)
+            used = [name for name, p in bare.named_parameters() if p.grad is not None and name not in lost]
+            assert all(model.get_parameter(name).grad is not None for name in used)
 
 
 def updates_wait_for_the_next_load_and_change_no_bit(world: World) -> None:
@@ -771,7 +736,7 @@ def ranks_that_differ_are_told_the_first_word_that_does(world: World) -> None:
 
 
 def what_is_not_supported_is_refused_before_anything_changes(world: World) -> None:
-    bare, mesh = build(), world.mesh
+    bare = build()
     three = init_device_mesh("cpu", (1, 1, world.ranks))
     scalar = nn.Linear(2, 2)
     scalar.register_parameter("scale", nn.Parameter(torch.ones(())))
@@ -779,13 +744,13 @@ def what_is_not_supported_is_refused_before_anything_changes(world: World) -> No
     across.weight = nn.Parameter(torch.ones(4, 3).t())
     world.raises(ValueError, lambda: world.model(bare, mesh=three), "one dimension", "got 3")
     world.raises(TypeError, lambda: world.model(bare, mesh="cpu"), "DeviceMesh", "str")
-    world.raises(ValueError, lambda: world.model(bare, memory="1GiB"), "memory=", "mesh=")
-    policy = MemoryPolicy(slots=2)
-    world.raises(ValueError, lambda: world.model(bare, memory=policy), "memory=", "mesh=")
+    world.raises(ValueError, lambda: world.model(bare, memory_budget="1GiB"), "memory_budget=", "mesh=")
+    kept = DiskHome(world.folder / "kept", keep=True)
+    world.raises(
+        ValueError, lambda: blocks_claims.offloaded(world, blocks_claims.Encoder(), kept), "keep=True", "blocks="
+    )
     world.raises(ValueError, lambda: world.model(bare, gradient_divide_factor=0), "gradient_divide_factor=0")
     world.raises(ValueError, lambda: world.model(bare, mesh=None, gradient_divide_factor=2), "mesh=")
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1, 8), 2, enable_nested_tensor=False)
-    world.raises(ValueError, lambda: OffloadModel(encoder, "cpu", blocks="layers", mesh=mesh), "blocks=", "mesh=")
     world.raises(ValueError, lambda: world.model([scalar], slices=1), "scale", "(1,)")
     world.raises(ValueError, lambda: world.model([across], slices=1), "weight", "contiguous")
     assert scalar.scale.shape == ()
@@ -839,7 +804,7 @@ CLAIMS = [
     a_parameter_without_gradients_keeps_none,
     the_divisor_of_gradients_can_be_chosen,
     rows_of_a_mesh_of_two_dimensions_store_the_model_each,
-    collectives_that_run_late_change_nothing_but_a_drain_that_is_not_awaited_loses_gradients,
+    collectives_that_run_late_change_nothing_but_a_reduction_that_is_not_awaited_loses_gradients,
     updates_wait_for_the_next_load_and_change_no_bit,
     loads_wait_for_updates_that_are_late,
     layers_compute_in_another_type_and_sum_in_that_of_homes,
@@ -859,6 +824,7 @@ CLAIMS = [
     what_is_not_supported_is_refused_before_anything_changes,
     layers_that_write_their_own_parameters_are_refused,
     a_failure_on_all_ranks_leaves_the_model_usable,
+    *blocks_claims.CLAIMS,
 ]
 #: Checked by four ranks as well.
 OF_FOUR = [
@@ -866,6 +832,7 @@ OF_FOUR = [
     rows_of_a_mesh_of_two_dimensions_store_the_model_each,
     bytes_are_those_of_the_formula,
     gradcache_runs_over_it_with_unequal_rows_and_chunks,
+    *blocks_claims.CLAIMS[:2],
 ]
 
 

@@ -380,6 +380,7 @@ EXCEPTIONS = {
     "offload.mesh.gradients MeshGradientOffload.drain: arrival.wait()": (
         "needs several processes: tests/offload/mesh takes it out, too"
     ),
+    "offload.mesh.replicated ReplicatedGradients.reduce: arrival.synchronize()": "the same",
     "offload.mesh.ranks Ranks.copy_first_replica: arrival.synchronize()": "loads are later jobs of the same lane",
     "offload.mesh.ranks CollectiveLane.submit: arrival.synchronize()": (
         "needs several processes: tests/offload/mesh takes it out, too"

@@ -1,0 +1,95 @@
+"""Plans steps under a limit of memory where ranks share a model: what decides the order of collectives is common.
+
+Loads of shards are collectives, and their order follows from the number of slots. Each rank measures its own steps and
+searches for its own limit; all then use the least number of slots that any of them found. What concerns one rank alone
+(graphs that are kept, boundaries that are spilled, gradients that wait) it chooses for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from offload.engine.memory_planner import MemoryPlanner
+from offload.limits import MemoryLimits
+from offload.planning.step_model import Choice
+from offload.policy import MemoryPolicy
+
+if TYPE_CHECKING:
+    from offload.engine.homes import MovableHomes
+
+__all__ = ["MeshMemoryPlanner", "planner_for"]
+
+#: What a rank tells the others at the begin of a step: earlier forwards wait for their backward; none does; it needs
+#: another plan.
+_BUSY, _IDLE, _DUE = 0.0, 1.0, 2.0
+
+
+def planner_for(limits: MemoryLimits, policy: MemoryPolicy, executor: MovableHomes) -> MemoryPlanner:
+    """The planner of a model."""
+    kind = MeshMemoryPlanner if executor.public.sharded else MemoryPlanner
+    return kind(limits, policy, executor)
+
+
+class MeshMemoryPlanner(MemoryPlanner):
+    """Plans the steps of this rank. All ranks begin and end the same steps."""
+
+    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, executor: MovableHomes) -> None:
+        super().__init__(limits, policy, executor)
+        self._public = executor.public
+        #: What the search of this rank found.
+        self._wanted = Choice(self._streamer.slots)
+
+    def begin(self, rows: Sequence[int], *, idle: bool) -> None:
+        """Begins a training step on all ranks.
+
+        Raises:
+            ValueError: if no plan of this rank's step fits; RuntimeError on the other ranks, with the rank.
+        """
+        tells = self._public.compare("a step with memory=", self._tells(rows) if idle else _BUSY)
+        self._due = _DUE in tells and _BUSY not in tells
+        refused: ValueError | None = None
+        try:
+            super().begin(rows, idle=_BUSY not in tells)
+        except ValueError as error:
+            refused = error
+        failed = self._public.compare("a step with memory=", float(refused is not None))
+        if refused is not None:
+            raise refused
+        if any(failed):
+            raise RuntimeError(
+                f"rank {failed.index(1.0)} of the mesh refused its batch, which does not fit in its memory=; see its "
+                f"error"
+            )
+
+    def _tells(self, rows: Sequence[int]) -> float:
+        """Whether this rank needs another plan."""
+        stepped = self._awaited and not self._streamer.gradient_offload.optimizers.awaits_states()
+        if not (self._due or stepped) and self._steps_done:
+            try:
+                self._choose(rows, idle=False)
+            except ValueError:
+                return _DUE
+        return _DUE if self._due or stepped else _IDLE
+
+    def _plan_again(self, rows: Sequence[int]) -> None:
+        """Plans for this rank, then takes the least number of slots of all."""
+        self._wanted = Choice(self._streamer.slots)
+        refused: ValueError | None = None
+        try:
+            super()._plan_again(rows)
+        except ValueError as error:
+            refused = error
+        slots = self._public.compare("a plan for memory=", 0 if refused is not None else self._wanted.slots)
+        least = int(min(slots))
+        if refused is not None:
+            raise refused
+        if least:  # else another rank refuses its batch
+            super()._switch(replace(self._wanted, slots=least))
+
+    def _switch(self, choice: Choice) -> None:
+        self._wanted = choice
+
+    def _choose(self, rows: Sequence[int], *, idle: bool) -> None:
+        super()._choose(rows, idle=False)  # ranks plan again together only

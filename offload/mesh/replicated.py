@@ -1,0 +1,176 @@
+"""Parameters that each rank stores whole, such as those outside of blocks; their gradients are means over ranks.
+
+All of them are reduced by two collectives at the end of a backward, on the lane of ranks::
+
+    backward            whole gradients, of the rows of this rank
+    all_to_all          the elements of each are cut into one piece for each rank, which adds its piece in rank order
+    all_gather          each rank gets the means of the others: the same bits on all of them
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from offload.mesh.gradients import means_of_parts
+from offload.mesh.parts import Part, WholePart, offsets_of
+from offload.mesh.ranks import Ranks
+from offload.mesh.shard import without_memory
+from offload.mesh.sharded import ShardedParameters, ShownParameter, described
+from offload.streaming.lane import error_context
+from offload.streaming.shard import Shard
+from offload.streaming.slices import Slice
+
+if TYPE_CHECKING:
+    from offload.mesh.shard import MeshShard
+
+__all__ = ["MeshParameters", "ReplicatedGradients", "resident_parts"]
+
+
+def resident_parts(resident: Shard, ranks: Ranks) -> dict[nn.Parameter, tuple[Shard, Slice, Part]]:
+    """Stores what ``resident`` owns in parameters of their own; the layers' parameters lose their memory.
+
+    All ranks get the values of the first one. Returns where each parameter of the layers is stored.
+    """
+    found: dict[nn.Parameter, tuple[Shard, Slice, Part]] = {}
+    for k, s in enumerate(resident.own):
+        whole, home = s.parameter, resident.home_view(s)
+        home.copy_(ranks.copied_from_first(home))
+        one = nn.Parameter(home, whole.requires_grad)
+        one.grad, whole.grad = whole.grad, None
+        part = WholePart.of(s.name, whole, ranks.count)
+        resident.own[k] = replace(s, parameter=one)
+        found[whole] = resident, resident.own[k], part
+        whole.data = without_memory(whole)
+    return found
+
+
+class ReplicatedGradients:
+    """Reduces the gradients of parameters, given with their names, that each of the ``ranks`` stores whole."""
+
+    def __init__(self, named: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
+        self._ranks = ranks
+        #: The cut of the elements of each.
+        self._parts = {p: Part(name, (p.numel(),), (1,), p.dtype, ranks.count) for name, p in named.items()}
+
+    def __contains__(self, parameter: object) -> bool:
+        """Whether a parameter is one of these."""
+        return parameter in self._parts
+
+    def reduce(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """Adds the mean over ranks of each gradient to the ``.grad`` of its parameter.
+
+        All ranks call it with as many trained parameters. One that has no gradient here counts as zeros.
+
+        Raises RuntimeError for a sparse gradient.
+        """
+        trained = [p for p in self._parts if p.requires_grad]
+        if not trained:
+            return
+        for p, gradient in gradients.items():
+            if gradient.layout is not torch.strided:
+                raise RuntimeError(
+                    f"the gradient of {self._parts[p].name} is sparse, which is not supported with mesh=; use a layer "
+                    f"with sparse=False"
+                )
+        found: list[tuple[nn.Parameter, Tensor]] = []
+        lane = self._ranks.lane
+        arrival = lane.submit("R-outside", lambda: found.extend(self._means(trained, gradients)))
+        with error_context("reducing gradients of what each rank stores whole"):
+            # Lane of ranks -> host. Without this, the gradients are read before they are there.
+            arrival.synchronize()
+        for p, mean in found:
+            if p.grad is None:
+                p.grad = mean
+            else:
+                p.grad.add_(mean)
+
+    def _means(
+        self, trained: Sequence[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor]
+    ) -> list[tuple[nn.Parameter, Tensor]]:
+        """The mean of each gradient that any rank has. On the lane."""
+        ranks, parts = self._ranks, [self._parts[p] for p in trained]
+        flat = [None if p not in gradients else gradients[p].detach().reshape(-1) for p in trained]
+        means = means_of_parts(parts, flat, ranks)
+        offsets, nbytes = offsets_of(parts)
+        staging = ranks.staging(ranks.count * nbytes).view(ranks.count, nbytes)
+        for part, offset, mean in zip(parts, offsets, means, strict=True):
+            if mean is not None:
+                part.view(staging[ranks.rank], offset, ranks.rank).copy_(mean)
+        ranks.all_gather(staging)
+        found = []
+        for p, part, offset, mean in zip(trained, parts, offsets, means, strict=True):
+            if mean is None:
+                continue
+            whole = torch.cat([part.view(staging[rank], offset, rank) for rank in range(ranks.count)])
+            found.append((p, torch.empty_like(p, requires_grad=False).copy_(whole.view(p.shape))))
+        return found
+
+
+class MeshParameters(ShardedParameters):
+    """What users see of a model with a mesh: the parameters that stream, and those that each rank stores whole."""
+
+    def __init__(
+        self, shards: Sequence[MeshShard], ranks: Ranks, resident: Mapping[nn.Parameter, tuple[nn.Parameter, Part]]
+    ) -> None:
+        super().__init__(shards, ranks, resident)
+        self._replicated = self._replicated_now()
+        #: What is gathered, what arrives of other ranks' gradients, and the gradients themselves, of one shard each.
+        self.buffer_bytes = max(
+            (2 * ranks.count * shard.part_bytes + sum(p.nbytes for p in shard.parameters) for shard in shards),
+            default=0,
+        )
+
+    def _replicated_now(self) -> ReplicatedGradients:
+        return ReplicatedGradients(
+            {p.part.name: p.stored for p in self._all if isinstance(p.part, WholePart)}, self._ranks
+        )
+
+    def names(self, s: Slice) -> dict[int, str]:
+        """See :meth:`PublicParameters.names`."""
+        p = self._by_stored[s.parameter]
+        return {id(each): s.name for each in (p.stored, p.whole, p.shown)}
+
+    def stored(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The stored parameter of a DTensor."""
+        return self._by_shown[parameter].stored
+
+    def replicate(self, named: Mapping[str, nn.Parameter], modules: Iterable[nn.Module]) -> None:
+        """Shows DTensors of parameters that each rank stores whole; all get the values of the first rank.
+
+        Raises RuntimeError on all ranks if their names or shapes differ.
+        """
+        parts = {name: WholePart.of(name, p, self._ranks.count) for name, p in named.items()}
+        self._ranks.agree("what is outside of the blocks", " ".join(map(described, parts.values())))
+        new = []
+        for name, p in named.items():
+            gradient, p.grad = p.grad, None
+            p.data = self._ranks.copied_from_first(p)
+            p.grad = gradient
+            new.append(ShownParameter(p, p, self._new(p, p, parts[name]), parts[name]))
+        self._all += new
+        self._by_stored.update((p.stored, p) for p in new)
+        self._by_shown.update((p.shown, p) for p in new)
+        self._by_whole.update((p.whole, p) for p in new)
+        self._places += self._places_in(modules)
+        self._replicated = self._replicated_now()
+        self._show()
+        self._known = self._references(Counter(p.shown for p in self._all))
+
+    def store_replicated(self, gradients: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Adds the means over ranks of gradients of what each rank stores whole to the stored ones."""
+        self._replicated.reduce({p: gradient for p, gradient in gradients.items() if p in self._replicated})
+        return {p: gradient for p, gradient in gradients.items() if p not in self._replicated}
+
+    def begin_block(self, name: str, words: str) -> None:
+        """Compares a block that runs outside of a pass over all ranks. Raises RuntimeError on all if they differ."""
+        self._ranks.agree("a call of a block by itself", f"{name} {words}")
+
+    def compare(self, what: str, number: float) -> list[float]:
+        """See :meth:`PublicParameters.compare`. Raises RuntimeError on all ranks if they begin different calls."""
+        return self._ranks.agree(what, "", number, everywhere=True)
