@@ -22,6 +22,8 @@ __all__ = ["StepMemory"]
 
 #: Steps of each choice whose memory is measured, after the first one, which allocates slots and buffers.
 STEPS_MEASURED = 2
+#: Free memory that such a step keeps, which is a part of what it measures: as little as is worth returning.
+MEASURED_SLACK_BYTES = LEAST_BYTES // 4
 
 
 class StepMemory:
@@ -86,7 +88,7 @@ class StepMemory:
             self._streamer.finish_updates_in_memory()
             self._held -= updated_bytes
             self._heap.measure_others(self._held - self._streamer.slot_pool.unallocated_bytes)
-            most = min(most, prediction.memory_bytes - self.margin_bytes + LEAST_BYTES)
+            most = min(most, prediction.memory_bytes - self.margin_bytes + MEASURED_SLACK_BYTES)
         cells, make_room, outside = prediction.cells(), self._heap.make_room, prediction.outside
         several = len({action.microbatch for action in prediction.plan.actions} - {None}) > 1
 
