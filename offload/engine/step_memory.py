@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from offload.engine.outside import shard_of
 from offload.planning.step_model import Prediction
 from offload.streaming.heap import LEAST_BYTES, HeapBound
 from offload.streaming.streamer import Streamer
@@ -96,8 +97,8 @@ class StepMemory:
             if (moment := cells.get(cell)) is not None:
                 make_room(moment.nbytes - moment.rise, moment.rise, most)
 
-        def before_code(j: int) -> None:
-            if rise := outside.rise(j, several=several):
+        def before_code(block: int) -> None:
+            if rise := outside.rise(shard_of(block, self._streamer.shards), several=several):
                 make_room(prediction.memory_bytes - rise, rise, most)
 
         self._meter.before_cell, self._meter.before_code = before, before_code
