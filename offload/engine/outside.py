@@ -13,7 +13,7 @@ from offload.planning.peak_memory import OutsideBytes
 from offload.streaming.shard import Shard
 from pipe.nested import parts_of
 
-__all__ = ["bytes_staying", "outside_bytes"]
+__all__ = ["bytes_staying", "outside_bytes", "shard_of"]
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
@@ -69,10 +69,11 @@ def outside_bytes(
     first, copied, within = Counter[int](), Counter[int](), Counter[int]()
     for p in parameters:
         if p.requires_grad:
-            nbytes, pieces = made.get(id(p), (_nbytes([p]), {len(shards)}))
-            first[max(pieces)] += nbytes
-            for piece in pieces if len(pieces) > 1 else ():
-                copied[piece] += nbytes
+            nbytes, pieces = made.get(id(p), (_nbytes([p]), None))
+            before = {len(shards)} if pieces is None else {shard_of(piece, shards) for piece in pieces}
+            first[max(before)] += nbytes
+            for j in before if pieces is not None and len(pieces) > 1 else ():
+                copied[j] += nbytes
     own = [] if adapters is None else [s.parameter for s in adapters.own]
     seen: set[nn.Parameter] = set()
     for shard in sorted(shards, key=lambda shard: -shard.index):
@@ -88,6 +89,11 @@ def outside_bytes(
         made_in=_positive(within),
         held=_nbytes(held),
     )
+
+
+def shard_of(piece: int, shards: Collection[Shard]) -> int:
+    """The shard of the block that follows a piece of code around blocks; their number after the last block."""
+    return sum(shard.first + len(shard.layers) <= piece for shard in shards)
 
 
 def _positive(counts: Mapping[int, int]) -> dict[int, int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from offload.engine.outside import shard_of
 from offload.planning.step_model import Prediction
 from offload.streaming.heap import LEAST_BYTES, HeapBound
 from offload.streaming.streamer import Streamer
@@ -22,6 +23,8 @@ __all__ = ["StepMemory"]
 
 #: Steps of each choice whose memory is measured, after the first one, which allocates slots and buffers.
 STEPS_MEASURED = 2
+#: Free memory that such a step keeps, which is a part of what it measures: as little as is worth returning.
+MEASURED_SLACK_BYTES = LEAST_BYTES // 4
 
 
 class StepMemory:
@@ -86,7 +89,7 @@ class StepMemory:
             self._streamer.finish_updates_in_memory()
             self._held -= updated_bytes
             self._heap.measure_others(self._held - self._streamer.slot_pool.unallocated_bytes)
-            most = min(most, prediction.memory_bytes - self.margin_bytes + LEAST_BYTES)
+            most = min(most, prediction.memory_bytes - self.margin_bytes + MEASURED_SLACK_BYTES)
         cells, make_room, outside = prediction.cells(), self._heap.make_room, prediction.outside
         several = len({action.microbatch for action in prediction.plan.actions} - {None}) > 1
 
@@ -94,8 +97,8 @@ class StepMemory:
             if (moment := cells.get(cell)) is not None:
                 make_room(moment.nbytes - moment.rise, moment.rise, most)
 
-        def before_code(j: int) -> None:
-            if rise := outside.rise(j, several=several):
+        def before_code(block: int) -> None:
+            if rise := outside.rise(shard_of(block, self._streamer.shards), several=several):
                 make_room(prediction.memory_bytes - rise, rise, most)
 
         self._meter.before_cell, self._meter.before_code = before, before_code

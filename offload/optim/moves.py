@@ -109,7 +109,8 @@ class MovableStates(Optimizer):
         if spare_bytes is not None:
             return self.stored.buffer_bytes(update_block_bytes(self.access.shards, spare_bytes, self.stored))
         reserved = self.stored.buffer_bytes(self.update_block_bytes)
-        return min(self.buffer_pool.nbytes or reserved, reserved)
+        # Encoded states are decoded in memory besides.
+        return min(self.buffer_pool.nbytes or reserved, reserved) if self.stored.share == 1 else reserved
 
     def state_bytes(self, shard: Shard) -> int:
         """Bytes of the states of a shard; 0 before its first update."""

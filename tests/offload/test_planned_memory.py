@@ -436,6 +436,21 @@ class Framed(nn.Module):
         return y
 
 
+@pytest.mark.parametrize("num_slices", [2, 4])
+def test_gradients_around_blocks_are_made_before_the_shards_of_the_blocks_behind_that_code(
+    num_slices: int, tmp_path: Path
+) -> None:
+    """Parameters that code before and after the blocks uses: the second gradient is added to a copy of the first."""
+    model = OffloadModel(Framed(4, 16, 8), "cpu", tmp_path, num_slices, blocks="layers", memory="1MiB")
+    model(torch.ones(2, 16)).sum().backward()
+    outside = model._executor.outside_bytes()
+    nbytes = sum(p.nbytes for name, p in model.named_parameters() if "layers" not in name)
+    assert (outside.values, outside.states, outside.held) == (nbytes, 0, nbytes)
+    assert outside.made_before == {num_slices: nbytes}
+    assert outside.copied_before == {0: nbytes, num_slices: nbytes}
+    model.close()
+
+
 def test_a_batch_that_fits_only_in_parts_is_cut_into_as_few_as_fit(tmp_path: Path) -> None:
     plain = stack().eval()
     model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, num_microbatches=None, memory="32MiB")
