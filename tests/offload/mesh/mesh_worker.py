@@ -712,6 +712,7 @@ CLAIMS = [
     the_divisor_of_gradients_can_be_chosen,
     rows_of_a_mesh_of_two_dimensions_store_the_model_each,
     collectives_that_run_late_change_nothing_but_a_reduction_that_is_not_awaited_loses_gradients,
+    updates_wait_for_the_next_load_and_change_no_bit,
     loads_wait_for_updates_that_are_late,
     layers_compute_in_another_type_and_sum_in_that_of_homes,
     layers_on_the_meta_device_are_initialised_as_on_one_process,
