@@ -189,32 +189,26 @@ class ModelWithBlocks(ReportingModule):
 
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_model()
+        call = self._brought((inputs, self._without_cache(kwargs)))
+        one = self._num_microbatches == 1
+        chunks = [call] if one else split_nested(call, self._num_microbatches)
+        # Before parameters are replaced: code around this model compares the state of its modules here.
+        answered = offered(self, chunks)
+        if answered is not None:
+            return answered[0] if one else gather_nested(answered)
         with self._computing():
-            return self._run_checked(inputs, kwargs)
+            run = self._executor.run_one(self._forward_on, call) if one else None
+            tape, outputs = self._executor.run_many(self._forward_on, chunks) if run is None else run
+            if tape is None or not tape.records:
+                return outputs[0] if len(outputs) == 1 else gather_nested(outputs)
+            with torch.enable_grad():  # a forward may have enabled gradients itself
+                return attach(self._executor, tape, outputs, call)
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
         """A context in which what is outside of the blocks is as the model's forward computes with it."""
         with self._executor.public.whole(), nullcontext() if self._casts is None else self._casts:
             yield
-
-    def _run_checked(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = self._brought((inputs, self._without_cache(kwargs)))
-        if self._num_microbatches == 1:
-            answered = offered(self, [call])
-            if answered is not None:
-                return answered[0]
-            tape, outputs = self._executor.run_one(self._forward_on, call)
-        else:
-            chunks = split_nested(call, self._num_microbatches)
-            answered = offered(self, chunks)
-            if answered is not None:
-                return gather_nested(answered)
-            tape, outputs = self._executor.run_many(self._forward_on, chunks)
-        if tape is None or not tape.records:
-            return outputs[0] if len(outputs) == 1 else gather_nested(outputs)
-        with torch.enable_grad():  # a forward may have enabled gradients itself
-            return attach(self._executor, tape, outputs, call)
 
     def forward_chunks(
         self,

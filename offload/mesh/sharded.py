@@ -217,7 +217,7 @@ class ShardedParameters(PublicParameters):
         found: dict[int, tuple[int, ...]] = {}
         for tensor in tensors:
             local = tensor.to_local()
-            of_local = sys.getrefcount(local), native_uses(local)
+            of_local = sys.getrefcount(local), native_uses(local), storage_uses(local)
             found[id(tensor)] = sys.getrefcount(tensor), weakref.getweakrefcount(tensor), *of_local
         return found
 
