@@ -10,6 +10,7 @@ with another number of processes, it goes on as well: losses are those of a run 
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -23,6 +24,17 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 
 from offload import OffloadModel, OffloadOptimizer
+
+
+def begin() -> None:
+    """Makes the process group of this attempt.
+
+    Attempts of one torchrun share a store, where ranks would find addresses of the attempt before: each has a part of
+    its own.
+    """
+    store, rank, ranks = next(dist.rendezvous("env://"))
+    attempt = dist.PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    dist.init_process_group("gloo", store=attempt, rank=rank, world_size=ranks)
 
 
 def last_step(folder: Path) -> int:
@@ -80,7 +92,7 @@ def train(
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
+    begin()
     folder = Path(sys.argv[1])
     train(folder, steps=20, save_every=4, report=lambda step, loss: print(f"step {step}: loss {loss:.6f}", flush=True))
     dist.destroy_process_group()

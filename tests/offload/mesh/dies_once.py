@@ -19,6 +19,7 @@ def report(step: int, loss: float) -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    example().train(Path(sys.argv[1]), 9, 2, report=report)
+    module = example()
+    module.begin()
+    module.train(Path(sys.argv[1]), 9, 2, report=report)
     dist.destroy_process_group()
