@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
+from offload.optim import state_forms
 from offload.storage.disk import DiskBlock
 from offload.telemetry.statistics import Meter
 from tests.offload.zoo import WIDTH, build
@@ -33,6 +34,9 @@ from tests.offload.zoo import WIDTH, build
 #: Kinds of events: begins and ends of cells, of jobs of each lane, and of the arithmetic of an update; reads and writes
 #: of homes; and actions of the system by which a save becomes durable.
 KINDS = ("forward", "backward", "load", "drain", "update", "arithmetic", "read", "write", "save")
+
+#: How an optimizer stores its states.
+STATES: dict[str, Any] = {"full": None, "bfloat16": torch.bfloat16, "8bit": "8bit"}
 
 Outcome = tuple[dict[str, int], str]
 
@@ -109,7 +113,7 @@ class Killer:
         return counted
 
 
-def train(folder: Path, home: str, slices: int, steps: int, fatal: tuple[str, int] | None) -> Outcome:
+def train(folder: Path, home: str, slices: int, steps: int, states: str, fatal: tuple[str, int] | None) -> Outcome:
     """Trains to ``steps`` from the last checkpoint, if there is one, and saves every other step.
 
     Returns the number of events of each kind, and a hash of all that training has changed.
@@ -118,7 +122,8 @@ def train(folder: Path, home: str, slices: int, steps: int, fatal: tuple[str, in
     model = OffloadModel(
         build(["linear", "dropout", "batchnorm", "linear"]), "cpu", home, num_slices=slices, checkpoint_activation=True
     )
-    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01, max_norm=0.5)
+    state_forms.LEAST_ELEMENTS = WIDTH * WIDTH
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01, max_norm=0.5, states=STATES[states])
     begin = load_checkpoint(folder, model, optimizer).step if (folder / "model.safetensors.index.json").exists() else 0
     killer = Killer(fatal)
     killer.watch()
@@ -134,7 +139,7 @@ def train(folder: Path, home: str, slices: int, steps: int, fatal: tuple[str, in
         *model.state_dict().values(),
         *(v for s in optimizer.state_dict()["state"].values() for v in s.values()),
     ]:
-        digest.update(value.contiguous().numpy().tobytes())
+        digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     digest.update(torch.get_rng_state().numpy().tobytes())
     return dict(killer.counts), digest.hexdigest()
 
@@ -172,13 +177,14 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=len(KINDS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--states", choices=STATES, default="full")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.zeros(1)])  # imports what every child would otherwise import for itself
     draw = random.Random(options.seed)
     home = f"{options.folder}/home/"
     # With the most slices, so that a moment that is drawn may lie beyond the end of a run with fewer.
-    undisturbed = in_child(partial(train, options.folder / "undisturbed", home, 6, options.steps, None))
+    undisturbed = in_child(partial(train, options.folder / "undisturbed", home, 6, options.steps, options.states, None))
     assert undisturbed is not None
     counts, expected = undisturbed
     assert set(counts) == set(KINDS), counts
@@ -192,7 +198,7 @@ def main() -> None:
         while True:
             place = home if kind in ("read", "write") else draw.choice(["cpu", home])
             fatal = (kind, draw.randint(1, counts[kind])) if killed.total() < options.kills else None
-            result = in_child(partial(train, folder, place, draw.randint(1, 6), options.steps, fatal))
+            result = in_child(partial(train, folder, place, draw.randint(1, 6), options.steps, options.states, fatal))
             if result is not None:
                 break
             killed[kind] += 1

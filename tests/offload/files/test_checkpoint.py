@@ -285,13 +285,17 @@ def test_an_interrupt_after_the_index_was_replaced_removes_nothing_that_it_names
     assert {entry.name for entry in tmp_path.iterdir()} == {INDEX, "model-3-00001-of-00001.safetensors", "state-3"}
 
 
-@pytest.mark.parametrize("kills", [9, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kills", "states"),
+    [(9, "full"), (5, "8bit"), *(pytest.param(50, s, marks=pytest.mark.slow) for s in ("full", "bfloat16", "8bit"))],
+)
 def test_a_process_killed_at_any_moment_resumes_from_a_whole_checkpoint_to_the_same_weights(
-    kills: int, tmp_path: Path
+    kills: int, states: str, tmp_path: Path
 ) -> None:
     """In forward, backward, updates, writes to homes and saves."""
+    arguments = [str(tmp_path), "--kills", str(kills), "--states", states]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.offload.checkpoint_worker", str(tmp_path), "--kills", str(kills)],
+        [sys.executable, "-m", "tests.offload.checkpoint_worker", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
