@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -27,11 +26,12 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.engine.cell_input import CellInput
+from offload.engine.glue_pieces import ChunkPieces, Entered, PassedCall, Shared, place_of
 from offload.engine.inputs import refuse_transforms
 from offload.engine.layouts import refuse_hidden
 from offload.engine.leaf_gradients import LeafBytes, LeafGradients
 from offload.engine.own_attributes import AttributesThen
-from pipe.nested import LEAVES, TreeSpec, flatten, map_distinct, unflatten
+from pipe.nested import TreeSpec, flatten, map_distinct, unflatten
 from pipe.torch_private import hidden_hooks
 
 __all__ = ["Glue"]
@@ -42,66 +42,6 @@ _INPUTS = -1
 K = TypeVar("K")
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
-
-#: Identifies a tensor in a graph: its node, and the number of the output of that node.
-_Place = tuple[Node, int]
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """The place, in what enters a block, of a tensor that entered an earlier block as well."""
-
-    number: int
-
-
-LEAVES.add(_Shared)
-
-
-@dataclass(frozen=True)
-class _Entered:
-    """A tensor that entered a block: its number, and what shows whether its memory still holds the same values."""
-
-    number: int
-    storage: StorageWeakRef
-    version: int | None
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The arguments of a block in a forward without a backward, which are passed on as they are: one leaf."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-
-@dataclass(eq=False)
-class _Chunk:
-    """The pieces of graph of one chunk."""
-
-    #: The inputs of the chunk, flat, with the graph that the caller has, and where they begin a graph here.
-    inputs: list[Any] = field(default_factory=list)
-    #: By block: for each output that needs a gradient, its number and its edge; and how many outputs there are.
-    begins: dict[int, dict[int, GradientEdge]] = field(default_factory=dict)
-    outputs: dict[int, int] = field(default_factory=dict)
-    #: Block and number of each such output.
-    begun: dict[_Place, tuple[int, int]] = field(default_factory=dict)
-    #: Of each tensor that enters blocks: the first of them, and its edge.
-    first: dict[_Place, tuple[int, GradientEdge]] = field(default_factory=dict)
-    #: By block: the tensors that enter it, with their numbers among its arguments.
-    uses: dict[int, list[tuple[int, _Place]]] = field(default_factory=dict)
-    #: The edges of the result, or None for each leaf that needs no gradient.
-    result: list[GradientEdge | None] = field(default_factory=list)
-    #: Parameters and other leaves that its pieces reach, with the first of these pieces.
-    leaves: dict[Tensor, int] = field(default_factory=dict)
-    #: By number: tensors that enter several blocks, with their versions; None for those that entered one.
-    shared: list[tuple[Tensor, int | None] | None] = field(default_factory=list)
-    # While the forward runs:
-    entered: dict[tuple[Any, ...], _Entered] = field(default_factory=dict)
-    #: The nodes of its graph, with the piece that each belongs to: the number of the first block that it leads to.
-    seen: dict[Node, int] = field(default_factory=dict)
-    # While a backward runs:
-    entering: dict[_Place, Tensor] = field(default_factory=dict)
-    returned: dict[int, dict[int, Tensor]] = field(default_factory=dict)
 
 
 class Glue:
@@ -119,7 +59,7 @@ class Glue:
         self, chunks: int, last: int, within: Mapping[int, str], made: LeafBytes, before: Callable[[int], None]
     ) -> None:
         self._before = before
-        self._chunks = [_Chunk() for _ in range(chunks)]
+        self._chunks = [ChunkPieces() for _ in range(chunks)]
         self._last = last
         self._within = within
         #: Whether there will be a backward. Known when all chunks are at their first block.
@@ -161,7 +101,7 @@ class Glue:
     def enter(self, i: int, j: int, call: Call, *, grad: bool) -> tuple[Any, list[bool]]:
         """What enters block ``j``, stored until it runs; which leaves need a gradient. ``grad``: called with any."""
         if not self.records:
-            return _Call(*call), [False]
+            return PassedCall(*call), [False]
         chunk = self._chunks[i]
         leaves, spec = flatten(call)
         refuse_hidden(leaves, f"an argument of block {j}")
@@ -171,12 +111,12 @@ class Glue:
         for k, x in enumerate(leaves):
             if requires[k]:
                 edge = get_gradient_edge(x)
-                chunk.first.setdefault(_place(edge), (j, edge))
-                uses.append((k, _place(edge)))
+                chunk.first.setdefault(place_of(edge), (j, edge))
+                uses.append((k, place_of(edge)))
         return unflatten([self._stored(chunk, x) if isinstance(x, Tensor) else x for x in leaves], spec), requires
 
     @staticmethod
-    def _stored(chunk: _Chunk, x: Tensor) -> Tensor | _Shared:
+    def _stored(chunk: ChunkPieces, x: Tensor) -> Tensor | Shared:
         """A tensor without its graph, or its number if its memory entered an earlier block."""
         detached = x.detach()
         if x.layout is not torch.strided or type(detached) is not Tensor or not x.numel():
@@ -185,21 +125,21 @@ class Glue:
         place = x.untyped_storage().data_ptr(), x.storage_offset(), tuple(x.shape), x.stride(), x.dtype
         known = chunk.entered.get(place)
         if known is None or known.storage.expired() or known.version != version:
-            chunk.entered[place] = _Entered(len(chunk.shared), StorageWeakRef(x.untyped_storage()), version)
+            chunk.entered[place] = Entered(len(chunk.shared), StorageWeakRef(x.untyped_storage()), version)
             chunk.shared.append(None)
             return detached
         if chunk.shared[known.number] is None:
             chunk.shared[known.number] = detached, version
-        return _Shared(known.number)
+        return Shared(known.number)
 
     def entered(self, i: int, stored: Any) -> Any:
         """The (args, kwargs) of a block, from what :meth:`enter` returned."""
-        if isinstance(stored, _Call):
+        if isinstance(stored, PassedCall):
             return stored.args, stored.kwargs
         leaves, spec = flatten(stored)
-        return unflatten([self._restored(i, x) if isinstance(x, _Shared) else x for x in leaves], spec)
+        return unflatten([self._restored(i, x) if isinstance(x, Shared) else x for x in leaves], spec)
 
-    def _restored(self, i: int, place: _Shared) -> Tensor:
+    def _restored(self, i: int, place: Shared) -> Tensor:
         shared = self._chunks[i].shared[place.number]
         assert shared is not None
         tensor, version = shared
@@ -220,7 +160,7 @@ class Glue:
         edges = {k: get_gradient_edge(x) for k, x in zip(begin.positions, begin.wanted, strict=True)}
         chunk.begins[j], chunk.outputs[j] = edges, len(leaves)
         for k, edge in edges.items():
-            chunk.begun[_place(edge)] = j, k
+            chunk.begun[place_of(edge)] = j, k
             chunk.seen[edge.node] = self._last  # no piece has it: gradients end here
         return unflatten(list(begin.leaves), spec)
 
@@ -236,7 +176,7 @@ class Glue:
         chunk.seen.clear()
         return map_distinct(Tensor.detach, result), requires
 
-    def _find_leaves(self, chunk: _Chunk, j: int, tensors: Iterable[Tensor]) -> None:
+    def _find_leaves(self, chunk: ChunkPieces, j: int, tensors: Iterable[Tensor]) -> None:
         """Records the leaves of the graph of some tensors, which lead to block ``j``, up to earlier pieces."""
         stack: list[Node] = []
         for x in tensors:
@@ -259,7 +199,7 @@ class Glue:
                 self._add_leaf(chunk, variable, j)
             stack.extend(following for following, _ in node.next_functions if following is not None)
 
-    def _refuse_hooks(self, chunk: _Chunk, node: Node) -> None:
+    def _refuse_hooks(self, chunk: ChunkPieces, node: Node) -> None:
         """Raises if hooks of a module are in an earlier piece, from ``node`` on: each piece would run them."""
         stack = [node]
         while stack:
@@ -275,7 +215,7 @@ class Glue:
                 )
             stack.extend(following for following, _ in node.next_functions if following is not None)
 
-    def _add_leaf(self, chunk: _Chunk, leaf: Tensor, j: int) -> None:
+    def _add_leaf(self, chunk: ChunkPieces, leaf: Tensor, j: int) -> None:
         if id(leaf) in self._within:
             raise RuntimeError(
                 f"parameter {self._within[id(leaf)]} of a block is used by code outside of that block, where "
@@ -319,8 +259,8 @@ class Glue:
         pairs: list[tuple[GradientEdge, Tensor]] = []
         for edge, gradient in zip(chunk.result, gradients, strict=True):
             if edge is not None and gradient is not None:
-                if _place(edge) in chunk.first:  # it entered a block as well: its piece runs once
-                    _add(chunk.entering, _place(edge), gradient)
+                if place_of(edge) in chunk.first:  # it entered a block as well: its piece runs once
+                    _add(chunk.entering, place_of(edge), gradient)
                 else:
                     pairs.append((edge, gradient))
         self._propagate(chunk, self._last, pairs)
@@ -346,15 +286,15 @@ class Glue:
         """The gradients of the inputs of a chunk, where backward does not reach the first block."""
         return self._returned(self._chunks[i], _INPUTS)
 
-    def _returned(self, chunk: _Chunk, j: int) -> list[Any]:
+    def _returned(self, chunk: ChunkPieces, j: int) -> list[Any]:
         gradients = chunk.returned.pop(j, {})
         return [gradients.get(k) for k in range(chunk.outputs.get(j, len(chunk.inputs) if j == _INPUTS else 0))]
 
-    def _propagate(self, chunk: _Chunk, j: int, pairs: Sequence[tuple[GradientEdge, Tensor]]) -> None:
+    def _propagate(self, chunk: ChunkPieces, j: int, pairs: Sequence[tuple[GradientEdge, Tensor]]) -> None:
         """Runs backward from some edges of a piece to the begins of pieces and to leaves."""
         through: list[tuple[GradientEdge, Tensor]] = []
         for edge, gradient in pairs:
-            place = chunk.begun.get(_place(edge))
+            place = chunk.begun.get(place_of(edge))
             if place is None:
                 through.append((edge, gradient))
             else:
@@ -390,17 +330,13 @@ class Glue:
 
     def close(self) -> None:
         """Frees the graphs."""
-        self._chunks = [_Chunk(inputs=leaves) for leaves in self.inputs]
+        self._chunks = [ChunkPieces(inputs=leaves) for leaves in self.inputs]
         self._leaf_gradients.clear()
         self.attributes.clear()
 
 
 def _leaf_of(node: Node) -> Any:
     return getattr(node, "variable", None) if not node.next_functions else None
-
-
-def _place(edge: GradientEdge) -> _Place:
-    return edge.node, edge.output_nr
 
 
 def _add(gradients: dict[K, Tensor], key: K, gradient: Tensor) -> None:
