@@ -389,6 +389,8 @@ EXCEPTIONS = {
         "puts a tensor together of its parts"
     ),
 }
+#: What ranks tell each other of failures: no values of a model.
+NOTICES = "offload.mesh.notices "
 
 TABLE = {
     f"{module} {function}: {text}": scenario
@@ -401,7 +403,8 @@ SCENARIOS = {scenario.__name__: scenario for scenario in TABLE.values()}
 
 
 def test_no_wait_is_forgotten() -> None:
-    assert sorted(SITES) == sorted([*TABLE, *EXCEPTIONS])
+    found = [site for site in SITES if not site.startswith(NOTICES)]
+    assert sorted(found) == sorted([*TABLE, *EXCEPTIONS])
 
 
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
