@@ -40,6 +40,7 @@ __all__ = [
     "accumulates_everywhere",
     "at_end_of_backward",
     "global_module_hooks",
+    "has_backward_hooks",
     "has_hooks",
     "has_module_hooks",
     "hidden_hooks",
@@ -356,6 +357,11 @@ def global_module_hooks() -> list[dict[int, Any]]:
 def has_module_hooks(modules: Iterable[nn.Module]) -> bool:
     """Whether hooks, of one of these modules or global ones, see its inputs or outputs."""
     return any(global_module_hooks()) or any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+
+
+def has_backward_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether hooks of one of these modules see gradients of its inputs or outputs."""
+    return any(m._backward_hooks or m._backward_pre_hooks for m in modules)
 
 
 def outside_of_compiled_graphs(function: F) -> F:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from offload.engine.glue import Glue
 from offload.engine.shard_runners import ShardRunners
+from pipe.torch_private import has_backward_hooks
 
 __all__ = ["Reach"]
 
@@ -64,7 +64,7 @@ def _refuse_hooks(shards: Sequence[ShardRunners], glue: Glue, entered: int) -> N
     """A block computes the gradients of all that enters it; autograd, of what leads to requested parameters."""
     for each in shards:
         for block, runner in zip(each.steps, each.runners, strict=True):
-            if block >= entered and glue.several_enter(block) and any(map(_has_hooks, _modules(runner.modules))):
+            if block >= entered and glue.several_enter(block) and has_backward_hooks(_modules(runner.modules)):
                 raise RuntimeError(
                     f"gradients of parameters around blocks were requested (inputs=, torch.autograd.grad), and modules "
                     f"of block {block}, which several tensors enter, have backward hooks: these would run for all of "
@@ -74,7 +74,3 @@ def _refuse_hooks(shards: Sequence[ShardRunners], glue: Glue, entered: int) -> N
 
 def _modules(layers: Sequence[nn.Module]) -> list[nn.Module]:
     return [module for layer in layers for module in layer.modules()]
-
-
-def _has_hooks(module: Any) -> bool:
-    return bool(module._backward_hooks or module._backward_pre_hooks)
