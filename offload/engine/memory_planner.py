@@ -218,9 +218,13 @@ class MemoryPlanner:
     def _within(self, plan: Callable[[int], _T]) -> _T:
         """A plan that leaves a part of the limit to gaps between allocated blocks, if any does.
 
-        Gaps that steps have shown are in the margin.
+        Gaps that steps have shown are in the margin; but free pages are returned in steps that are measured, so as much
+        as a half is left in any case.
         """
-        gaps = max(0, self.limit_bytes // GAPS_SHARE - self._memory.margin_bytes) if self._memory.on_host else 0
+        gaps = 0
+        if self._memory.on_host:
+            share = self.limit_bytes // GAPS_SHARE
+            gaps = max(share // 2, share - self._memory.margin_bytes)
         try:
             return plan(self.limit_bytes - gaps)
         except NothingFitsError:
