@@ -47,8 +47,9 @@ LEAST_GAIN = 0.05
 CELL_SHARE = 4
 #: Different sizes of a batch whose choices are remembered.
 SIZES_REMEMBERED = 64
-#: Of a limit of memory, one part in so many is left to gaps between the blocks that the allocator has given out.
-GAPS_SHARE = 8
+#: Of a limit of memory, one part in so many is left to gaps between the blocks that the allocator has given out; and
+#: before a step of a plan was measured.
+GAPS_SHARE, FIRST_GAPS_SHARE = 8, 6
 
 _T = TypeVar("_T")
 
@@ -223,7 +224,7 @@ class MemoryPlanner:
         """
         gaps = 0
         if self._memory.on_host:
-            share = self.limit_bytes // GAPS_SHARE
+            share = self.limit_bytes // (FIRST_GAPS_SHARE if self._memory.peak_bytes is None else GAPS_SHARE)
             gaps = max(share // 2, share - self._memory.margin_bytes)
         try:
             return plan(self.limit_bytes - gaps)
