@@ -290,12 +290,13 @@ def test_both_trainers_on_a_mesh_train_as_one_process_with_all_rows(
     )
     try:
         expected = {"Trainer": on_a_mesh.train_llama(None, tmp_path / "plain" / "llama", None)}
-        bert = sentences.model_in(tmp_path / "plain" / "bert", dropout=0.0)
-        expected["SentenceTransformerTrainer"] = on_a_mesh.train_bert(None, tmp_path / "plain" / "run", None, bert)
         output, errors = worker.communicate(timeout=200)
     finally:
         worker.kill()
     assert worker.returncode == 0, errors
+    # The words of a tokenizer that is trained again may be numbered differently.
+    bert = str(tmp_path / "bert")
+    expected["SentenceTransformerTrainer"] = on_a_mesh.train_bert(None, tmp_path / "plain" / "run", None, bert)
     found = {
         line.split()[0]: [float(x) for x in line.split()[1:]] for line in output.splitlines() if "Trainer " in line
     }
