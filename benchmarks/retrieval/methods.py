@@ -59,15 +59,9 @@ def make(
     from offload import MemoryPolicy, OffloadModel
 
     model: nn.Module = encoder
+    how: dict[str, Any] = {"offload_device": home, "num_slices": settings.slices, "checkpoint_activation": True}
     if ranks is not None:
-        model = OffloadModel(
-            encoder,
-            "cpu",
-            offload_device=home,
-            num_slices=settings.slices,
-            checkpoint_activation=True,
-            mesh=ranks.mesh,
-        )
+        model = OffloadModel(encoder, "cpu", mesh=ranks.mesh, **how)
         one_way = DistributedContrastiveLoss(temperature=TEMPERATURE, tile_rows=settings.loss_rows)
 
         def both_ways(descriptions: Tensor, sources: Tensor) -> Tensor:
@@ -77,16 +71,10 @@ def make(
         return model, lambda descriptions, sources: together(descriptions, sources)
     if method == OURS:
         # Only one shard's activations exist at a time: several chunks run together where GradCache alone takes one.
-        model = OffloadModel(
-            encoder,
-            "cpu",
-            offload_device=home,
-            num_slices=settings.slices,
-            checkpoint_activation=True,
-            memory=MemoryPolicy.fixed(
-                boundary_bytes=settings.boundary_bytes, activation_bytes=settings.activation_bytes, join_chunks=True
-            ),
+        memory = MemoryPolicy.fixed(
+            boundary_bytes=settings.boundary_bytes, activation_bytes=settings.activation_bytes, join_chunks=True
         )
+        model = OffloadModel(encoder, "cpu", memory=memory, **how)
     # By tiles: the scores of all rows against all rows would outgrow the encoder when the batch is large.
     loss_fn = SimpleContrastiveLoss(temperature=TEMPERATURE, symmetric=True, tile_rows=settings.loss_rows)
     cache = GradCache([model, model], chunk_sizes=settings.chunk, loss_fn=loss_fn)

@@ -7,9 +7,8 @@ without knowing of homes.
 Gradients of DTensors are set by users, too (``zero_grad``, clipping). So they are taken over before each pass and each
 step, and shown again after each pass.
 
-An update may stay pending as long as nobody can read a DTensor without asking the model. As in
-:mod:`offload.engine.references`, references are counted: here those that the model alone has are known by counting
-them when they are made.
+Updates stay pending only while no other code holds a DTensor, since reading its values asks no model. As
+:mod:`offload.engine.references` does, references are counted; the model counts its own ones when it makes them.
 """
 
 from __future__ import annotations

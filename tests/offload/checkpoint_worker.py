@@ -17,7 +17,6 @@ import os
 import random
 import signal
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkp
 from offload.optim import state_forms
 from offload.storage.disk import DiskBlock
 from offload.telemetry.statistics import Meter
+from tests.offload.mesh.forked import fork
 from tests.offload.zoo import WIDTH, build
 
 #: Kinds of events: begins and ends of cells, of jobs of each lane, and of the arithmetic of an update; reads and writes
@@ -146,32 +146,17 @@ def train(folder: Path, home: str, slices: int, steps: int, states: str, fatal: 
 
 def in_child(function: Callable[[], Outcome]) -> Outcome | None:
     """The result of a function in a child; None if the child was killed."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            write = os.write  # before it is watched
-            write(writing, json.dumps(function()).encode())
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        text = pipe.read()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    status, found = fork(function).result()
     if status == -signal.SIGKILL:
         return None
     assert status == 0, f"the child failed with {status}"
-    counts, digest = json.loads(text)
+    counts, digest = found
     return counts, digest
 
 
 def main() -> None:
-    """Prints how many children were killed at which kinds of events, and how many rounds came to the same as one that
-    nobody disturbed."""
+    """Prints how many children were killed at which kinds of events, and how many rounds came to the same as a run
+    without a kill."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=len(KINDS))

@@ -6,13 +6,12 @@ them in an environment of their own.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,27 +19,19 @@ import torch
 
 from gradcache import sentence_transformers as losses
 from offload import OffloadModel, OffloadOptimizer
+from tests.examples import EXAMPLES, load_example
 
 ROOT = Path(__file__).parents[3]
-EXAMPLES = ROOT / "docs" / "examples"
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the trainers themselves
 
 KEYS = ("loss", "grad_norm")
 
-_loaded: dict[str, ModuleType] = {}
-
 
 def example(name: str, *needs: str) -> Any:
     for package in needs:
         pytest.importorskip(package, reason=f"needs {package}: tests/with_transformers.sh installs it")
-    if name not in _loaded:
-        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        _loaded[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(_loaded[name])
-    return _loaded[name]
+    return load_example(name)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.offload.mesh.restart_worker import example
+from tests.examples import load_example
 
 
 def report(step: int, loss: float) -> None:
@@ -19,7 +19,7 @@ def report(step: int, loss: float) -> None:
 
 
 if __name__ == "__main__":
-    module = example()
+    module = load_example("resume_after_faults")
     module.begin()
     module.train(Path(sys.argv[1]), 9, 2, report=report)
     dist.destroy_process_group()

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from offload import OffloadModel, OffloadOptimizer
-from tests.offload.mesh.forked import fork
+from tests.offload.mesh.forked import check_claims
 from tests.offload.mesh.mesh_worker import batches, build, loss_of
 from tests.offload.mesh.world import whole
 
@@ -147,31 +145,10 @@ def _read_by_fsdp(folder: Path, name: str) -> None:
     read(folder, name, fsdp(7))
 
 
-def check(rank: int, ranks: int, store: Path, what: dict[str, Callable[[], None]]) -> dict[str, str]:
-    """The claims that do not hold on one rank."""
-    if ranks > 1:
-        how: dict[str, Any] = {"rank": rank, "world_size": ranks, "timeout": timedelta(seconds=30)}
-        dist.init_process_group("gloo", f"file://{store}", **how)
-    broken = {}
-    for name, claim in what.items():
-        try:
-            claim()
-        except BaseException:  # such as DCP's
-            broken[name] = traceback.format_exc()
-    return broken
-
-
 def main() -> None:
-    folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    found: dict[str, str] = {}
-    for number, (ranks, what) in enumerate(claims(folder)):
-        children = [fork(partial(check, rank, ranks, folder / f"store{number}", what)) for rank in range(ranks)]
-        for status, broken in [child.result() for child in children]:
-            assert status == 0
-            for name in what:
-                found[name] = found.get(name, "") + broken.get(name, "")
-    print(json.dumps(found))
+    folder = Path(sys.argv[1])
+    print(json.dumps(check_claims(claims(folder), folder)))
 
 
 if __name__ == "__main__":

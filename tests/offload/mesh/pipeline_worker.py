@@ -5,15 +5,11 @@ Run as ``python -m tests.offload.mesh.pipeline_worker FOLDER``; prints the claim
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,18 +19,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.tensor import DTensor
 
 from offload import OffloadModel, OffloadOptimizer
-from tests.offload.mesh.forked import fork
+from tests.examples import load_example
+from tests.offload.mesh.forked import check_claims
 
-EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "pipeline_over_processes.py"
-
-
-def example() -> Any:
-    spec = importlib.util.spec_from_file_location("pipeline_over_processes", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+EXAMPLE = "pipeline_over_processes"
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,7 +32,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 def compare(models: dict[int, nn.Module], stages: int, steps: int = 2, tolerance: float = 1e-6) -> None:
     """The gradients of each stage with those of the plain model, accumulated over so many steps."""
-    layers = example().build()
+    layers = load_example(EXAMPLE).build()
     x, y = batch()
     for _ in range(steps):
         nn.functional.mse_loss(nn.Sequential(*layers)(x), y).backward()
@@ -60,7 +48,7 @@ def compare(models: dict[int, nn.Module], stages: int, steps: int = 2, tolerance
 
 def gradients_of_example(stages_per_rank: int) -> None:
     """Those of one step, and with what is left from a step before."""
-    module, rank, ranks = example(), dist.get_rank(), dist.get_world_size()
+    module, rank, ranks = load_example(EXAMPLE), dist.get_rank(), dist.get_world_size()
     models = module.stages_of(rank, ranks, stages_per_rank)
     schedule = module.schedule_of(models, ranks)
     module.run(schedule, rank, ranks, *batch())
@@ -69,7 +57,7 @@ def gradients_of_example(stages_per_rank: int) -> None:
 
 def trains_as_the_plain_model(stages_per_rank: int) -> None:
     """With ``OffloadOptimizer`` and clipping."""
-    module, rank, ranks = example(), dist.get_rank(), dist.get_world_size()
+    module, rank, ranks = load_example(EXAMPLE), dist.get_rank(), dist.get_world_size()
     models = module.stages_of(rank, ranks, stages_per_rank)
     optimizers = [OffloadOptimizer(m, torch.optim.AdamW, lr=0.01, max_norm=0.01) for m in models.values()]
     schedule = module.schedule_of(models, ranks)
@@ -97,7 +85,7 @@ def trains_as_the_plain_model(stages_per_rank: int) -> None:
 
 def stages_are_sharded_over_a_mesh() -> None:
     """(stages, ranks that store a stage together): each row of the mesh takes its part of the batch."""
-    module = example()
+    module = load_example(EXAMPLE)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
     stage, shard = mesh["stage"], mesh["shard"]
     rank = stage.get_local_rank()
@@ -112,7 +100,7 @@ def stages_are_sharded_over_a_mesh() -> None:
 
 def zero_bubble_is_right_or_refused(mesh: bool) -> None:
     """Its backward asks for the gradients of inputs first and for those of weights later, by ``autograd.grad``."""
-    module, rank, ranks = example(), dist.get_rank(), dist.get_world_size()
+    module, rank, ranks = load_example(EXAMPLE), dist.get_rank(), dist.get_world_size()
     models = module.stages_of(rank, ranks, 2)
     stages = [PipelineStage(model, k, 4, torch.device("cpu")) for k, model in models.items()]
     schedule = ScheduleInterleavedZeroBubble(stages, 4, loss_fn=nn.functional.mse_loss)
@@ -132,32 +120,9 @@ CLAIMS: dict[int, dict[str, Callable[[], None]]] = {
 }
 
 
-def check(rank: int, ranks: int, store: Path) -> dict[str, str]:
-    how: dict[str, Any] = {"rank": rank, "world_size": ranks, "timeout": timedelta(seconds=30)}
-    dist.init_process_group("gloo", f"file://{store}", **how)
-    broken = {}
-    for name, claim in CLAIMS[ranks].items():
-        try:
-            claim()
-            broken[name] = ""
-        except BaseException:  # such as DCP's
-            broken[name] = traceback.format_exc()
-    return broken
-
-
 def main() -> None:
-    folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    found: dict[str, str] = {}
-    for ranks in CLAIMS:
-        for status, broken in [
-            child.result()
-            for child in [fork(partial(check, rank, ranks, folder / f"store{ranks}")) for rank in range(ranks)]
-        ]:
-            assert status == 0
-            for name, text in broken.items():
-                found[name] = found.get(name, "") + text
-    print(json.dumps(found))
+    print(json.dumps(check_claims(CLAIMS.items(), Path(sys.argv[1]))))
 
 
 if __name__ == "__main__":

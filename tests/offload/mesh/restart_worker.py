@@ -2,15 +2,14 @@
 started again: ``python -m tests.offload.mesh.restart_worker --help``.
 
 An event is the n-th of a kind on one rank, counted over its threads. The others must end with an error, which names the
-killed rank where it is of a collective of the model. Then all are started again, perhaps in another number. Each loss
-that a rank has reported in the end must be that of a run which nobody disturbed.
+killed rank where it is of a collective of the model. Then all are started again, perhaps in another number. The
+losses that ranks have reported in the end must be those of a run without a kill.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import importlib.util
 import itertools
 import json
 import os
@@ -30,22 +29,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from offload.mesh import notices
 from offload.mesh.ranks import Ranks
+from tests.examples import load_example
 from tests.offload import checkpoint_worker
 from tests.offload.mesh.forked import Child, fork
 
-EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "resume_after_faults.py"
 #: Kinds of events: those of one process, and begins and ends of collectives of the model, and of others.
 KINDS = (*checkpoint_worker.KINDS, "ranks", "collective", "other collective")
 SAVE_EVERY = 2
-
-
-def example() -> Any:
-    spec = importlib.util.spec_from_file_location("resume_after_faults", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Killer(checkpoint_worker.Killer):
@@ -83,7 +73,7 @@ def train(
                 print(step, loss, file=file)
 
         killer.watch()
-        example().train(folder, steps, SAVE_EVERY, home, report)
+        load_example("resume_after_faults").train(folder, steps, SAVE_EVERY, home, report)
     except Exception as raised:
         sys.last_value = raised
         error = f"{type(raised).__name__}: {raised}"
