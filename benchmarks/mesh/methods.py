@@ -21,6 +21,7 @@ from benchmarks.harness.case import FLOOR, CannotRunError
 from benchmarks.harness.io_counters import counts_of, measure
 from benchmarks.harness.ranks import Ranks, bytes_received
 from benchmarks.harness.worker import Reporter
+from benchmarks.models.clipped_step import clipped_step
 from benchmarks.models.transformer import Checkpointed, Stack
 
 STEPS = "steps"
@@ -53,24 +54,12 @@ class Method(NamedTuple):
     model: object = None  #: an OffloadModel, which counts what it does
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[], object]) -> Any:
-    def step(rows: Tensor, target: Tensor) -> float:
-        optimizer.zero_grad()
-        loss = loss_of(model(rows), target)
-        loss.backward()
-        clip()
-        optimizer.step()
-        return loss.item()
-
-    return step
-
-
 def alone(training: Training, home: Path, ranks: Ranks | None) -> Method:
     """One process with everything in memory and all rows, each block checkpointed: the losses of all others."""
     blocks = training.build()
     optimizer = torch.optim.AdamW(blocks.parameters(), **training.options, fused=True)
     clip = lambda: nn.utils.clip_grad_norm_(blocks.parameters(), training.max_norm)  # noqa: E731
-    return Method(_step(Checkpointed(blocks), optimizer, clip))
+    return Method(clipped_step(Checkpointed(blocks), optimizer, loss_of, clip))
 
 
 def ours(training: Training, home: Path, ranks: Ranks | None, *, on_disk: bool) -> Method:
@@ -83,7 +72,7 @@ def ours(training: Training, home: Path, ranks: Ranks | None, *, on_disk: bool) 
         training.build(), "cpu", place, num_slices=training.blocks, checkpoint_activation=True, mesh=mesh
     )
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, max_norm=training.max_norm, **training.options)
-    return Method(_step(model, optimizer, lambda: None), model)
+    return Method(clipped_step(model, optimizer, loss_of, lambda: None), model)
 
 
 def fsdp2(training: Training, home: Path, ranks: Ranks | None) -> Method:
@@ -96,7 +85,7 @@ def fsdp2(training: Training, home: Path, ranks: Ranks | None) -> Method:
         fully_shard(layer, mesh=None if ranks is None else ranks.mesh, offload_policy=policy)
     optimizer = torch.optim.AdamW(blocks.parameters(), **training.options, fused=True)
     clip = lambda: nn.utils.clip_grad_norm_(blocks.parameters(), training.max_norm)  # noqa: E731
-    return Method(_step(blocks, optimizer, clip))
+    return Method(clipped_step(blocks, optimizer, loss_of, clip))
 
 
 class _Checkpoint(nn.Module):

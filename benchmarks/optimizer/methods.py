@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from benchmarks.harness.case import FLOOR, CannotRunError
 from benchmarks.harness.io_counters import counts_of, measure
 from benchmarks.harness.worker import Reporter
+from benchmarks.models.clipped_step import clipped_step
 from benchmarks.models.transformer import Checkpointed, Stack, State
 
 STEPS = "steps"
@@ -59,25 +60,13 @@ class Method(NamedTuple):
     model: object = None  #: an OffloadModel, which counts what it does
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[], object]) -> Any:
-    def step(state: State, target: Tensor) -> float:
-        optimizer.zero_grad()
-        loss = loss_of(model(state), target)
-        loss.backward()
-        clip()
-        optimizer.step()
-        return loss.item()
-
-    return step
-
-
 def resident(training: Training, home: Path) -> Method:
     """Everything in memory, each block checkpointed, one fused AdamW."""
     blocks = training.build()
     parameters = list(blocks.parameters())
     optimizer = torch.optim.AdamW(parameters, **training.options, fused=True)
     clip = lambda: nn.utils.clip_grad_norm_(parameters, training.max_norm)  # noqa: E731
-    return Method(_step(Checkpointed(blocks), optimizer, clip), blocks.named_parameters)
+    return Method(clipped_step(Checkpointed(blocks), optimizer, loss_of, clip), blocks.named_parameters)
 
 
 def offloaded(training: Training, home: Path) -> Method:
@@ -102,7 +91,7 @@ def _offloaded(layers: list[nn.Module], training: Training, home: Path) -> Any:
     memory = MemoryPolicy.fixed(slots=training.slots, graph_bytes=training.graphs << 20)
     model = OffloadModel(layers, "cpu", offload_device=home, checkpoint_activation=True, memory=memory)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, max_norm=training.max_norm, **training.options)
-    return Method(_step(model, optimizer, lambda: None), model.named_parameters, model)
+    return Method(clipped_step(model, optimizer, loss_of, lambda: None), model.named_parameters, model)
 
 
 def deepspeed_nvme(training: Training, home: Path, checkpointed: bool) -> Method:
