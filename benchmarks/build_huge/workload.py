@@ -17,6 +17,7 @@ from benchmarks.harness.settings import option
 from benchmarks.harness.table import mebibytes
 from benchmarks.harness.worker import Reporter
 from offload import OffloadModel, OffloadOptimizer, load_pretrained
+from offload.planning.least_bytes import StoredBytes
 
 LEARNING_RATE = 3e-4
 
@@ -46,6 +47,12 @@ class Settings:
     def parameter_bytes(self) -> int:
         """Of all parameters, in float32."""
         return 4 * self.blocks * (8 * self.dim**2 + 7 * self.dim)
+
+    @property
+    def stored(self) -> StoredBytes:
+        """What is stored of the model between its uses."""
+        states = 2 * self.parameter_bytes
+        return StoredBytes(weights=self.parameter_bytes, gradients=self.parameter_bytes, states=states)
 
     @property
     def training_flops(self) -> float:

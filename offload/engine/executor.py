@@ -86,6 +86,8 @@ class Executor(BlockForwards):
         sharding: Sharding | None = None,
         resident: Collection[nn.Parameter] = (),
         layers_apart: bool = False,
+        gradient_dtype: torch.dtype | None = None,
+        accumulates: bool = False,
     ) -> None:
         self.resident = resident_shard(layers, set(resident), len(cuts), device)
         if self.resident is not None and self.resident.home is not None:
@@ -95,6 +97,8 @@ class Executor(BlockForwards):
             self.shards, self.layer_homes = make_shards(named, cuts, tier, param_dtype, values, self.resident)
         else:
             self.shards, self.layer_homes = sharding.make_shards(named, cuts, tier, param_dtype, values, self.resident)
+        if gradient_dtype is not None:
+            self.layer_homes.round_gradients(self.shards, gradient_dtype, accumulates=accumulates)
         move_buffers(layers.values(), device)
         #: Names of the quantised parameters.
         self.quantised = {s.part_of: s.name for shard in self.shards for s in shard.own if s.part_of is not None}

@@ -186,7 +186,7 @@ class MovableHomes(ExclusivePasses):
         return [
             ShardBytes(
                 weights=0 if shard.home is None else shard.home.nbytes,
-                gradients=sum(s.nbytes for s in shard.own if s.parameter.requires_grad),
+                gradients=sum(shard.gradient_types.nbytes(s) for s in shard.own if s.parameter.requires_grad),
                 states=sum(optimizer.state_bytes(shard) for optimizer in optimizers),
             )
             for shard in self.shards

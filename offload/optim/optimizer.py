@@ -69,7 +69,7 @@ class OffloadOptimizer(MovableStates):
         states: how states are stored between updates: None for their own type, ``torch.bfloat16``, or ``"8bit"``: codes
             of one byte with a float32 scale for 256 neighbours, as in 8-bit Adam (bitsandbytes, torchao); encoded are
             states with the shape and type of a contiguous floating-point matrix of at least 4,096 elements. Norms,
-            biases, counts, and parameters that stay on the compute device keep theirs in full. ``state_dict()`` has
+            biases, counts, and parameters that stay on a GPU keep theirs in full. ``state_dict()`` has
             what is stored: ``"exp_avg:8bit"`` (uint8) with ``"exp_avg:scales"``. A checkpoint may be loaded into any
             form. Results are those of the class with rounded states: measure your accuracy.
         gradient_bytes: deprecated; a field of the model's :class:`~offload.MemoryPolicy`.

@@ -30,15 +30,28 @@ class ResidentParamBlock(ParamBlock):
         super().__init__(Shard(-1, 0, []), (), group, factory)
         self.slices = slices
         self.proxies = [s.parameter for s in slices]
+        if (form := factory.form) is not None:
+            # Tensors of its own, since a part at a time is decoded, updated and encoded.
+            self.proxies = [p.detach() for p in self.proxies]
+            # States are encoded on the host.
+            self.encoded = {k for k, p in enumerate(self.proxies) if p.device.type == "cpu" and form.encodes(p)}
 
     def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
         """Updates the parameters."""
-        optimizer = self.prepare(job.options, sparse=job.sparse)
+        self._check_dense(job)
+        self.prepare(job.options, sparse=job.sparse)
         gradients = [g for g in job.gradients if g is not None]
         if job.coefficient is not None and not job.scaled:
             multiply_all(gradients, job.coefficient.to(gradients[0].device))
             job.scaled = True
-        optimizer.step()
+        own = [] if self.factory.form is None else [*zip(self.proxies, self.parameters, job.gradients, strict=True)]
+        try:
+            for proxy, parameter, gradient in own:
+                proxy.data, proxy.grad = parameter.data, gradient  # users may have replaced ``.data``
+            self._step()
+        finally:
+            for proxy, _, _ in own:
+                proxy.grad = None
         for parameter, gradient in zip(self.parameters, job.gradients, strict=True):
             if gradient is not None:
                 # Fused kernels do not: a backward that saved the old values would not notice the new ones.

@@ -31,7 +31,7 @@ from offload.storage import Block, Tier
 from offload.streaming.casts import Casts
 from offload.streaming.quantised import refresh
 from offload.streaming.slices import Slice
-from offload.streaming.stored_gradients import GradientRegion
+from offload.streaming.stored_gradients import GradientRegion, GradientTypes
 from pipe.torch_private import outside_inference_mode, set_versions, storage_uses
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ class Shard:
     in_place: bool = False
     #: The places of stored gradients: one region, more after other cuts.
     gradient_regions: list[GradientRegion] = field(default_factory=list)
+    #: In which types they are stored.
+    gradient_types: GradientTypes = field(default_factory=GradientTypes)
     #: The update to run before the stored bytes may be read or written; None again when it is done.
     pending: Update | None = None
     state: State = State.HOME
@@ -204,6 +206,10 @@ class Shard:
             s.parameter.grad = None
             if not (in_place and s.parameter.dtype == view.dtype and s.parameter.is_set_to(view)):
                 s.point_to(view)
+        for s in self.own:
+            if self.gradient_types.rounds(s):
+                # Without this, autograd rounds the gradient of each micro-batch instead of their sum.
+                s.parameter.grad_dtype = s.parameter.dtype
         self._refresh_quantised()
         return made
 
@@ -244,7 +250,7 @@ class Shard:
             owner, s = self.owner_of(position)
             if views is None or not (s.parameter.dtype == s.dtype and s.parameter.is_set_to(views[position])):
                 s.point_to(owner.home_view(s))
-            s.parameter.grad = gradient
+            owner.set_gradient(s, gradient)
         self._refresh_quantised()
 
     def _refresh_quantised(self) -> None:
@@ -305,6 +311,15 @@ class Shard:
             regions = regions if fitting and len(regions) == 1 else []
         self.gradient_regions = [region for region in regions if not region.in_use()]
 
+    def set_gradient(self, s: Slice, gradient: Tensor | None) -> None:
+        """Makes a gradient that of an own parameter, outside of a visit; torch has to be told of another type."""
+        if self.gradient_types.rounds(s):
+            dtype = self.gradient_types.of(s) if gradient is None else gradient.dtype
+            if s.parameter.grad_dtype != dtype:
+                s.parameter.grad = None
+                s.parameter.grad_dtype = dtype
+        s.parameter.grad = gradient
+
     def gradient_region(self, parameter: nn.Parameter) -> GradientRegion | None:
         """The region with a place for the gradient of an own parameter, if there is one."""
         return next((region for region in self.gradient_regions if id(parameter) in region.offsets), None)
@@ -316,7 +331,8 @@ class Shard:
             placeless = [o for o in self.own if o is s or o.parameter.requires_grad]
             placeless = [o for o in placeless if self.gradient_region(o.parameter) is None]
             assert self.tier is not None
-            region = GradientRegion.allocate(self.tier, f"shard{self.index}-gradients", placeless)
+            label = f"shard{self.index}-gradients"
+            region = GradientRegion.allocate(self.tier, label, placeless, self.gradient_types)
             self.gradient_regions.append(region)
         with outside_inference_mode():
             return region.block, region.offsets[id(s.parameter)], region.view(s)

@@ -51,6 +51,11 @@ class Statistics:
     bytes_reduced: int = 0
     bytes_agreed: int = 0
 
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that loads, gradients and updates read from homes and wrote there; boundaries are not among them."""
+        return self.bytes_loaded + self.bytes_stored + self.update_bytes_read + self.update_bytes_written
+
 
 class Meter:
     """The counters behind :class:`Statistics`."""

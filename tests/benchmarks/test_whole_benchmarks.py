@@ -105,6 +105,27 @@ def test_build_huge_trains_to_the_losses_of_the_resident_model() -> None:
     assert losses["resident, no cap"][2] < losses["resident, no cap"][0]
 
 
+def test_fewer_bytes_compares_each_option_with_exact_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.fewer_bytes.benchmark.build_corpus", lambda pairs: build_corpus(pairs=400))
+    run_here("fewer-bytes", "--depth 1 --batch 4 --steps 2 --seeds 2 --vocabulary 300", "f")
+    page = pages("f")
+    bytes_of = {o.case.arguments["option"]: o.result for o in outcomes_of("f")["decoder"]}
+    assert {name: round(o["state_bytes"] / o["parameters"]) for name, o in bytes_of.items()} == {
+        "exact": 8,
+        "states bfloat16": 4,
+        "states 8bit": 2,
+        "gradients bfloat16": 8,
+        "states 8bit, gradients bfloat16": 2,
+    }
+    assert {round(o["gradient_bytes"] / o["parameters"]) for name, o in bytes_of.items() if "grad" in name} == {2}
+    for which in ("encoder", "decoder"):
+        runs = {o.name: o.result for o in outcomes_of("f")[which]}
+        assert len(runs) == 10
+        assert runs[f"{which}, exact, seed 0"]["losses"][0] == runs[f"{which}, states 8bit, seed 0"]["losses"][0]
+        assert runs[f"{which}, exact, seed 0"]["losses"] != runs[f"{which}, exact, seed 1"]["losses"]
+        assert f"## {which}" in page
+
+
 def test_gradcache_batch_runs_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.gradcache_batch.benchmark import FUSED, PEERS
     from benchmarks.gradcache_batch.methods import METHODS

@@ -15,6 +15,7 @@ import offload.optim.update_blocks
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
 from offload.optim.dynamic_map import decode, encode
 from offload.optim.state_forms import in_full
+from offload.optim.update_blocks import StoredStates
 
 FORMS: list[Any] = [torch.bfloat16, "8bit"]
 forms = pytest.mark.parametrize("form", FORMS, ids=["bfloat16", "8bit"])
@@ -297,3 +298,25 @@ def test_a_step_of_adam_with_clipping_moves_so_many_bytes_a_parameter(tmp_path: 
     states = (moved - 20) / 2
     assert read == (5 * (8 + 4 + states) - 2 * 4) * each  # two shards are still in their slots when backward begins
     assert written == 5 * (4 + 4 + states) * each
+
+
+@pytest.mark.parametrize("form", [None, *FORMS], ids=str)
+@pytest.mark.parametrize("block", [4096, 1 << 18])
+def test_buffers_take_at_most_what_is_reserved_and_less_for_fewer_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any, block: int
+) -> None:
+    monkeypatch.setattr(offload.optim.update_blocks, "MAX_BLOCK_BYTES", block)
+    policy = MemoryPolicy.fixed(slots=2)
+    layers = nn.Sequential(*(nn.Linear(400, 400) for _ in range(3)))
+    model = OffloadModel(layers, "cpu", f"{tmp_path}/", num_slices=3, memory=policy)
+    optimizer = OffloadOptimizer(model, torch.optim.Adam, states=form, max_norm=0.1, amsgrad=True)
+    for _ in range(2):
+        model(torch.ones(2, 400)).pow(2).mean().backward()
+        optimizer.step()
+    optimizer.synchronize()
+    held = sum(io_buffer._memory.numel() for io_buffer in optimizer.buffer_pool._idle)
+    assert 0 < held <= optimizer.stored.buffer_bytes(block)
+    if block > 4096 and form is not None:
+        share = optimizer.stored.share
+        assert share == (0.5 if form is torch.bfloat16 else (1 + 1 / 64) / 4)
+        assert optimizer.stored.buffer_bytes(block) < 0.9 * StoredStates().buffer_bytes(block)
