@@ -174,7 +174,10 @@ class OffloadModel(LoadingModule):
         check_separate(stored_parts)
         quantised = [each.name for each in stored_parts if each.part_of is not None]
         called = getattr(type(self), "_kind", None)  # the class of a model that is called by its own forward
-        refused = {"memory_budget=": memory_budget, "a model with quantised weights": quantised or None}
+        refused: dict[str, object] = {
+            "memory_budget=": memory_budget,
+            "a model with quantised weights": quantised or None,
+        }
         refused["gradient_dtype="] = gradient_dtype
         if called is not None and isinstance(offload_device, DiskHome):
             refused["DiskHome(keep=True) with blocks="] = offload_device.keep or None

@@ -84,6 +84,9 @@ def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
     reduced: dict[int, float] = {}  # with several ranks: when gradients can be stored
     lanes = _Lanes(costs)
     filled: set[int] = set()  # slots that the update before a load has filled
+    empty = plan.slots - len(plan.resident)
+    held: dict[int, float] = {}  # when updates in backward end that write to the slot of their shard
+    in_slots: deque[float] = deque()  # the same of shards that were evicted meanwhile
     at_step = plan.in_memory | costs.updated_at_step
     for action in plan.actions:
         if action.kind is Kind.UPDATE and action.shard in at_step:
@@ -96,6 +99,10 @@ def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
         shard, kind = action.shard, action.kind
         if kind is Kind.LOAD:
             begin = max(loading, compute, updated.get(shard, 0.0))
+            if empty <= 0 and in_slots:
+                begin = max(begin, in_slots.popleft())
+            else:
+                empty -= 1
             seconds = 0.0 if shard in filled else costs.load[shard]
             seconds += costs.gather[shard] if costs.gather else 0.0
             filled.discard(shard)
@@ -126,6 +133,13 @@ def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
             resting = (costs.resting_update or costs.update)[shard]
             updating = updated[shard] = lanes.updates(begin, begin + seconds, resting)
             home[shard] = updating  # the gradients are kept until then
+            if costs.updates_fill_slots and shard not in plan.in_memory:
+                held[shard] = updating
+        elif kind is Kind.EVICT:
+            if shard in held:
+                in_slots.append(held.pop(shard))
+            else:
+                empty += 1
         elif kind in (Kind.SPILL, Kind.SPILL_GRADIENT):
             oldest = leaving.popleft() if len(leaving) == WRITES_IN_FLIGHT else compute
             waited += max(0.0, oldest - compute)

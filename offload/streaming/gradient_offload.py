@@ -58,6 +58,8 @@ class GradientOffload:
         self._updater: InBackward | None = None
         self._updates = False
         self._unfinished: dict[Shard, dict[Slice, Tensor]] = {}
+        #: The updates of this backward that write to a slot, by its address, until another shard fills it.
+        self._in_slots: dict[int, Arrival] = {}
         #: Parameters whose gradients are returned instead of stored; these gradients; whether all others are dropped.
         self._to_return: Collection[nn.Parameter] = ()
         self._returned: dict[nn.Parameter, Tensor] = {}
@@ -89,13 +91,15 @@ class GradientOffload:
             self._unfinished[shard] = self._updater.keep(shard, gradients)
         self._send(shard, gradients)
 
-    def update(self, shard: Shard) -> None:
-        """Starts to update a shard whose gradients were drained."""
+    def update(self, shard: Shard, slot: Tensor | None = None) -> None:
+        """Starts to update a shard whose gradients were drained; in the ``slot`` that holds its weights, if given."""
         assert self._updater is not None
         kept = self._unfinished.pop(shard)
         # Drain lane -> update lane. Without ``after``, a shard is updated with gradients that are not complete.
-        update = self._updater.complete(shard, kept, after=[arrival for arrival, _, _ in self._drains])
+        update = self._updater.complete(shard, kept, slot, after=[arrival for arrival, _, _ in self._drains])
         if update is not None:
+            if slot is not None:
+                self._in_slots[slot.data_ptr()] = update
             while len(self._drains) > 1:
                 # Drain lane -> compute. Without this, gradients accumulate in memory before slow storage.
                 self._synchronize()
@@ -103,11 +107,21 @@ class GradientOffload:
             self._meter.hold(nbytes)
             self._drains.append((update, nbytes, list(kept.values())))
 
+    def is_updated(self, slot: Tensor) -> bool:
+        """Whether an update writes to a slot."""
+        return slot.data_ptr() in self._in_slots
+
+    def pop_update(self, slot: Tensor) -> list[Arrival]:
+        """The update that writes to a slot, for what is about to fill it."""
+        update = self._in_slots.pop(slot.data_ptr(), None)
+        return [] if update is None else [update]
+
     def wait_idle(self) -> None:
         """Waits until all gradients are stored, at the end of the backward."""
         while self._drains:
             # Drain lane -> host. Without this, an optimizer on the host reads gradients that are not stored yet.
             self._synchronize(on_host=True)
+        self._in_slots.clear()
         # Only now: a norm is valid until the next write, and all gradients in a block share one version counter.
         for parameter, norm in self._norms:
             if parameter.grad is not None:
@@ -125,6 +139,7 @@ class GradientOffload:
         while self._drains:
             self._meter.release(self._drains.popleft()[1])
         self._norms.clear()
+        self._in_slots.clear()
         self._unfinished.clear()
         self._returned = {}
         self._end_backward(failed=True)

@@ -78,6 +78,8 @@ class Shard:
     slot_bytes: int = 0
     #: ``_version`` of each parameter when the resident copy was loaded.
     loaded_versions: tuple[int, ...] = ()
+    #: Whether layers wrote to the weights in its slot in a backward, which is not stored.
+    written: bool = False
     #: Casts of its weights that kept graphs refer to.
     weight_casts: Casts = field(default_factory=Casts)
     _slot: Tensor | None = None
@@ -165,7 +167,7 @@ class Shard:
     def load(self, slot: Tensor) -> None:
         """HOME -> LOADED. The caller fills ``slot`` by :meth:`fill`, on a lane."""
         assert self.state is State.HOME, f"shard {self.index} is {self.state.value}"
-        self._slot = slot
+        self._slot, self.written = slot, False
         self.loaded_versions = self.versions()
         self.state = State.LOADED
 

@@ -111,10 +111,10 @@ class SlotPool:
         self._all = [new if old is slot else old for old in self._all]
         return new
 
-    def release(self, slot: Tensor) -> None:
-        """Returns a slot."""
+    def release(self, slot: Tensor, *, last: bool = False) -> None:
+        """Returns a slot; ``last``: others are acquired before it, since an update still writes to it."""
         assert self._free is not None
-        self._free.append(slot)
+        self._free.insert(0 if last else len(self._free), slot)
 
     def resize(self, slots: int, slot_bytes: int) -> None:
         """Changes number and size of the slots, while all are free; they are allocated at their next use."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import offload.optim.update_blocks
 import offload.streaming.grad_norm
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
+from offload.storage.disk import DiskBlock
 from offload.streaming.grad_norm import norm_of
 
 BF16 = torch.bfloat16
@@ -113,6 +115,30 @@ def test_where_gradients_wait_changes_no_bit(tmp_path: Path) -> None:
         moves.step(between=lambda shards=shards: moves.model._executor.keep_in_memory(shards))  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("fails_at", [0, 7, 15])
+@pytest.mark.usefixtures("small_blocks")
+def test_an_update_goes_on_after_a_disk_that_was_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    twins = Twins("adamw", f"{tmp_path}/", max_norm=0.3)
+    twins.step()
+    counts, write = iter(range(1000)), DiskBlock.write
+
+    def faulty(self: DiskBlock, source: Tensor, offset: int) -> None:
+        if next(counts) == fails_at:
+            raise OSError(28, "No space left")
+        write(self, source, offset)
+
+    def break_disk() -> None:
+        monkeypatch.setattr(DiskBlock, "write", faulty)
+        with pytest.raises(OSError, match="No space left"):
+            (twins.ours.step(), twins.ours.synchronize())
+        twins.ours.synchronize()
+        twins.ours.step = lambda: None  # type: ignore[method-assign, assignment]
+
+    twins.step(between=break_disk)
+
+
 def test_a_gradient_that_is_not_zeroed_stays_clipped(home: str) -> None:
     twins = Twins("momentum", home, max_norm=0.3)
     twins.backward()
@@ -155,12 +181,15 @@ def test_a_second_backward_is_refused_before_anything_ran(home: str, how: str) -
     before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     loss = loss_of(model(batch(2)))
     loads = model.statistics().shard_loads
+    call: Any = loss.backward
+    if how == "autograd.grad":
+        call = partial(torch.autograd.grad, loss, [model[0].weight])
     with pytest.raises(RuntimeError, match=r"second backward before zero_grad.*accumulate_in_gradient_dtype=True"):
-        torch.autograd.grad(loss, [model[0].weight]) if how == "autograd.grad" else loss.backward()
+        call(retain_graph=True)
     assert model.statistics().shard_loads == loads
     assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))
     model.zero_grad()
-    loss.backward()  # the refused backward freed nothing
+    loss.backward()  # the refused one freed nothing of the model's
 
 
 @pytest.mark.usefixtures("small_blocks")
