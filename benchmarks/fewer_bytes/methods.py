@@ -26,10 +26,10 @@ class Stored(NamedTuple):
 EXACT = "exact"
 OPTIONS = {
     EXACT: Stored({}, {}),
-    "states bfloat16": Stored({}, {"states": torch.bfloat16}),
-    "states 8bit": Stored({}, {"states": "8bit"}),
-    "gradients bfloat16": Stored({"gradient_dtype": torch.bfloat16}, {}),
-    "states 8bit, gradients bfloat16": Stored({"gradient_dtype": torch.bfloat16}, {"states": "8bit"}),
+    "states-bfloat16": Stored({}, {"states": torch.bfloat16}),
+    "states-8bit": Stored({}, {"states": "8bit"}),
+    "gradients-bfloat16": Stored({"gradient_dtype": torch.bfloat16}, {}),
+    "states-8bit+gradients-bfloat16": Stored({"gradient_dtype": torch.bfloat16}, {"states": "8bit"}),
 }
 MODELS = ("encoder", "decoder")
 HELD_OUT_ROWS = 64  # of the held-out loss, in one batch
