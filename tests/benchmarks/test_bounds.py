@@ -303,6 +303,13 @@ TRAINED = [built("offloaded, capped", 2.0, 1.0), built("resident, no cap", 2.0, 
 def test_build_huge(outcomes: list[Outcome], complaints: list[str]) -> None:
     dead = built("resident, capped", out_of_memory="you tried to allocate 1 byte")
     told(build_huge.BENCHMARK, {"training": [dead, *outcomes]}, *complaints)
+    counted = dict.fromkeys(("bytes_loaded", "bytes_stored", "update_bytes_read", "update_bytes_written"), 100)
+    for kernel, complaints in ((396, []), (380, ["kernel's count of bytes"])):
+        offloaded = built("offloaded, capped", 2.0, 1.0)
+        offloaded.steps = [
+            {**step, **counted, "bytes_spilled": 0, "read": kernel, "written": 0} for step in offloaded.steps
+        ]
+        told(build_huge.BENCHMARK, {"training": [dead, offloaded, TRAINED[1]]}, *complaints)
     alive = built("resident, capped", 1.0)
     told(build_huge.BENCHMARK, {"training": [alive, *TRAINED]}, "must not fit under the cap")
 

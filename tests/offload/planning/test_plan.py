@@ -222,6 +222,17 @@ def test_an_update_in_backward_waits_for_the_drain_of_its_shard() -> None:
     assert forecast.seconds == 1.0 + 2.0 + 5.0 + 7.0
 
 
+def test_a_load_waits_for_the_update_in_backward_that_is_in_its_slot() -> None:
+    plan = plan_step(3, slots=2, updates=True)
+    assert "D2 V2 E2 L0 B1.0 D1 V1 B0.0" in str(plan)
+    each = costs(3, load=1.0, cell=1.0, drain=0.0, update=10.0)
+    assert simulate(plan, each).wait_seconds == 1.0
+    # B2 ends at 6 and B1 at 8; B0 begins when the update of shard 2 has left the slot, at 16, and shard 0 is loaded.
+    assert simulate(plan, replace(each, updates_fill_slots=True)).wait_seconds == 1.0 + (16.0 + 1.0 - 8.0)
+    more = plan_step(3, slots=3, updates=True)
+    assert simulate(more, replace(each, updates_fill_slots=True)).wait_seconds == 1.0
+
+
 def test_a_boundary_that_was_written_out_is_waited_for_and_so_is_the_oldest_of_three_writes() -> None:
     each = Costs([0.0] * 2, [1.0] * 2, [2.0] * 2, [0.0] * 2, (), [7.0] * 3)
     read_back = Plan.parse("L0 L1 F0.0 S1.0 P1.0 F1.0", 2)
