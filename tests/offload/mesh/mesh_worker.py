@@ -1,8 +1,7 @@
-"""What each of several processes does in ``test_mesh``: prints one JSON line with the claims that do not hold.
+"""What ranks do in ``test_mesh``, in forked children of one process.
 
-Run as ``python -m tests.offload.mesh.mesh_worker RANK WORLD FOLDER GROUP``. Processes of their own, since a process
-group is global. All ranks check the same claims in the same order; a claim that fails on one rank only ends the others
-by the timeout of the group.
+Run as ``python -m tests.offload.mesh.mesh_worker FOLDER``; prints how claims are broken, by claim. All ranks check the
+same claims in the same order; a claim that fails on one rank only ends the others by the timeout of the group.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ import hashlib
 import json
 import math
 import sys
-import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +48,11 @@ from offload.mesh.traffic import Traffic, sent_bytes, traffic_of
 from offload.streaming.lane import Arrival
 from tests.offload.late import LateLane as LateUpdates
 from tests.offload.mesh import blocks_claims
+from tests.offload.mesh.forked import check_claims
 from tests.offload.mesh.world import World, difference, greatest_error, whole
 from tests.waits import find_sites, take_out
 
 WIDTH, ROWS, STEPS = 7, 24, 3
-#: Seconds after which a collective without its peers raises.
-TIMEOUT = 20
 
 
 def build(seed: int = 0, *, tied: bool = False, meta: bool = False) -> nn.Sequential:
@@ -836,22 +833,29 @@ OF_FOUR = [
 ]
 
 
-def main(rank: int, ranks: int, folder: Path, claims: list[Callable[[World], None]]) -> None:
-    torch.set_num_threads(1)
-    store, timeout = f"file://{folder / 'store'}", timedelta(seconds=TIMEOUT)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timeout)
-    world = World(init_device_mesh("cpu", (ranks,)), folder)
-    (folder / "homes").mkdir(exist_ok=True)
-    broken = {}
-    for claim in claims:
+def claims_of(ranks: int, claims: list[Callable[[World], None]], folder: Path) -> dict[str, Callable[[], None]]:
+    """For each of so many ranks, which wait for each other after each claim."""
+    folder = folder / f"{ranks} ranks"
+    (folder / "homes").mkdir(parents=True)
+    world = cache(lambda: World(init_device_mesh("cpu", (ranks,)), folder))
+
+    def check(claim: Callable[[World], None]) -> None:
         try:
-            claim(world)
-        except BaseException:
-            broken[claim.__name__] = traceback.format_exc()
-        dist.barrier()
-    dist.destroy_process_group()
-    print(json.dumps(broken))
+            claim(world())
+        finally:
+            dist.barrier()
+
+    return {f"{claim.__name__}, {ranks} ranks": partial(check, claim) for claim in claims}
+
+
+def main(name: str) -> None:
+    folder = Path(name)
+    torch.set_num_threads(1)
+    warnings.filterwarnings("error", category=UserWarning, module="offload")
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # all ranks must call the same collectives
+    stages = [(ranks, claims_of(ranks, claims, folder)) for ranks, claims in ((2, CLAIMS), (4, OF_FOUR))]
+    print(json.dumps(check_claims(stages, folder)))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), OF_FOUR if sys.argv[4] == "some" else CLAIMS)
+    main(sys.argv[1])

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.programs import run_program
+
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "docs" / "examples"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -28,11 +30,11 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each part has printed."""
-    command = [sys.executable, "-m", "tests.offload.mesh.parts", str(tmp_path_factory.mktemp("parts"))]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, timeout=240)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert None not in found.values(), done.stderr
+    code = "import sys; from tests.offload.mesh.parts import main; main(sys.argv[1])"
+    done = run_program(code, tmp_path_factory.mktemp("parts"), seconds=240)
+    assert done.status == 0, done.errors
+    found: dict[str, Any] = json.loads(done.output.splitlines()[-1])
+    assert None not in found.values(), done.errors
     return found
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import torch
 from offload import DiskHome, HomeError
 from offload.storage.manifest import read_manifest, write_manifest
 from tests.offload.persistent import everything, layers, offloaded, train
+from tests.programs import run_program
 
 SCRIPT = """
 import os, sys
@@ -37,8 +36,7 @@ os._exit(1)
 @pytest.mark.parametrize("closes", [False, True])
 def test_a_home_of_a_process_that_was_killed_between_steps_is_recovered(closes: bool, tmp_path: Path) -> None:
     home, out = tmp_path / "home", tmp_path / "weights.pt"
-    arguments = [sys.executable, "-c", SCRIPT, str(home), "closes" if closes else "ends", str(out)]
-    assert subprocess.run(arguments, timeout=240, check=False).returncode == 1
+    assert run_program(SCRIPT, home, "closes" if closes else "ends", out).status == 1
     with pytest.raises(HomeError, match=r"ended without close\(\).*recover=True"):
         offloaded(layers("meta"), home)
     with pytest.warns(RuntimeWarning, match=r"the contents of weights, buffers cannot be verified"):
