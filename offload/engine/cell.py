@@ -56,7 +56,8 @@ class Cell(NamedTuple):
 class ShardRunner:
     """Runs the cells of one shard, or of one of its layers where the model's own code runs between layers.
 
-    Their input is (args, kwargs) where they begin with the model's first layer, else one value.
+    Their input is (args, kwargs) for blocks, and where they begin with the model's first layer; else one value. A block
+    gets that pair as one argument.
     """
 
     shard: Shard
@@ -313,7 +314,7 @@ class ShardRunner:
         try:
             first, *rest = self.modules
             watched = ContainerWrites(boundary) if self.gets_copies else None
-            if self.shard.index == 0 and not self.only:
+            if self.shard.index == 0 and self.only is None:
                 args, kwargs = boundary() if callable(boundary) else boundary
                 value = first(*args, **kwargs)
             else:

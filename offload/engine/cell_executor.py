@@ -68,6 +68,12 @@ class CellExecutor:
         self._home_checksums = [HomeChecksums(shard) for shard in (*(each.shard for each in self.shards), *lenders)]
         self._lending = {owner.index for runner in runners for owner, _ in runner.shard.loans}
 
+    def renumber(self) -> None:
+        """Called when the runners were put in another order, and their shards have other numbers. Idempotent."""
+        self.shards[:] = ShardRunners.by_shard(self._runners)
+        self._home_checksums.sort(key=lambda checksums: checksums.shard.index)
+        self._lending = {owner.index for runner in self._runners for owner, _ in runner.shard.loans}
+
     # --- forward ------------------------------------------------------------------------------------------------
 
     def forward(self, tape: CellRecords, cell: Cell, boundary: Any) -> Any:
