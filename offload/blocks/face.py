@@ -167,6 +167,7 @@ class ModelWithBlocks(ReportingModule):
             refresh(each.part_of)
         executor.outside, executor.blocks = list(outside.values()), list(self._blocks)
         executor.places = list(range(len(executor.blocks)))
+        executor.casts_outside = self._casts is not None
         executor.quantised.update((each.part_of, each.name) for each in parts if each.part_of is not None)
         executor.around = [weakref.ref(module) for module in modules_outside(self, self._blocks).values()]
         forwards: list[StreamedForward] = []

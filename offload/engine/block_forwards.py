@@ -67,6 +67,8 @@ class BlockForwards(MovableHomes):
     order_held = False
     #: The parameters outside of the blocks.
     outside: Sequence[nn.Parameter] = ()
+    #: Whether those are cast in forwards.
+    casts_outside = False
     #: The modules outside of the blocks. Weak references, since the model refers to its executor.
     around: Sequence[weakref.ref[nn.Module]] = ()
     tape: Callable[..., Tape]
@@ -139,7 +141,9 @@ class BlockForwards(MovableHomes):
         if not self._within:
             for s in itertools.chain.from_iterable(shard.own for shard in self.shards):
                 self._within.update(self.public.names(s))
-        return Glue(chunks, len(self.blocks), self._within, self.leaf_gradients, self._meter.begin_code_before)
+        made, before = self.leaf_gradients, self._meter.begin_code_before
+        may_lean = not (self.public.sharded or self.casts_outside)
+        return Glue(chunks, len(self.blocks), self._within, made, before, self.outside, may_lean=may_lean)
 
     def run_one(self, forward: Forward, inputs: Any) -> tuple[Tape | None, list[Any]]:
         """Runs the forward of one chunk: its tape, if a backward can follow, and its output in a list."""
@@ -343,6 +347,9 @@ class BlockForwards(MovableHomes):
             return output
         if cell.j + 1 == len(self.blocks):
             self.steps.record_around("returned", tape.rows[cell.i], sum(map(bytes_of_boundary, tensors_in(output))))
+        if self.runners[cell.j].others:  # a gradient enters there, as that of an argument does
+            shard = self.runners[cell.j].shard.index
+            self.first_entered[self._flags()] = min(shard, self.first_entered.get(self._flags(), shard))
         layers = self.runners[cell.j].layers
         if layers.inputs.writes(layers.modes):
             raise RuntimeError(

@@ -104,7 +104,11 @@ class CellExecutor:
                 self._meter.record_memory_profile(
                     j, MemoryProfile(rows, saved_tensors), keeps=keeps, continues=continues
                 )
-            tape.requires[Cell(cell.j + 1, cell.i)] = requires(flatten(output)[0])
+            leaves = flatten(output)[0]
+            if tape.glue is not None:
+                reaches = runner.check_graph(source, leaves, tape.glue.flags)
+                tape.glue.lean(cell.i, cell.j, runner.other_parameters, reaches=reaches)
+            tape.requires[Cell(cell.j + 1, cell.i)] = requires(leaves)
             return map_distinct(Tensor.detach, output)
 
     def _metered(self, kind: str, step: Cell, rows: int) -> contextlib.AbstractContextManager[None]:

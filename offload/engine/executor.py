@@ -225,7 +225,7 @@ class Executor(BlockForwards):
             cells = ShardCells(self, self._cell_executor, self.steps)
 
             def run(cell: Cell) -> Generator[tuple[Cell, Any], Any, None]:
-                output = yield from cells.forward(tape, cell, again=planned.this.needed_again(*cell))
+                output = yield from cells.forward(tape, cell, again=tape.needed_again(cell))
                 j, i = cell.j + 1, cell.i
                 if j < n:
                     nbytes = tape.boundaries.put((j, i), output if tape.glue is None else [output])

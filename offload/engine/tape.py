@@ -157,6 +157,10 @@ class Tape(CellRecords):
                 raise ValueError(f"chunk {i}: expected a gradient of the shape {expected}, got {tuple(leaf.shape)}")
         return leaves
 
+    def needed_again(self, cell: Cell) -> bool:
+        """Whether backward needs what enters a cell."""
+        return self.records and cell.j >= self.first and cell not in self.graphs
+
     def discard(self) -> None:
         """Frees the tape after a failure: it has no backward any more."""
         self.used = True
