@@ -91,9 +91,10 @@ class OffloadModel(LoadingModule):
             gradients are summed in the home's type. Buffers stay as they are. Parameters outside of ``blocks`` are cast
             in each forward.
         blocks: for a model that is called by its own forward: the name of the ``nn.ModuleList`` or ``nn.Sequential`` of
-            its blocks, names in the order of calls, or a class of blocks. Each block is a shard, unless ``num_slices``
-            says how many shards they make; parameters outside of them stay on the compute device. None: the layers of a
-            Sequential or list; else the longest list of modules of one class, with a warning that names it.
+            its blocks, several names, or a class of blocks. The first forward with gradients decides the order of
+            calls. Each block is a shard, unless ``num_slices`` says how many shards they make; parameters outside of
+            them stay on the compute device. None: the layers of a Sequential or list; else the longest list of modules
+            of one class, with a warning that names it.
         mesh: a ``DeviceMesh`` of processes that train the model together, each on its own rows: of one dimension
             (shard), or two (replicate, shard). Each rank stores a part of each parameter, its gradient and its
             optimizer states; all may pass one directory. ``parameters()`` are DTensors, and gradients are means over

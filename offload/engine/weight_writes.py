@@ -205,7 +205,7 @@ class HomeChecksums:
     """Checksums of one shard's home, to detect writes by code other than the engine."""
 
     def __init__(self, shard: Shard) -> None:
-        self._shard = shard
+        self.shard = shard
         self._sums: list[int] | None = None
         #: Number of comparisons that found a write by other code, and of those that found a stored write of layers.
         self.changes = self.layer_writes = 0
@@ -224,10 +224,10 @@ class HomeChecksums:
 
     def compare(self) -> None:
         """Reads the home, and compares its checksums with those of the last time."""
-        before, self._sums = self._sums, _checksums(self._shard)
+        before, self._sums = self._sums, _checksums(self.shard)
         if before is not None and before != self._sums:
             self.changes += 1
-            pairs = zip(self._shard.own, before, self._sums, strict=True)
+            pairs = zip(self.shard.own, before, self._sums, strict=True)
             self.changed = [s.name for s, old, new in pairs if old != new]
 
     def refresh(self) -> None:

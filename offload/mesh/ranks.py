@@ -15,8 +15,8 @@ Why it cannot deadlock
       never for a rank. So it ends. Whether this rank's updates wait for the next load or ran in the step changes
       neither the jobs nor their order.
     * The thread that submits jobs blocks only for jobs that it has submitted, for what they wait for, and in
-      :meth:`Ranks.agree`, between passes, for the same thread of other ranks. As long as ``k`` is not submitted, these
-      jobs are before ``k``, so it goes on and submits ``k``.
+      :meth:`Ranks.agree`, between passes or blocks, for the same thread of other ranks. As long as ``k`` is not
+      submitted, these jobs are before ``k``, so it goes on and submits ``k``.
 
     Every wait points backwards in the one common sequence, so ``k`` ends: there is none.
 

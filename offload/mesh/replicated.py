@@ -171,6 +171,10 @@ class MeshParameters(ShardedParameters):
         """Compares a block that runs outside of a pass over all ranks. Raises RuntimeError on all if they differ."""
         self._ranks.agree("a call of a block by itself", f"{name} {words}")
 
+    def compare_calls(self, position: int, name: str) -> None:
+        """Compares the order of calls of blocks over all ranks. Raises RuntimeError on all if it differs."""
+        self._ranks.agree("a call of a block in the first forward", f"{name} after {position} others")
+
     def compare(self, what: str, number: float) -> list[float]:
         """See :meth:`PublicParameters.compare`. Raises RuntimeError on all ranks if they begin different calls."""
         return self._ranks.agree(what, "", number, everywhere=True)

@@ -192,7 +192,8 @@ class OffloadOptimizer(MovableStates):
         trusted = not (hasattr(self, "grad_scale") and scale is None)
         coefficient = self._coefficient(scale, trusted)
         options = self.options() if self.in_backward is None else self.in_backward.options_of_step(self._group_changes)
-        updates = ((shard, self.update(shard, options, coefficient)) for shard in self.param_blocks)
+        in_order = sorted(self.param_blocks, key=lambda shard: shard.index)  # of calls, which may be noted later
+        updates = ((shard, self.update(shard, options, coefficient)) for shard in in_order)
         decided = [(shard, update) for shard, update in updates if update is not None]
         resident = self._resident.jobs(options, coefficient)
         number = self.steps + 1

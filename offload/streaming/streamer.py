@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -92,6 +92,17 @@ class Streamer:
         self.gradient_offload.waiting = None
         self.most_slots = min(self._wanted_slots, len(self.shards))
         self.homes_moved()
+
+    def prepare_renumbering(self, moved: Mapping[int, int]) -> Callable[[], None]:
+        """Prepares new numbers of shards, from old to new of those that differ; what is returned is idempotent."""
+        loads = {moved.get(j, j): arrival for j, arrival in self._loads.items()}
+        collected = {moved.get(j, j): gradients for j, gradients in self._collected.items()}
+        updating = {moved.get(j, j): update for j, update in self._updating.items()}
+
+        def commit() -> None:
+            self._loads, self._collected, self._updating = loads, collected, updating
+
+        return commit
 
     def allow_free_bytes(self, nbytes: int) -> None:
         """Sets how much freed heap memory the process may keep."""
