@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import offload.optim.update_blocks
-from offload import MemoryPolicy, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
-from offload.streaming.weight_forms import noise
+from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
+from offload.streaming.weight_forms import noise, weight_form_of
 
 FORMS: list[Any] = ["split", torch.bfloat16]
 forms = pytest.mark.parametrize("form", FORMS, ids=["split", "bfloat16"])
@@ -211,3 +211,178 @@ def test_a_step_of_adam_with_clipping_moves_so_many_bytes_a_parameter(
     total = sum(getattr(after, name) - getattr(before, name) for name in names)
     # Two shards are still in their slots when backward begins.
     assert total == (5 * moved - 2 * 2) * 64 * 64
+
+
+# --- the forms -------------------------------------------------------------------------------------------------------
+
+
+def test_a_split_value_is_restored_bit_by_bit_from_its_nearest_bfloat16_and_the_rest() -> None:
+    form = weight_form_of("split")
+    assert form is not None
+    drawn = np.random.default_rng(0).integers(0, 1 << 32, 200_000, dtype=np.uint64)
+    edges = [0, 1, 0x7FFF, 0x8000, 0x8001, 0x18000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FFFFFFF, 0x7FC00000]
+    values = of_bits(np.concatenate([drawn, np.array(edges + [e + (1 << 31) for e in edges], dtype=np.uint64)]))
+    upper, lower = torch.empty(values.shape, dtype=torch.bfloat16), torch.empty(values.shape, dtype=torch.int16)
+    form.encode(values, upper, lower)
+    found = torch.empty_like(values)
+    form.decode(upper, lower, found)
+    number = ~values.isnan()
+    assert torch.equal(found[number].view(torch.int32), values[number].view(torch.int32))
+    assert bool(found[~number].isnan().all())
+    assert bool(upper[~number].isnan().all())
+    finite = values.isfinite() & (values.abs() < 3e38)
+    chosen, other = (upper[finite].double() - values[finite].double()).abs(), values[finite].bfloat16().double()
+    assert torch.equal(chosen, (other - values[finite].double()).abs())  # as near as rounding to even is
+
+
+def test_stochastic_rounding_is_between_neighbours_exact_on_average_and_another_in_each_step() -> None:
+    form = weight_form_of(torch.bfloat16)
+    assert form is not None
+    count = 100_000
+    value = torch.tensor(1.0 + 0.3 / 128)  # between 1 and 1 + 1 / 128
+    rounded = []
+    for step, name in ((1, "a"), (2, "a"), (1, "b")):
+        upper = torch.empty(count, dtype=torch.bfloat16)
+        form.store(value.repeat(count), upper, None, step=step, name=name, begin=0)
+        rounded.append(upper.double())
+        assert set(upper.unique().tolist()) == {1.0, 1.0 + 1 / 128}
+        assert abs(float(rounded[-1].mean() - 1) * 128 - 0.3) < 4 * (0.21 / count) ** 0.5
+    for k, one in enumerate(rounded):
+        for other in rounded[k + 1 :]:
+            both = float(((one > 1) & (other > 1)).double().mean())
+            assert abs(both - 0.09) < 4 * (0.09 / count) ** 0.5  # independent
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, 1.5])
+    upper = torch.empty(5, dtype=torch.bfloat16)
+    form.store(special.clone(), upper, None, step=1, name="a", begin=0)
+    assert torch.equal(upper.float()[[0, 1, 3, 4]], special[[0, 1, 3, 4]])
+    assert bool(upper[2].isnan())
+    assert torch.equal(noise(3, "a", 0, 1000)[500:], noise(3, "a", 500, 500))
+
+
+# --- what is read and written outside of updates ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("there", [None, *FORMS], ids=str)
+@pytest.mark.parametrize("here", [None, *FORMS], ids=str)
+def test_a_checkpoint_loads_into_another_form_or_is_refused(home: str, tmp_path: Path, here: Any, there: Any) -> None:
+    def make(form: Any, part: str) -> tuple[OffloadModel, OffloadOptimizer]:
+        model = OffloadModel(layers(), "cpu", f"{home}{part}/" if home != "cpu" else home, 6, store_dtype=form)
+        return model, OffloadOptimizer(model, torch.optim.AdamW)
+
+    model, optimizer = make(here, "a")
+    model(torch.ones(2, 72)).sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path / "saved", model, optimizer)
+    other, loaded = make(there, "b")
+    before = {k: v.clone() for k, v in other.state_dict().items()}
+    if there is torch.bfloat16 and here is not torch.bfloat16:
+        with pytest.raises(ValueError, match=r"would lose digits as torch.bfloat16"):
+            load_checkpoint(tmp_path / "saved", other, loaded)
+        expected = before
+    else:
+        load_checkpoint(tmp_path / "saved", other, loaded)
+        expected = model.state_dict()
+        states = loaded.state_dict()["state"]
+        for number, state in optimizer.state_dict()["state"].items():
+            assert all(torch.equal(states[number][name], value) for name, value in state.items())
+    for name, value in other.state_dict().items():
+        assert torch.equal(value, expected[name].to(value.dtype)), name
+    assert other(torch.ones(2, 72)).isfinite().all()  # what was loaded may be used
+
+
+@forms
+def test_layers_on_the_meta_device_are_initialised_and_read_in_full(home: str, tmp_path: Path, form: Any) -> None:
+    expected = layers().state_dict()
+    with torch.device("meta"):
+        empty, again = layers(), layers()
+    torch.manual_seed(0)
+    model = OffloadModel(empty, "cpu", home, 6, store_dtype=form)
+    save_checkpoint(tmp_path / "exact", layers())
+    read = OffloadModel(again, "cpu", home, 6, store_dtype=form, pretrained=tmp_path / "exact")
+    for name, value in expected.items():
+        for found in (model.state_dict()[name], read.state_dict()[name]):
+            assert torch.equal(found, value.to(found.dtype)), name
+
+
+@forms
+def test_only_an_offload_optimizer_writes_weights(home: str, form: Any) -> None:
+    model = OffloadModel(layers(), "cpu", home, 6, store_dtype=form)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 72)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"expected an OffloadOptimizer .* got a SGD.* nothing was changed"):
+        plain.step()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    p = next(model.parameters())
+    p.data = torch.zeros(72, 72)
+    with pytest.raises(RuntimeError, match=r"other data was assigned to parameter 0.weight.* was dropped"):
+        model(torch.ones(2, 72))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    with torch.no_grad():
+        p.add_(1)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"parameter 0.weight was written in place"):
+            model(torch.ones(2, 72))
+    model.load_state_dict(before)
+    assert model(torch.ones(2, 72)).isfinite().all()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+@forms
+def test_layers_that_write_their_weights_are_refused_and_leave_the_model_as_it_was(home: str, form: Any) -> None:
+    table = nn.Embedding(50, 8, max_norm=0.5)
+    model = OffloadModel(nn.Sequential(table, nn.Linear(8, 8)), "cpu", home, 2, store_dtype=form)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"wrote their own parameters .0.weight."):
+            model(torch.tensor([1, 2]))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"store_dtype": "half"}, ValueError, "expected None .*, torch.bfloat16 or 'split', got store_dtype='half'"),
+        ({"store_dtype": 16}, TypeError, "got int .store_dtype=16."),
+        ({"store_dtype": "split", "model": layers().double()}, ValueError, "expected float32 parameters"),
+        ({"store_dtype": "split", "model": [nn.Embedding(4, 4, sparse=True)]}, ValueError, "expected dense gradients"),
+        ({"store_dtype": "split", "offload_device": "keep"}, ValueError, "expected DiskHome.keep=False."),
+    ],
+)
+def test_what_cannot_be_stored_so_is_refused_at_construction(
+    arguments: dict[str, Any], error: type[Exception], match: str, tmp_path: Path
+) -> None:
+    if arguments.get("offload_device") == "keep":
+        arguments = {**arguments, "offload_device": DiskHome(tmp_path, keep=True)}
+    with pytest.raises(error, match=match):
+        OffloadModel(**{"model": layers(), "device": "cpu", **arguments})
+
+
+@forms
+def test_copies_and_gradients_by_autograd_grad_are_refused(form: Any) -> None:
+    model = OffloadModel(layers(), "cpu", store_dtype=form)
+    with pytest.raises(TypeError, match="cannot copy or pickle an OffloadModel with store_dtype="):
+        copy.deepcopy(model)
+    loss = model(torch.ones(2, 72)).sum()
+    with pytest.raises(RuntimeError, match=r"gradients of parameters .* would be rounded"):
+        torch.autograd.grad(loss, list(model.parameters()))
+    assert model(torch.ones(2, 72)).isfinite().all()
+
+
+@forms
+@pytest.mark.parametrize("home_kind", ["host", "disk"])
+def test_a_construction_that_fails_leaves_the_layers_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any, home_kind: str
+) -> None:
+    bare = layers()
+    expected = copy.deepcopy(bare.state_dict())
+
+    def broken(*_: Any) -> None:
+        raise MemoryError("broken")
+
+    monkeypatch.setattr("offload.model.return_freed_memory", broken)
+    with pytest.raises(MemoryError, match="broken"):
+        OffloadModel(bare, "cpu", "cpu" if home_kind == "host" else tmp_path, store_dtype=form)
+    for name, value in bare.state_dict().items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, expected[name])
