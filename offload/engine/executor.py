@@ -52,6 +52,7 @@ from offload.streaming.materialize import Values, move_buffers
 from offload.streaming.quantised import check_frozen
 from offload.streaming.resident import resident_shard
 from offload.streaming.streamer import Streamer
+from offload.streaming.weight_forms import WeightForm
 from offload.telemetry.statistics import Meter
 from pipe.nested import flatten, tensors_in
 from pipe.recompute.phase import is_recomputing
@@ -86,13 +87,14 @@ class Executor(BlockForwards):
         sharding: Sharding | None = None,
         resident: Collection[nn.Parameter] = (),
         layers_apart: bool = False,
+        form: WeightForm | None = None,
     ) -> None:
         self.resident = resident_shard(layers, set(resident), len(cuts), device)
         if self.resident is not None and self.resident.home is not None:
             meter.hold(self.resident.home.nbytes)
         named = list(layers.items())
         if sharding is None:
-            self.shards, self.layer_homes = make_shards(named, cuts, tier, param_dtype, values, self.resident)
+            self.shards, self.layer_homes = make_shards(named, cuts, tier, param_dtype, values, self.resident, form)
         else:
             self.shards, self.layer_homes = sharding.make_shards(named, cuts, tier, param_dtype, values, self.resident)
         move_buffers(layers.values(), device)

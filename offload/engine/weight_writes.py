@@ -138,8 +138,11 @@ class AssignedData:
         """Copies tensors assigned to the ``.data`` of parameters since the last pass into their homes.
 
         Raises:
-            RuntimeError: if other code still holds the memory of a home, as a backup of the old values.
+            RuntimeError: if other code still holds the memory of a home, as a backup of the old values; or has written
+                parameters that only an optimizer of this package writes (``store_dtype``).
         """
+        for shard in self._shards:
+            shard.check_seal()
         owners = [*self._shards, *self._lenders]
         found = [(shard, s) for shard in owners for s in shard.assigned()]
         if found:
