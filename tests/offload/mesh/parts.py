@@ -19,6 +19,8 @@ PARTS = {
     "fault_worker": (),
     "exchange_worker": (),
     "pipeline_worker": (),
+    "rows_worker": (),
+    "peak_worker": (),
     "restart_worker": ("--kills", "2", "--seed", "1"),
 }
 

@@ -1,4 +1,5 @@
-"""Ranks that fail, that are killed and resume, whose checkpoints others read, and that are stages of a pipeline.
+"""Ranks that fail, that are killed and resume, whose checkpoints others read, that are stages of a pipeline, that own
+the rows of a table, and how much memory they take.
 
 All run in forked children of one process, see ``parts``.
 """
@@ -140,3 +141,21 @@ def test_pipelines_over_processes_compute_the_gradients_of_the_plain_model(parts
     claims = parts["pipeline_worker"]
     assert claims
     assert not any(claims.values()), "\n".join(f"{name}: {text}" for name, text in claims.items() if text)
+
+
+# --- embedding tables, and memory -------------------------------------------------------------------------------------
+
+
+def test_tables_whose_rows_are_dealt_to_ranks_train_as_in_one_process(parts: dict[str, Any]) -> None:
+    claims = parts["rows_worker"]
+    assert len(claims) >= 13
+    assert not any(claims.values()), "\n".join(f"{name}: {text}" for name, text in claims.items() if text)
+
+
+@pytest.mark.parametrize("kind", ["one matrix", "several"])
+def test_rank_takes_at_most_one_gathered_shard_beside_one_process(parts: dict[str, Any], kind: str) -> None:
+    found = parts["peak_worker"][kind]
+    if not found["alone"]:
+        pytest.skip("the system does not say")
+    beside = [(peak - found["alone"]) / found["shard"] for peak in found["ranks"]]
+    assert max(beside) < 1, found
