@@ -69,7 +69,8 @@ class Streamer:
         self._collected: dict[int, list[Tensor | None]] = {}
         #: Slot and update of shards whose load follows.
         self._updating: dict[int, tuple[Tensor, Update | None, list[Arrival]]] = {}
-        self._heap = Heap(budget_bytes) if device.type == "cpu" else None
+        #: Of the process, if layers compute in host memory.
+        self.heap = Heap(budget_bytes) if device.type == "cpu" else None
         #: True while slots are filled or evicted outside a pass. If an exception leaves it True, call :meth:`cancel`.
         self.must_cancel = False
         #: Returns whether the model is inside a pass.
@@ -106,8 +107,8 @@ class Streamer:
 
     def allow_free_bytes(self, nbytes: int) -> None:
         """Sets how much freed heap memory the process may keep."""
-        if self._heap is not None:
-            self._heap.allow(nbytes)
+        if self.heap is not None:
+            self.heap.allow(nbytes)
 
     def resident(self) -> frozenset[int]:
         """The shards in slots, with current values. Evicts those whose stored weights were written since the load."""
@@ -280,8 +281,8 @@ class Streamer:
         self.slot_pool.count_views(shard.slot, shard.bind())
         yield shard
         self._collected[j] = shard.unbind()
-        if self._heap is not None:
-            self._heap.trim_if_grown()
+        if self.heap is not None:
+            self.heap.trim_if_grown()
 
     @contextlib.contextmanager
     def _visit_in_memory(self, shard: Shard, *, copied: bool) -> Iterator[None]:
@@ -300,8 +301,8 @@ class Streamer:
         shard.drop()
         if slot.numel() and (home is None or slot is not home.tensor) and storage_uses(slot) > 1 + made:
             _warn_of_view(shard.index, slot)
-        if self._heap is not None:
-            self._heap.trim_if_grown()
+        if self.heap is not None:
+            self.heap.trim_if_grown()
 
     def store_written_weights(self, j: int, written: Sequence[int]) -> None:
         """Stores parameters, at positions ``written`` of ``slices``, that layers wrote to in forward; after a visit.

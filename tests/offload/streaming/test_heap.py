@@ -13,7 +13,7 @@ import offload.streaming.gradient_offload
 import offload.streaming.heap
 from offload import OffloadModel
 from offload.storage import Block
-from offload.streaming.heap import Heap, HeapBound, anonymous_bytes
+from offload.streaming.heap import Heap, anonymous_bytes
 from tests.offload.zoo import WIDTH, build
 from tests.programs import run_program
 
@@ -58,7 +58,7 @@ def test_free_memory_is_returned_before_a_cell_that_could_exceed_the_limit_with_
     monkeypatch.setattr(heap, "anonymous_bytes", lambda: others + used[0] + free[0])
     monkeypatch.setattr(heap, "return_freed_memory", give_back)
     monkeypatch.setattr(heap, "_allocated_bytes", lambda: used[0] if says else None)
-    bound = HeapBound()
+    bound = Heap()
     bound.make_room(40 * MIB, 100 * MIB, 90 * MIB)
     assert not returned  # nothing is measured yet
     bound.measure_others(40 * MIB)
