@@ -19,4 +19,5 @@ if ! "$python" -c "$installed" 2>/dev/null; then
     "$python" -m pip install --quiet --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0
 fi
 [ "${2:-}" != install ] || exit 0
-exec "$python" -m pytest -q -m torchrec tests/pipe/train
+# They are in one file, of which each process takes a half: those in one process and those in two.
+exec "$python" -m pytest -q --dist=worksteal -m torchrec tests/pipe/train
