@@ -12,6 +12,7 @@ from torch import nn
 
 from offload.planning.partition import aligned
 from offload.streaming.quantised import StoredTensor, stored_tensors
+from offload.streaming.weight_forms import WeightForm
 from pipe.refusals import beyond_layers
 
 __all__ = [
@@ -24,9 +25,6 @@ __all__ = [
     "names_given",
     "names_taken",
 ]
-
-#: Whether ``.grad`` may have another type than its parameter.
-GRADIENTS_OF_OTHER_TYPES = hasattr(torch.Tensor, "grad_dtype")
 
 
 def layers_of(model: Any) -> dict[str, nn.Module]:
@@ -99,21 +97,24 @@ def check_gradient_dtype(gradient_dtype: torch.dtype | None, *, accumulates: boo
             f"expected torch.bfloat16 or None (the parameters' own type), got gradient_dtype={gradient_dtype}: float16 "
             f"would overflow, and other types store no fewer bytes"
         )
-    if not GRADIENTS_OF_OTHER_TYPES:
-        raise ValueError(
-            f"gradient_dtype={gradient_dtype} needs torch 2.10 or newer, where .grad may have another type than its "
-            f"parameter (Tensor.grad_dtype); this is {torch.__version__}"
-        )
 
 
-def layer_bytes(layers: Sequence[nn.Module], dtype: torch.dtype | None = None, *, trainable: bool = False) -> list[int]:
+def layer_bytes(
+    layers: Sequence[nn.Module],
+    dtype: torch.dtype | None = None,
+    *,
+    trainable: bool = False,
+    form: WeightForm | None = None,
+) -> list[int]:
     """Bytes of each layer, floating-point parameters as ``dtype``; a tied one counts in every layer that uses it.
 
-    ``trainable``: only parameters that take a gradient.
+    ``trainable``: only parameters that take a gradient. ``form``: in which homes store them.
     """
 
     def size(each: StoredTensor) -> int:
         p = each.parameter
+        if form is not None and each.part_of is None and form.stores(p):
+            return (2 if form.exact else 1) * aligned(2 * p.numel())
         casts = dtype is not None and each.part_of is None and p.is_floating_point()
         return aligned(p.numel() * (dtype if dtype is not None and casts else p.dtype).itemsize)
 

@@ -16,6 +16,7 @@ from offload.mesh.sharding import least_of_ranks
 from offload.planning.budget import SMALLEST_BOUNDARIES, Layout, fit, parse_bytes, requirement
 from offload.planning.partition import SMALLEST_SHARD_BYTES, cut_layers, merge_small_layers
 from offload.policy import DEFAULT_MEMORY, MemoryPolicy, policy_of, warn_of_old_keywords
+from offload.streaming.weight_forms import WeightForm
 from offload.telemetry.statistics import Meter
 
 if TYPE_CHECKING:
@@ -107,11 +108,12 @@ class _Needs:
         param_dtype: torch.dtype | None,
         outside: int,
         ranks: int,
+        form: WeightForm | None,
     ) -> None:
         #: Of what is in no shard, with gradients.
         self.outside = outside
         self.in_slot = layer_bytes(layers, param_dtype)
-        self._at_home, self._ranks = layer_bytes(layers), ranks
+        self._at_home, self._ranks = layer_bytes(layers, form=form), ranks
         self.gradients = layer_bytes(layers, trainable=True)
         self._slots = slots
         self.on_host = device.type == "cpu"
@@ -149,6 +151,7 @@ def layout_of(
     param_dtype: torch.dtype | None,
     outside: int = 0,
     ranks: int = 1,
+    form: WeightForm | None = None,
 ) -> tuple[Layout, MemoryPolicy, _Needs]:
     """Shards, slots and bytes for boundaries; the policy with these, and zeros where it leaves bytes open; the needs.
 
@@ -158,14 +161,24 @@ def layout_of(
         on_disk: whether homes are files.
         outside: bytes that stay on the compute device besides slots.
         ranks: processes that store a part each.
+        form: in which homes store weights.
 
     Raises ValueError if a number is less than the least that these shards and slots need.
     """
     policy = memory.policy
     slots = policy.slots or 2
-    needs = _Needs(layers, slots, device=device, on_disk=on_disk, param_dtype=param_dtype, outside=outside, ranks=ranks)
+    needs = _Needs(
+        layers,
+        slots,
+        device=device,
+        on_disk=on_disk,
+        param_dtype=param_dtype,
+        outside=outside,
+        ranks=ranks,
+        form=form,
+    )
     if memory.budget_bytes is not None:
-        in_slot, at_home = layer_bytes(layers, param_dtype), layer_bytes(layers)
+        in_slot, at_home = layer_bytes(layers, param_dtype), layer_bytes(layers, form=form)
         layout = fit(in_slot, at_home, memory.budget_bytes, shards=num_slices, slots=policy.slots)
         layout = layout if cuts is None else replace(layout, cuts=tuple(cuts))
     else:

@@ -39,7 +39,7 @@ from offload.storage import DiskHome, is_directory
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import open_lanes
 from offload.streaming.quantised import check_storable, separate, stored_tensors
-from offload.streaming.resident import chosen
+from offload.streaming.resident import chosen, chosen_form
 from offload.streaming.rollback import Rollback
 from offload.telemetry.statistics import Meter
 from pipe.interception import offered
@@ -91,10 +91,19 @@ class OffloadModel(LoadingModule):
             it and floating-point inputs are cast to it, while homes keep the parameters as they are (fp32 masters) and
             gradients are summed in the home's type. Buffers stay as they are. Parameters outside of ``blocks`` are cast
             in each forward.
+        store_dtype: how homes store float32 parameters. None: as they are. ``"split"``: bfloat16 values, nearest to the
+            float32 ones, which loads read; and beside them the bits that they lack, which only updates read. Layers
+            compute with the bfloat16 values, updates with the exact float32. ``torch.bfloat16``: bfloat16 only; updates
+            compute in float32, and round stochastically to what is stored. Parameters are then bfloat16 outside of
+            passes, and only :class:`~offload.OffloadOptimizer` writes them; gradients stay float32. Values are read by
+            ``state_dict()`` (copies in float32 with ``"split"``), and written by ``load_state_dict()`` and
+            ``load_checkpoint()``. Not with a mesh, or a home that is kept. Parameters of other types, those outside of
+            ``blocks``, and ``resident`` ones are stored as they are.
         blocks: for a model that is called by its own forward: the name of the ``nn.ModuleList`` or ``nn.Sequential`` of
-            its blocks, names in the order of calls, or a class of blocks. Each block is a shard, unless ``num_slices``
-            says how many shards they make; parameters outside of them stay on the compute device. None: the layers of a
-            Sequential or list; else the longest list of modules of one class, with a warning that names it.
+            its blocks, several names, or a class of blocks. The first forward with gradients decides the order of
+            calls. Each block is a shard, unless ``num_slices`` says how many shards they make; parameters outside of
+            them stay on the compute device. None: the layers of a Sequential or list; else the longest list of modules
+            of one class, with a warning that names it.
         mesh: a ``DeviceMesh`` of processes that train the model together, each on its own rows: of one dimension
             (shard), or two (replicate, shard). Each rank stores a part of each parameter, its gradient and its
             optimizer states; all may pass one directory. ``parameters()`` are DTensors, and gradients are means over
@@ -104,8 +113,8 @@ class OffloadModel(LoadingModule):
             micro-batches: ``.grad`` has this type, norms are those of what is stored, and an
             :class:`~offload.OffloadOptimizer` computes with it in the parameters' type. Other optimizers see 16 bits
             beside wider parameters, which most classes of torch refuse. Gradients of parameters that several layers
-            use, sparse ones, and those of what stays on the compute device keep their type; what is updated in
-            backward is not stored, and so not rounded. Needs torch 2.10. None: the type of each parameter.
+            use or that have hooks, sparse ones, and those of what stays on the compute device keep their type; what is
+            updated in backward is not stored, and so not rounded. None: the type of each parameter.
         accumulate_in_gradient_dtype: with ``gradient_dtype``, allow several backwards before gradients are cleared: the
             sum is rounded with each. False: they are refused, before they run.
         resident: names of parameters of the layers that stay on the compute device, with their gradients and optimizer
@@ -152,6 +161,7 @@ class OffloadModel(LoadingModule):
         activation_bytes: int | str | None = None,
         graph_bytes: int | str | None = None,
         param_dtype: torch.dtype | None = None,
+        store_dtype: torch.dtype | str | None = None,
         pretrained: Pretrained | str | os.PathLike[str] | None = None,
         detect_weight_writes: bool = False,
         blocks: Blocks | None = None,
@@ -174,15 +184,14 @@ class OffloadModel(LoadingModule):
         check_separate(stored_parts)
         quantised = [each.name for each in stored_parts if each.part_of is not None]
         called = getattr(type(self), "_kind", None)  # the class of a model that is called by its own forward
-        refused: dict[str, object] = {
-            "memory_budget=": memory_budget,
-            "a model with quantised weights": quantised or None,
-        }
+        refused: dict[str, Any] = {"memory_budget=": memory_budget, "a model with quantised weights": quantised or None}
         refused["gradient_dtype="] = gradient_dtype
         if called is not None and isinstance(offload_device, DiskHome):
             refused["DiskHome(keep=True) with blocks="] = offload_device.keep or None
+        refused["store_dtype="] = store_dtype
         mesh = check_mesh(mesh, gradient_divide_factor, self.device, refused)
         staying = chosen(named, resident, offload_device)
+        form = chosen_form(store_dtype, stored_parts, staying, named.values(), offload_device)
         separate([model] if isinstance(model, nn.Module) else named.values())
         plans = num_slices is None and checkpoint_activation is None and mesh is None
         if not isinstance(model, nn.Sequential) if called is None else num_slices is None:
@@ -212,6 +221,7 @@ class OffloadModel(LoadingModule):
             param_dtype=param_dtype,
             outside=bytes_staying(self._around.values(), staying, param_dtype),
             ranks=1 if mesh is None else mesh.size(mesh.ndim - 1),
+            form=form,
         )
         owners = self._owners(model, named)
         stored = {} if pretrained is None else Pretrained.at(pretrained).match(owners)[0]
@@ -223,6 +233,7 @@ class OffloadModel(LoadingModule):
             "num_microbatches": num_microbatches,
             "memory": resources,
             "param_dtype": param_dtype,
+            "store_dtype": store_dtype,
             "detect_weight_writes": detect_weight_writes,
             "mesh": mesh,
             "gradient_dtype": gradient_dtype,
@@ -243,11 +254,13 @@ class OffloadModel(LoadingModule):
             undo.callback(_release, self._memory_limits)
             self._persistent_home = PersistentHome(self._tier, named, stored, self._around, sharding)
             # With a mesh, homes do not hold whole values to restore.
-            every = nn.ModuleList(owners.values()).parameters()
-            replaced = self._persistent_home.values if sharding is None else {*every}
+            every = {*nn.ModuleList(owners.values()).parameters()}
+            replaced = {*self._persistent_home.values} if sharding is None else every
+            if form is not None:
+                replaced |= {p for p in every if form.stores(p) and not p.is_meta}  # homes round them
             undo.callback(Rollback(owners.values(), replaced).restore)
             # A copy that changes the type is converted on the host, which must not block this thread.
-            blocking = self._tier.blocking_io or param_dtype is not None
+            blocking = self._tier.blocking_io or param_dtype is not None or form is not None
             lanes = sharding.open_lanes(self.device) if sharding else open_lanes(self.device, blocking_io=blocking)
             undo.callback(lanes.close)
             self._executor = Executor(
@@ -265,6 +278,7 @@ class OffloadModel(LoadingModule):
                 sharding=sharding,
                 resident=staying,
                 layers_apart=called is not None,
+                form=form,
                 gradient_dtype=gradient_dtype,
                 accumulates=accumulate_in_gradient_dtype,
             )

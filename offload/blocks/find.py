@@ -9,12 +9,12 @@ from torch import nn
 
 __all__ = ["Blocks", "find_blocks", "modules_outside", "parameters_outside"]
 
-#: A name of a list of blocks, names in the order of calls, or a class of blocks.
+#: A name of a list of blocks, several names, or a class of blocks.
 Blocks = str | Sequence[str] | type[nn.Module]
 
 
 def find_blocks(model: nn.Module, blocks: Blocks | None) -> dict[str, nn.Module]:
-    """The blocks of a model by their names, in the order in which its forward calls them.
+    """The blocks of a model by their names, in the order in which they are stored, and expected to be called.
 
     Args:
         model: any module.

@@ -83,7 +83,7 @@ class ResidentParamBlock(ParamBlock):
             for proxy, parameter, gradient in zip(self.proxies, self.parameters, job.gradients, strict=True):
                 if proxy is not parameter:
                     proxy.grad = gradient
-            self._step()
+            self._step({})
         for parameter, gradient in zip(self.parameters, job.gradients, strict=True):
             if gradient is not None:
                 # Fused kernels do not: a backward that saved the old values would not notice the new ones.

@@ -27,7 +27,7 @@ from offload.streaming.lane import Arrival, CopyLane, error_context
 from offload.streaming.optimizers import Optimizers
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
-from offload.streaming.stored_gradients import GradientTypes
+from offload.streaming.stored_gradients import GradientTypes, set_gradient
 from offload.telemetry.statistics import Meter
 
 if TYPE_CHECKING:
@@ -75,6 +75,14 @@ class GradientOffload:
         self._check_rounded(waiting, frozenset(to_return), drop_others=drop_others)
         self._updater = None if drop_others else self.optimizers.in_backward
         self._updates = self._updater is not None and self._updater.begin(waiting)
+        owned = {s.parameter for shard in self._shards for s in shard.formed} if to_return else set()
+        if not owned.isdisjoint(to_return):
+            self._end_backward(failed=True)
+            raise RuntimeError(
+                "gradients of parameters with gradient hooks, and those that torch.autograd.grad returns, have the "
+                "parameter's type, which is bfloat16 with store_dtype=: they would be rounded. Remove the hooks, or "
+                "make the model without store_dtype"
+            )
         if self._updates and to_return:
             self._end_backward(failed=True)
             raise RuntimeError(
@@ -256,21 +264,21 @@ class GradientOffload:
         in_memory = self._stays_in_memory(owner)
         if gradient.is_sparse or (stored is not None and stored.is_sparse):
             moved = gradient.to(parameter.device)
-            owner.set_gradient(s, moved if stored is None else stored + moved)  # in full: it is in no file
+            set_gradient(parameter, moved if stored is None else stored + moved)  # in full: it is in no file
         elif stored is not None:
             yield partial(_add, stored, gradient)
         elif in_memory and gradient.device == parameter.device and gradient.dtype == dtype:
-            owner.set_gradient(s, gradient)
+            set_gradient(parameter, gradient)
             # Nothing is copied beside layers that use the shard in place: ``step()`` computes these norms.
             if norms and not owner.in_place:
                 yield lambda: (gradient,)
         elif in_memory and owner.blocking_io:
-            memory = torch.empty_strided(parameter.shape, s.stride, dtype=dtype)
-            owner.set_gradient(s, memory)
-            yield partial(_convert, memory, gradient)
+            place = torch.empty_strided(parameter.shape, s.stride, dtype=dtype)
+            set_gradient(parameter, place)
+            yield partial(_convert, place, gradient)
         else:
             block, offset, view = owner.gradient_home(s)
-            owner.set_gradient(s, view)
+            set_gradient(parameter, view)
             if gradient.stride() != s.stride:
                 yield partial(_convert, view, gradient)
             elif gradient.dtype == dtype:

@@ -23,7 +23,22 @@ from pipe.torch_private import storage_uses
 if TYPE_CHECKING:
     from offload.streaming.shard import Shard
 
-__all__ = ["GradientRegion", "GradientTypes", "regions_of"]
+__all__ = ["GradientRegion", "GradientTypes", "regions_of", "set_gradient"]
+
+
+def set_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    """Sets ``.grad``, also to a gradient of another type than the parameter has at home."""
+    if gradient is None or gradient.dtype == parameter.dtype:
+        parameter.grad = gradient
+        return
+    data = parameter.data
+    parameter.grad = None
+    try:
+        # torch compares types when a gradient is assigned, not later.
+        parameter.data = torch.empty((), dtype=gradient.dtype, device=gradient.device).expand(parameter.shape)
+        parameter.grad = gradient
+    finally:
+        parameter.data = data
 
 
 @dataclass(frozen=True)
@@ -47,7 +62,7 @@ class GradientTypes:
     ) -> GradientTypes:
         """The types for the parameters ``own`` of ``layers``: floating-point gradients are rounded to ``dtype``."""
         uses = Counter(id(each.parameter) for name, layer in layers for each in stored_tensors([(name, layer)]))
-        wide = (s for s in own if s.dtype.is_floating_point and s.dtype.itemsize > dtype.itemsize)
+        wide = (s for s in own if s.full_dtype.is_floating_point and s.full_dtype.itemsize > dtype.itemsize)
         return cls(dtype, accumulates, frozenset(id(s.parameter) for s in wide if uses[id(s.parameter)] == 1))
 
     def rounds(self, s: Slice) -> bool:
@@ -56,11 +71,11 @@ class GradientTypes:
 
     def of(self, s: Slice) -> torch.dtype:
         """The type in which the gradient of a parameter is stored."""
-        return self.dtype if self.dtype is not None and self.rounds(s) else s.dtype
+        return self.dtype if self.dtype is not None and self.rounds(s) else s.full_dtype
 
     def nbytes(self, s: Slice) -> int:
         """The bytes of the stored gradient of a parameter."""
-        return s.parameter.numel() * self.of(s).itemsize if self.rounded else s.nbytes
+        return s.parameter.numel() * self.of(s).itemsize if self.rounds(s) else s.full_nbytes
 
 
 @dataclass(eq=False)
@@ -86,7 +101,7 @@ class GradientRegion:
 
     def view(self, s: Slice) -> Tensor:
         """The place of the gradient of a parameter."""
-        place = replace(s, offset=self.offsets[id(s.parameter)], dtype=self.types.of(s))
+        place = replace(s.in_full(self.offsets[id(s.parameter)]), dtype=self.types.of(s))
         return place.view(self.block.tensor)
 
     def holds(self, gradient: Tensor | None) -> bool:

@@ -205,17 +205,45 @@ def test_accumulation_that_was_asked_for_rounds_each_sum(home: str) -> None:
         assert torch.equal(p.grad, (first.to(BF16).float() + second).to(BF16))  # type: ignore[union-attr, operator]
 
 
-def test_gradients_of_hooks_and_requested_ones_have_the_type_as_well(home: str) -> None:
+def test_gradients_that_autograd_itself_returns_are_not_rounded(home: str) -> None:
+    """Those that are requested, and those of parameters with hooks: they are stored in no file."""
     bare, model = layers(), OffloadModel(layers(), "cpu", home, num_slices=6, gradient_dtype=BF16)
     seen: list[Tensor] = []
-    model[0].weight.register_hook(seen.append)  # type: ignore[union-attr]
+    model[0].weight.register_hook(seen.append)  # type: ignore[operator, union-attr]
     expected = torch.autograd.grad(loss_of(bare(batch(0))), list(bare.parameters()))
     found = torch.autograd.grad(loss_of(model(batch(0))), list(model.parameters()))
     loss_of(model(batch(0))).backward()
-    for gradient, requested, p in zip(expected, found, model.parameters(), strict=True):
-        assert torch.equal(requested, gradient.to(BF16))
-        assert torch.equal(p.grad, gradient.to(BF16))
-    assert torch.equal(seen[-1], expected[0].to(BF16))
+    for k, (gradient, requested, p) in enumerate(zip(expected, found, model.parameters(), strict=True)):
+        assert torch.equal(requested, gradient)
+        assert torch.equal(p.grad, gradient.to(BF16) if k else gradient)
+    assert torch.equal(seen[-1], expected[0])
+
+
+@pytest.mark.parametrize(("store", "moved"), [("split", 30), (BF16, 26)], ids=["split", "bfloat16"])
+def test_beside_store_dtype_a_step_moves_4_bytes_less_and_trains_alike(tmp_path: Path, store: Any, moved: int) -> None:
+    """Of matrices, and without what slots keep."""
+    torch.manual_seed(0)
+    bare = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5)))
+    how: dict[str, Any] = {"num_slices": 5, "memory": MemoryPolicy.fixed(slots=2), "store_dtype": store}
+    models = [
+        OffloadModel(copy.deepcopy(bare), "cpu", f"{tmp_path}/{dtype}/", gradient_dtype=dtype, **how)
+        for dtype in (None, BF16)
+    ]
+    optimizers = [OffloadOptimizer(model, torch.optim.Adam, max_norm=0.1) for model in models]
+    for _ in range(3):
+        before = models[1].statistics().bytes_moved
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(torch.ones(2, 64)).pow(2).mean().backward()
+            grads = [p.grad for p in model.parameters()]
+            assert {g.dtype for g in grads if g is not None} == {BF16 if model is models[1] else torch.float32}
+            del grads
+            optimizer.step()
+            optimizer.zero_grad()
+    found = models[1].statistics().bytes_moved - before
+    each = 64 * 64
+    assert found == (5 * moved - 2 * 2) * each
+    for p, q in zip(*(model.state_dict().values() for model in models), strict=True):
+        torch.testing.assert_close(p, q, rtol=0.02, atol=1e-3)
 
 
 def test_sparse_gradients_and_those_of_updates_in_backward_are_not_rounded(home: str) -> None:
@@ -253,9 +281,3 @@ def test_a_copy_of_the_model_stores_gradients_alike() -> None:
 def test_other_types_are_refused_at_construction(arguments: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         OffloadModel(layers(), "cpu", **arguments)
-
-
-def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.arguments.GRADIENTS_OF_OTHER_TYPES", False)
-    with pytest.raises(ValueError, match=r"needs torch 2.10 or newer"):
-        OffloadModel(layers(), "cpu", gradient_dtype=BF16)
