@@ -58,6 +58,11 @@ class MeshShard(Shard):
         """Always: slots hold other bytes than storage, which has only a part of them."""
         return True
 
+    @property
+    def slot_keeps_weights(self) -> bool:
+        """Never: an update of this rank's part cannot take it from the slot of the next load."""
+        return False
+
     def versions(self) -> tuple[int, ...]:
         """Of each parameter, the sum of the counters of all tensors through which it can be written."""
         return tuple(
