@@ -31,7 +31,7 @@ from offload.mesh.parts import Cut, Part, WholePart, cuts_between, offsets_of
 from offload.mesh.pieces import pieces_of
 from offload.mesh.ranks import Ranks
 from offload.mesh.replicas import add_over_replicas
-from offload.mesh.traffic import widened
+from offload.mesh.traffic import bytes_at_once, widened
 from offload.planning.partition import aligned
 from offload.streaming.gradient_offload import GradientOffload
 from offload.streaming.lane import Arrival, error_context
@@ -192,8 +192,11 @@ class _Sums:
         self._totals: list[Tensor | None] = [None] * len(parts)
         #: Whether any rank has each of the gradients.
         self._there = [False] * len(parts)
-        #: Bytes of sums less those of gradients that are freed; and how many there may be while others are stored.
-        self._more_bytes, self._most_bytes = 0, nbytes // 2
+        #: Bytes of sums less those of gradients that are freed; and how many there may be while others are stored: with
+        #: these and the collectives 3/4 of a shard.
+        self._more_bytes = 0
+        piece = bytes_at_once(nbytes, ranks.count)
+        self._most_bytes = max(nbytes // 4, ranks.count * (3 * nbytes // 4 - 2 * piece) - nbytes)
         self._storing = storing
 
     def add_piece(self, begin: int, end: int) -> None:

@@ -60,7 +60,7 @@ class MeshShard(Shard):
 
     @property
     def slot_keeps_weights(self) -> bool:
-        """Never, for the same reason: a part is updated at home."""
+        """Never: an update of this rank's part cannot take it from the slot of the next load."""
         return False
 
     def versions(self) -> tuple[int, ...]:

@@ -29,9 +29,9 @@ __all__ = [
 #: Of one message by which ranks agree: a digest and a number.
 MESSAGE_BYTES = 32 + 8
 
-#: A collective moves so small a part of a shard, with few ranks, each of which also stores much of the sums; at most a
-#: quarter with many, whose messages are small.
-_PARTS, _LEAST_PARTS = 32, 4
+#: A collective moves so small a part of a shard times the ranks: few ranks also store much of the sums. At most a third
+#: with many, whose messages are small.
+_PARTS, _LEAST_PARTS = 32, 3
 #: Least and most bytes of a message, as far as there are so many.
 LEAST_AT_ONCE, _MOST_AT_ONCE = 1 << 16, 1 << 24
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from offload.mesh.shard import MeshShard
 from offload.optim.io_buffers import buffer_pool_bytes
 from offload.optim.state_forms import PIECE, StateForm
 from offload.storage.buffer import PAGE_BYTES, whole_pages
@@ -60,7 +61,11 @@ def update_block_bytes(
 ) -> int:
     """Bytes of weights of an update block, if all buffers get ``limit_bytes``. Raises ValueError for too few."""
     largest = max((sum(s.full_nbytes for s in shard.own) for shard in shards), default=0)
-    return update_block_bytes_of(largest, limit_bytes, stored)
+    found = update_block_bytes_of(largest, limit_bytes, stored)
+    if not any(isinstance(shard, MeshShard) for shard in shards):
+        return found
+    # Slots hold no part by itself, so weights take a buffer, too: beside the gradient and two states a third more.
+    return max(PAGE_BYTES, found * 3 // 4 // PAGE_BYTES * PAGE_BYTES)
 
 
 def update_block_bytes_of(largest: int, limit_bytes: float = math.inf, stored: StoredStates = StoredStates()) -> int:

@@ -28,6 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.storage import Block, Tier
+from offload.storage.buffer import host_buffer
 from offload.streaming.casts import Casts
 from offload.streaming.quantised import refresh
 from offload.streaming.slices import Slice
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from offload.optim.update import Update
 
 __all__ = ["Shard", "State"]
+
+#: Bytes of a home that are read and converted at a time.
+_WINDOW_BYTES = 8 << 20
 
 
 class State(enum.Enum):
@@ -204,10 +208,27 @@ class Shard:
         """The same of the own parameters alone."""
         if self.home is not None and not self.casts:
             self.home.read_into(slot)
+        elif self.home is not None and self.blocking_io and slot.device.type == "cpu":
+            self._fill_in_windows(self.home, slot)
         elif self.home is not None:
             source = self.home.staged()
             for there, here in zip(self.own, self.slices, strict=False):
                 here.view(slot).copy_(there.view(source), non_blocking=True)
+
+    def _fill_in_windows(self, home: Block, slot: Tensor) -> None:
+        """Converts what is read, a part at a time: a copy of the home would take as much memory as half the slot."""
+        window = host_buffer(min(_WINDOW_BYTES, home.nbytes))
+        pairs = list(zip(self.own, self.slices, strict=False))
+        for begin in range(0, home.nbytes, _WINDOW_BYTES):
+            part = window[: min(_WINDOW_BYTES, home.nbytes - begin)]
+            home.read_into(part, begin)
+            for there, here in pairs:
+                first, end = max(there.offset, begin), min(there.offset + there.nbytes, begin + part.numel())
+                if first < end:
+                    elements = slice(
+                        (first - there.offset) // there.dtype.itemsize, (end - there.offset) // there.dtype.itemsize
+                    )
+                    _flat(here.view(slot))[elements] = part[first - begin : end - begin].view(there.dtype)
 
     def bind(self) -> int:
         """LOADED -> BOUND: parameters are on the device without gradients. Returns the number of new views."""

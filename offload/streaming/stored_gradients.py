@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from offload.planning.partition import aligned
 from offload.storage import Block, Tier
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["GradientRegion", "GradientTypes", "regions_of", "set_gradient"]
 
 
-def set_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
     """Sets ``.grad``, also to a gradient of another type than the parameter has at home."""
     if gradient is None or gradient.dtype == parameter.dtype:
         parameter.grad = gradient

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import offload.optim.update_blocks
+from gradcache import GradCache
 from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
 from offload.streaming.weight_forms import noise, weight_form_of
 
@@ -386,3 +387,63 @@ def test_a_construction_that_fails_leaves_the_layers_in_full(
     for name, value in bare.state_dict().items():
         assert value.dtype == torch.float32
         assert torch.equal(value, expected[name])
+
+
+@forms
+@pytest.mark.usefixtures("small_blocks")
+def test_an_update_that_fails_half_way_is_resumed_from_files_and_noticed_in_memory(
+    home: str, monkeypatch: pytest.MonkeyPatch, form: Any
+) -> None:
+    monkeypatch.setattr(offload.optim.state_forms, "PIECE", 1024)
+    twins = Twins("adamw", home, form, max_norm=0.1)
+    twins.step()
+    twins.compare()
+    param_block = twins.ours.param_blocks[twins.model._executor.shards[0]][-1]
+    optimizer = param_block.prepare(twins.ours.options())
+    step, calls = type(optimizer).step, iter([True, False])
+
+    def broken(*_: Any) -> None:
+        step(optimizer)
+        if not next(calls, True):
+            raise ArithmeticError("broken")
+
+    monkeypatch.setattr(optimizer, "step", broken)
+    twins.step()
+    with pytest.raises(RuntimeError if home == "cpu" else ArithmeticError, match="broken"):
+        twins.ours.synchronize()
+    if home != "cpu":
+        twins.compare()
+        twins.step()
+        twins.compare()
+
+
+@forms
+def test_chunks_of_a_wrapped_tower_and_of_the_model_itself_give_gradients_in_full(form: Any) -> None:
+    class Tower(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.outer = inner, nn.Linear(80, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.outer(self.inner(x))
+            return result
+
+    bare = layers()
+    with torch.no_grad():
+        for p in bare.parameters():
+            p.copy_(nearest(p))
+    a, b = torch.randn(2, 8, 72, generator=torch.Generator().manual_seed(0))
+    found = []
+    for inner in (bare, OffloadModel(copy.deepcopy(bare), "cpu", "cpu", 6, store_dtype=form)):
+        torch.manual_seed(1)
+        tower = Tower(inner)
+        cache = GradCache([tower, inner], chunk_sizes=4, loss_fn=lambda x, y: (x @ x.T).mean() + (y @ y.T).sum())
+        for _ in range(2):
+            cache(a, b)
+        found.append([p.grad for p in tower.parameters()])
+    for expected, actual in zip(*found, strict=True):
+        assert expected is not None
+        assert actual is not None
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
+        assert not torch.equal(actual, actual.bfloat16().float())

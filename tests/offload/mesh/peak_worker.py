@@ -28,7 +28,7 @@ from offload.telemetry.peak import PeakMeter, anonymous_bytes
 from tests.offload.mesh.forked import check_claims
 from tests.offload.mesh.mesh_worker import LateLane
 
-SHARDS, STEPS = 4, 3
+SHARDS = 3
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
@@ -40,11 +40,10 @@ def several() -> nn.Module:
     return nn.Sequential(nn.Linear(768, 1152), nn.Tanh(), nn.Linear(1152, 768), nn.Tanh(), nn.Linear(768, 768))
 
 
-#: Layers of a shard, and whether AdamW updates them, clipped.
-CASES: dict[str, tuple[Callable[[], nn.Module], bool]] = {
-    "one matrix": (one_matrix, False),
-    "several": (several, False),
-    "updated": (several, True),
+#: Layers of a shard; steps; whether AdamW updates them, clipped: its buffers are all in use after some steps.
+CASES: dict[str, tuple[Callable[[], nn.Module], int, bool]] = {
+    "one matrix": (one_matrix, 2, False),
+    "several, updated": (several, 3, True),
 }
 
 
@@ -59,7 +58,7 @@ def measure(folder: Path, case: str) -> None:
     torch.manual_seed(0)
     begin = anonymous_bytes()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
-    make, updated = CASES[case]
+    make, steps, updated = CASES[case]
     layers = [make() for _ in range(SHARDS)]
     x = torch.randn(4, next(layers[0].parameters()).shape[1])
     shard_bytes = sum(p.nbytes for p in layers[0].parameters())
@@ -73,7 +72,7 @@ def measure(folder: Path, case: str) -> None:
     del layers
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, max_norm=1.0) if updated else None
     meter, peaks = PeakMeter(torch.device("cpu")), [0]
-    for _ in range(STEPS):
+    for _ in range(steps):
         meter.begin()
         floor = anonymous_bytes()
         model(x).square().mean().backward()
