@@ -410,7 +410,7 @@ def test_transfers() -> None:
             groups[group] = [outcome("small pages", {}), outcome("libaio", {}, steps=[{"ratio": ratio}] * 3)]
             for case in groups[group]:
                 case.case = replace(case.case, target=transfers.FILE)
-        told(transfers.BENCHMARK, groups, *complaints)
+        check_bounds(transfers.BENCHMARK, groups, *complaints)
 
     broken(transfers.WORTH, transfers.WORTH)
     broken(0.8, 1.2)  # in one of them only
