@@ -203,7 +203,8 @@ class Executor(BlockForwards):
     def forward_steps(self, tape: Tape) -> Generator[tuple[Cell, Any], Any, list[Any]]:
         """The same. If code runs between shards, yields each cell with its output for what enters the next shard."""
         n, m = len(self.shards), tape.microbatches
-        with self._exclusive_pass(on_failure=tape.discard):
+        measured = self._meter.overheads.in_pass("forward") if tape.records else contextlib.nullcontext()
+        with self._exclusive_pass(on_failure=tape.discard), measured:
             if tape.records:
                 self._meter.begin_step()
             # With shared slots a recomputation must use the weights of its forward. Otherwise homes may have been
@@ -311,7 +312,8 @@ class Executor(BlockForwards):
         n, m = len(self.shards), tape.microbatches
         gradients = self._store(gradients=True)
         input_gradients: list[list[Any]] = [[None] * len(leaves) for leaves in tape.inputs]
-        with contextlib.closing(gradients), self._exclusive_pass(recomputes=self.recompute):
+        measured = self._meter.overheads.in_pass("backward")
+        with contextlib.closing(gradients), self._exclusive_pass(recomputes=self.recompute), measured:
             reuses_slots = self._frozen_weights > 0 or self.streamer.slot_pool.shared
             if tape.assignments != self.assigned_data.stores and not reuses_slots:
                 # Slots were loaded by a later forward, during which parameters may have had other values.

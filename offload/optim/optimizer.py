@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +38,20 @@ if TYPE_CHECKING:
     from offload.model import OffloadModel
 
 __all__ = ["OffloadOptimizer", "open_update_lane"]
+
+
+_Step = TypeVar("_Step", bound=Callable[..., None])
+
+
+def _measured(step: _Step) -> _Step:
+    """``step`` of an optimizer, whose time is counted."""
+
+    @functools.wraps(step)
+    def measured(self: OffloadOptimizer, *args: Any, **kwargs: Any) -> None:
+        with self.access.meter.overheads.optimizer():
+            step(self, *args, **kwargs)
+
+    return cast("_Step", measured)
 
 
 def open_update_lane(device: torch.device) -> CopyLane:
@@ -170,6 +185,7 @@ class OffloadOptimizer(MovableStates):
 
     @restores_thread_state
     @torch.no_grad()
+    @_measured
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Makes the update of all parameters that have a gradient pending.
 
@@ -213,6 +229,9 @@ class OffloadOptimizer(MovableStates):
             if self.in_backward is not None:
                 self.in_backward.close()
 
+        if not self.steps:
+            # Without this, free memory would stay beside the states that are made now, of which no plan knows yet.
+            return_freed_memory()
         try:
             self._run_sparse(decided)
             self._resident.run(resident, self._finish_job)
@@ -239,8 +258,9 @@ class OffloadOptimizer(MovableStates):
         """Clears all gradients; a pending update keeps its own. ``set_to_none=False`` first finishes it."""
         if not set_to_none:
             self._synchronize()
-        super().zero_grad(set_to_none)
-        self.access.public.take_gradients()
+        with self.access.meter.overheads.optimizer(continues=True):
+            super().zero_grad(set_to_none)
+            self.access.public.take_gradients()
 
     def synchronize(self) -> None:
         """Finishes the pending updates: afterwards parameters, gradients and states have their values of the last step.
@@ -255,7 +275,8 @@ class OffloadOptimizer(MovableStates):
         self.access.write_back()
 
     def _synchronize(self) -> None:
-        self.access.apply_pending_updates()
+        with self.access.meter.overheads.excluded():
+            self.access.apply_pending_updates()
         self._group_changes.check()
 
     @contextlib.contextmanager
@@ -340,7 +361,10 @@ class OffloadOptimizer(MovableStates):
         if self.max_norm is None:
             return None if scale is None else 1 / scale.to("cpu")
         public, groups = self.access.public, self.param_groups
-        self.last_norm, coefficient = clip_coefficient(public, groups, self.max_norm, scale, trusted=trusted)
+        overheads = self.access.meter.overheads
+        self.last_norm, coefficient = clip_coefficient(
+            public, groups, self.max_norm, scale, trusted=trusted, overheads=overheads
+        )
         return coefficient
 
     def update(
