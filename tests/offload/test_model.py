@@ -370,6 +370,23 @@ def test_an_input_changed_between_forward_and_backward_is_noticed() -> None:
         loss.backward()
 
 
+def test_an_input_changed_before_the_backward_of_kept_graphs_is_noticed_or_its_copy_is_used() -> None:
+    """The first forward runs on a copy, so its gradient is that of the old values."""
+    model = OffloadModel(build(["linear"]), "cpu", num_slices=3, checkpoint_activation=False)
+    plain, x = build(["linear"]), batch()
+    plain.load_state_dict(model.state_dict())
+    plain(x.clone()).sum().backward()
+    loss = model(x).sum()
+    x.zero_()
+    loss.backward()
+    for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(parameter.grad, expected.grad)
+    loss = model(x).sum()
+    x.add_(1)
+    with pytest.raises(RuntimeError, match=r"that a kept graph needs .* was changed in place"):
+        loss.backward()
+
+
 def test_the_input_is_never_changed() -> None:
     x = batch()
     kept = x.clone()

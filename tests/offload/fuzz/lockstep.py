@@ -28,7 +28,7 @@ from tests.offload.fuzz.blocks import REORDERED
 from tests.offload.fuzz.equal import SINGLE_TOLERANCE, TOLERANCE, Diverged, difference, first_difference
 from tests.offload.fuzz.hooks import Hook
 from tests.offload.fuzz.models import WRITERS
-from tests.offload.fuzz.passes import Backward, Grad, MutateOutput
+from tests.offload.fuzz.passes import Backward, Grad, MutateInput, MutateOutput
 from tests.offload.fuzz.program import Program, Statement
 from tests.offload.fuzz.trips import trip
 from tests.offload.fuzz.weights import Write
@@ -162,12 +162,12 @@ class _Run:
         """Whether ours does what torch refuses: what leaves a shard is copied, so it is in no graph, and no parameter.
 
         Torch refuses an in-place write to the output of a layer with a backward hook, which is a view; behind a
-        boundary it is none.
+        boundary it is none. The first forward of layers whose graph is kept runs on a copy of its input.
         """
         hooked = any(isinstance(s, Hook) and s.on.startswith("backward") for s in self.program.statements)
         if hooked and "BackwardHookFunction is a view and is being modified inplace" in words:
             return True
-        written = any(isinstance(s, MutateOutput) for s in self.program.statements)
+        written = any(isinstance(s, (MutateInput, MutateOutput)) for s in self.program.statements)
         refused = "modified by an inplace operation", "a leaf Variable that requires grad is being used in an in-place"
         return written and any(part in words for part in refused)
 
