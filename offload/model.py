@@ -91,17 +91,20 @@ class OffloadModel(LoadingModule):
             gradients are summed in the home's type. Buffers stay as they are. Parameters outside of ``blocks`` are cast
             in each forward.
         blocks: for a model that is called by its own forward: the name of the ``nn.ModuleList`` or ``nn.Sequential`` of
-            its blocks, names in the order of calls, or a class of blocks. Each block is a shard, unless ``num_slices``
-            says how many shards they make; parameters outside of them stay on the compute device. None: the layers of a
-            Sequential or list; else the longest list of modules of one class, with a warning that names it.
+            its blocks; names in the order of calls, of lists and of other modules (an embedding, a head), each of which
+            is a block; or a class of blocks. Each block is a shard, unless ``num_slices`` says how many shards they
+            make. Parameters outside of them stay on the compute device, except where a number of bytes is given as
+            ``memory`` and is too small for that: then the largest embeddings and heads among them are shards.
+            None: the layers of a Sequential or list; else the longest list of modules of one class, with a warning that
+            names it.
         mesh: a ``DeviceMesh`` of processes that train the model together, each on its own rows: of one dimension
             (shard), or two (replicate, shard). Each rank stores a part of each parameter, its gradient and its
             optimizer states; all may pass one directory. ``parameters()`` are DTensors, and gradients are means over
             ranks. All ranks make the same calls. What does not stream is stored whole by each; ``memory`` is a rank's.
         gradient_divide_factor: with ``mesh``, divide sums of gradients by this instead of the number of ranks.
-        resident: names of parameters of the layers that stay on the compute device, with their gradients and optimizer
-            states, or shell patterns of such: ``"*.lora_*"`` for adapters over a frozen base that streams. None: all
-            of them stream.
+        resident: names of parameters that stay on the compute device, with their gradients and optimizer states, or
+            shell patterns of such: ``"*.lora_*"`` for adapters over a frozen base that streams. None: those of the
+            layers stream.
         pretrained: a safetensors file, an index of several or the directory of one, or a :class:`~offload.Pretrained`:
             parameters and buffers are read from there straight into their homes, without being initialised first. See
             :meth:`from_pretrained`.
@@ -167,9 +170,10 @@ class OffloadModel(LoadingModule):
         if called is not None and isinstance(offload_device, DiskHome):
             refused["DiskHome(keep=True) with blocks="] = offload_device.keep or None
         mesh = check_mesh(mesh, gradient_divide_factor, self.device, refused)
-        staying = chosen(named, resident, offload_device)
+        staying = chosen(named, resident, offload_device, self._names_around())
         separate([model] if isinstance(model, nn.Module) else named.values())
         plans = num_slices is None and checkpoint_activation is None and mesh is None
+        finest = num_slices is None and mesh is None
         if not isinstance(model, nn.Sequential) if called is None else num_slices is None:
             num_slices = len(named)
         check_choices(num_slices, num_microbatches, param_dtype)
@@ -185,6 +189,11 @@ class OffloadModel(LoadingModule):
         )
         recompute = resources.recomputes(checkpoint_activation)
         self._check_splitting(num_microbatches, plans=resources.bounds and recompute)
+        choices |= {"offload_device": offload_device, "resident": resident, "staying": staying}
+        more = self._with_rest(model, resources, **choices) if finest else None
+        if more is not None:
+            named, num_slices = more, len(more)
+            check_separate(stored_tensors(named.items()))
         layers = list(named.values())
         layout, self._policy, needs = layout_of(
             resources,
@@ -196,6 +205,7 @@ class OffloadModel(LoadingModule):
             param_dtype=param_dtype,
             outside=bytes_staying(self._around.values(), staying, param_dtype),
             ranks=1 if mesh is None else mesh.size(mesh.ndim - 1),
+            apart=called is not None and mesh is None,
         )
         owners = self._owners(model, named)
         stored = {} if pretrained is None else Pretrained.at(pretrained).match(owners)[0]

@@ -60,6 +60,8 @@ class BlockForwards(MovableHomes):
     assigned_data: AssignedData
     #: Names of the blocks, each of which is a shard; none for a model whose layers are called in order.
     blocks: Sequence[str] = ()
+    #: Those of them that are blocks because memory is too small for them to stay.
+    rest: Sequence[str] = ()
     #: The parameters outside of the blocks.
     outside: Sequence[nn.Parameter] = ()
     #: The modules outside of the blocks. Weak references, since the model refers to its executor.
@@ -129,7 +131,8 @@ class BlockForwards(MovableHomes):
     def _glue(self, chunks: int) -> Glue:
         if not self._within:
             for s in itertools.chain.from_iterable(shard.own for shard in self.shards):
-                self._within.update(self.public.names(s))
+                for key, name in self.public.names(s).items():
+                    self._within[key] = name + self._why_it_streams([n for n in self.rest if name.startswith(f"{n}.")])
         return Glue(chunks, len(self.blocks), self._within, self.leaf_gradients, self._meter.begin_code_before)
 
     def run_one(self, forward: Forward, inputs: Any) -> tuple[Tape | None, list[Any]]:
@@ -371,7 +374,17 @@ class BlockForwards(MovableHomes):
             f"expected the forward {name} next, but it {what}: with gradients each block is called once, in the order "
             f"of ``blocks``. Name the lists of blocks in the order in which the forward calls them, leave out those "
             f"that it calls several times, and turn off layers that are skipped at random (layerdrop=0)"
+            f"{self._why_it_streams(self.rest)}"
         )
+
+    @staticmethod
+    def _why_it_streams(names: Sequence[str]) -> str:
+        """For errors: what to do about modules of these names that nobody has named."""
+        if not names:
+            return ""
+        patterns = [f"{name}.*" for name in names]
+        what = f"{', '.join(names)} stream since memory= is too small for them to stay"
+        return f" ({what}; resident={patterns} keeps them on the compute device, with more memory)"
 
 
 BlockForwards.pass_codes = frozenset(

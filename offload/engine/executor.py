@@ -99,7 +99,14 @@ class Executor(BlockForwards):
         #: Names of the quantised parameters.
         self.quantised = {s.part_of: s.name for shard in self.shards for s in shard.own if s.part_of is not None}
         given: dict[str, Any] = {"device": device, "tier": tier, "meter": meter}
-        self.streamer = Streamer(self.shards, slots=policy.slots or 2, lanes=lanes, budget_bytes=budget_bytes, **given)
+        self.streamer = Streamer(
+            self.shards,
+            slots=policy.slots or 2,
+            lanes=lanes,
+            budget_bytes=budget_bytes,
+            own_slots=layers_apart and sharding is None,  # an embedding beside blocks is much larger than they are
+            **given,
+        )
         if sharding is not None:
             self.streamer.gradient_offload = sharding.gradient_offload(self.shards, lane=lanes.drain, **given)
         self.device = device
@@ -269,6 +276,8 @@ class Executor(BlockForwards):
             else:
                 self.steps.record_step(tape.plan, tape.rows, training=False)
                 self.streamer.wait_for_home_reads()
+                if not reuses_slots:  # the next pass begins with empty slots anyway
+                    self.streamer.release_own_slots()
         return outputs
 
     # --- backward -----------------------------------------------------------------------------------------------

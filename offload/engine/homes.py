@@ -230,6 +230,7 @@ class MovableHomes(ExclusivePasses):
         resting = {j: each.weights + each.states for j, each in enumerate(self.bytes_in_memory())}
         outside = replace(self.outside_bytes(), activations=self.steps.around_bytes(rows))
         known: dict[str, Any] = {"meter": self._meter, "tier": self._tier, "device": self.device}
+        known |= {"slots": self.streamer.slots, "own_slots": self.streamer.own_slots}
         known["buffer_bytes"] = self.streamer.gradient_offload.optimizers.buffer_bytes()
         return step_model(self.shards, self.steps, rows, resting, outside=outside, **known)
 
