@@ -46,6 +46,7 @@ from offload.planning.planner import Pass
 from offload.planning.residency import Key
 from offload.policy import MemoryPolicy
 from offload.storage import Tier
+from offload.streaming.current_values import read_current_values
 from offload.streaming.lane import CopyLanes
 from offload.streaming.layer_homes import make_shards
 from offload.streaming.materialize import Values, move_buffers
@@ -118,6 +119,7 @@ class Executor(BlockForwards):
         self.recompute, self.layers_apart = recompute, layers_apart
         #: Whether the model has a memory budget.
         self.strict = budget_bytes is not None
+        read_current_values(self.shards)  # before the parts, which watch the parameters of modules
         self.use(self.parts_over(self.shards))
         super().__init__()
         lenders = [] if self.resident is None else [self.resident]

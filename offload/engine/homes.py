@@ -25,6 +25,7 @@ from offload.planning.step_model import StepModel
 from offload.policy import MemoryPolicy
 from offload.storage import Tier
 from offload.storage.host import HostTier
+from offload.streaming.current_values import read_current_values
 from offload.streaming.lane import error_context
 from offload.streaming.layer_homes import LayerHomes
 from offload.streaming.moves import Move, move_homes
@@ -101,6 +102,7 @@ class MovableHomes(ExclusivePasses):
         """Runs these parts from now on. Idempotent."""
         # One list for streamer, gradient offload, assigned data and optimizers.
         self.shards[:] = parts.shards
+        read_current_values(parts.shards)
         self.runners, self._cell_executor = parts.runners, parts.cell_executor
         self.steps, self._references = parts.steps, parts.references
 
