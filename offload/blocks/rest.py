@@ -20,6 +20,8 @@ from offload.streaming.quantised import is_taken_apart
 __all__ = ["with_rest"]
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
+#: What takes less than one part in so many of the parameters outside of blocks is not worth a shard: positions.
+LEAST_SHARE = 8
 
 Blocks = Mapping[str, nn.Module]
 
@@ -80,10 +82,12 @@ def _groups(model: nn.Module, blocks: Blocks, staying: Collection[str]) -> list[
     for modules in users.values():
         tied = [] if seen.intersection(modules) else list(_tied(modules, users))
         seen.update(tied)
-        if tied and all(map(may_stream, tied)):
+        # One of several modules of the same table is often a name for it that nothing calls.
+        if tied and all(map(may_stream, tied)) and sum(isinstance(module, _TABLES) for module in tied) < 2:
             nbytes = sum(p.nbytes for p in {p for module in tied for p in module.parameters()})
             groups.append((nbytes, [paths[module][0] for module in tied]))
-    return [names for _, names in sorted(groups, key=lambda group: -group[0])]
+    least = sum(p.nbytes for p in users) / LEAST_SHARE
+    return [names for nbytes, names in sorted(groups, key=lambda group: -group[0]) if nbytes >= least]
 
 
 def _tied(modules: Collection[nn.Module], users: Mapping[nn.Parameter, list[nn.Module]]) -> Iterator[nn.Module]:

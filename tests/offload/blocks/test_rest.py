@@ -240,6 +240,17 @@ def test_as_many_stay_as_fit(tmp_path: Path) -> None:
     assert limited(bare, tmp_path, 4 * BYTES)._executor.blocks == ["words", *BLOCKS]
 
 
+def test_small_tables_and_those_of_two_modules_stay(tmp_path: Path) -> None:
+    """In transformers, positions are added after token types, which are registered behind them."""
+    bare = large()
+    bare.positions = nn.Embedding(100, WIDTH * 4)
+    assert "positions" not in limited(bare, tmp_path, 3 * BYTES)._executor.blocks
+    twice = large()
+    twice.shared = nn.Embedding(8000, WIDTH * 4)
+    twice.shared.weight = twice.words.weight
+    assert limited(twice, tmp_path, 3 * BYTES)._executor.blocks == BLOCKS
+
+
 def test_what_cannot_be_a_shard_stays_and_the_error_counts_it(tmp_path: Path) -> None:
     bare = large()
     bare.words.sparse = True  # so that the head, which is tied, stays as well
