@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from offload.streaming.stored_gradients import set_gradient
+
 __all__ = ["Accumulation"]
 
 Reduce = Callable[[list[Tensor | None]], list[Tensor | None]]
@@ -94,12 +96,14 @@ class Accumulation:
             gradients[k] = None  # a sum of 32 bits is freed as soon as it is rounded
             if gradient is None:
                 continue
+            # What a home stores may have another type than its gradient, which keeps its own.
+            dtype = gradient.dtype if id(parameter) in self._at_home else parameter.dtype
             if before is None:
-                parameter.grad = gradient.to(parameter.dtype)
+                set_gradient(parameter, gradient.to(dtype))
             elif before.layout == gradient.layout:
                 before.add_(gradient)  # in place, as autograd does: .grad stays the user's tensor
             else:
-                parameter.grad = (gradient + before).to(parameter.dtype)
+                set_gradient(parameter, (gradient + before).to(dtype))
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -114,4 +118,4 @@ class Accumulation:
 
     def _restore(self) -> None:
         for parameter, before in zip(self.parameters, self._before, strict=True):
-            parameter.grad = before
+            set_gradient(parameter, before)

@@ -12,6 +12,7 @@ from torch import nn
 
 from offload.planning.partition import aligned
 from offload.streaming.quantised import StoredTensor, stored_tensors
+from offload.streaming.weight_forms import WeightForm
 from pipe.refusals import beyond_layers
 
 __all__ = [
@@ -80,14 +81,22 @@ def check_choices(num_slices: int | None, num_microbatches: int | None, param_dt
         raise TypeError(f"expected the number of shards, or None, got num_slices={num_slices!r}")
 
 
-def layer_bytes(layers: Sequence[nn.Module], dtype: torch.dtype | None = None, *, trainable: bool = False) -> list[int]:
+def layer_bytes(
+    layers: Sequence[nn.Module],
+    dtype: torch.dtype | None = None,
+    *,
+    trainable: bool = False,
+    form: WeightForm | None = None,
+) -> list[int]:
     """Bytes of each layer, floating-point parameters as ``dtype``; a tied one counts in every layer that uses it.
 
-    ``trainable``: only parameters that take a gradient.
+    ``trainable``: only parameters that take a gradient. ``form``: in which homes store them.
     """
 
     def size(each: StoredTensor) -> int:
         p = each.parameter
+        if form is not None and each.part_of is None and form.stores(p):
+            return (2 if form.exact else 1) * aligned(2 * p.numel())
         casts = dtype is not None and each.part_of is None and p.is_floating_point()
         return aligned(p.numel() * (dtype if dtype is not None and casts else p.dtype).itemsize)
 

@@ -16,6 +16,7 @@ from offload.mesh.sharding import least_of_ranks
 from offload.planning.budget import SMALLEST_BOUNDARIES, Layout, fit, parse_bytes, requirement
 from offload.planning.partition import SMALLEST_SHARD_BYTES, cut_layers, merge_small_layers
 from offload.policy import DEFAULT_MEMORY, MemoryPolicy, policy_of, warn_of_old_keywords
+from offload.streaming.weight_forms import WeightForm
 from offload.telemetry.statistics import Meter
 
 if TYPE_CHECKING:
@@ -112,11 +113,12 @@ class _Needs:
         outside: int,
         ranks: int,
         apart: bool,
+        form: WeightForm | None,
     ) -> None:
         #: Of what is in no shard, with gradients.
         self.outside = outside
         self.in_slot = layer_bytes(layers, param_dtype)
-        self._at_home, self._ranks = layer_bytes(layers), ranks
+        self._at_home, self._ranks = layer_bytes(layers, form=form), ranks
         self.gradients = layer_bytes(layers, trainable=True)
         self._slots, self._apart = slots, apart
         self.on_host = device.type == "cpu"
@@ -154,7 +156,7 @@ def least_bytes(
 ) -> int:
     """The least bytes on the compute device for blocks that are a shard each. Arguments as of :func:`layout_of`."""
     of_model: dict[str, Any] = {"device": device, "on_disk": on_disk, "param_dtype": param_dtype, "outside": outside}
-    return _Needs(layers, memory.policy.slots or 2, **of_model, ranks=1, apart=True)([1] * len(layers))
+    return _Needs(layers, memory.policy.slots or 2, **of_model, ranks=1, apart=True, form=None)([1] * len(layers))
 
 
 def layout_of(
@@ -169,6 +171,7 @@ def layout_of(
     outside: int = 0,
     ranks: int = 1,
     apart: bool = False,
+    form: WeightForm | None = None,
 ) -> tuple[Layout, MemoryPolicy, _Needs]:
     """Shards, slots and bytes for boundaries; the policy with these, and zeros where it leaves bytes open; the needs.
 
@@ -179,15 +182,16 @@ def layout_of(
         outside: bytes that stay on the compute device besides slots.
         ranks: processes that store a part each.
         apart: whether shards that are much larger than others have buffers of their own, see :func:`.slot_sizes`.
+        form: in which homes store weights.
 
     Raises ValueError if a number is less than the least that these shards and slots need.
     """
     policy = memory.policy
     slots = policy.slots or 2
     of_model: dict[str, Any] = {"device": device, "on_disk": on_disk, "param_dtype": param_dtype, "outside": outside}
-    needs = _Needs(layers, slots, **of_model, ranks=ranks, apart=apart)
+    needs = _Needs(layers, slots, **of_model, ranks=ranks, apart=apart, form=form)
     if memory.budget_bytes is not None:
-        in_slot, at_home = layer_bytes(layers, param_dtype), layer_bytes(layers)
+        in_slot, at_home = layer_bytes(layers, param_dtype), layer_bytes(layers, form=form)
         layout = fit(in_slot, at_home, memory.budget_bytes, shards=num_slices, slots=policy.slots)
         layout = layout if cuts is None else replace(layout, cuts=tuple(cuts))
     else:

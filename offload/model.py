@@ -38,7 +38,7 @@ from offload.storage import DiskHome, is_directory
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import open_lanes
 from offload.streaming.quantised import check_storable, separate, stored_tensors
-from offload.streaming.resident import chosen
+from offload.streaming.resident import chosen, chosen_form
 from offload.streaming.rollback import Rollback
 from offload.telemetry.statistics import Meter
 from pipe.interception import offered
@@ -90,13 +90,21 @@ class OffloadModel(LoadingModule):
             it and floating-point inputs are cast to it, while homes keep the parameters as they are (fp32 masters) and
             gradients are summed in the home's type. Buffers stay as they are. Parameters outside of ``blocks`` are cast
             in each forward.
+        store_dtype: how homes store float32 parameters. None: as they are. ``"split"``: bfloat16 values, nearest to the
+            float32 ones, which loads read; and beside them the bits that they lack, which only updates read. Layers
+            compute with the bfloat16 values, updates with the exact float32. ``torch.bfloat16``: bfloat16 only; updates
+            compute in float32, and round stochastically to what is stored. Parameters are then bfloat16 outside of
+            passes, and only :class:`~offload.OffloadOptimizer` writes them; gradients stay float32. Values are read by
+            ``state_dict()`` (copies in float32 with ``"split"``), and written by ``load_state_dict()`` and
+            ``load_checkpoint()``. Not with a mesh, or a home that is kept. Parameters of other types, those outside of
+            ``blocks``, and ``resident`` ones are stored as they are.
         blocks: for a model that is called by its own forward: the name of the ``nn.ModuleList`` or ``nn.Sequential`` of
-            its blocks; names in the order of calls, of lists and of other modules (an embedding, a head), each of which
-            is a block; or a class of blocks. Each block is a shard, unless ``num_slices`` says how many shards they
-            make. Parameters outside of them stay on the compute device, except where a number of bytes is given as
-            ``memory`` and is too small for that: then the largest embeddings and heads among them are shards.
-            None: the layers of a Sequential or list; else the longest list of modules of one class, with a warning that
-            names it.
+            its blocks; several names, of lists and of other modules, each of which is a block (an embedding, a head);
+            or a class of blocks. The first forward with gradients decides the order of calls. Each block is a shard,
+            unless ``num_slices`` says how many shards they make. Parameters outside of them stay on the compute device,
+            except where a number of bytes is given as ``memory`` and is too small for that: then the largest embeddings
+            and heads among them are shards. None: the layers of a Sequential or list; else the longest list of modules
+            of one class, with a warning that names it.
         mesh: a ``DeviceMesh`` of processes that train the model together, each on its own rows: of one dimension
             (shard), or two (replicate, shard). Each rank stores a part of each parameter, its gradient and its
             optimizer states; all may pass one directory. ``parameters()`` are DTensors, and gradients are means over
@@ -146,6 +154,7 @@ class OffloadModel(LoadingModule):
         activation_bytes: int | str | None = None,
         graph_bytes: int | str | None = None,
         param_dtype: torch.dtype | None = None,
+        store_dtype: torch.dtype | str | None = None,
         pretrained: Pretrained | str | os.PathLike[str] | None = None,
         detect_weight_writes: bool = False,
         blocks: Blocks | None = None,
@@ -166,14 +175,17 @@ class OffloadModel(LoadingModule):
         check_separate(stored_parts)
         quantised = [each.name for each in stored_parts if each.part_of is not None]
         called = getattr(type(self), "_kind", None)  # the class of a model that is called by its own forward
-        refused = {"memory_budget=": memory_budget, "a model with quantised weights": quantised or None}
+        refused: dict[str, Any] = {"memory_budget=": memory_budget, "a model with quantised weights": quantised or None}
         if called is not None and isinstance(offload_device, DiskHome):
             refused["DiskHome(keep=True) with blocks="] = offload_device.keep or None
+        refused["store_dtype="] = store_dtype
         mesh = check_mesh(mesh, gradient_divide_factor, self.device, refused)
         staying = chosen(named, resident, offload_device, self._names_around())
+        form = chosen_form(store_dtype, stored_parts, staying, named.values(), offload_device)
         separate([model] if isinstance(model, nn.Module) else named.values())
         plans = num_slices is None and checkpoint_activation is None and mesh is None
-        finest = num_slices is None and mesh is None
+        # In another form, values of what streams are not those of what stays.
+        finest = num_slices is None and mesh is None and form is None
         if not isinstance(model, nn.Sequential) if called is None else num_slices is None:
             num_slices = len(named)
         check_choices(num_slices, num_microbatches, param_dtype)
@@ -206,6 +218,7 @@ class OffloadModel(LoadingModule):
             outside=bytes_staying(self._around.values(), staying, param_dtype),
             ranks=1 if mesh is None else mesh.size(mesh.ndim - 1),
             apart=called is not None and mesh is None,
+            form=form,
         )
         owners = self._owners(model, named)
         stored = {} if pretrained is None else Pretrained.at(pretrained).match(owners)[0]
@@ -217,6 +230,7 @@ class OffloadModel(LoadingModule):
             "num_microbatches": num_microbatches,
             "memory": resources,
             "param_dtype": param_dtype,
+            "store_dtype": store_dtype,
             "detect_weight_writes": detect_weight_writes,
             "mesh": mesh,
             "resident": resident,
@@ -235,11 +249,13 @@ class OffloadModel(LoadingModule):
             undo.callback(_release, self._memory_limits)
             self._persistent_home = PersistentHome(self._tier, named, stored, self._around, sharding)
             # With a mesh, homes do not hold whole values to restore.
-            every = nn.ModuleList(owners.values()).parameters()
-            replaced = self._persistent_home.values if sharding is None else {*every}
+            every = {*nn.ModuleList(owners.values()).parameters()}
+            replaced = {*self._persistent_home.values} if sharding is None else every
+            if form is not None:
+                replaced |= {p for p in every if form.stores(p) and not p.is_meta}  # homes round them
             undo.callback(Rollback(owners.values(), replaced).restore)
             # A copy that changes the type is converted on the host, which must not block this thread.
-            blocking = self._tier.blocking_io or param_dtype is not None
+            blocking = self._tier.blocking_io or param_dtype is not None or form is not None
             lanes = sharding.open_lanes(self.device) if sharding else open_lanes(self.device, blocking_io=blocking)
             undo.callback(lanes.close)
             self._executor = Executor(
@@ -257,6 +273,7 @@ class OffloadModel(LoadingModule):
                 sharding=sharding,
                 resident=staying,
                 layers_apart=called is not None,
+                form=form,
             )
             self._join(self._executor, named, self._persistent_home.values, undo.callback)
             for runner in self._executor.runners:

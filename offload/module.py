@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import operator
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar, overload
@@ -28,6 +29,7 @@ from offload.storage.state_views import on_own_storages
 from offload.streaming.copies import CopiesOfHomes
 from offload.streaming.materialize import Values
 from offload.streaming.quantised import is_wrapped, with_parts
+from offload.streaming.stored_values import StoredValues, defers_values, stored_values, values_in_full
 from pipe.nested import parts_of
 
 __all__ = ["ModuleAtHome"]
@@ -109,6 +111,7 @@ class ModuleAtHome(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As in torch; ``torch.save`` also accepts it where one home holds parameters of several dtypes."""
         found = super().state_dict(*args, **kwargs)
+        self._show_values(found)
         mixed = [shard for shard in self._executor.shards if len({s.dtype for s in shard.own}) > 1]
         if mixed:
             homes = {s.parameter.untyped_storage().data_ptr() for shard in mixed for s in shard.own}
@@ -125,6 +128,45 @@ class ModuleAtHome(nn.Module):
                     value.data = views[id(value)]  # it still shares the parameter's version counter
         return found
 
+    def _show_values(self, found: dict[str, Any]) -> None:
+        """Replaces what homes store in a form by the values: copies, which later steps do not change."""
+        formed = [(shard, s) for shard in self._executor.shards for s in shard.formed]
+        if not formed:
+            return
+        views = {
+            k: v
+            for k, v in found.items()
+            if isinstance(v, Tensor) and not isinstance(v, nn.Parameter) and v.dtype == torch.bfloat16
+        }
+        if defers_values():
+            by_address: dict[int, Any] = {s.parameter.data_ptr(): StoredValues(shard, s) for shard, s in formed}
+        else:
+            exact = [shard for shard in self._executor.shards if any(s.form and s.form.exact for s in shard.formed)]
+            by_address = dict(values_in_full(exact, self._tier))
+        for name, view in views.items():
+            values = by_address.get(view.data_ptr())
+            if values is not None and values.shape == view.shape:
+                found[name] = values
+
+    def _store_values(self, state_dict: Any, prefix: str) -> None:
+        """Stores values of a ``state_dict()``, as far as homes store them in a form.
+
+        The entries are replaced by what is stored then, so the modules that load them next change no bit.
+        """
+        if not any(shard.formed for shard in self._executor.shards):
+            return
+        written: Counter[nn.Parameter] = Counter()
+        for name, p in self.named_parameters(remove_duplicate=False):
+            stored, value = stored_values(p), state_dict.get(prefix + name)
+            if stored is None or not isinstance(value, Tensor) or value.shape != p.shape:
+                continue
+            stored.write(value.detach())
+            state_dict[prefix + name] = p.detach()
+            written[p] += 1
+        for shard in self._executor.shards:
+            if shard.sealed is not None:  # the modules increment each version once
+                shard.sealed = tuple(v + written[s.parameter] for s, v in zip(shard.formed, shard.sealed, strict=True))
+
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._executor.streamer.apply_pending_updates()
         super()._save_to_state_dict(*args, **kwargs)
@@ -136,6 +178,7 @@ class ModuleAtHome(nn.Module):
                 f"got assign=True: values are copied into the homes of its parameters"
             )
         self._executor.streamer.apply_pending_updates()
+        self._store_values(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -224,6 +267,11 @@ class ModuleAtHome(nn.Module):
         return _rebuild, (type(self), layers, cuts, self._arguments, self._state())
 
     def _refuse_copies(self) -> None:
+        if self._arguments["store_dtype"] is not None:
+            raise TypeError(
+                "cannot copy or pickle an OffloadModel with store_dtype=: layers of their own would have rounded "
+                "parameters. Save a checkpoint, and load it into another model"
+            )
         if self._arguments["mesh"] is not None:
             raise TypeError(
                 "cannot copy or pickle an OffloadModel with mesh=: each rank stores a part of it. Save it by "

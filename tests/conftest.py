@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
+from collections.abc import Iterator
+
+import pytest
 
 # torch reads it once, when it is imported; processes that tests start inherit it.
 assert "torch" not in sys.modules or os.environ.get("OMP_NUM_THREADS"), "torch was imported before tests/conftest.py"
@@ -15,3 +19,22 @@ with contextlib.suppress(ImportError):  # not installed where only the tests tha
 
     settings.register_profile("no test depends on time", deadline=None)
     settings.load_profile("no test depends on time")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collect_only_what_tests_make() -> None:
+    """Modules, collected tests and the like live as long as the process: a collection need not visit them each time."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def seed_no_device_that_is_not_there() -> Iterator[None]:
+    """For each kind of such devices ``torch.manual_seed`` formats the stack, for later: half a millisecond each."""
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (torch.cuda, torch.xpu, torch.mtia):
+            if not kind.is_available():
+                patch.setattr(kind, "manual_seed_all", lambda seed: None)
+        yield

@@ -1,4 +1,4 @@
-"""Checks that all processes run the same number of chunks of towers that FSDP shards.
+"""Checks that all processes run the same number of chunks of towers that FSDP shards, or with tables dealt to ranks.
 
 Each forward of a sharded tower is a collective, so every process must run equally many, in the same order. With
 unequal numbers of chunks some processes would wait for ever; so the numbers are compared before any chunk runs.
@@ -13,11 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from offload import OffloadEmbeddingBag
+
 __all__ = ["check_equal_chunks", "is_sharded"]
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP, of either kind, shards the module or a part of it."""
+    """Whether FSDP, of either kind, shards the module or a part of it, or a table of it is dealt to ranks."""
+    if any(isinstance(inner, OffloadEmbeddingBag) and inner.is_shared for inner in module.modules()):
+        return True
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported here: a sharded module implies that it is imported
     if fsdp is None:
         return False
@@ -36,9 +40,10 @@ def check_equal_chunks(models: Sequence[nn.Module], chunks: Sequence[int]) -> No
         most, least = limits.tolist()[: len(counts)], [-limit for limit in limits.tolist()[len(counts) :]]
         if most != least:
             raise ValueError(
-                f"expected as many chunks in every process for towers that FSDP shards, since each forward gathers "
-                f"parameters from all of them, got {counts} here, and from {least} to {most} elsewhere; pass equal "
-                f"rows and chunk_sizes, or wrap towers in DistributedDataParallel"
+                f"expected as many chunks in every process for towers that FSDP shards or that have an "
+                f"OffloadEmbeddingBag with mesh=, since each forward gathers parameters from all of them, got {counts} "
+                f"here, and from {least} to {most} elsewhere; pass equal rows and chunk_sizes, or wrap towers in "
+                f"DistributedDataParallel"
             )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,16 +24,15 @@ __all__ = ["Body", "StreamedForward"]
 class Body(nn.Module):
     """A view of a block: the same attributes, parameters and children, but a call runs only the block's own forward.
 
-    ``call``: whether its argument is one (args, kwargs) pair.
+    The argument of a call is one (args, kwargs) pair.
     """
 
     #: ``reset_parameters`` is there if the block has it: for a block on the meta device.
-    __slots__ = ("_pair", "_run", "reset_parameters")
+    __slots__ = ("_run", "reset_parameters")
 
-    def __init__(self, block: nn.Module, *, pair: bool) -> None:
+    def __init__(self, block: nn.Module) -> None:
         own = vars(block).get("forward")
         object.__setattr__(self, "__dict__", vars(block))
-        object.__setattr__(self, "_pair", pair)
         # Not the bound method: a block would refer to itself.
         function, this = type(block).forward, weakref.ref(block)
         object.__setattr__(self, "_run", own or (lambda *args, **kwargs: function(this(), *args, **kwargs)))
@@ -41,11 +40,10 @@ class Body(nn.Module):
         if reset is not None:
             object.__setattr__(self, "reset_parameters", lambda: reset(this()))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Any:
         """Runs the forward of the block."""
         run: Callable[..., Any] = object.__getattribute__(self, "_run")
-        if object.__getattribute__(self, "_pair"):
-            ((args, kwargs),) = args
+        args, kwargs = call
         return run(*args, **kwargs)
 
 

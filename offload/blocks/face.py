@@ -149,7 +149,7 @@ class ModelWithBlocks(ReportingModule):
         names = list(found)
         lists = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
         self.__dict__["_blocks_argument"] = lists if blocks is None else blocks
-        return {name: Body(block, pair=k > 0) for k, (name, block) in enumerate(found.items())}
+        return {name: Body(block) for name, block in found.items()}
 
     def _names_around(self) -> Collection[str]:
         return list(parameters_outside(self, self._blocks))
@@ -208,6 +208,8 @@ class ModelWithBlocks(ReportingModule):
             assert each.part_of is not None
             refresh(each.part_of)
         executor.outside, executor.blocks, executor.rest = list(outside.values()), list(self._blocks), self._rest
+        executor.places = list(range(len(executor.blocks)))
+        executor.casts_outside = self._casts is not None
         executor.quantised.update((each.part_of, each.name) for each in parts if each.part_of is not None)
         executor.around = [weakref.ref(module) for module in modules_outside(self, self._blocks).values()]
         forwards: list[StreamedForward] = []

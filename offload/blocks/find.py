@@ -10,13 +10,13 @@ from torch import nn
 
 __all__ = ["BlockNames", "Blocks", "find_blocks", "modules_outside", "parameters_outside"]
 
-#: A name of a list of blocks; names of lists and modules in the order of calls; or a class of blocks.
+#: A name of a list of blocks; names of lists and modules; or a class of blocks.
 Blocks = str | Sequence[str] | type[nn.Module]
 
 
 @dataclass(frozen=True)
 class BlockNames:
-    """The names of the blocks themselves, in the order of calls: of a model that is copied, for example."""
+    """The names of the blocks themselves, in order: of a model that is copied, for example."""
 
     names: tuple[str, ...]
 
@@ -26,7 +26,7 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict, nn.ParameterList, nn
 
 
 def find_blocks(model: nn.Module, blocks: Blocks | BlockNames | None) -> dict[str, nn.Module]:
-    """The blocks of a model by their names, in the order in which its forward calls them.
+    """The blocks of a model by their names, in the order in which they are stored, and expected to be called.
 
     Args:
         model: any module.

@@ -1,8 +1,8 @@
 """Chooses embeddings and heads outside of blocks to be shards of their own, where memory is too small for them.
 
-They are chosen when the model is made, by bytes and by class, before anything has moved. That each is called once, in
-the order in which the model registers them, is what a forward shows: it raises where that is not so. Other layers (a
-projection that is shared, for example) are often called several times, so a head is what has a row for each word.
+They are chosen when the model is made, by bytes and by class, before anything has moved. That each is called once is
+what a forward shows: it raises where that is not so. Other layers (a projection that is shared, for example) are often
+called several times, so a head is what has a row for each word.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.embedding.row_owners import check_tables
+
 __all__ = ["RowWiseAdagrad"]
 
 
@@ -40,6 +42,17 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             raise ValueError(f"expected lr and eps of at least 0, got lr={lr}, eps={eps}")
         super().__init__(params, {"lr": lr, "eps": eps})
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters, with states of zeros: a checkpoint can be loaded before the first step."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            self.state[parameter] = {"sum": self._zeros(parameter)}
+        check_tables(self)
+
+    @staticmethod
+    def _zeros(parameter: Tensor) -> Tensor:
+        return torch.zeros(len(parameter), dtype=torch.float32, device=parameter.device)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates the rows that have a gradient."""
@@ -59,7 +72,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             rows, values = grad.indices()[0], grad.values()
             state = self.state[parameter]
             if not state:
-                state["sum"] = torch.zeros(len(parameter), dtype=torch.float32, device=parameter.device)
+                state["sum"] = self._zeros(parameter)
             state["sum"].index_add_(0, rows, values.float().square().flatten(1).mean(1))
             scale = state["sum"][rows].sqrt_().add_(group["eps"]).reciprocal_().mul_(-group["lr"])
             parameter.index_add_(0, rows, (values * scale.to(values.dtype).unsqueeze(1)))

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.engine.block_walk import BlockWalk, CellSteps, fail, sent
+from offload.engine.call_order import comes_next, out_of_order
 from offload.engine.cell import Cell
 from offload.engine.glue import Glue
 from offload.engine.homes import MovableHomes
@@ -58,12 +59,18 @@ class BlockForwards(MovableHomes):
 
     shards: list[Shard]
     assigned_data: AssignedData
-    #: Names of the blocks, each of which is a shard; none for a model whose layers are called in order.
+    #: Names of the blocks in the order of calls; none for a model whose layers are called in order.
     blocks: Sequence[str] = ()
     #: Those of them that are blocks because memory is too small for them to stay.
     rest: Sequence[str] = ()
+    #: The place of each block in that order, by its number in the order of ``blocks=``.
+    places: Sequence[int] = ()
+    #: Whether that order does not change any more: see :mod:`offload.engine.call_order`.
+    order_held = False
     #: The parameters outside of the blocks.
     outside: Sequence[nn.Parameter] = ()
+    #: Whether those are cast in forwards.
+    casts_outside = False
     #: The modules outside of the blocks. Weak references, since the model refers to its executor.
     around: Sequence[weakref.ref[nn.Module]] = ()
     tape: Callable[..., Tape]
@@ -73,10 +80,10 @@ class BlockForwards(MovableHomes):
         super().__init__()
         self._local = _Local()
         self._within: dict[int, str] = {}
-        #: By block: its attributes when it ran last.
-        self._attributes: dict[int, AttributesThen] = {}
+        #: By place of a block: its attributes when it ran last.
+        self.attributes_then: dict[int, AttributesThen] = {}
         #: By which parameters outside take gradients: the first block that a gradient enters from outside.
-        self._first_entered: dict[tuple[bool, ...], int] = {}
+        self.first_entered: dict[tuple[bool, ...], int] = {}
         #: Of the gradients of parameters outside in the last backward.
         self.leaf_gradients: LeafBytes = {}
 
@@ -92,7 +99,7 @@ class BlockForwards(MovableHomes):
         n = len(self.shards)
         first = next((shard.index for shard in self.shards if shard.trainable), n)
         # Parameters between blocks: known after the first forward.
-        return min(first, self._first_entered.get(self._flags(), 0)) if self.trains_outside else first
+        return min(first, self.first_entered.get(self._flags(), 0)) if self.trains_outside else first
 
     def modules_outside(self) -> list[nn.Module]:
         """The modules outside of the blocks."""
@@ -115,8 +122,12 @@ class BlockForwards(MovableHomes):
 
     # --- forwards ---------------------------------------------------------------------------------------------------
 
+    def renumber_cells(self) -> None:
+        """Called when runners were put in another order, and their shards have other numbers. Idempotent."""
+        self._cell_executor.renumber()
+
     def call_block(self, j: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Called in place of the forward of block ``j``."""
+        """Called in place of the forward of block number ``j``."""
         call = self._local.call
         return self.run_alone(j, args, kwargs) if call is None else call(j, args, kwargs)
 
@@ -132,8 +143,10 @@ class BlockForwards(MovableHomes):
         if not self._within:
             for s in itertools.chain.from_iterable(shard.own for shard in self.shards):
                 for key, name in self.public.names(s).items():
-                    self._within[key] = name + self._why_it_streams([n for n in self.rest if name.startswith(f"{n}.")])
-        return Glue(chunks, len(self.blocks), self._within, self.leaf_gradients, self._meter.begin_code_before)
+                    self._within[key] = name + self.why_it_streams([n for n in self.rest if name.startswith(f"{n}.")])
+        made, before = self.leaf_gradients, self._meter.begin_code_before
+        may_lean = not (self.public.sharded or self.casts_outside)
+        return Glue(chunks, len(self.blocks), self._within, made, before, self.outside, may_lean=may_lean)
 
     def run_one(self, forward: Forward, inputs: Any) -> tuple[Tape | None, list[Any]]:
         """Runs the forward of one chunk: its tape, if a backward can follow, and its output in a list."""
@@ -152,12 +165,16 @@ class BlockForwards(MovableHomes):
         """Runs the forwards of many chunks."""
         glue, n, own = self._glue(len(chunks)), len(self.blocks), OwnAttributes(len(chunks))
         outside = self.modules_outside()
-        inside = [list(runner.modules[0].modules()) for runner in self.runners]
-        everywhere = [*outside, *itertools.chain(*inside)]
+        inside = {runner: list(runner.modules[0].modules()) for runner in self.runners}
+        everywhere = [*outside, *itertools.chain(*inside.values())]
+        tape: Tape | None = None
 
         def expected(i: int, j: int, state: BlockCall | Result) -> BlockCall:
-            call = self._expected(state, j)
-            glue.contexts[i] = self._as_called(call, own.running(i, inside[j]))
+            # The first chunk comes to each block before the others, which have to follow it.
+            if i == 0 and isinstance(state, BlockCall):
+                comes_next(self, j, state.j, tape, records=glue.records)
+            call = self._expected(state, j, records=glue.records)
+            glue.contexts[i] = self._as_called(call, own.running(i, inside[self.runners[j]]))
             return call
 
         def suspended(i: int) -> SuspendedForward:
@@ -195,7 +212,7 @@ class BlockForwards(MovableHomes):
                 elif isinstance(state, Result):
                     entering = self.finish(tape, cell.i, state.value)
                 else:
-                    raise self.out_of_order(state.j, n)
+                    raise out_of_order(self, state.j, n, records=glue.records)
                 del state
                 following, outputs = sent(steps, entering)
                 if following is None:
@@ -208,11 +225,11 @@ class BlockForwards(MovableHomes):
             for each in forwards:
                 each.cancel()
 
-    def _expected(self, state: BlockCall | Result, j: int) -> BlockCall:
+    def _expected(self, state: BlockCall | Result, j: int, *, records: bool) -> BlockCall:
         if isinstance(state, Result):
-            raise self.out_of_order(None, j)
-        if state.j != j:
-            raise self.out_of_order(state.j, j)
+            raise out_of_order(self, None, j, records=records)
+        if self.places[state.j] != j:
+            raise out_of_order(self, state.j, j, records=records)
         return state
 
     @staticmethod
@@ -223,9 +240,9 @@ class BlockForwards(MovableHomes):
             yield
 
     def run_alone(self, j: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs block ``j`` by itself, without a graph: its shard is loaded for this call."""
+        """Runs block number ``j`` by itself, without a graph: its shard is loaded for this call."""
         tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        runner, block = self.runners[j], self.blocks[j]
+        runner, block = self.runners[self.places[j]], self.blocks[self.places[j]]
         j = runner.shard.index
         if torch.is_grad_enabled() and (runner.shard.trainable or any(x.requires_grad for x in tensors)):
             raise RuntimeError(
@@ -270,7 +287,7 @@ class BlockForwards(MovableHomes):
                 self._refuse_caches(0, args, kwargs)
             stored.append(glue.enter(i, 0, (args, kwargs), grad=grad))
         if glue.records and entering:
-            self._first_entered[self._flags()] = 0
+            self.first_entered[self._flags()] = 0
         with torch.set_grad_enabled(glue.records):
             tape = self.tape([(tuple(tensors_of_call(call)), {}) for call in calls])
         tape.graphless.update(Cell(0, i) for i, grad in enumerate(grads) if not grad)
@@ -279,7 +296,7 @@ class BlockForwards(MovableHomes):
             self.steps.record_around("entered", tape.rows[i], tape.boundaries.put((0, i), [value]))
             tape.requires[Cell(0, i)] = requires
         if glue.records and not entering:
-            self._first_entered.setdefault(self._flags(), len(self.shards))
+            self.first_entered.setdefault(self._flags(), len(self.shards))
         return tape
 
     def enter(self, tape: Tape, i: int, j: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, grad: bool) -> Any:
@@ -301,8 +318,8 @@ class BlockForwards(MovableHomes):
         tape.requires[Cell(j, i)] = requires
         if glue.records and any(requires):
             shard = self.runners[j].shard.index
-            known = self._first_entered.get(self._flags(), len(self.shards))
-            self._first_entered[self._flags()] = min(shard, known)
+            known = self.first_entered.get(self._flags(), len(self.shards))
+            self.first_entered[self._flags()] = min(shard, known)
             if shard < tape.first:
                 raise RuntimeError(
                     f"block {self.blocks[j]} gets an input that needs a gradient, unlike in the forwards before, so "
@@ -318,9 +335,11 @@ class BlockForwards(MovableHomes):
             return
         with glue.context(cell.i):
             if glue.records:
-                then = self._attributes.get(cell.j)
+                then = self.attributes_then.get(cell.j)
                 if then is None or not then.unchanged:
-                    then = self._attributes[cell.j] = AttributesThen(list(self.runners[cell.j].modules[0].modules()))
+                    then = self.attributes_then[cell.j] = AttributesThen(
+                        list(self.runners[cell.j].modules[0].modules())
+                    )
                 glue.attributes[cell] = then
             yield
 
@@ -331,6 +350,9 @@ class BlockForwards(MovableHomes):
             return output
         if cell.j + 1 == len(self.blocks):
             self.steps.record_around("returned", tape.rows[cell.i], sum(map(bytes_of_boundary, tensors_in(output))))
+        if self.runners[cell.j].others:  # a gradient enters there, as that of an argument does
+            shard = self.runners[cell.j].shard.index
+            self.first_entered[self._flags()] = min(shard, self.first_entered.get(self._flags(), shard))
         layers = self.runners[cell.j].layers
         if layers.inputs.writes(layers.modes):
             raise RuntimeError(
@@ -366,19 +388,8 @@ class BlockForwards(MovableHomes):
                     f"torch.no_grad()"
                 )
 
-    def out_of_order(self, called: int | None, expected: int) -> RuntimeError:
-        """The error for a forward that does not call the blocks in order."""
-        name = "to end" if expected == len(self.blocks) else f"to call block {self.blocks[expected]}"
-        what = "ended" if called is None else f"called block {self.blocks[called]}"
-        return RuntimeError(
-            f"expected the forward {name} next, but it {what}: with gradients each block is called once, in the order "
-            f"of ``blocks``. Name the lists of blocks in the order in which the forward calls them, leave out those "
-            f"that it calls several times, and turn off layers that are skipped at random (layerdrop=0)"
-            f"{self._why_it_streams(self.rest)}"
-        )
-
     @staticmethod
-    def _why_it_streams(names: Sequence[str]) -> str:
+    def why_it_streams(names: Sequence[str]) -> str:
         """For errors: what to do about modules of these names that nobody has named."""
         if not names:
             return ""

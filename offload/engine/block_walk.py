@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offload.engine.call_order import comes_next, out_of_order
 from offload.engine.cell import Cell
 from offload.engine.glue import Glue
 
@@ -37,11 +38,11 @@ class BlockWalk:
         self._alone = False
 
     def call(self, j: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs a block."""
+        """Runs block number ``j``."""
         executor, tape = self._executor, self._tape
-        if j != self._next or self._alone:
+        if self._alone or not comes_next(executor, self._next, j, tape, records=self._with_gradients()):
             if self._with_gradients():
-                raise executor.out_of_order(j, self._next)
+                raise out_of_order(executor, j, self._next)
             self._give_up()
             return executor.run_alone(j, args, kwargs)
         if tape is None:
@@ -50,7 +51,7 @@ class BlockWalk:
             del args, kwargs
             cell, output = next(self._steps)
         else:
-            entering = executor.enter(tape, 0, j, args, kwargs, grad=torch.is_grad_enabled())
+            entering = executor.enter(tape, 0, self._next, args, kwargs, grad=torch.is_grad_enabled())
             del args, kwargs
             assert self._steps is not None
             cell, output = self._steps.send(entering)
@@ -69,7 +70,7 @@ class BlockWalk:
         """The tape and the output, after the forward."""
         if self._next < len(self._executor.blocks) or self._tape is None or self._steps is None:
             if self._with_gradients():
-                raise self._executor.out_of_order(None, self._next)
+                raise out_of_order(self._executor, None, self._next)
             self._give_up()
             return None, [result]
         following, outputs = sent(self._steps, self._executor.finish(self._tape, 0, result))

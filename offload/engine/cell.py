@@ -8,6 +8,7 @@ the outputs that need a gradient are known.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload.engine.cell_input import used_outside
+from offload.engine.cell_input import CellInput, used_outside
 from offload.engine.container_writes import ContainerWrites
 from offload.engine.layouts import refuse_hidden, refuse_strided_nested
 from offload.engine.saved_tensors import MemoryProfileRecorder, storages_of, weights_by_reference
@@ -56,7 +57,8 @@ class Cell(NamedTuple):
 class ShardRunner:
     """Runs the cells of one shard, or of one of its layers where the model's own code runs between layers.
 
-    Their input is (args, kwargs) where they begin with the model's first layer, else one value.
+    Their input is (args, kwargs) for blocks, and where they begin with the model's first layer; else one value. A block
+    gets that pair as one argument.
     """
 
     shard: Shard
@@ -89,6 +91,10 @@ class ShardRunner:
     gets_copies: bool = False
     #: Whether a layer raised an error.
     failed: bool = False
+    #: The settings in which the graph of a block is known to end at its arguments and its own parameters.
+    checked_graphs: set[tuple[bool, ...]] = field(default_factory=set)
+    #: By identity: parameters that a block uses, which are neither its own nor among its arguments.
+    others: dict[int, weakref.ref[nn.Parameter]] = field(default_factory=dict)
     #: Compare parameters with their homes after each forward, not only after the first ones.
     compares_always: bool = False
     _forwards: Counter[tuple[int, ...]] = field(default_factory=Counter)
@@ -133,6 +139,25 @@ class ShardRunner:
     def draws(self) -> bool | None:
         """Whether the layers draw random numbers in their present modes; None if they did not run in these yet."""
         return self._draws.get(self._training())
+
+    def check_graph(self, source: CellInput, outputs: Sequence[Any], flags: tuple[bool, ...]) -> bool:
+        """Whether the graph of a block reaches other graphs by no argument; notes other parameters in :attr:`others`.
+
+        Looked up in the first forward of each mode. ``flags``: whether parameters of other code take gradients.
+        """
+        settings = (*self._training(), *flags)
+        if settings in self.checked_graphs:
+            return False
+        others, reaches = source.reaches(outputs, (*self.shard.parameters, *self.shard.quantised))
+        self.others.update((id(p), weakref.ref(p)) for p in others)
+        if not reaches:
+            self.checked_graphs.add(settings)
+        return reaches
+
+    @property
+    def other_parameters(self) -> list[nn.Parameter]:
+        """Parameters that take a gradient in a block, which are neither its own nor among its arguments."""
+        return [p for each in self.others.values() if (p := each()) is not None and p.requires_grad]
 
     def _training(self) -> tuple[bool, ...]:
         return tuple([module.training for _, module in self.watched.modules])
@@ -313,7 +338,7 @@ class ShardRunner:
         try:
             first, *rest = self.modules
             watched = ContainerWrites(boundary) if self.gets_copies else None
-            if self.shard.index == 0 and not self.only:
+            if self.shard.index == 0 and self.only is None:
                 args, kwargs = boundary() if callable(boundary) else boundary
                 value = first(*args, **kwargs)
             else:

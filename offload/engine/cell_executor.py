@@ -68,6 +68,12 @@ class CellExecutor:
         self._home_checksums = [HomeChecksums(shard) for shard in (*(each.shard for each in self.shards), *lenders)]
         self._lending = {owner.index for runner in runners for owner, _ in runner.shard.loans}
 
+    def renumber(self) -> None:
+        """Called when the runners were put in another order, and their shards have other numbers. Idempotent."""
+        self.shards[:] = ShardRunners.by_shard(self._runners)
+        self._home_checksums.sort(key=lambda checksums: checksums.shard.index)
+        self._lending = {owner.index for runner in self._runners for owner, _ in runner.shard.loans}
+
     # --- forward ------------------------------------------------------------------------------------------------
 
     def forward(self, tape: CellRecords, cell: Cell, boundary: Any) -> Any:
@@ -98,7 +104,11 @@ class CellExecutor:
                 self._meter.record_memory_profile(
                     j, MemoryProfile(rows, saved_tensors), keeps=keeps, continues=continues
                 )
-            tape.requires[Cell(cell.j + 1, cell.i)] = requires(flatten(output)[0])
+            leaves = flatten(output)[0]
+            if tape.glue is not None:
+                reaches = runner.check_graph(source, leaves, tape.glue.flags)
+                tape.glue.lean(cell.i, cell.j, runner.other_parameters, reaches=reaches)
+            tape.requires[Cell(cell.j + 1, cell.i)] = requires(leaves)
             return map_distinct(Tensor.detach, output)
 
     def _metered(self, kind: str, step: Cell, rows: int) -> contextlib.AbstractContextManager[None]:

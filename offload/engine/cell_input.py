@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipe.phony import get_phony
 from pipe.torch_private import will_run
@@ -80,6 +80,30 @@ class CellInput:
             yield
         finally:
             self._open = False
+
+    def reaches(self, outputs: Sequence[Any], own: Iterable[Tensor]) -> tuple[list[nn.Parameter], bool]:
+        """What the graph of a cell's flat ``outputs`` reaches beside this begin and the parameters ``own``.
+
+        Returns:
+            Other parameters; and whether it also reaches other graphs, of tensors that code outside has computed.
+        """
+        begin = self.wanted[0].grad_fn if self._positions else None
+        known = {id(p) for p in own}
+        left = [x.grad_fn for x in outputs if isinstance(x, Tensor) and x.grad_fn is not None]
+        seen, others = set(left), []
+        while left:
+            node = left.pop()
+            variable = None if node.next_functions else getattr(node, "variable", None)
+            if isinstance(variable, nn.Parameter) and id(variable) not in known:
+                others.append(variable)
+            if node is begin:
+                continue
+            if type(node).__name__ == "_BeginBackward":
+                return others, True
+            new = {following for following, _ in node.next_functions if following is not None} - seen
+            seen |= new
+            left += new
+        return others, False
 
     def take(self, gradients: Sequence[Tensor | None] | None = None) -> list[Tensor | None]:
         """One gradient or None for each leaf: those received here, or ``gradients`` of the ``wanted`` tensors."""

@@ -79,11 +79,7 @@ class ExclusivePasses:
         If it interrupts the cleanup itself, the next pass begins with that cleanup.
         """
         check_process(self.made_in, "this OffloadModel")
-        if self._busy and self._passes() > 1:  # one is the caller
-            raise RuntimeError(
-                "this OffloadModel is in the middle of a forward or backward; a layer or a hook of it called it again, "
-                "or another thread did"
-            )
+        self.refuse_other_passes()
         before = StateBefore(self.device, (runner.watched for runner in self.runners) if recomputes else ())
         with self.streamer.slot_pool.turn(self.streamer), self.public.in_layers():
             try:
@@ -105,6 +101,14 @@ class ExclusivePasses:
                 if on_failure is not None:
                     on_failure()
                 raise
+
+    def refuse_other_passes(self) -> None:
+        """Raises RuntimeError if a pass is running beside that of the caller."""
+        if self._busy and self._passes() > 1:  # one is the caller
+            raise RuntimeError(
+                "this OffloadModel is in the middle of a forward or backward; a layer or a hook of it called it again, "
+                "or another thread did"
+            )
 
     @contextlib.contextmanager
     def frozen_weights(self) -> Iterator[None]:

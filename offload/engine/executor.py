@@ -27,7 +27,7 @@ from offload.engine.block_forwards import BlockForwards
 from offload.engine.boundary_store import SpillingStore
 from offload.engine.cell import Cell, OutputFn
 from offload.engine.cell_executor import largest_rows, requires
-from offload.engine.follow import Follower, performers
+from offload.engine.follow import Follower, ForwardActions, performers
 from offload.engine.inputs import check_inputs
 from offload.engine.layouts import bytes_of_boundary
 from offload.engine.raw_chunk import RawChunk, versions_of
@@ -53,6 +53,7 @@ from offload.streaming.materialize import Values, move_buffers
 from offload.streaming.quantised import check_frozen
 from offload.streaming.resident import resident_shard
 from offload.streaming.streamer import Streamer
+from offload.streaming.weight_forms import WeightForm
 from offload.telemetry.statistics import Meter
 from pipe.nested import flatten, tensors_in
 from pipe.recompute.phase import is_recomputing
@@ -87,13 +88,14 @@ class Executor(BlockForwards):
         sharding: Sharding | None = None,
         resident: Collection[nn.Parameter] = (),
         layers_apart: bool = False,
+        form: WeightForm | None = None,
     ) -> None:
         self.resident = resident_shard(layers, set(resident), len(cuts), device)
         if self.resident is not None and self.resident.home is not None:
             meter.hold(self.resident.home.nbytes)
         named = list(layers.items())
         if sharding is None:
-            self.shards, self.layer_homes = make_shards(named, cuts, tier, param_dtype, values, self.resident)
+            self.shards, self.layer_homes = make_shards(named, cuts, tier, param_dtype, values, self.resident, form)
         else:
             self.shards, self.layer_homes = sharding.make_shards(named, cuts, tier, param_dtype, values, self.resident)
         move_buffers(layers.values(), device)
@@ -234,7 +236,7 @@ class Executor(BlockForwards):
             cells = ShardCells(self, self._cell_executor, self.steps)
 
             def run(cell: Cell) -> Generator[tuple[Cell, Any], Any, None]:
-                output = yield from cells.forward(tape, cell, again=this.needed_again(*cell))
+                output = yield from cells.forward(tape, cell, again=tape.needed_again(cell))
                 j, i = cell.j + 1, cell.i
                 if j < n:
                     nbytes = tape.boundaries.put((j, i), output if tape.glue is None else [output])
@@ -265,8 +267,9 @@ class Executor(BlockForwards):
                     end_visit(j)
 
             follower = Follower(performers(run, self.streamer, tape.boundaries))
-            yield from follower.follow_cells(this.actions(tape.residency, tape.boundaries.nbytes), visit)
-            tape.plan = follower.plan(this)
+            planned = ForwardActions(this, tape, follower)
+            yield from follower.follow_cells(planned, visit)
+            tape.plan = follower.plan(planned.this)
             for output in outputs:
                 leaves, spec = flatten(output)
                 tape.output_specs.append(spec)
@@ -274,6 +277,7 @@ class Executor(BlockForwards):
             if tape.records:
                 tape.first = self.first_with_graph(tape)
                 self._tapes.add(tape)
+                self.order_held = True
                 self.streamer.wait_for_home_reads(tape.first)  # changes of the others are refused in backward
             else:
                 self.steps.record_step(tape.plan, tape.rows, training=False)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from offload.engine.boundary_store import SpillingStore
 from offload.engine.cell import Cell
@@ -13,7 +14,10 @@ from offload.planning.plan import CELLS, Action, Kind, Plan
 from offload.planning.planner import Pass
 from offload.streaming.streamer import Streamer
 
-__all__ = ["Follower", "performers"]
+if TYPE_CHECKING:
+    from offload.engine.tape import Tape
+
+__all__ = ["Follower", "ForwardActions", "performers"]
 
 
 def performers(
@@ -55,6 +59,13 @@ class Follower:
         self._performers[action.kind](j if i is None else Cell(j, i))
         self.done.append(action)
 
+    def renumber(self, moved: Mapping[int, int]) -> None:
+        """Records the loads and evictions so far by new numbers of shards: from old to new, of those that differ."""
+        self.done = [
+            action if action.microbatch is not None else action._replace(shard=moved.get(action.shard, action.shard))
+            for action in self.done
+        ]
+
     def plan(self, this: Pass) -> Plan:
         """The plan of a pass that ran."""
         return Plan(
@@ -93,6 +104,40 @@ class Follower:
                         self.done.append(action)
                     else:
                         self.perform(action)
+
+
+class ForwardActions:
+    """The actions of a forward, made one by one. Shards that get other numbers meanwhile are planned from then on.
+
+    So a model's own forward may call its blocks in another order than expected: see :mod:`offload.engine.call_order`.
+    """
+
+    def __init__(self, this: Pass, tape: Tape, follower: Follower) -> None:
+        #: The pass, with the numbers that shards have now.
+        self.this = this
+        self._tape = tape
+        self._follower = follower
+
+    def __iter__(self) -> Iterator[Action]:
+        """Plans each visit when the one before it has ended."""
+        moves = self.this.moves()
+        for j in self.this.order:
+            if self._tape.moved:
+                moves = self._moves_from(j)
+            yield from next(moves)
+            yield from self.this.visit(j, self._tape.residency, self._tape.boundaries.nbytes)
+
+    def _moves_from(self, j: int) -> Iterator[Sequence[Action]]:
+        """Loads and evictions from shard ``j`` on, by new numbers."""
+        follower, tape = self._follower, self._tape
+        for moved in tape.moved:
+            follower.renumber(moved)
+            self.this = self.this.renumbered(moved)
+        tape.moved = ()
+        self.this = replace(self.this, first=tape.first, kept=tape.graphs)
+        updated = {action.shard for action in follower.done if action.kind is Kind.UPDATE}
+        resident = follower.plan(self.this).resident_after
+        return replace(self.this, resident=resident, pending={*self.this.pending} - updated).moves(j)
 
 
 def _with_visits(actions: Iterable[Action]) -> Iterator[tuple[int | None, Action]]:

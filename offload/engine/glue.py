@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -53,12 +53,25 @@ class Glue:
         within: names of the parameters of blocks, by ``id``; code outside of their block must not use them.
         made: see :class:`.LeafGradients`.
         before: called with the number of a piece before its backward runs.
+        around: the parameters outside of blocks.
+        may_lean: whether their gradients are followed where a block uses them by no argument.
     """
 
     def __init__(
-        self, chunks: int, last: int, within: Mapping[int, str], made: LeafBytes, before: Callable[[int], None]
+        self,
+        chunks: int,
+        last: int,
+        within: Mapping[int, str],
+        made: LeafBytes,
+        before: Callable[[int], None],
+        around: Sequence[Tensor] = (),
+        *,
+        may_lean: bool = True,
     ) -> None:
         self._before = before
+        #: Whether parameters outside of blocks take gradients; whether blocks may use them otherwise than as arguments.
+        self.flags = tuple(p.requires_grad for p in around)
+        self.may_lean = may_lean
         self._chunks = [ChunkPieces() for _ in range(chunks)]
         self._last = last
         self._within = within
@@ -222,6 +235,26 @@ class Glue:
                 f"it is not on the compute device and its gradient would be lost; leave its block out of ``blocks``"
             )
         chunk.leaves.setdefault(leaf, j)
+
+    def lean(self, i: int, j: int, others: Sequence[nn.Parameter], *, reaches: bool) -> None:
+        """Notes that block ``j`` uses parameters that are none of its arguments; ``reaches``: other graphs, too.
+
+        Raises RuntimeError where their gradients cannot be followed.
+        """
+        what = "a tensor with a graph, which code around it has computed," if reaches else ""
+        for p in others:
+            if id(p) in self._within:
+                what = f"parameter {self._within[id(p)]} of another block"
+            elif not self.may_lean:
+                what = f"a parameter of the shape {tuple(p.shape)}, which is not its own,"
+            else:
+                self._chunks[i].leaves.setdefault(p, j)
+        if what:
+            raise RuntimeError(
+                f"block {j} (in the order of calls) uses {what} that is none of its arguments (an attribute, a "
+                f"closure, a module that it got): its gradient would be wrong, or would be lost. Pass the tensor as an "
+                f"argument, such as block(x, self.table.weight)"
+            )
 
     @property
     def inputs(self) -> list[list[Any]]:

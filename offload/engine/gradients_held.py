@@ -40,7 +40,7 @@ def gradients_there(shards: Iterable[Shard]) -> dict[str, frozenset[int]]:
 
 def gradient_bytes(shard: Shard) -> int:
     """Of all weights of a shard, in the types of their homes."""
-    return sum(s.nbytes for s in shard.at_home if s.parameter.requires_grad)
+    return sum(s.full_nbytes for s in shard.at_home if s.parameter.requires_grad)
 
 
 def _in_memory(gradient: Tensor, shard: Shard) -> bool:

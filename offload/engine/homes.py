@@ -187,8 +187,8 @@ class MovableHomes(ExclusivePasses):
         optimizers = self.streamer.gradient_offload.optimizers
         return [
             ShardBytes(
-                weights=0 if shard.home is None else shard.home.nbytes,
-                gradients=sum(s.nbytes for s in shard.own if s.parameter.requires_grad),
+                weights=sum(block.nbytes for block in (shard.home, shard.lower) if block is not None),
+                gradients=sum(s.full_nbytes for s in shard.own if s.parameter.requires_grad),
                 states=sum(optimizer.state_bytes(shard) for optimizer in optimizers),
             )
             for shard in self.shards
@@ -238,7 +238,8 @@ class MovableHomes(ExclusivePasses):
 
     def bytes_at_home(self) -> int:
         """Bytes of stored parameters and gradients."""
-        homes = [shard.home for shard in self.shards if shard.home is not None]
+        blocks = (block for shard in self.shards for block in (shard.home, shard.lower))
+        homes = [block for block in blocks if block is not None]
         return sum(block.nbytes for block in (*homes, *(region.block for region in regions_of(self.shards))))
 
     def next_plan(self, rows: Sequence[int], *, training: bool) -> Plan:

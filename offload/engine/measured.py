@@ -48,7 +48,7 @@ def step_model(
     """
     mean_rows = sum(rows) / len(rows)
     loads = [sum(s.nbytes for s in shard.at_home) for shard in shards]
-    gradient_bytes = [sum(s.nbytes for s in shard.at_home if s.parameter.requires_grad) for shard in shards]
+    gradient_bytes = [sum(s.full_nbytes for s in shard.at_home if s.parameter.requires_grad) for shard in shards]
     each = {lane: meter.copy_seconds_per_byte(lane) for lane in ("load", "drain", "update", "boundary")}
     in_memory = meter.copy_seconds_per_byte(UPDATE_IN_MEMORY) or each["update"] * UPDATE_SHARE_IN_MEMORY
     in_files = each["update"] or in_memory / UPDATE_SHARE_IN_MEMORY
@@ -66,7 +66,7 @@ def step_model(
         update=[nbytes * (in_files if tier.blocking_io else in_memory) for nbytes in gradient_bytes],
         resting_update=[nbytes * in_memory for nbytes in gradient_bytes],
         updated_at_step=frozenset() if tier.blocking_io else frozenset(range(len(shards))),
-        updates_fill_slots=on_host and tier.blocking_io and not any(shard.casts for shard in shards),
+        updates_fill_slots=on_host and tier.blocking_io and all(shard.slot_keeps_weights for shard in shards),
         boundary=[boundaries((j, 0)) * each["boundary"] for j in range(len(shards) + 1)],
     )
     in_place = frozenset(shard.index for shard in shards if shard.in_place)

@@ -12,7 +12,7 @@ from torch import nn
 
 from offload.engine.glue import Glue
 from offload.engine.shard_runners import ShardRunners
-from pipe.torch_private import has_backward_hooks
+from pipe.torch_private import has_backward_hooks, has_hooks
 
 __all__ = ["Reach"]
 
@@ -43,6 +43,7 @@ class Reach:
         ``requested``: the only parameters that get a gradient; None: all get one. ``to_inputs``: the inputs, too.
         Raises RuntimeError where hooks of modules would run that autograd does not run.
         """
+        _refuse_others(shards, requested)
         count = shards[-1].steps.stop
         # The first block to which code leads that uses requested parameters.
         entered = count if glue is None else glue.begin_backward(requested, to_inputs)
@@ -69,6 +70,19 @@ def _refuse_hooks(shards: Sequence[ShardRunners], glue: Glue, entered: int) -> N
                     f"gradients of parameters around blocks were requested (inputs=, torch.autograd.grad), and modules "
                     f"of block {block}, which several tensors enter, have backward hooks: these would run for all of "
                     f"them; remove the hooks, or call backward() without inputs="
+                )
+
+
+def _refuse_others(shards: Sequence[ShardRunners], requested: Collection[nn.Parameter] | None) -> None:
+    """Gradients of parameters that a block uses by no argument are added to ``.grad`` by autograd, block by block."""
+    for runner in (runner for each in shards for runner in each.runners):
+        for p in runner.other_parameters if runner.others else ():
+            if has_hooks(p) or (requested is not None and p in requested):
+                raise RuntimeError(
+                    f"a parameter of the shape {tuple(p.shape)} has hooks or its gradient was requested (inputs=, "
+                    f"torch.autograd.grad), and block {runner.names[0]} uses it though it is none of its arguments (an "
+                    f"attribute, a closure, a module that it got): only a part of the gradient would be seen. Pass it "
+                    f"to the block as an argument, such as block(x, self.table.weight)"
                 )
 
 

@@ -130,3 +130,5 @@ def _enter(shard: Shard) -> None:
     """Makes the parameters of a shard views of its home, at the same place in memory."""
     for s in shard.own:
         s.point_to(shard.home_view(s))
+    if shard.formed:
+        shard.seal()

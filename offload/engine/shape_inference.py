@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.engine.layouts import bytes_of_boundary
+from offload.streaming.stored_values import stored_values
 from pipe.nested import map_tensors, tensors_in
 from pipe.recompute.thread_state import restores_thread_state
 from pipe.torch_private import has_module_hooks, without_modes
@@ -76,5 +77,6 @@ def _twin(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 def _on_meta(tensor: Any, dtype: torch.dtype | None) -> Any:
     if tensor is None:
         return None
-    own = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+    own = tensor.dtype if stored_values(tensor) is None else torch.float32
+    own = own if dtype is None or not tensor.is_floating_point() else dtype
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=own, device="meta")

@@ -14,7 +14,7 @@ import torch
 
 from offload.engine.outside import shard_of
 from offload.planning.step_model import Prediction
-from offload.streaming.heap import LEAST_BYTES, HeapBound
+from offload.streaming.heap import LEAST_BYTES
 from offload.streaming.streamer import Streamer
 from offload.telemetry.peak import PeakMeter
 from offload.telemetry.statistics import Meter
@@ -35,7 +35,7 @@ class StepMemory:
         self._streamer = streamer
         self._meter = meter
         self._peak = PeakMeter(device)
-        self._heap = HeapBound() if device.type == "cpu" else None
+        self._heap = streamer.heap
         #: What earlier steps took more than predicted.
         self.margin_bytes = 0
         #: The peak of the last step that was measured, and the bytes after each of its cells.

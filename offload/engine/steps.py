@@ -180,6 +180,14 @@ class Steps:
             check_boundaries(nbytes, self._budget_bytes)
         self.boundary_bytes[j, rows] = nbytes  # not of a step that is refused: an optimizer leaves room for this
 
+    def forget_boundaries(self, first: int) -> None:
+        """Forgets the sizes of the boundaries that enter shard ``first`` and those after it: they are others now."""
+        for sizes in (self.boundary_bytes, self.gradient_bytes):
+            for key in [key for key in sizes if key[0] >= first]:
+                del sizes[key]
+        for j in [j for j in self._least_per_element if j >= first]:
+            del self._least_per_element[j]
+
     def record_around(self, which: str, rows: int, nbytes: int) -> None:
         """Records the size of what the code around blocks holds until backward: ``"entered"`` or ``"returned"``."""
         self._around_per_row[which] = nbytes / max(rows, 1)

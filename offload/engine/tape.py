@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +88,8 @@ class Tape(CellRecords):
     assignments: int = 0
     #: Elements of the input, for each micro-batch.
     elements: list[int] = field(default_factory=list)
+    #: While the forward runs: new numbers of shards, from old to new, that its plan does not know yet.
+    moved: Sequence[Mapping[int, int]] = ()
     #: The plan of the forward, until the backward.
     plan: Plan | None = None
     output_specs: list[TreeSpec] = field(default_factory=list)
@@ -154,6 +156,10 @@ class Tape(CellRecords):
                 expected = tuple(shape or ())
                 raise ValueError(f"chunk {i}: expected a gradient of the shape {expected}, got {tuple(leaf.shape)}")
         return leaves
+
+    def needed_again(self, cell: Cell) -> bool:
+        """Whether backward needs what enters a cell."""
+        return self.records and cell.j >= self.first and cell not in self.graphs
 
     def discard(self) -> None:
         """Frees the tape after a failure: it has no backward any more."""

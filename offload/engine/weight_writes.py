@@ -138,8 +138,11 @@ class AssignedData:
         """Copies tensors assigned to the ``.data`` of parameters since the last pass into their homes.
 
         Raises:
-            RuntimeError: if other code still holds the memory of a home, as a backup of the old values.
+            RuntimeError: if other code still holds the memory of a home, as a backup of the old values; or has written
+                parameters that only an optimizer of this package writes (``store_dtype``).
         """
+        for shard in self._shards:
+            shard.check_seal()
         owners = [*self._shards, *self._lenders]
         found = [(shard, s) for shard in owners for s in shard.assigned()]
         if found:
@@ -205,7 +208,7 @@ class HomeChecksums:
     """Checksums of one shard's home, to detect writes by code other than the engine."""
 
     def __init__(self, shard: Shard) -> None:
-        self._shard = shard
+        self.shard = shard
         self._sums: list[int] | None = None
         #: Number of comparisons that found a write by other code, and of those that found a stored write of layers.
         self.changes = self.layer_writes = 0
@@ -224,10 +227,10 @@ class HomeChecksums:
 
     def compare(self) -> None:
         """Reads the home, and compares its checksums with those of the last time."""
-        before, self._sums = self._sums, _checksums(self._shard)
+        before, self._sums = self._sums, _checksums(self.shard)
         if before is not None and before != self._sums:
             self.changes += 1
-            pairs = zip(self._shard.own, before, self._sums, strict=True)
+            pairs = zip(self.shard.own, before, self._sums, strict=True)
             self.changed = [s.name for s, old, new in pairs if old != new]
 
     def refresh(self) -> None:

@@ -32,7 +32,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ from offload.files.tensor_file import ChecksumError, TensorFile, check_plain, re
 from offload.optim import OffloadOptimizer
 from offload.storage.page_cache import available_bytes
 from offload.streaming.quantised import state_in_parts
+from offload.streaming.stored_values import StoredValues, deferring_values
 
 __all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
 
@@ -105,7 +106,7 @@ def save_checkpoint(
             state_map = _write_files(state_folder, "optimizer", states, file_bytes, {})
         else:
             again = {name: tensors[first] for name, first in tied.items()}
-            write_parts(state_folder, tensors | again, states, names, ranks)
+            write_parts(state_folder, cast(dict[str, Tensor], tensors | again), states, names, ranks)
         generators = generator_states()
         summary = {
             "optimizer": rest,
@@ -193,7 +194,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     if parts is None:
         _read_model(files, weight_map, targets)
     else:
-        for number, found in parts.read(targets, optimizer, ranks).items():
+        for number, found in parts.read(cast(dict[str, Tensor], targets), optimizer, ranks).items():
             assert state_dict is not None
             state_dict["state"].setdefault(number, {}).update(found)
     if summary["model"]:
@@ -210,7 +211,9 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     return Checkpoint(summary["step"], summary["extra"])
 
 
-def _read_model(files: Mapping[str, TensorFile], places: Mapping[str, str], targets: Mapping[str, Tensor]) -> None:
+def _read_model(
+    files: Mapping[str, TensorFile], places: Mapping[str, str], targets: Mapping[str, Tensor | StoredValues]
+) -> None:
     for done, (name, target) in enumerate(targets.items()):
         try:
             files[places[name]].read_into(name, target)
@@ -222,9 +225,9 @@ def _read_model(files: Mapping[str, TensorFile], places: Mapping[str, str], targ
             ) from error
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _place(tensor: Tensor | StoredValues) -> tuple[Any, ...]:
     """A key that is equal for two names of one tensor."""
-    if hasattr(tensor, "placements"):
+    if isinstance(tensor, Tensor) and hasattr(tensor, "placements"):
         local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
         return _place(local) if local.numel() else ("without rows", tensor.dtype, *tensor.shape)
     if not tensor.numel():
@@ -232,14 +235,20 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _model_parts(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
+def _values_of(model: nn.Module) -> dict[str, Any]:
+    """The ``state_dict()`` of a model, without copies of values that homes store in another form."""
+    with deferring_values():
+        return state_in_parts(model)
+
+
+def _model_parts(model: nn.Module) -> tuple[dict[str, Tensor | StoredValues], dict[str, Any], dict[str, str]]:
     """Tensors by name; other values by name; and for each further name of a tensor the one that it is stored under."""
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor | StoredValues] = {}
     others: dict[str, Any] = {}
     tied: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
-    for name, value in state_in_parts(model).items():
-        if not isinstance(value, Tensor):
+    for name, value in _values_of(model).items():
+        if not isinstance(value, (Tensor, StoredValues)):
             others[name] = value
         elif (stored_as := first.setdefault(_place(value), name)) != name:
             tied[name] = stored_as
@@ -250,12 +259,12 @@ def _model_parts(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any], d
 
 def _check_model(
     model: nn.Module, saved: Mapping[str, TensorFile | StoredParts], others: set[str]
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor | StoredValues]:
     """The model's tensor for each saved one. Raises ValueError that lists every difference."""
-    targets: dict[str, Tensor] = {}
+    targets: dict[str, Tensor | StoredValues] = {}
     wrong: list[str] = []
-    state = state_in_parts(model)
-    here = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    state = _values_of(model)
+    here = {name: value for name, value in state.items() if isinstance(value, (Tensor, StoredValues))}
     places = {_place(here[name]) for name in saved if name in here}
     wrong += [f"{name} is missing" for name, value in here.items() if name not in saved and _place(value) not in places]
     for name, file in saved.items():
@@ -267,7 +276,7 @@ def _check_model(
             wrong.append(f"{name} is {file.shape(name)}, expected {tuple(target.shape)}")
         elif torch.promote_types(file.dtype(name), target.dtype) != target.dtype:
             wrong.append(f"{name} is {file.dtype(name)} and would lose digits as {target.dtype}")
-    extra = {name for name, value in state.items() if not isinstance(value, Tensor)}
+    extra = state.keys() - here.keys()
     wrong += [f"{name} is missing" for name in sorted(extra - others)]
     wrong += [f"{name} is not in the model" for name in sorted(others - extra)]
     if wrong:
@@ -316,10 +325,10 @@ def _state_dict(folder: Path, summary: dict[str, Any], optimizer: Optimizer) -> 
 
 
 def _write_files(
-    folder: Path, stem: str, tensors: Mapping[str, Tensor], file_bytes: int, tied: Mapping[str, str]
+    folder: Path, stem: str, tensors: Mapping[str, Tensor | StoredValues], file_bytes: int, tied: Mapping[str, str]
 ) -> dict[str, str]:
     """Writes tensors to one or more files; returns the file of each."""
-    parts: list[dict[str, Tensor]] = [{}]
+    parts: list[dict[str, Tensor | StoredValues]] = [{}]
     nbytes = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()

@@ -20,6 +20,7 @@ import math
 import os
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from offload.files.running_sum import RunningSum
 from offload.storage.buffer import view_memory
 from offload.storage.contract import bytes_of
 from offload.storage.transfer import move_all
+from offload.streaming.stored_values import StoredValues, stored_values
 
 __all__ = ["ChecksumError", "TensorFile", "check_plain", "read_index", "write_all", "write_tensors"]
 
@@ -77,7 +79,9 @@ def _begin_sum(name: str, entry: Mapping[str, Any]) -> RunningSum:
     return RunningSum(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor | StoredValues], metadata: Mapping[str, str] | None = None
+) -> None:
     """Writes a new file of ``tensors``, on any device and with any strides, and waits until it is on the disk.
 
     ``metadata``: further strings for the header. Raises ValueError if the format does not support a type, OSError if
@@ -233,7 +237,7 @@ class TensorFile:
         """Type of a tensor."""
         return self._dtypes[name]
 
-    def read_into(self, name: str, destination: Tensor, *, window_bytes: int = WINDOW_BYTES) -> None:
+    def read_into(self, name: str, destination: Tensor | StoredValues, *, window_bytes: int = WINDOW_BYTES) -> None:
         """Copies a tensor to ``destination``, of equal shape and any type, strides and device; increments its version.
 
         A contiguous host tensor of the same type is read without a copy, any other window by window. Raises
@@ -246,6 +250,10 @@ class TensorFile:
             _copy_part(destination, whole)
             return
         assert tuple(destination.shape) == self.shape(name)
+        stored = destination if isinstance(destination, StoredValues) else stored_values(destination)
+        if stored is not None:
+            stored.read_from(partial(self.read_into, name))
+            return
         destination = destination.detach()
         dtype, position = self.dtype(name), self._begin + self._header[name]["data_offsets"][0]
         compared = not self._verified and name in self._sums

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from offload.mesh.traffic import SentBytes
+from offload.mesh.traffic import SentBytes, bytes_at_once
 from offload.planning.plan import Action, Kind, Plan
 from offload.planning.simulate import Costs
 
@@ -27,11 +27,11 @@ class Link:
     latency_seconds: float = 0.0
 
     def seconds(self, ranks: int, sent: int) -> float:
-        """Of a collective in which each rank sends so many bytes to each other one; nothing for one rank."""
-        if ranks == 1:
+        """Of collectives in which each rank sends so many bytes to each other one; nothing for one rank."""
+        if ranks == 1 or not sent:
             return 0.0
         others = (ranks - 1) * sent / self.bytes_per_second + ranks * sent / self.copied_per_second
-        return others + (ranks - 1) * self.latency_seconds
+        return others + -(-sent // bytes_at_once(sent, ranks)) * (ranks - 1) * self.latency_seconds
 
 
 def costs_of_rank(

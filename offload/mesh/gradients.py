@@ -2,14 +2,16 @@
 
 ::
 
-    visit of shard j      whole gradients  -->  one row of bytes for each rank
-    lane of ranks         all_to_all: row r of every rank arrives at rank r
+    visit of shard j      whole gradients
+    lane of ranks         piece by piece: one row of bytes for each rank
+                          all_to_all: row r of every rank arrives at rank r
                           the sum of these in rank order, in float32 at least  -->  this rank's part
                           with two dimensions, these sums are added over replicas as well
     next drain            the part is stored, as a gradient of the stored parameter
 
-A parameter without a gradient on this rank counts as zeros. One without on any rank keeps none: each row ends with a
-byte for each parameter that says whether there was one.
+A whole gradient is freed when its last piece is sent, and memory for a sum is taken with its first piece. A parameter
+without a gradient on this rank counts as zeros. One without on any rank keeps none: the first piece of each row begins
+with a byte for each parameter that says whether there was one.
 
 ``all_to_all`` moves each byte once; gloo's ``reduce_scatter`` moves twice as many. The order of the sum is fixed, so
 results have the same bits from run to run.
@@ -18,19 +20,21 @@ results have the same bits from run to run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
 
-from offload.mesh.parts import Part, WholePart, offsets_of
+from offload.mesh.parts import Cut, Part, WholePart, cuts_between, offsets_of
+from offload.mesh.pieces import pieces_of
 from offload.mesh.ranks import Ranks
 from offload.mesh.replicas import add_over_replicas
-from offload.mesh.traffic import widened
+from offload.mesh.traffic import bytes_at_once, widened
 from offload.planning.partition import aligned
-from offload.storage.buffer import host_buffer
 from offload.streaming.gradient_offload import GradientOffload
-from offload.streaming.lane import error_context
+from offload.streaming.lane import Arrival, error_context
 from offload.streaming.shard import Shard
 
 if TYPE_CHECKING:
@@ -74,9 +78,12 @@ class MeshGradientOffload(GradientOffload):
         self._meter.hold(self._reducing)
         parts: list[Tensor | None] = [None] * len(gradients)
 
+        # What is being stored now. Updates in backward keep gradients of more than one shard, as in one process.
+        storing = [] if self._updates else [arrival for arrival, _, _ in self._drains]
+
         def reduce() -> None:
             with self._meter.on_lane("drain", f"R{shard.index}", self._reducing):
-                _reduce(cast("MeshShard", shard), gradients, parts, self._ranks)
+                _reduce(cast("MeshShard", shard), gradients, parts, self._ranks, storing)
 
         arrival = self._ranks.lane.submit(f"R{shard.index}", reduce)
 
@@ -136,68 +143,120 @@ def _trainable(shard: MeshShard) -> list[int]:
     return [k for k, (s, part) in enumerate(each) if s.parameter.requires_grad and not isinstance(part, WholePart)]
 
 
-def _reduce(shard: MeshShard, gradients: list[Tensor | None], reduced: list[Tensor | None], ranks: Ranks) -> None:
+def _reduce(
+    shard: MeshShard,
+    gradients: list[Tensor | None],
+    reduced: list[Tensor | None],
+    ranks: Ranks,
+    storing: Sequence[Arrival],
+) -> None:
     """Fills ``reduced`` with this rank's part of the mean of each gradient; empties ``gradients``. On the lane."""
     positions = _trainable(shard)
     whole = [gradients[k] for k in positions]
     gradients[:] = [None] * len(gradients)
-    means = means_of_parts([shard.parts[k] for k in positions], whole, ranks)
+    means = means_of_parts([shard.parts[k] for k in positions], whole, ranks, storing)
     for k, mean in zip(positions, means, strict=True):
         reduced[k] = mean
 
 
-def means_of_parts(parts: Sequence[Part], gradients: list[Tensor | None], ranks: Ranks) -> list[Tensor | None]:
+def means_of_parts(
+    parts: Sequence[Part], gradients: list[Tensor | None], ranks: Ranks, storing: Sequence[Arrival] = ()
+) -> list[Tensor | None]:
     """This rank's parts of the means over ranks of whole ``gradients``; empties the list. On the lane of ranks.
 
     None for a gradient that no rank has. What a rank sends to each other one are the bytes of ``parts``, and one for
-    each of them in whole cache lines.
+    each of them in whole cache lines. ``storing``: copies of means of an earlier call, which are freed then.
     """
-    offsets, flags = offsets_of(parts)
-    nbytes = flags + aligned(len(parts))
-    sent = ranks.staging(ranks.count * nbytes).view(ranks.count, nbytes)
-    for n, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
-        gradient, gradients[n] = gradients[n], None
-        sent[:, flags + n] = gradient is not None
-        for rank in range(ranks.count):
-            begin, end = part.span(rank)
-            row = part.view(sent[rank], offset, rank)
-            row.zero_() if gradient is None else row.copy_(gradient[begin:end])
-    gradient = None  # frees the last one as well
-    totals = _sums_of_all(sent, parts, ranks)
+    sums = _Sums(parts, gradients, ranks, storing)
+    for begin, end in pieces_of(offsets_of(parts)[1], ranks.count):
+        sums.add_piece(begin, end)
+    totals = sums.totals()
     if ranks.replicas > 1:
-        totals = add_over_replicas(totals, parts, ranks)
-    return [
-        None if total is None else total.div_(ranks.divide_factor).to(part.dtype)
-        for part, total in zip(parts, totals, strict=True)
-    ]
+        add_over_replicas(totals, parts, ranks)
+    for n, part in enumerate(parts):
+        total, totals[n] = totals[n], None
+        if total is not None:
+            totals[n] = part.rows_of(total.div_(ranks.divide_factor).to(part.dtype), ranks.rank)
+    return totals
 
 
-def _sums_of_all(sent: Tensor, parts: Sequence[Part], ranks: Ranks) -> list[Tensor | None]:
-    """This rank's part of the sum of each gradient over the rows of all ranks.
+class _Sums:
+    """This rank's parts of the sums of ``gradients`` over all ranks, made piece by piece. Empties the list."""
 
-    What arrives takes the place of the whole gradients, which are freed by now. Sums are made where the rows were sent
-    from, and get memory of their own once what arrived is freed as well.
-    """
-    received = host_buffer(sent.numel()).view(sent.shape)
-    ranks.all_to_all(received, sent)
-    offsets, flags = offsets_of(parts)
-    sums = widened(parts)
-    places, end = offsets_of(sums)
-    memory = ranks.staging(end)
-    totals = [
-        _sum(received, part, offset, flags + n, ranks.rank, into=total.view(memory, place, ranks.rank))
-        for n, (part, offset, total, place) in enumerate(zip(parts, offsets, sums, places, strict=True))
-    ]
-    del received
-    return [None if total is None else total.clone() for total in totals]
+    def __init__(
+        self, parts: Sequence[Part], gradients: list[Tensor | None], ranks: Ranks, storing: Sequence[Arrival]
+    ) -> None:
+        self._parts, self._gradients, self._ranks = parts, gradients, ranks
+        self._offsets, nbytes = offsets_of(parts)
+        self._wide = widened(parts)
+        self._totals: list[Tensor | None] = [None] * len(parts)
+        #: Whether any rank has each of the gradients.
+        self._there = [False] * len(parts)
+        #: Bytes of sums less those of gradients that are freed; and how many there may be while others are stored: with
+        #: these and the collectives 3/4 of a shard.
+        self._more_bytes = 0
+        piece = bytes_at_once(nbytes, ranks.count)
+        self._most_bytes = max(nbytes // 4, ranks.count * (3 * nbytes // 4 - 2 * piece) - nbytes)
+        self._storing = storing
 
+    def add_piece(self, begin: int, end: int) -> None:
+        """Sends the bytes ``[begin, end)`` of the parts of each rank, and adds what arrives."""
+        parts, ranks = self._parts, self._ranks
+        flags = 0 if begin else aligned(len(parts))
+        row = flags + end - begin
+        sent, received = ranks.staging(2 * ranks.count * row).view(2, ranks.count, row)
+        if flags:
+            for n, gradient in enumerate(self._gradients):
+                sent[:, n] = gradient is not None
+            gradient = None  # else the last one would not be freed
+        cuts = list(cuts_between(parts, self._offsets, begin, end, flags))
+        for cut in cuts:
+            self._send(cut, sent)
+        ranks.all_to_all(received, sent)
+        if flags:
+            self._there = [bool(there) for there in received[:, : len(parts)].any(dim=0).tolist()]
+        for cut in cuts:
+            if self._there[cut.number]:
+                self._add(cut, received)
 
-def _sum(rows: Tensor, part: Part, offset: int, flag: int, rank: int, into: Tensor) -> Tensor | None:
-    """The sum over rows of bytes of one gradient's part, in ``into``; None if no row has one."""
-    if not bool(rows[:, flag].any()):
-        return None
-    # In the order of rows: the same bits in each run, and on each replica.
-    total = into.copy_(part.view(rows[0], offset, rank))
-    for row in rows[1:]:
-        total += part.view(row, offset, rank)
-    return total
+    def totals(self) -> list[Tensor | None]:
+        """Flat sums, in float32 at least, once all pieces are added; None where no rank has a gradient."""
+        self._gradients[:] = [None] * len(self._parts)  # those without elements
+        for n, wide in enumerate(self._wide):
+            if self._there[n] and self._totals[n] is None:
+                self._totals[n] = torch.empty(0, dtype=wide.dtype)
+        return self._totals
+
+    def _send(self, cut: Cut, sent: Tensor) -> None:
+        """Copies a gradient to where it is sent from, and frees it after its last elements."""
+        part, gradient = self._parts[cut.number], self._gradients[cut.number]
+        if gradient is not None and not cut.first:
+            self._gradients[cut.number] = gradient = part.flat(gradient)
+        for rank in range(self._ranks.count):
+            there = cut.sent(part, rank, sent[rank])
+            there.zero_() if gradient is None else there.copy_(cut.of_rank(part, rank, gradient))
+        if cut.ends and gradient is not None:
+            self._more_bytes -= gradient.nbytes
+            self._gradients[cut.number] = None
+
+    def _add(self, cut: Cut, received: Tensor) -> None:
+        part, rank = self._parts[cut.number], self._ranks.rank
+        total = self._totals[cut.number]
+        if total is None:
+            self._totals[cut.number] = total = self._new(cut.number)
+        # In the order of ranks: the same bits in each run, and on each replica.
+        here = cut.at_rank(part, rank, total).copy_(cut.sent(part, rank, received[0]))
+        for row in received[1:]:
+            here += cut.sent(part, rank, row)
+
+    def _new(self, number: int) -> Tensor:
+        """Memory for one sum. What is being stored is freed first where both would be too much."""
+        wide = self._wide[number]
+        count = wide.stored_elements(self._ranks.rank)
+        self._more_bytes += count * wide.dtype.itemsize
+        if self._more_bytes > self._most_bytes:
+            for arrival in self._storing:
+                with suppress(Exception):  # the thread that runs the model raises it
+                    # Drain lane -> lane of ranks. Without this, a rank holds more than a shard beside one process.
+                    arrival.synchronize()
+        return torch.empty(count, dtype=wide.dtype)

@@ -7,7 +7,7 @@ other has the place of every parameter at the same offset, padded to ``rows``, s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offload.planning.partition import aligned
 
-__all__ = ["Part", "WholePart", "offsets_of"]
+__all__ = ["Cut", "Part", "WholePart", "cuts_between", "offsets_of"]
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,22 @@ class Part:
         begin, end = self.span(rank)
         return (end - begin) * self.row_elements * self.dtype.itemsize
 
-    def view(self, memory: Tensor, offset: int, rank: int) -> Tensor:
-        """The rows of ``rank`` at ``offset`` in flat bytes; no copy."""
+    def stored_elements(self, rank: int) -> int:
+        """Elements of the rows of ``rank``."""
         begin, end = self.span(rank)
-        flat = memory[offset : offset + self.stored_bytes(rank)].view(self.dtype)
+        return (end - begin) * self.row_elements
+
+    def rows_of(self, flat: Tensor, rank: int) -> Tensor:
+        """The rows of ``rank``, of which ``flat`` has the elements as they are in memory; no copy."""
+        begin, end = self.span(rank)
         return flat.as_strided((end - begin, *self.shape[1:]), self.stride)
+
+    def flat(self, whole: Tensor) -> Tensor:
+        """All elements of a tensor, or of rows of it, as they are in memory; a copy where its strides are others."""
+        strides = zip(whole.shape, whole.stride(), self.stride, strict=True)
+        if whole.numel() and any(size > 1 and here != there for size, here, there in strides):
+            whole = torch.empty_strided(whole.shape, self.stride, dtype=whole.dtype).copy_(whole)
+        return whole.detach().as_strided((whole.numel(),), (1,))
 
 
 class WholePart(Part):
@@ -94,6 +105,49 @@ class WholePart(Part):
     def span(self, rank: int) -> tuple[int, int]:
         """All rows."""
         return 0, self.shape[0] if self.shape else 1
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Elements ``[first, last)`` of what each rank stores of one part, at a ``place`` in a range of bytes."""
+
+    #: Which of the parts.
+    number: int
+    first: int
+    last: int
+    place: int
+    #: Whether it has the last elements of the part.
+    ends: bool
+
+    def of_rank(self, part: Part, rank: int, whole: Tensor) -> Tensor:
+        """The elements that ``rank`` stores, among all of the ``whole`` parameter."""
+        begin, _ = part.span(rank)
+        stored = part.stored_elements(rank)
+        begin *= part.row_elements
+        return whole[begin + min(self.first, stored) : begin + min(self.last, stored)]
+
+    def at_rank(self, part: Part, rank: int, stored: Tensor) -> Tensor:
+        """The elements among all that ``rank`` stores."""
+        return stored[self.first : min(self.last, part.stored_elements(rank))]
+
+    def sent(self, part: Part, rank: int, memory: Tensor) -> Tensor:
+        """The elements that ``rank`` stores, in a range of bytes, of which ``memory`` has the beginning."""
+        stored = part.stored_elements(rank)
+        count = min(self.last, stored) - min(self.first, stored)
+        return memory[self.place : self.place + count * part.dtype.itemsize].view(part.dtype)
+
+
+def cuts_between(parts: Sequence[Part], offsets: Sequence[int], begin: int, end: int, head: int = 0) -> Iterator[Cut]:
+    """What the bytes ``[begin, end)``, behind ``head`` others, have of ``parts`` at these ``offsets``.
+
+    Both are multiples of the size of any element.
+    """
+    for number, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
+        elements = 0 if isinstance(part, WholePart) else part.rows * part.row_elements
+        size = part.dtype.itemsize
+        first, last = max(0, begin - offset) // size, min(elements, (end - offset) // size)
+        if first < last:
+            yield Cut(number, first, last, head + offset + first * size - begin, last == elements)
 
 
 def offsets_of(parts: Iterable[Part]) -> tuple[Sequence[int], int]:

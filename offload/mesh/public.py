@@ -74,6 +74,9 @@ class PublicParameters:
     def begin_block(self, name: str, words: str) -> None:
         """Called before a block runs outside of a pass; ``words``: what its load depends on."""
 
+    def compare_calls(self, position: int, name: str) -> None:
+        """Called when the first forward calls the block ``name`` after ``position`` others."""
+
     def compare(self, what: str, number: float) -> list[float]:
         """The ``number`` of each rank, at a point that all of them reach: the begin of ``what``."""
         return [number]

@@ -8,15 +8,16 @@ Why it cannot deadlock
     on nothing local, and :meth:`Ranks.agree` compares it before each pass. Let ``k`` be the first job that does not end
     on some rank although every rank lives. All jobs before ``k`` end everywhere.
 
-    * A job waits for its collective, which ends as soon as all ranks have begun job ``k``; they do once it is submitted
-      and the jobs before it have ended.
+    * A job waits for its collectives, which are the same sequence on all ranks. They end as soon as all have begun job
+      ``k``; they do once it is submitted and the jobs before it have ended.
     * A job also waits for the arrivals in ``after``: updates of stored parameters that an optimizer left pending. An
       update waits for the gradients that it uses, which earlier jobs reduced, for updates before it and for files, and
       never for a rank. So it ends. Whether this rank's updates wait for the next load or ran in the step changes
       neither the jobs nor their order.
+    * A reduction may wait until means of an earlier one are stored, a copy that waits for files only.
     * The thread that submits jobs blocks only for jobs that it has submitted, for what they wait for, and in
-      :meth:`Ranks.agree`, between passes, for the same thread of other ranks. As long as ``k`` is not submitted, these
-      jobs are before ``k``, so it goes on and submits ``k``.
+      :meth:`Ranks.agree`, between passes or blocks, for the same thread of other ranks. As long as ``k`` is not
+      submitted, these jobs are before ``k``, so it goes on and submits ``k``.
 
     Every wait points backwards in the one common sequence, so ``k`` ends: there is none.
 
@@ -132,7 +133,7 @@ class Ranks:
         self._staging = torch.empty(0)
 
     def staging(self, nbytes: int) -> Tensor:
-        """Flat bytes that the next job of the lane uses as well: one shard of all ranks. On the lane only."""
+        """Flat bytes that all collectives of the lane use: pieces of a shard of all ranks. On the lane only."""
         if self._staging.numel() < nbytes:
             self._staging = torch.empty(0)  # freed before the larger one is made
             self._staging = host_buffer(nbytes)

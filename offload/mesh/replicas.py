@@ -8,20 +8,22 @@
 
 Each replica receives twice an R-th of what one holds from each of the R - 1 others, however many there are; gathering
 whole sums would take R / 2 times as much. The order of the sum is fixed and each piece is added once, so all replicas
-have the same bits.
+have the same bits. Both collectives move a small part of all pieces at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from offload.mesh.parts import Part, offsets_of
+from offload.mesh.parts import Part, cuts_between, offsets_of
+from offload.mesh.pieces import pieces_of
 from offload.mesh.traffic import piece_bytes, widened
 from offload.planning.partition import aligned
-from offload.storage.buffer import host_buffer
 
 if TYPE_CHECKING:
     from offload.mesh.ranks import Ranks
@@ -29,34 +31,46 @@ if TYPE_CHECKING:
 __all__ = ["add_over_replicas"]
 
 
-def add_over_replicas(totals: Sequence[Tensor | None], parts: Sequence[Part], ranks: Ranks) -> list[Tensor | None]:
-    """The sum over replicas of each one's ``totals``, in float32 at least; None where no replica has one.
+def add_over_replicas(totals: list[Tensor | None], parts: Sequence[Part], ranks: Ranks) -> None:
+    """Adds the ``totals`` of all replicas: flat sums over ranks in float32 at least, each None where there is none.
 
-    On the lane of ranks.
+    Afterwards None where no replica has one. On the lane of ranks.
     """
     wide = widened(parts)
-    offsets, end = offsets_of(wide)
-    count, piece, flags = ranks.replicas, piece_bytes(end, ranks.replicas), slice(0, len(wide))
-    sums = host_buffer(count * piece)
-    sent, received = (host_buffer(count * (piece + aligned(len(wide)))).view(count, -1) for _ in range(2))
-    for n, (total, part, offset) in enumerate(zip(totals, wide, offsets, strict=True)):
-        sent[:, piece + n] = total is not None
-        here = part.view(sums, offset, ranks.rank)
-        here.zero_() if total is None else here.copy_(total)
-    sent[:, :piece].copy_(sums.view(count, piece))
-    ranks.all_to_all_replicas(received, sent)
-    pieces = sums.view(count, piece)
-    first = ranks.replica * piece
-    for part, offset in zip(wide, offsets, strict=True):
-        # What this replica adds of it. Pieces begin at multiples of the size of any element.
-        cut = slice(max(0, offset - first), min(piece, offset + part.nbytes - first))
-        if cut.start < cut.stop:
-            total = pieces[ranks.replica, cut].view(part.dtype).copy_(received[0, cut].view(part.dtype))
+    offsets, nbytes = offsets_of(wide)
+    count, piece = ranks.replicas, piece_bytes(nbytes, ranks.replicas)
+    for begin, end in pieces_of(piece, count):
+        flags = 0 if begin else aligned(len(wide))
+        size = end - begin
+        sent, received = ranks.staging(2 * count * (flags + size)).view(2, count, flags + size)
+        if flags:
+            for n, total in enumerate(totals):
+                sent[:, n] = total is not None
+        #: What this part of each replica's piece has of the sums.
+        cuts = [list(cuts_between(wide, offsets, k * piece + begin, k * piece + end, flags)) for k in range(count)]
+        for cuts_of_one, row in zip(cuts, sent, strict=True):
+            for cut in cuts_of_one:
+                here, total = cut.sent(wide[cut.number], ranks.rank, row), totals[cut.number]
+                here.zero_() if total is None else here.copy_(cut.at_rank(wide[cut.number], ranks.rank, total))
+        ranks.all_to_all_replicas(received, sent)
+        if flags:
+            somewhere = received[:, : len(wide)].any(dim=0).tolist()
+            for n, (part, there) in enumerate(zip(wide, somewhere, strict=True)):
+                if there and totals[n] is None:
+                    totals[n] = torch.zeros(part.stored_elements(ranks.rank), dtype=part.dtype)
+        for cut in cuts[ranks.replica]:
+            # What this replica adds, in the order of replicas.
+            here = cut.sent(wide[cut.number], ranks.rank, received[0])
             for row in received[1:]:
-                total += row[cut].view(part.dtype)
-    ranks.all_gather_replicas(pieces)
-    somewhere = received[:, piece:][:, flags].any(dim=0).tolist()
-    return [
-        part.view(sums, offset, ranks.rank).clone() if there else None
-        for there, part, offset in zip(somewhere, wide, offsets, strict=True)
-    ]
+                here += cut.sent(wide[cut.number], ranks.rank, row)
+        rows = sent.view(-1)[: count * size].view(count, size)  # what was sent has arrived
+        rows[ranks.replica].copy_(received[0, flags:])
+        ranks.all_gather_replicas(rows)
+        for cuts_of_one, row in zip(cuts, rows, strict=True):
+            for cut in cuts_of_one:
+                total = totals[cut.number]
+                if total is not None:
+                    place = replace(cut, place=cut.place - flags)
+                    cut.at_rank(wide[cut.number], ranks.rank, total).copy_(
+                        place.sent(wide[cut.number], ranks.rank, row)
+                    )

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from offload.mesh.gradients import means_of_parts
-from offload.mesh.parts import Part, WholePart, offsets_of
+from offload.mesh.parts import Part, WholePart, cuts_between, offsets_of
+from offload.mesh.pieces import gather_parts
 from offload.mesh.ranks import Ranks
 from offload.mesh.shard import without_memory
 from offload.mesh.sharded import ShardedParameters, ShownParameter, described
+from offload.mesh.traffic import bytes_at_once
 from offload.streaming.lane import error_context
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
@@ -98,18 +100,24 @@ class ReplicatedGradients:
         flat = [None if p not in gradients else gradients[p].detach().reshape(-1) for p in trained]
         means = means_of_parts(parts, flat, ranks)
         offsets, nbytes = offsets_of(parts)
-        staging = ranks.staging(ranks.count * nbytes).view(ranks.count, nbytes)
-        for part, offset, mean in zip(parts, offsets, means, strict=True):
-            if mean is not None:
-                part.view(staging[ranks.rank], offset, ranks.rank).copy_(mean)
-        ranks.all_gather(staging)
-        found = []
-        for p, part, offset, mean in zip(trained, parts, offsets, means, strict=True):
-            if mean is None:
-                continue
-            whole = torch.cat([part.view(staging[rank], offset, rank) for rank in range(ranks.count)])
-            found.append((p, torch.empty_like(p, requires_grad=False).copy_(whole.view(p.shape))))
-        return found
+        found = [
+            None if mean is None else torch.empty(p.shape, dtype=p.dtype)
+            for p, mean in zip(trained, means, strict=True)
+        ]
+
+        def read(memory: Tensor, begin: int) -> None:
+            for cut in cuts_between(parts, offsets, begin, begin + memory.numel()):
+                mean = means[cut.number]
+                if mean is not None:
+                    part = parts[cut.number]
+                    cut.sent(part, ranks.rank, memory).copy_(cut.at_rank(part, ranks.rank, mean))
+
+        gather_parts(parts, offsets, nbytes, [None if each is None else each.view(-1) for each in found], read, ranks)
+        return [
+            (p, each if p.is_contiguous() else torch.empty_like(p, requires_grad=False).copy_(each))
+            for p, each in zip(trained, found, strict=True)
+            if each is not None
+        ]
 
 
 class MeshParameters(ShardedParameters):
@@ -120,9 +128,15 @@ class MeshParameters(ShardedParameters):
     ) -> None:
         super().__init__(shards, ranks, resident)
         self._replicated = self._replicated_now()
-        #: What is gathered, what arrives of other ranks' gradients, and the gradients themselves, of one shard each.
+        #: Of one shard: what a collective sends and receives, and a copy of that which gloo makes in a gather; the
+        #: whole gradients that are being reduced, and this rank's parts of their sums.
         self.buffer_bytes = max(
-            (2 * ranks.count * shard.part_bytes + sum(p.nbytes for p in shard.parameters) for shard in shards),
+            (
+                3 * ranks.count * bytes_at_once(shard.part_bytes, ranks.count)
+                + sum(p.nbytes for p in shard.parameters)
+                + shard.part_bytes
+                for shard in shards
+            ),
             default=0,
         )
 
@@ -170,6 +184,10 @@ class MeshParameters(ShardedParameters):
     def begin_block(self, name: str, words: str) -> None:
         """Compares a block that runs outside of a pass over all ranks. Raises RuntimeError on all if they differ."""
         self._ranks.agree("a call of a block by itself", f"{name} {words}")
+
+    def compare_calls(self, position: int, name: str) -> None:
+        """Compares the order of calls of blocks over all ranks. Raises RuntimeError on all if it differs."""
+        self._ranks.agree("a call of a block in the first forward", f"{name} after {position} others")
 
     def compare(self, what: str, number: float) -> list[float]:
         """See :meth:`PublicParameters.compare`. Raises RuntimeError on all ranks if they begin different calls."""

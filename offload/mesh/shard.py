@@ -6,6 +6,8 @@
     home of rank 1   rows of p, rows of q  --+--> staging area --> slot: p, q as whole plain tensors
                         read                 gather             copy
 
+piece by piece: the staging area holds a small part of a shard.
+
 Each parameter is two objects. Layers use the whole one, :attr:`Slice.parameter <offload.streaming.slices.Slice>` of
 :attr:`Shard.slices`, which has values in a visit only. The stored one, of :attr:`Shard.own`, has the shape of this
 rank's part; its ``.data`` is the home and its ``.grad`` the stored gradient all the time, so gradients, optimizers and
@@ -21,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from offload.mesh.parts import Part, WholePart, offsets_of
+from offload.mesh.parts import Part, WholePart, cuts_between, offsets_of
+from offload.mesh.pieces import gather_parts
 from offload.mesh.ranks import Ranks
 from offload.storage import Tier
 from offload.streaming.layer_homes import LayerHomes, LayerLayout
@@ -55,6 +58,11 @@ class MeshShard(Shard):
         """Always: slots hold other bytes than storage, which has only a part of them."""
         return True
 
+    @property
+    def slot_keeps_weights(self) -> bool:
+        """Never: an update of this rank's part cannot take it from the slot of the next load."""
+        return False
+
     def versions(self) -> tuple[int, ...]:
         """Of each parameter, the sum of the counters of all tensors through which it can be written."""
         return tuple(
@@ -81,24 +89,19 @@ class MeshShard(Shard):
                 here.view(slot).copy_(owner.home_view(there))
         if not self.part_bytes:
             return
-        ranks = self.ranks
-        staging = ranks.staging(ranks.count * self.part_bytes).view(ranks.count, self.part_bytes)
-        mine = staging[ranks.rank]
-        if self.home is not None:
-            self.home.read_into(mine[: self.home.nbytes])
-        for k, (owner, there) in enumerate(self.loans, len(self.own)):
-            if isinstance(self.parts[k], WholePart):
-                continue
-            self.parts[k].view(mine, self.offsets[k], ranks.rank).copy_(owner.home_view(there))
-        ranks.all_gather(staging)
-        for here, part, offset in zip(self.slices, self.parts, self.offsets, strict=True):
-            if isinstance(part, WholePart):
-                continue
-            whole = here.view(slot)
-            for rank in range(ranks.count):
-                begin, end = part.span(rank)
-                if begin < end:
-                    whole[begin:end].copy_(part.view(staging[rank], offset, rank))
+        slots = zip(self.slices, self.parts, strict=True)
+        wholes = [None if isinstance(part, WholePart) else part.flat(here.view(slot)) for here, part in slots]
+        gather_parts(self.parts, self.offsets, self.part_bytes, wholes, self._read, self.ranks)
+
+    def _read(self, memory: Tensor, begin: int) -> None:
+        """Fills ``memory`` with what this rank sends, from the byte ``begin`` on."""
+        rank, borrowed = self.ranks.rank, len(self.own)
+        if self.home is not None and begin < self.home.nbytes:
+            self.home.read_into(memory[: self.home.nbytes - begin], begin)
+        loaned, offsets = self.parts[borrowed:], self.offsets[borrowed:]
+        for cut in cuts_between(loaned, offsets, begin, begin + memory.numel()):
+            part, (owner, there) = loaned[cut.number], self.loans[cut.number]
+            cut.sent(part, rank, memory).copy_(cut.at_rank(part, rank, part.flat(owner.home_view(there))))
 
     def part_at_home(self, position: int, whole: Tensor) -> Tensor:
         """The rows of a whole parameter that this rank stores."""

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,7 @@ from offload.mesh.replicated import MeshParameters, resident_parts
 from offload.mesh.shard import MeshShard, layout_of_parts, make_mesh_shards
 from offload.storage import DiskHome, HomeError, PersistentTier, Tier, open_tier
 from offload.storage.persistent import RANKS
+from offload.storage.stripes import named
 from offload.streaming.lane import CopyLane, CopyLanes, ThreadCopyLane
 from offload.streaming.layer_homes import LayerHomes, LayerLayout
 from offload.streaming.materialize import Values
@@ -127,18 +127,18 @@ class Sharding:
         """
         if not (isinstance(offload_device, DiskHome) and offload_device.keep):
             return open_tier(offload_device, device)
-        root = Path(offload_device)
+        roots = offload_device.directories
         ours = {self._name(k, n) for k in range(self.ranks.count) for n in range(self.ranks.replicas)}
-        others = [path.name for path in root.glob("*.home")]
-        others += {path.parent.name for path in root.glob(f"{RANKS}/*.home")} - ours
+        others = [path.name for root in roots for path in root.glob("*.home")]
+        others += {path.parent.name for root in roots for path in root.glob(f"{RANKS}/*.home")} - ours
         found = [answer for answer in self.ranks.exchange(sorted(others)) if answer]
         if found:
             raise HomeError(
-                f"{str(root)!r} holds a home of another number of processes already ({found[0][0]}), expected one of "
+                f"{named(roots)} holds a home of another number of processes already ({found[0][0]}), expected one of "
                 f"{self.name}. Use as many processes as it was made with, or load a checkpoint into a home in another "
                 f"directory"
             )
-        mine = replace(offload_device, directory=root / self.name)
+        mine = replace(offload_device, directory=[root / self.name for root in roots])
         return PersistentTier(mine, device, self.ranks.exchange)
 
     def layout(self) -> LayerLayout:

@@ -15,11 +15,25 @@ from offload.mesh.parts import Part, WholePart, offsets_of
 from offload.planning.partition import aligned
 from offload.planning.plan import BACKWARD_CELLS, Kind, Plan
 
-__all__ = ["MESSAGE_BYTES", "SentBytes", "Traffic", "piece_bytes", "sent_bytes", "traffic_of", "widened"]
+__all__ = [
+    "MESSAGE_BYTES",
+    "SentBytes",
+    "Traffic",
+    "bytes_at_once",
+    "piece_bytes",
+    "sent_bytes",
+    "traffic_of",
+    "widened",
+]
 
 #: Of one message by which ranks agree: a digest and a number.
 MESSAGE_BYTES = 32 + 8
 
+#: A collective moves so small a part of a shard times the ranks: few ranks also store much of the sums. At most a third
+#: with many, whose messages are small.
+_PARTS, _LEAST_PARTS = 32, 3
+#: Least and most bytes of a message, as far as there are so many.
+LEAST_AT_ONCE, _MOST_AT_ONCE = 1 << 16, 1 << 24
 
 #: Pieces of sums begin at multiples of half a cache line, so that two pieces are no longer than the whole.
 _PIECE = 32
@@ -28,6 +42,15 @@ _PIECE = 32
 def piece_bytes(nbytes: int, replicas: int) -> int:
     """Bytes of each of so many pieces of ``nbytes``."""
     return -(-nbytes // (replicas * _PIECE)) * _PIECE
+
+
+def bytes_at_once(nbytes: int, ranks: int) -> int:
+    """Of ``nbytes`` that a rank sends to each of the others, the bytes that one collective sends: whole cache lines.
+
+    So what a collective holds is a small part of a shard.
+    """
+    wanted = -(-nbytes // max(_LEAST_PARTS, _PARTS // ranks))
+    return aligned(min(max(wanted, LEAST_AT_ONCE), _MOST_AT_ONCE, nbytes))
 
 
 def widened(parts: Iterable[Part]) -> list[Part]:

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.optim.dynamic_map import BLOCK
+from offload.optim.encoded_step import EncodedWeights
 from offload.optim.io_buffers import IOBuffer, IOBufferPool
 from offload.optim.io_requests import Copy, Read, StateSlice, UpdateBlock, Write, adjacent, span_bytes
 from offload.optim.param_block import ELEMENTWISE, OptimizerFactory, ParamBlock, UpdateJob
@@ -44,6 +45,9 @@ from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 
 __all__ = ["DiskParamBlock"]
+
+#: Key of the lower halves of weights, beside those of states.
+_LOWER = object()
 
 
 class DiskParamBlock(ParamBlock):
@@ -151,12 +155,17 @@ class DiskParamBlock(ParamBlock):
             return
         job.states_before = [self._copy_unstored(state) if state else None for state in self.states()]
         s = self.slices[0]
-        if len(self.slices) > 1 or s.nbytes <= self._max_bytes or job.sparse or self.factory.kind not in ELEMENTWISE:
+        if (
+            len(self.slices) > 1
+            or s.full_nbytes <= self._max_bytes
+            or job.sparse
+            or self.factory.kind not in ELEMENTWISE
+        ):
             job.update_blocks = [UpdateBlock()]
             return
-        step, count = self._max_bytes // s.dtype.itemsize, s.parameter.numel()
-        if self.encoded:
-            step = max(step // BLOCK, 1) * BLOCK  # elements that share a scale are not separated
+        step, count = self._max_bytes // s.full_dtype.itemsize, s.parameter.numel()
+        if self.encoded or s.form is not None:
+            step = max(step // BLOCK, 1) * BLOCK  # elements that share a scale, or random bits, are not separated
         job.update_blocks = [UpdateBlock(begin, min(begin + step, count)) for begin in range(0, count, step)]
 
     def _requests(self, job: UpdateJob, index: int) -> tuple[Hashable, list[Read], int]:
@@ -167,8 +176,11 @@ class DiskParamBlock(ParamBlock):
                 continue
             s = self.slices[k]
             offset, nbytes = update_block.span(s.nbytes, s.dtype.itemsize)
-            # Weights, where no slot has them, and a gradient that is in memory.
-            spare_bytes += 2 * (nbytes + PAGE_BYTES)
+            spare_bytes += nbytes + PAGE_BYTES  # weights, where no slot has them
+            if s.form is not None and self.shard.lower is not None:
+                reads.append(Read((k, _LOWER), self.shard.lower, s.offset + offset, nbytes))
+            offset, nbytes = update_block.span(s.full_nbytes, s.full_dtype.itemsize)
+            spare_bytes += nbytes + PAGE_BYTES  # a gradient that is in memory
             if (place := self._gradient_file_offset(s, gradient)) is not None:
                 reads.append(Read((k, None), place[0], place[1] + offset, nbytes))
             if job.states_before[k] is None:
@@ -195,13 +207,14 @@ class DiskParamBlock(ParamBlock):
         io_buffer = self._buffer_pool.prepare(*self._requests(job, job.blocks_done))
         chosen = [k for k, gradient in enumerate(job.gradients) if gradient is not None]
         writes: list[Write | Copy] = []
+        weights: dict[int, EncodedWeights] = {}
         stored_before = dict(self._stored)
         try:
             for k in chosen:
-                writes.extend(self._bind_views(job, k, update_block, io_buffer, slot))
+                writes.extend(self._bind_views(job, k, update_block, io_buffer, slot, weights))
             job.bytes_read += io_buffer.bytes_read
             self._prefetch_next(job.blocks_done + 1, job, upcoming)
-            self._step()
+            self._step(weights)
             self._drop_stale_slices(chosen, update_block)
             self._allocate_slices(chosen, update_block)
             for k in chosen:
@@ -243,16 +256,15 @@ class DiskParamBlock(ParamBlock):
         update_block: UpdateBlock,
         io_buffer: IOBuffer,
         slot: Tensor | None,
+        encoded: dict[int, EncodedWeights],
     ) -> Iterator[Write | Copy]:
-        """Points one parameter, its gradient and its states at memory; yields the writes to do afterwards."""
-        s, proxy, home, before = self.slices[k], self.proxies[k], self.shard.home, job.states_before[k]
+        """Points one parameter, its gradient and its states at memory; yields the writes to do afterwards.
+
+        Weights that are stored in a form are added to ``encoded``.
+        """
+        proxy, before = self.proxies[k], job.states_before[k]
         assert self.optimizer is not None
-        assert home is not None
-        offset, nbytes = update_block.span(s.nbytes, s.dtype.itemsize)
-        offset += s.offset
-        weights = io_buffer.read(Read(k, home, offset, nbytes)) if slot is None else slot[offset : offset + nbytes]
-        proxy.data = update_block.shape(weights, s.dtype, s.parameter.shape, s.stride)
-        yield Write(weights, home, offset)
+        yield from self._bind_weights(job, k, update_block, io_buffer, slot, encoded)
         proxy.grad, writes = self._gradient(job, k, update_block, io_buffer)
         yield from writes
         state = self.optimizer.state[proxy]
@@ -264,6 +276,49 @@ class DiskParamBlock(ParamBlock):
             if owner == k:
                 state[key] = update_block.shape(io_buffer.part((k, key)), stored.dtype, stored.shape, stored.stride)
 
+    def _bind_weights(
+        self,
+        job: UpdateJob,
+        k: int,
+        update_block: UpdateBlock,
+        io_buffer: IOBuffer,
+        slot: Tensor | None,
+        encoded: dict[int, EncodedWeights],
+    ) -> Iterator[Write]:
+        s, proxy, home, lower, wide = self.slices[k], self.proxies[k], self.shard.home, self.shard.lower, None
+        assert home is not None
+        offset, nbytes = update_block.span(s.nbytes, s.dtype.itemsize)
+        at = s.offset + offset
+        if slot is None:
+            weights = io_buffer.read(Read(k, home, at, nbytes))
+        else:
+            here = self.shard.slot_slice(s)
+            begin, count = update_block.span(here.nbytes, here.dtype.itemsize)
+            weights = slot[here.offset + begin : here.offset + begin + count]
+            if here.dtype != s.dtype:
+                wide, weights = weights.view(here.dtype), io_buffer.take(nbytes, at)
+        yield Write(weights, home, at)
+        if s.form is None:
+            proxy.data = update_block.shape(weights, s.dtype, s.parameter.shape, s.stride)
+            return
+        low = None
+        if lower is not None:
+            low = io_buffer.part((k, _LOWER))
+            yield Write(low, lower, at)
+        upper = weights.view(s.dtype)
+        like = s.like() if update_block.end is None else torch.empty(upper.shape, dtype=s.full_dtype, device="meta")
+        proxy.data = torch.zeros((), dtype=like.dtype).expand(like.shape)
+        encoded[k] = EncodedWeights(
+            form=s.form,
+            upper=upper,
+            lower=None if low is None else low.view(torch.int16),
+            wide=wide,
+            like=like,
+            step=job.step,
+            name=s.name,
+            begin=update_block.begin,
+        )
+
     def _gradient(
         self, job: UpdateJob, k: int, update_block: UpdateBlock, io_buffer: IOBuffer
     ) -> tuple[Tensor, list[Write | Copy]]:
@@ -271,24 +326,24 @@ class DiskParamBlock(ParamBlock):
         assert gradient is not None
         if gradient.is_sparse:
             return (gradient if coefficient is None else gradient * coefficient), []
-        offset, nbytes = update_block.span(s.nbytes, s.dtype.itemsize)
+        offset, nbytes = update_block.span(s.full_nbytes, s.full_dtype.itemsize)
         back: Write | Copy
         if (place := self._gradient_file_offset(s, gradient)) is not None:
             part = io_buffer.part((k, None))
             back = Write(part, place[0], place[1] + offset)
         else:
             if gradient.stride() != s.stride or gradient.device.type != "cpu":
-                dense = torch.empty_strided(s.parameter.shape, s.stride, dtype=s.dtype)
+                dense = torch.empty_strided(s.parameter.shape, s.stride, dtype=s.full_dtype)
                 gradient = job.gradients[k] = dense.copy_(gradient)
             resting = bytes_of(gradient)[offset : offset + nbytes]
             part = resting if coefficient is None else io_buffer.take(nbytes).copy_(resting)
             back = Copy(part, resting)
         if coefficient is None:
-            return update_block.shape(part, s.dtype, s.parameter.shape, s.stride), []
-        part.view(s.dtype).mul_(coefficient)
+            return update_block.shape(part, s.full_dtype, s.parameter.shape, s.stride), []
+        part.view(s.full_dtype).mul_(coefficient)
         # A gradient that is not zeroed stays clipped, as after clip_grad_norm_.
         writes = [back] if s.parameter.grad is gradient else []
-        return update_block.shape(part, s.dtype, s.parameter.shape, s.stride), writes
+        return update_block.shape(part, s.full_dtype, s.parameter.shape, s.stride), writes
 
     @staticmethod
     def _copy_unstored(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -361,7 +416,7 @@ class DiskParamBlock(ParamBlock):
         assert self.optimizer is not None
         proxy, state = self.proxies[k], self.optimizer.state[self.proxies[k]]
         proxy.grad = None
-        proxy.data = self.shard.home_view(self.slices[k])
+        proxy.data = self.at_rest(self.slices[k])
         for key in [key for key, value in state.items() if _is_stored(value)]:
             stored = self._stored.get((k, key))
             if stored is None:

@@ -86,6 +86,14 @@ class InBackward:
                 f"{waiting} more forwards of this model still need their backward, but this one changes parameters; "
                 f"run it under `with optimizer.accumulate():`, or delete their outputs"
             )
+        for shard in optimizer.access.shards:
+            late = [s.name for owner, s in shard.loans if not owner.resident and owner.index > shard.index]
+            if late:
+                raise RuntimeError(
+                    f"parameter {late[0]} is tied, and stored with a block that the forward calls after another one "
+                    f"that uses it: an update in backward would come before all of its gradient is known; pass "
+                    f"update_in_backward=False, or name the blocks in the order of calls"
+                )
         self._updating, self._updated, self._options = optimizer, [], optimizer.options()
         return True
 

@@ -37,8 +37,8 @@ def group_slices(slices: Sequence[Slice], max_bytes: int) -> Iterator[list[Slice
     In order of size: norms and biases, which are stored between matrices, are then updated together.
     """
     param_block: list[Slice] = []
-    for s in sorted(slices, key=lambda s: s.nbytes):
-        if param_block and sum(member.nbytes for member in param_block) + s.nbytes > max_bytes:
+    for s in sorted(slices, key=lambda s: s.full_nbytes):
+        if param_block and sum(member.full_nbytes for member in param_block) + s.full_nbytes > max_bytes:
             yield param_block
             param_block = []
         param_block.append(s)
@@ -49,6 +49,8 @@ def group_slices(slices: Sequence[Slice], max_bytes: int) -> Iterator[list[Slice
 class MovableStates(Optimizer):
     """The part of :class:`~offload.OffloadOptimizer` that knows where states are stored."""
 
+    #: Whether steps write parameters as homes store them.
+    updates_homes = True
     access: OptimizerAccess
     factory: OptimizerFactory
     buffer_pool: IOBufferPool
@@ -195,7 +197,8 @@ class MovableStates(Optimizer):
             for block in self.make_param_blocks(shard, [s for s in shard.own if s in states], group, tier):
                 if any(member.optimizer is not None for member in members):
                     moved += block.adopt_states([states[s] for s in block.slices], options)
-                moved += [(proxy, s.view(home.tensor)) for s, proxy in zip(block.slices, block.proxies, strict=True)]
+                pairs = zip(block.slices, block.proxies, strict=True)
+                moved += [(proxy, s.view(home.tensor)) for s, proxy in pairs if s.form is None]
                 new.append(block)
 
         def commit() -> None:

@@ -86,7 +86,8 @@ class OffloadOptimizer(MovableStates):
     each pass; 4 of its gradient and 8 of its two moments, each written once and read once; and 4 of weights written.
     The load of the forward and the update share one read. So 20 bytes are read and 16 written; with
     ``update_in_backward`` the gradient is not transferred, but weights are read once more. 8-bit states
-    move 24.06 bytes in place of 36. A shard without gradients is not written. ``model.statistics()`` counts them.
+    move 24.06 bytes in place of 36; a model with ``store_dtype="split"`` 34, with ``torch.bfloat16`` 30. A shard
+    without gradients is not written. ``model.statistics()`` counts them.
 
     After an I/O error (a full or failing disk) nothing is lost and nothing is applied twice: repeat the call. After an
     error in the middle of ``torch``'s own arithmetic, or of a backward that updates, every call raises: make model and
@@ -192,7 +193,8 @@ class OffloadOptimizer(MovableStates):
         trusted = not (hasattr(self, "grad_scale") and scale is None)
         coefficient = self._coefficient(scale, trusted)
         options = self.options() if self.in_backward is None else self.in_backward.options_of_step(self._group_changes)
-        updates = ((shard, self.update(shard, options, coefficient)) for shard in self.param_blocks)
+        in_order = sorted(self.param_blocks, key=lambda shard: shard.index)  # of calls, which may be noted later
+        updates = ((shard, self.update(shard, options, coefficient)) for shard in in_order)
         decided = [(shard, update) for shard, update in updates if update is not None]
         resident = self._resident.jobs(options, coefficient)
         number = self.steps + 1
@@ -277,18 +279,27 @@ class OffloadOptimizer(MovableStates):
         if views:
             for k, state in saved["state"].items():
                 saved["state"][k] = {name: views.get(id(value), value) for name, value in state.items()}
+        if self._rounds_weights():
+            saved["steps"] = self.steps  # decides how the next step is rounded; the plain class ignores it
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a ``state_dict()`` of this optimizer, or of the plain one; the tensors are copied."""
         self._check_idle()
         self._synchronize()
-        super().load_state_dict(hold_state_dict(state_dict, self.param_groups))
+        formed = {self.access.public.of(s) for shard in self.access.shards for s in shard.formed}
+        super().load_state_dict(hold_state_dict(state_dict, self.param_groups, formed))
+        if self._rounds_weights():
+            self.steps = state_dict.get("steps", self.steps)
         for group in self.param_groups:
             for key, value in self._class_defaults.items():  # missing in checkpoints of older releases of torch
                 group.setdefault(key, value)
         for param_block in self._all_param_blocks():
             self.load_states(param_block, self.options())
+
+    def _rounds_weights(self) -> bool:
+        """Whether updates round stochastically."""
+        return any(s.form is not None and not s.form.exact for shard in self.access.shards for s in shard.formed)
 
     def _step_groups_without_gradients(self, options: list[dict[str, Any]]) -> None:
         """Steps groups without gradients on one param block: the plain class writes into these groups, too."""
@@ -343,7 +354,7 @@ class OffloadOptimizer(MovableStates):
         for param_block in self.param_blocks[shard]:
             gradients: list[Tensor | None] = [(kept or {}).get(s, s.parameter.grad) for s in param_block.slices]
             if any(gradient is not None for gradient in gradients):
-                tasks.append(UpdateJob(param_block, gradients, options, coefficient))
+                tasks.append(UpdateJob(param_block, gradients, options, coefficient, self.steps + 1))
         if not tasks:
             return None
         # The update may outlive the optimizer, and must not keep it from being collected.
@@ -377,6 +388,8 @@ class OffloadOptimizer(MovableStates):
                     # Without this, a clipped gradient that is not zeroed would keep its norm from before.
                     detach_norm(gradient)
                     torch.autograd.graph.increment_version(parameter)
+        if shard.formed:
+            shard.seal()
         shard.pending = update
 
     def _run_sparse(self, updates: list[tuple[Shard, Update]]) -> None:

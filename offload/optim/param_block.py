@@ -9,8 +9,9 @@ Guarantees
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offload.optim.encoded_step import step_encoded
+from offload.optim.encoded_step import EncodedWeights, step_encoded
 from offload.optim.groups import copied_options, options_of, same_option
 from offload.optim.io_requests import Copy, UpdateBlock, Write
-from offload.optim.state_forms import StateForm, fitting_form, hold, release
+from offload.optim.state_forms import StateForm, fitting_form, hold, in_order, release
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 from pipe.torch_private import multiply_all
@@ -82,6 +83,8 @@ class UpdateJob:
     #: Hyperparameters of each group of the user's optimizer at the time of the step.
     options: list[dict[str, Any]]
     coefficient: Tensor | None
+    #: The number of the step, from 1 on.
+    step: int = 0
     #: Whether the gradients are multiplied by the coefficient already.
     scaled: bool = False
     #: In files: its blocks, empty before its first use; how many of them are computed; the states before the step that
@@ -100,7 +103,7 @@ class UpdateJob:
     @property
     def nbytes(self) -> int:
         """Bytes of the parameters that are to be updated."""
-        return sum(s.nbytes for s, g in zip(self.param_block.slices, self.gradients, strict=True) if g is not None)
+        return sum(s.full_nbytes for s, g in zip(self.param_block.slices, self.gradients, strict=True) if g is not None)
 
     @property
     def sparse(self) -> bool:
@@ -125,22 +128,49 @@ class ParamBlock(ABC):
         self._chosen: dict[str, Any] = {}
         #: Calls of the optimizer that the running update has completed, where it has several.
         self._parts_done = 0
-        #: Leaves that share memory with the parameters' homes, but neither gradients nor version counters.
-        self.proxies = [shard.home_view(s).detach() for s in self.slices]
+        #: Leaves that share memory with the parameters' homes, but neither gradients nor version counters. Of a
+        #: parameter that is stored in a form: type and shape only, until an update decodes it.
+        self.proxies = [self.at_rest(s) for s in self.slices]
         form = factory.form
         #: Positions of the parameters whose states are stored in the form.
-        self.encoded = {k for k, p in enumerate(self.proxies) if form is not None and form.encodes(p)}
+        self.encoded = {k for k, s in enumerate(self.slices) if form is not None and form.encodes(s.like())}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters themselves."""
         return [s.parameter for s in self.slices]
 
+    def at_rest(self, s: Slice) -> Tensor:
+        """What the proxy of a parameter is between updates."""
+        if s.form is None:
+            return self.shard.home_view(s).detach()
+        return torch.zeros((), dtype=s.full_dtype).expand(s.parameter.shape)
+
+    @property
+    def home_views(self) -> int:
+        """The number of its tensors on the home of the shard."""
+        return sum(s.form is None for s in self.slices)
+
+    @contextlib.contextmanager
+    def _values_for_constructor(self) -> Iterator[None]:
+        """A context in which proxies have their values, if the class may read them or make states like them."""
+        formed = [(s, p) for s, p in zip(self.slices, self.proxies, strict=True) if s.form is not None]
+        if self.factory.kind in ELEMENTWISE and self.factory.kind is not torch.optim.Adagrad:
+            formed = []
+        for s, p in formed:
+            p.data = self.shard.values(s)
+        try:
+            yield
+        finally:
+            for s, p in formed:
+                p.data = self.at_rest(s)
+
     def prepare(self, options: Sequence[Mapping[str, Any]], *, sparse: bool = False) -> Optimizer:
         """The optimizer, with its group among ``options``; without fused kernels if a gradient is ``sparse``."""
         chosen = dict(options[self.group]) if sparse else self.factory.options(options[self.group], self.proxies)
         if self.optimizer is None:
-            self.optimizer = self.factory.kind([{**chosen, "params": self.proxies}], **self.factory.arguments)
+            with self._values_for_constructor():
+                self.optimizer = self.factory.kind([{**chosen, "params": self.proxies}], **self.factory.arguments)
             self._encode_states()
         # Copies, since param blocks share a group, and a class may write into its values.
         self.optimizer.param_groups[0].update(copied_options(chosen))
@@ -154,22 +184,31 @@ class ParamBlock(ABC):
             assert self.factory.form is not None
             self.factory.form.encode(self.optimizer.state.get(self.proxies[k], {}), self.proxies[k])
 
-    def _step(self) -> None:
-        """Updates the proxies that have a gradient."""
+    def _step(self, weights: Mapping[int, EncodedWeights]) -> None:
+        """Updates the proxies that have a gradient; ``weights``: of those that are stored in a form, by position."""
         assert self.optimizer is not None
         self._parts_done = 0
-        if self.factory.form is None or not any(self.proxies[k].grad is not None for k in self.encoded):
+        if not weights and not any(self.proxies[k].grad is not None for k in self.encoded):
             self.optimizer.step()
             return
         elementwise = self.factory.kind in ELEMENTWISE
-        for _ in step_encoded(self.optimizer, self.proxies, self.encoded, self.factory.form, elementwise=elementwise):
+        for _ in step_encoded(
+            self.optimizer, self.proxies, self.encoded, self.factory.form, elementwise=elementwise, weights=weights
+        ):
             self._parts_done += 1
 
     def _check_dense(self, job: UpdateJob) -> None:
-        """Raises TypeError for a sparse gradient of a parameter whose states are encoded."""
-        for k in self.encoded:
+        """Raises TypeError for a sparse gradient of a parameter whose states are encoded, or that has a form itself."""
+        for k, s in enumerate(self.slices):
             gradient = job.gradients[k]
-            if gradient is not None and gradient.is_sparse:
+            if gradient is None or not gradient.is_sparse:
+                continue
+            if s.form is not None:
+                raise TypeError(
+                    f"parameter {s.name} has a sparse gradient, but with store_dtype= it is decoded and stored as a "
+                    f"whole; make its layer with sparse=False"
+                )
+            if k in self.encoded:
                 raise TypeError(
                     f"parameter {self.slices[k].name} has a sparse gradient, but states of fewer bytes are encoded as "
                     f"a whole: rows without a gradient would change. Give it an optimizer without states=, or make "
@@ -278,7 +317,7 @@ class HostParamBlock(ParamBlock):
         try:
             for proxy, gradient in zip(self.proxies, gradients, strict=True):
                 proxy.grad = gradient
-            self._step()
+            self._step(self._encoded_weights(job))
             job.group_changes = self.group_changes()
         except BaseException as error:
             # New states are zeros, which the class would make again: they count as unchanged.
@@ -288,6 +327,22 @@ class HostParamBlock(ParamBlock):
         finally:
             for proxy in self.proxies:
                 proxy.grad = None
+
+    def _encoded_weights(self, job: UpdateJob) -> dict[int, EncodedWeights]:
+        return {
+            k: EncodedWeights(
+                form=s.form,
+                upper=in_order(self.shard.home_view(s)),
+                lower=self.shard.lower_part(s),
+                wide=None,
+                like=s.like(),
+                step=job.step,
+                name=s.name,
+                begin=0,
+            )
+            for k, s in enumerate(self.slices)
+            if s.form is not None and job.gradients[k] is not None
+        }
 
     def _tensors(self) -> list[Tensor]:
         values = [value for state in self.states() for value in state.values()]

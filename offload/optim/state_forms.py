@@ -17,8 +17,9 @@ has more dimensions) of at least :data:`LEAST_ELEMENTS`. Others (norms, biases, 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from offload.optim import dynamic_map
 from offload.optim.dynamic_map import BLOCK
 
 __all__ = [
+    "FULL",
     "LEAST_ELEMENTS",
     "StateForm",
     "elements_per_entry",
@@ -37,6 +39,7 @@ __all__ = [
     "hold",
     "hold_state_dict",
     "in_full",
+    "in_order",
     "is_full",
     "pieces",
     "release",
@@ -93,6 +96,12 @@ class StateForm(ABC):
     @abstractmethod
     def names(self, key: str) -> list[str]:
         """The names of the tensors that store a state."""
+
+    def decoded(self, key: str, state: Mapping[str, Any], part: slice, dtype: torch.dtype) -> Tensor:
+        """The elements ``part``, flat."""
+        values = torch.empty(part.stop - part.start, dtype=dtype)
+        self.read(key, state, part, values)
+        return values
 
     @abstractmethod
     def write(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
@@ -165,6 +174,40 @@ class _EightBits(StateForm):
         return codes.view(-1)[part], scales[part.start // BLOCK : _scales_of(part.stop)]
 
 
+class _Full(StateForm):
+    """In the parameter's own type and layout; pieces of it are views."""
+
+    name, element_bytes = "full", math.inf
+
+    def allocate(self, key: str, like: Tensor) -> dict[str, Tensor]:
+        return {key: torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)}
+
+    def keys(self, state: Mapping[str, Any], parameter: Tensor) -> list[str]:
+        return [key for key, value in state.items() if is_full(value, parameter)]
+
+    def names(self, key: str) -> list[str]:
+        return [key]
+
+    def decoded(self, key: str, state: Mapping[str, Any], part: slice, dtype: torch.dtype) -> Tensor:
+        return in_order(state[key])[part]
+
+    def read(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
+        values.copy_(in_order(state[key])[part])
+
+    def write(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
+        place = in_order(state[key])[part]
+        if place.data_ptr() != values.data_ptr():
+            place.copy_(values)
+
+
+def in_order(dense: Tensor) -> Tensor:
+    """The elements of a dense tensor in the order of its memory, flat; no copy."""
+    return dense.detach().as_strided((dense.numel(),), (1,))
+
+
+#: States of parameters that are updated in pieces, and not encoded.
+FULL = _Full()
+
 _FORMS: dict[Any, StateForm] = {"8bit": _EightBits(), torch.bfloat16: _Bfloat16()}
 
 
@@ -192,9 +235,12 @@ class _Held:
     tensor: Tensor
 
 
-def hold(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """The states of a parameter for ``load_state_dict`` of ``torch.optim``: those of fewer bytes pass it unchanged."""
-    small = set(_small(state, parameter))
+def hold(state: Mapping[str, Any], parameter: Tensor, *, whole: bool = False) -> dict[str, Any]:
+    """The states of a parameter for ``load_state_dict`` of ``torch.optim``: those of fewer bytes pass it unchanged.
+
+    ``whole``: all of them do, since the parameter has another type than its states.
+    """
+    small = {k for k, v in state.items() if isinstance(v, Tensor)} if whole else set(_small(state, parameter))
     return {name: _Held(value) if name in small else value for name, value in state.items()}
 
 
@@ -203,9 +249,12 @@ def release(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.tensor if isinstance(value, _Held) else value for name, value in state.items()}
 
 
-def hold_state_dict(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def hold_state_dict(
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], formed: Container[Tensor] = ()
+) -> dict[str, Any]:
     """A ``state_dict()`` for parameters of these groups, each state as :func:`hold` returns it.
 
+    ``formed``: the parameters that are stored in a form, and have its type.
     Raises ValueError if a state in 8 bits cannot be that of its parameter.
     """
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -214,7 +263,7 @@ def hold_state_dict(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str,
     for number, parameter in zip(numbers, parameters, strict=False):  # torch refuses another number of them
         if number in state:
             _check_stored(state[number], parameter)
-            state[number] = hold(state[number], parameter)
+            state[number] = hold(state[number], parameter, whole=parameter in formed)
     return {**state_dict, "state": state}
 
 

@@ -49,7 +49,7 @@ class Update:
         self._lane = lane
         self._meter = meter
         #: Whether parameters may be updated in the slot of the next load, which saves a second read.
-        self._in_slot = in_slot and not shard.casts
+        self._in_slot = in_slot and shard.slot_keeps_weights
         self._io_threads = io_threads
         self._finished = finished
         self._arrival: Arrival | None = None
@@ -93,7 +93,7 @@ class Update:
 
         def fill() -> None:
             with self._meter.on_lane("load", f"L{self._shard.index}", home.nbytes):
-                home.read_into(slot)
+                self._shard.fill_own(slot)
 
         # The writes that failed in an earlier attempt have to be repeated first.
         return self._io_threads.offer(fill) if self.unapplied else Future(fill)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from offload.mesh.shard import MeshShard
 from offload.optim.io_buffers import buffer_pool_bytes
 from offload.optim.state_forms import PIECE, StateForm
 from offload.storage.buffer import PAGE_BYTES, whole_pages
@@ -31,33 +32,40 @@ class StoredStates:
     share: float = 1.0
     #: Most bytes of parameters of one shard whose states are in full all the same.
     in_full: int = 0
+    #: Whether weights are decoded, updated and stored piece by piece.
+    in_pieces: bool = False
 
     @classmethod
     def of(cls, form: StateForm | None, shards: Iterable[Shard]) -> StoredStates:
         """Of the parameters of shards."""
+        shards = list(shards)
+        in_pieces = any(shard.formed for shard in shards)
         if form is None:
-            return cls()
-        owned = [[(s, form.encodes(shard.home_view(s))) for s in shard.own] for shard in shards]
-        shares = [form.share(s.dtype) for own in owned for s, encoded in own if encoded]
-        in_full = (sum(s.nbytes for s, encoded in own if not encoded) for own in owned)
-        return cls(max(shares, default=1.0), max(in_full, default=0))
+            return cls(in_pieces=in_pieces)
+        owned = [[(s, form.encodes(s.like())) for s in shard.own] for shard in shards]
+        shares = [form.share(s.full_dtype) for own in owned for s, encoded in own if encoded]
+        in_full = (sum(s.full_nbytes for s, encoded in own if not encoded) for own in owned)
+        return cls(max(shares, default=1.0), max(in_full, default=0), in_pieces)
 
     def buffer_bytes(self, update_block: int) -> int:
         """Most bytes that all buffers take, for blocks of so many bytes of weights."""
+        pieces = PIECE_BYTES * min(PIECE, update_block // 2)
         if self.share == 1:
-            return buffer_pool_bytes(update_block)
+            return buffer_pool_bytes(update_block) + (pieces if self.in_pieces else 0)
         encoded = buffer_pool_bytes(update_block, self.share)
-        return max(encoded, buffer_pool_bytes(min(self.in_full, update_block))) + PIECE_BYTES * min(
-            PIECE, update_block // 2
-        )
+        return max(encoded, buffer_pool_bytes(min(self.in_full, update_block))) + pieces
 
 
 def update_block_bytes(
     shards: Sequence[Shard], limit_bytes: float = math.inf, stored: StoredStates = StoredStates()
 ) -> int:
     """Bytes of weights of an update block, if all buffers get ``limit_bytes``. Raises ValueError for too few."""
-    largest = max((sum(s.nbytes for s in shard.own) for shard in shards), default=0)
-    return update_block_bytes_of(largest, limit_bytes, stored)
+    largest = max((sum(s.full_nbytes for s in shard.own) for shard in shards), default=0)
+    found = update_block_bytes_of(largest, limit_bytes, stored)
+    if not any(isinstance(shard, MeshShard) for shard in shards):
+        return found
+    # Slots hold no part by itself, so weights take a buffer, too: beside the gradient and two states a third more.
+    return max(PAGE_BYTES, found * 3 // 4 // PAGE_BYTES * PAGE_BYTES)
 
 
 def update_block_bytes_of(largest: int, limit_bytes: float = math.inf, stored: StoredStates = StoredStates()) -> int:

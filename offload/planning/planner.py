@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypedDict
@@ -91,22 +91,39 @@ class Pass:
                 yield from gradients.put((self.shards, i), sizes((self.shards, i)), [self.now(self.shards - 1, i)])
         for j, before in zip(self.order, before_visits, strict=True):
             yield from before
-            for i in range(self.microbatches):
-                if boundaries is None and gradients is None:
-                    yield Action(self._kind(j, i), j, i)
-                elif self.backward:
-                    yield from self._backward_cell(j, i, boundaries, gradients, sizes)
-                elif boundaries is not None:
-                    yield from self._forward_cell(j, i, boundaries, sizes)
-            if self.backward:
-                yield Action(Kind.DRAIN, j)
-                if self.updates:
-                    yield Action(Kind.UPDATE_IN_BACKWARD, j)
+            yield from self.visit(j, boundaries, sizes, gradients)
 
-    def moves(self) -> Iterator[Sequence[Action]]:
-        """Updates, loads and evictions before the cells of each shard. They do not depend on what the cells keep."""
+    def visit(
+        self, j: int, boundaries: Residency | None, sizes: Sizes, gradients: Residency | None = None
+    ) -> Iterator[Action]:
+        """The part of :meth:`actions` from the first cell of a shard on, until the loads before the next one."""
+        for i in range(self.microbatches):
+            if boundaries is None and gradients is None:
+                yield Action(self._kind(j, i), j, i)
+            elif self.backward:
+                yield from self._backward_cell(j, i, boundaries, gradients, sizes)
+            elif boundaries is not None:
+                yield from self._forward_cell(j, i, boundaries, sizes)
+        if self.backward:
+            yield Action(Kind.DRAIN, j)
+            if self.updates:
+                yield Action(Kind.UPDATE_IN_BACKWARD, j)
+
+    def moves(self, begin: int = 0) -> Iterator[Sequence[Action]]:
+        """Updates, loads and evictions before the cells of each shard. They do not depend on what the cells keep.
+
+        ``begin``: the visit to begin with, when :attr:`resident` are the shards that are in slots by then.
+        """
         loads = _Loads(self)
-        return (tuple(loads.ahead(position)) for position in range(len(self.order)))
+        return (tuple(loads.ahead(position)) for position in range(begin, len(self.order)))
+
+    def renumbered(self, moved: Mapping[int, int]) -> Pass:
+        """The same pass where shards have other numbers: from old to new ones, of those that differ."""
+
+        def new(shards: Collection[int]) -> frozenset[int]:
+            return frozenset(moved.get(j, j) for j in shards)
+
+        return replace(self, resident=new(self.resident), in_memory=new(self.in_memory), pending=new(self.pending))
 
     def _kind(self, j: int, i: int) -> Kind:
         if self.backward:

@@ -9,9 +9,10 @@ import torch
 
 from offload.storage.contract import Block, Scratch, Tier
 from offload.storage.disk import DiskTier
+from offload.storage.home import DiskHome
 from offload.storage.host import HostTier
 from offload.storage.manifest import HomeError
-from offload.storage.persistent import DiskHome, PersistentTier
+from offload.storage.persistent import PersistentTier
 
 __all__ = [
     "Block",
@@ -43,7 +44,7 @@ def open_tier(
     """
     if isinstance(offload_device, DiskHome):
         if not offload_device.keep:
-            return DiskTier(offload_device, device, direct=offload_device.direct)
+            return DiskTier(offload_device.directories, device, direct=offload_device.direct)
         if not keeps:
             raise ValueError("DiskHome(keep=True) is supported by OffloadModel only; pass a directory")
         return PersistentTier(offload_device, device)

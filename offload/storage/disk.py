@@ -5,6 +5,8 @@ values from ``Parameter.data`` and may write to it; the kernel may drop its page
 read and write calls in large pieces on a lane, since a page fault during a matrix product cannot be overlapped. These
 calls bypass the page cache where that is faster (:mod:`offload.storage.page_cache`).
 
+The directory may be several, on as many disks: files are then dealt over them (:mod:`offload.storage.stripes`).
+
 Guarantees
     * Every file is new, under an unused name; no file that was in the directory before is ever read.
     * All bytes of a file are reserved at creation, so a full disk is an error of the constructor, not a lost page.
@@ -23,6 +25,7 @@ import shutil
 import tempfile
 import warnings
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -33,6 +36,7 @@ from offload.storage.contract import Block, Scratch, Tier
 from offload.storage.page_cache import PageCache
 from offload.storage.scratch import DiskScratch
 from offload.storage.staging import Link, open_link
+from offload.storage.stripes import StoredFile, Stripes
 from offload.storage.transfer import Transfers
 from pipe.process import finalize_here
 
@@ -47,10 +51,10 @@ class DiskBlock(Block):
     #: Where it begins in the file.
     _begin = 0
 
-    def __init__(self, path: Path, nbytes: int, transfers: Transfers, *, cyclic: bool = False) -> None:
-        self._path = path
+    def __init__(self, file: StoredFile, nbytes: int, transfers: Transfers, *, cyclic: bool = False) -> None:
+        self._file = file
         self._transfers = transfers
-        self.tensor = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
+        self.tensor = file.map(nbytes)
         self._usage = transfers.cache.register(nbytes, cyclic=cyclic)
         weakref.finalize(self, transfers.cache.unregister, self._usage)
 
@@ -58,7 +62,7 @@ class DiskBlock(Block):
         """Reads the file, without a copy if ``destination`` is host memory."""
         destination = destination[: self.nbytes - offset]
         try:
-            self._transfers.read(self._path, destination, self._begin + offset, self._usage)
+            self._transfers.read(self._file, destination, self._begin + offset, self._usage)
         except FileNotFoundError:
             destination.copy_(self.tensor[offset : offset + destination.numel()])
 
@@ -72,7 +76,7 @@ class DiskBlock(Block):
         """Writes to the file."""
         assert offset + source.numel() <= self.nbytes
         try:
-            self._transfers.write(self._path, source, self._begin + offset, self._usage)
+            self._transfers.write(self._file, source, self._begin + offset, self._usage)
         except FileNotFoundError:
             self.tensor[offset : offset + source.numel()].copy_(source)
 
@@ -86,7 +90,7 @@ class _DiskPart(DiskBlock):
 
     def __init__(self, whole: DiskBlock, begin: int, nbytes: int) -> None:
         self._whole = whole  # the file goes with it
-        self._path, self._transfers, self._usage = whole._path, whole._transfers, whole._usage
+        self._file, self._transfers, self._usage = whole._file, whole._transfers, whole._usage
         self._begin = whole._begin + begin
         self.tensor = on_own_storage(whole.tensor[begin : begin + nbytes])
 
@@ -95,7 +99,8 @@ def reserve(path: Path, file_bytes: int, wanted_bytes: int) -> None:
     """Creates a file of zeros with all of its disk space allocated."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(fd, 0, file_bytes)
+        if file_bytes:  # none where a striped file is too short to have a part here
+            os.posix_fallocate(fd, 0, file_bytes)
     except OSError as error:
         os.unlink(path)
         raise OSError(error.errno, f"cannot reserve {wanted_bytes:,} bytes: {error.strerror}", str(path)) from error
@@ -106,43 +111,56 @@ def reserve(path: Path, file_bytes: int, wanted_bytes: int) -> None:
 class DiskTier(Tier):
     """Blocks as files in a new folder below ``directory``, which is created if it does not exist.
 
-    ``direct``: whether to bypass the page cache; None decides by size. ``link``: how bytes are copied to the compute
-    device; tests pass one that delays copies.
+    ``directory``: one, or several over which files are dealt. ``direct``: whether to bypass the page cache; None
+    decides by size. ``link``: how bytes are copied to the compute device; tests pass one that delays copies.
     """
 
     blocking_io = True
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | Sequence[Path],
         device: torch.device,
         *,
         direct: bool | None = None,
         link: Link | None = None,
     ) -> None:
-        root = Path(directory)
+        self._roots = [Path(directory)] if isinstance(directory, (str, os.PathLike)) else [*directory]
+        self.folders: list[Path] = []
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            _remove_stale(root)
-            self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
-        except OSError as error:
-            raise OSError(
-                error.errno, f"offload_device must be a directory that can be written to: {error.strerror}", str(root)
-            ) from error
-        self.name = f"disk ({root})"
-        kind = _file_system(root)
-        if kind in ("tmpfs", "ramfs"):
-            warnings.warn(
-                f"offload_device {str(root)!r} is memory ({kind}), so storing shards there saves none; pass a "
-                f"directory on a disk",
-                RuntimeWarning,
-                stacklevel=5,
-            )
+            for root in self._roots:
+                self.folders.append(_new_folder(root))
+        except BaseException:
+            for folder in self.folders:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        self.name = f"disk ({', '.join(map(str, self._roots))})"
+        for root in self._roots:
+            kind = _file_system(root)
+            if kind in ("tmpfs", "ramfs"):
+                warnings.warn(
+                    f"offload_device {str(root)!r} is memory ({kind}), so storing shards there saves none; pass a "
+                    f"directory on a disk",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
         self._device = device
-        self._lock = _locked(self.folder)
+        self._locks = [_locked(folder) for folder in self.folders]
         self._numbers = itertools.count()
-        self.transfers = Transfers(PageCache(self.folder, direct), link or open_link(device))
-        self._finalizer = finalize_here(self, _remove, self.folder, self._lock)
+        cache = PageCache(self.folders[0], direct, *self.folders[1:])
+        self.transfers = Transfers(cache, link or open_link(device), len(self.folders))
+        self._finalizer = finalize_here(self, _remove_all, self.folders, self._locks)
+
+    @property
+    def folder(self) -> Path:
+        """The first of :attr:`folders`."""
+        return self.folders[0]
+
+    def _striped(self, directories: Sequence[Path], name: str, number: int) -> StoredFile:
+        """The file of that name in these directories, the ``number``-th of its owner."""
+        return StoredFile(
+            tuple(each / name for each in directories), Stripes(len(directories), number % len(directories))
+        )
 
     @property
     def staging_bytes(self) -> int:
@@ -156,19 +174,39 @@ class DiskTier(Tier):
 
     def allocate(self, nbytes: int, label: str, *, cyclic: bool = False) -> Block:
         """A new file of ``nbytes``. It is unlinked with the block; its space is freed with its last mapping."""
-        path = self.folder / f"{next(self._numbers):04d}-{label}"
-        reserve(path, whole_pages(nbytes), nbytes)
-        block = DiskBlock(path, nbytes, self.transfers, cyclic=cyclic)
-        finalize_here(block, Path.unlink, path, True)
+        number = next(self._numbers)
+        file = self._striped(self.folders, f"{number:04d}-{label}", number)
+        made: list[Path] = []
+        try:
+            for path, part in zip(file.paths, file.part_bytes(nbytes), strict=True):
+                reserve(path, whole_pages(part), part)
+                made.append(path)
+            block = DiskBlock(file, nbytes, self.transfers, cyclic=cyclic)
+        except BaseException:
+            for path in made:
+                path.unlink(missing_ok=True)
+            raise
+        finalize_here(block, file.unlink)
         return block
 
     def scratch(self) -> Scratch | None:
-        """An unlinked file."""
-        return DiskScratch(self.name, self.folder, self, self._device)
+        """Unlinked files."""
+        return DiskScratch(self.name, self.folders, self, self._device, self.transfers)
 
     def close(self) -> None:
         """Removes the files; their space is freed with their last mapping."""
         self._finalizer()
+
+
+def _new_folder(root: Path) -> Path:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _remove_stale(root)
+        return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+    except OSError as error:
+        raise OSError(
+            error.errno, f"offload_device must be a directory that can be written to: {error.strerror}", str(root)
+        ) from error
 
 
 def _file_system(path: Path) -> str:
@@ -191,6 +229,11 @@ def _locked(folder: Path) -> int:
     # that of an ended process.
     os.rename(unnamed, folder / "lock")
     return lock
+
+
+def _remove_all(folders: Sequence[Path], locks: Sequence[int]) -> None:
+    for folder, lock in zip(folders, locks, strict=True):
+        _remove(folder, lock)
 
 
 def _remove(folder: Path, lock: int) -> None:

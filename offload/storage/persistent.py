@@ -7,6 +7,9 @@
     directory/home.lock       locked by the model that uses the home
     directory/gradstream-*    removed with the model: gradients, optimizer states, boundaries
 
+A home that is striped over several directories has all of this in each: the files hold the stripes of their directory,
+and their manifests tell which one it is.
+
 With a mesh of processes each rank has such a directory of its own below the one that is given, ``rank0-of-2``. What it
 has opened is compared with what its peers have.
 
@@ -15,7 +18,8 @@ home with any cuts (:mod:`offload.streaming.layer_homes`).
 
 Guarantees
     * Files are adopted only if all are complete, of one home and one generation, closed, and hold the same tensors at
-      the same offsets. They are neither copied nor initialised. Refused files are not changed.
+      the same offsets, in as many directories in the same order. They are neither copied nor initialised. Refused files
+      are not changed.
     * From :meth:`PersistentTier.mark_open`, before the first write, until :meth:`PersistentTier.write_manifests` no
       manifest is clean, so a home that a crash left half written is recognised.
     * Files are overwritten only on request, and only one model at a time uses a home.
@@ -29,7 +33,7 @@ import fcntl
 import os
 import secrets
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,75 +42,30 @@ import torch
 
 from offload.storage.contract import Block
 from offload.storage.disk import DiskBlock, DiskTier, reserve
+from offload.storage.home import DiskHome
 from offload.storage.manifest import (
     RESTORE,
     HomeError,
     Manifest,
+    check_stripes,
     checksum,
     describe,
     digest,
     file_bytes,
     read_description,
     read_manifest,
+    stripes_line,
     write_manifest,
 )
 from offload.storage.peers import Opened, check_peers
+from offload.storage.stripes import StoredFile, named
 from pipe.process import finalize_here
 
-__all__ = ["RANKS", "Contents", "DiskHome", "PersistentTier"]
+__all__ = ["RANKS", "Contents", "PersistentTier"]
 
 _SUFFIX = ".home"
 #: Names of the directories of the ranks of a mesh.
 RANKS = "rank*-of-*"
-
-
-@dataclass(frozen=True)
-class DiskHome(os.PathLike[str]):
-    """A directory as ``offload_device``, with options that a plain path leaves at their defaults.
-
-    Args:
-        directory: created if it does not exist.
-        keep: whether the weights and buffers outlive the model. If the directory holds no home yet, one is created
-            from the layers' values. If it does, the model uses it as it is and reads only the buffers; the layers must
-            then be on the meta device, and may be cut into other shards. With a mesh each rank keeps its part, which as
-            many processes use again. Call ``model.close()`` at the end: a home that
-            was not closed may be incomplete and raises an error. Optimizer states are not stored: a home is no
-            checkpoint (see :func:`~offload.save_checkpoint`).
-        overwrite: with ``keep``, create the home again and remove the one that the directory holds.
-        recover: with ``keep``, accept also a home whose model ended without ``close()``, with a warning. Files, sizes,
-            tensors, offsets and generations are verified as always. Contents are not, since ``close()`` computes their
-            checksums: weights are those of the last update, and shards may belong to different steps if the process
-            ended during one; buffers, and parameters outside of blocks, are those of the last ``close()``, or those
-            that the model was made with. It is also unknown whether a home that was never closed was ever complete, and
-            whether all writes reached the disk if the system crashed.
-        verify: compare the contents with their checksums when a home is opened, which reads all of it once. Manifests,
-            sizes, tensors and generations are always verified.
-        direct: whether files are read and written without the page cache. None: whichever is faster, which depends on
-            their size and the available memory (see :mod:`offload.storage.page_cache`).
-    """
-
-    directory: str | os.PathLike[str]
-    keep: bool = False
-    overwrite: bool = False
-    recover: bool = False
-    verify: bool = True
-    direct: bool | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.directory, (str, os.PathLike)):
-            raise TypeError(f"expected a directory, got {type(self.directory).__name__} (directory={self.directory!r})")
-        for option in ("overwrite", "recover"):
-            if getattr(self, option) and not self.keep:
-                raise ValueError(f"{option}=True is for a persistent home; pass keep=True with it, or leave both")
-        if self.recover and self.overwrite:
-            raise ValueError("recover=True adopts the home that overwrite=True would remove; pass one of them")
-
-    def __fspath__(self) -> str:
-        return os.fspath(self.directory)
-
-    def for_a_copy(self) -> DiskHome:
-        """The home of a copied model: temporary files in the same directory."""
-        return DiskHome(self.directory, direct=self.direct)
 
 
 @dataclass(frozen=True)
@@ -121,6 +80,19 @@ class Contents:
     lines: Sequence[str]
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What one directory holds of one of the contents: a file."""
+
+    #: Indices of the contents and of the directory.
+    place: int
+    directory: int
+    path: Path
+    what: str
+    nbytes: int
+    lines: Sequence[str]
+
+
 class _Phase(enum.Enum):
     CREATING = "new files are removed if the model's constructor fails"
     OPEN = "no manifest is clean"
@@ -131,8 +103,8 @@ class _Phase(enum.Enum):
 class _Usage:
     """The use of a home by one tier, which ends when the tier is closed or collected."""
 
-    directory: Path
-    lock: int
+    directories: Sequence[Path]
+    locks: list[int]
     phase: _Phase = _Phase.CREATING
     created: list[Path] = field(default_factory=list)
 
@@ -141,11 +113,12 @@ class _Usage:
             for path in self.created:
                 with contextlib.suppress(OSError):
                     path.unlink()
-        with contextlib.suppress(OSError):
-            os.close(self.lock)
+        for lock in self.locks:
+            with contextlib.suppress(OSError):
+                os.close(lock)
         if self.phase is _Phase.OPEN:
             warnings.warn(
-                f"the model with the persistent home in {str(self.directory)!r} ended without close(): the home is "
+                f"the model with the persistent home in {named(self.directories)} ended without close(): the home is "
                 f"marked as open, and the next model will refuse it",
                 RuntimeWarning,
                 stacklevel=2,
@@ -166,27 +139,29 @@ class PersistentTier(DiskTier):
     def __init__(
         self, home: DiskHome, device: torch.device, exchange: Callable[[Any], list[Any]] | None = None
     ) -> None:
-        super().__init__(home, device, direct=home.direct)
+        super().__init__(home.directories, device, direct=home.direct)
         self._home = home
         self.recovers = home.recover
         self._exchange = exchange
         #: That of the home when it was opened, the highest of all processes.
         self._generation = 0
-        self._root = Path(home)
         self._contents: list[Contents] = []
-        self._manifests: dict[int, Manifest] = {}
+        #: By the indices of contents and directory.
+        self._manifests: dict[tuple[int, int], Manifest] = {}
         self._number = b""
-        lock = os.open(self._root / "home.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(lock)
-            raise HomeError(
-                f"the home in {str(self._root)!r} is in use by another model, of this process or of another; close() "
-                f"that one first, or use another directory"
-            ) from error
-        self._usage = _Usage(self._root, lock)
+        self._usage = _Usage(self._roots, [])
         self._release_home = finalize_here(self, _Usage.release, self._usage)
+        for root in self._roots:
+            lock = os.open(root / "home.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._usage.locks.append(lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                self._release_home()
+                raise HomeError(
+                    f"the home in {str(root)!r} is in use by another model, of this process or of another; close() "
+                    f"that one first, or use another directory"
+                ) from error
 
     def adopt(self, contents: Sequence[Contents], *, blank: bool) -> bool:
         """Verifies the home in the directory, if there is one; returns whether there is.
@@ -209,58 +184,67 @@ class PersistentTier(DiskTier):
         everybody = self._exchange(mine)
         if error is not None:
             raise error
-        check_peers(mine, everybody, self._root, recover=self._home.recover)
+        check_peers(mine, everybody, self._roots[0], recover=self._home.recover)
         self._number = everybody[0].home
         self._generation = max((generation for other in everybody for generation, _ in other.files), default=0)
         return adopted
 
     def _adopt(self, contents: Sequence[Contents], *, blank: bool) -> bool:
-        found = {path.stem: path for path in sorted(self._root.glob(f"*{_SUFFIX}"))}
+        found = [{path.stem: path for path in sorted(root.glob(f"*{_SUFFIX}"))} for root in self._roots]
         if self._home.overwrite:
-            for path in found.values():
+            for path in (path for files in found for path in files.values()):
                 path.unlink()
-            found = {}
-        if not found:
-            others = sorted(path.parent.name for path in self._root.glob(f"{RANKS}/*{_SUFFIX}"))
-            if others:
-                raise HomeError(
-                    f"{str(self._root)!r} holds the home of a mesh of processes ({others[0]}). Use as many processes, "
-                    f"or load a checkpoint into a home in another directory"
-                )
+            found = [{} for _ in found]
+        if not any(found):
+            for root in self._roots:
+                others = sorted(path.parent.name for path in root.glob(f"{RANKS}/*{_SUFFIX}"))
+                if others:
+                    raise HomeError(
+                        f"{str(root)!r} holds the home of a mesh of processes ({others[0]}). Use as many processes, "
+                        f"or load a checkpoint into a home in another directory"
+                    )
             self._number = secrets.token_bytes(16)
             return False
         if not blank:
+            holding = [root for root, files in zip(self._roots, found, strict=True) if files]
             raise HomeError(
-                f"{str(self._root)!r} holds a home already, and the layers have values, too. Build the layers on the "
+                f"{named(holding)} holds a home already, and the layers have values, too. Build the layers on the "
                 f"meta device (and without pretrained=) to adopt the home; or replace it with "
                 f"DiskHome(..., overwrite=True); or use another directory"
             )
-        wanted = {part.stem: (place, part) for place, part in enumerate(contents) if part.nbytes}
-        for stem, path in found.items():
+        wanted = {part.stem: place for place, part in enumerate(contents) if part.nbytes}
+        for stem, path in ((stem, path) for files in found for stem, path in files.items()):
             if stem not in wanted:
                 read_manifest(path, stem)  # raises for files of another format version
                 raise HomeError(
                     f"{path}: unexpected file in a home of {', '.join(wanted) or 'no tensors'}. Pass the layers that "
                     f"the home was created with, or use another directory"
                 )
-        for stem, (_, part) in wanted.items():
-            if stem not in found:
-                raise HomeError(f"{self._path(part)} ({part.what}): expected a file, there is none. {RESTORE}")
-        for place, part in wanted.values():
-            self._manifests[place] = self._checked(place, part, len(contents))
+        parts = [part for place in wanted.values() for part in self._parts(place)]
+        for part in parts:
+            if contents[part.place].stem not in found[part.directory]:
+                if not found[part.directory]:
+                    raise HomeError(
+                        f"{str(self._roots[part.directory])!r} holds no part of a home, but the directories beside it "
+                        f"do. Pass the directories that the home was created with, on disks that are mounted; or "
+                        f"create it again with DiskHome(..., overwrite=True)"
+                    )
+                raise HomeError(f"{part.path} ({part.what}): expected a file, there is none. {RESTORE}")
+        for part in parts:
+            self._manifests[part.place, part.directory] = self._checked(part, len(contents))
         first = next(iter(self._manifests.values()))
-        for place, manifest in self._manifests.items():
+        for part in parts:
+            manifest = self._manifests[part.place, part.directory]
             if not self._belong_together(first, manifest):
-                part = contents[place]
                 raise HomeError(
-                    f"{self._path(part)} ({part.what}): expected generation {first.generation} of home "
+                    f"{part.path} ({part.what}): expected generation {first.generation} of home "
                     f"{first.home.hex()[:8]}, got generation {manifest.generation} of home {manifest.home.hex()[:8]}: "
                     f"the files were not written together. {RESTORE}"
                 )
-        partial = [contents[place].what for place, manifest in self._manifests.items() if not manifest.clean]
-        if partial:
+        closed = [part for part in parts if self._manifests[part.place, part.directory].clean]
+        if partial := dict.fromkeys(part.what for part in parts if part not in closed):
             warnings.warn(
-                f"recovering the home in {str(self._root)!r}, whose model ended without close(): the contents of "
+                f"recovering the home in {named(self._roots)}, whose model ended without close(): the contents of "
                 f"{', '.join(partial)} cannot be verified. Shards may be of different steps, and buffers are those of "
                 f"the last close(), with parameters outside of blocks; compare with a checkpoint or an evaluation "
                 f"before you continue",
@@ -268,13 +252,24 @@ class PersistentTier(DiskTier):
                 stacklevel=2,
             )
         if self._home.verify:
-            for place, manifest in self._manifests.items():
-                if not manifest.clean:
-                    continue  # its checksum is that of the last close()
-                path, part = self._path(contents[place]), contents[place]
-                if checksum(path, part.nbytes, self.transfers) != manifest.contents_digest:
-                    raise HomeError(f"{path} ({part.what}): the contents do not match their checksum. {RESTORE}")
+            # The checksum of one that was not closed is that of the last close().
+            for part, found_digest in self._checksums(closed):
+                if found_digest != self._manifests[part.place, part.directory].contents_digest:
+                    raise HomeError(f"{part.path} ({part.what}): the contents do not match their checksum. {RESTORE}")
         return True
+
+    def _checksums(self, parts: Sequence[_Part]) -> Iterator[tuple[_Part, bytes]]:
+        """Reads parts, those of different directories at once."""
+        for place in dict.fromkeys(part.place for part in parts):
+            together = [part for part in parts if part.place == place]
+
+            def summed(part: _Part, sharers: int = len(together)) -> bytes:
+                return checksum(part.path, part.nbytes, self.transfers, sharers)
+
+            if len(together) == 1:
+                yield together[0], summed(together[0])
+            else:
+                yield from zip(together, self.transfers.map_parallel(summed, together), strict=True)
 
     def _belong_together(self, first: Manifest, other: Manifest) -> bool:
         if first.home != other.home:
@@ -285,8 +280,8 @@ class PersistentTier(DiskTier):
         opened, shut = sorted((first, other), key=lambda manifest: -manifest.generation)
         return self._home.recover and shut.clean and not opened.clean and opened.generation == shut.generation + 1
 
-    def _checked(self, place: int, part: Contents, places: int) -> Manifest:
-        path = self._path(part)
+    def _checked(self, part: _Part, places: int) -> Manifest:
+        place, path = part.place, part.path
         where = f"{path} ({part.what})"
         manifest = read_manifest(path, part.what)
         if manifest.places != places:
@@ -302,6 +297,7 @@ class PersistentTier(DiskTier):
         expected, got = describe(part.lines), read_description(path, manifest)
         if digest(got) != manifest.description_digest:
             raise HomeError(f"{where}: the description of the tensors does not match its checksum. {RESTORE}")
+        check_stripes(path, expected, got)
         if got != expected or manifest.contents_bytes != part.nbytes:
             raise HomeError(
                 f"{where}: expected {_difference(expected, got)}. Pass the layers that the home was created with, or "
@@ -309,8 +305,17 @@ class PersistentTier(DiskTier):
             )
         return manifest
 
-    def _path(self, part: Contents) -> Path:
-        return self._root / f"{part.stem}{_SUFFIX}"
+    def _parts(self, place: int) -> list[_Part]:
+        """The files of the contents with this index, one in each directory."""
+        contents, file = self._contents[place], self._file(place)
+        lines = [[*stripes_line(file.stripes, k), *contents.lines] for k in range(len(file.paths))]
+        return [
+            _Part(place, k, path, contents.what, nbytes, lines[k])
+            for k, (path, nbytes) in enumerate(zip(file.paths, file.part_bytes(contents.nbytes), strict=True))
+        ]
+
+    def _file(self, place: int) -> StoredFile:
+        return self._striped(self._roots, f"{self._contents[place].stem}{_SUFFIX}", place)
 
     def weights(self, nbytes: int) -> Block:
         """The file of the weights, the first of the contents."""
@@ -318,36 +323,37 @@ class PersistentTier(DiskTier):
 
     def file(self, place: int, nbytes: int) -> Block:
         """The file of the contents with this index."""
-        part = self._contents[place]
-        assert part.nbytes == nbytes, f"{part.what}: {nbytes:,} bytes, described as {part.nbytes:,}"
-        path = self._path(part)
-        if place not in self._manifests:
+        contents = self._contents[place]
+        assert contents.nbytes == nbytes, f"{contents.what}: {nbytes:,} bytes, described as {contents.nbytes:,}"
+        for part in self._parts(place):
+            if (place, part.directory) in self._manifests:
+                continue
             description = describe(part.lines)
-            self._usage.created.append(path)
-            reserve(path, file_bytes(nbytes, len(description)), nbytes)
+            self._usage.created.append(part.path)
+            reserve(part.path, file_bytes(part.nbytes, len(description)), part.nbytes)
             blank = Manifest(
                 place=place,
                 places=len(self._contents),
                 clean=False,
-                contents_bytes=nbytes,
+                contents_bytes=part.nbytes,
                 description_bytes=len(description),
                 generation=1,
                 home=self._number,
                 description_digest=digest(description),
                 contents_digest=bytes(32),
             )
-            write_manifest(path, blank, description)
-            self._manifests[place] = blank
-        return DiskBlock(path, nbytes, self.transfers)
+            write_manifest(part.path, blank, description)
+            self._manifests[place, part.directory] = blank
+        return DiskBlock(self._file(place), nbytes, self.transfers)
 
     def mark_open(self) -> None:
         """Marks all manifests as not clean, before the contents change: the model is constructed."""
         if not self._usage.created:
             generations = (manifest.generation for manifest in self._manifests.values())
             generation = 1 + max(generations, default=0) if self._exchange is None else 1 + self._generation
-            for place, manifest in self._manifests.items():
-                self._manifests[place] = replace(manifest, clean=False, generation=generation)
-                write_manifest(self._path(self._contents[place]), self._manifests[place])
+            for (place, directory), manifest in self._manifests.items():
+                opened = self._manifests[place, directory] = replace(manifest, clean=False, generation=generation)
+                write_manifest(self._file(place).paths[directory], opened)
         self._usage.phase = _Phase.OPEN
 
     def write_manifests(self) -> None:
@@ -357,14 +363,12 @@ class PersistentTier(DiskTier):
         """
         if self._usage.phase is _Phase.CLOSED:
             return
-        sums = {
-            place: checksum(self._path(part), part.nbytes, self.transfers)
-            for place, part in enumerate(self._contents)
-            if part.nbytes
-        }
-        for place, contents_digest in sums.items():
-            self._manifests[place] = replace(self._manifests[place], clean=True, contents_digest=contents_digest)
-            write_manifest(self._path(self._contents[place]), self._manifests[place])
+        places = [place for place, contents in enumerate(self._contents) if contents.nbytes]
+        parts = [part for place in places for part in self._parts(place)]
+        for part, contents_digest in list(self._checksums(parts)):
+            key = part.place, part.directory
+            self._manifests[key] = replace(self._manifests[key], clean=True, contents_digest=contents_digest)
+            write_manifest(part.path, self._manifests[key])
         self._usage.phase = _Phase.CLOSED
         self._release_home()
 

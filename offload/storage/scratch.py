@@ -1,10 +1,11 @@
-"""Stores boundaries on disk, in an unlinked file, which the system removes however the process ends."""
+"""Stores boundaries on disk, in unlinked files, which the system removes however the process ends."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from offload.storage.buffer import view_memory
 from offload.storage.contract import Scratch, bytes_of
-from offload.storage.transfer import move_all
+from offload.storage.stripes import Extent, Stripes
+from offload.storage.transfer import Transfers, move_all
 
 __all__ = ["DiskScratch"]
 
@@ -33,24 +35,51 @@ class _Ticket(NamedTuple):
 
 
 class DiskScratch(Scratch):
-    """Boundaries in one unlinked file."""
+    """Boundaries in one unlinked file of each folder, over which their bytes are dealt."""
 
-    def __init__(self, name: str, folder: Path, folder_owner: object, device: torch.device) -> None:
+    def __init__(
+        self, name: str, folders: Sequence[Path], folder_owner: object, device: torch.device, transfers: Transfers
+    ) -> None:
         self.name = name
-        self._folder = folder
-        self._folder_owner = folder_owner  # keeps the folder until the file is open
+        self._folders = folders
+        self._folder_owner = folder_owner  # keeps the folders until the files are open
         self._device = device
-        self._opened: int | None = None
+        self._transfers = transfers
+        self._stripes = Stripes(len(folders))
+        self._opened: list[int] = []
         self._file_bytes = 0
         self._free: dict[int, list[int]] = {}
 
-    @property
-    def _fd(self) -> int:
-        if self._opened is None:  # at first use: most steps keep their boundaries in memory
-            self._opened, path = tempfile.mkstemp(prefix="boundaries-", dir=self._folder)
-            os.unlink(path)
-            self._finalizer = weakref.finalize(self, os.close, self._opened)
-        return self._opened
+    def _open(self) -> None:
+        """Opens the files, at first use: most steps keep their boundaries in memory."""
+        opened: list[int] = []
+        finalizer = weakref.finalize(self, _close, opened)
+        try:
+            for folder in self._folders:
+                fd, path = tempfile.mkstemp(prefix="boundaries-", dir=folder)
+                opened.append(fd)
+                os.unlink(path)
+        except BaseException:
+            finalizer()
+            raise
+        self._opened, self._finalizer = opened, finalizer
+
+    def _move(self, call: Callable[..., int], data: Tensor, offset: int) -> None:
+        if not self._opened:
+            self._open()
+        memory = view_memory(data)
+
+        def move(extent: Extent) -> None:
+            part = memory[extent.begin - offset : extent.end - offset]
+            # Boundaries of a single directory name none: there is no other.
+            what = f"boundary file in {self._folders[extent.file].parent}" if len(self._opened) > 1 else "boundary file"
+            move_all(call, self._opened[extent.file], part, extent.begin + extent.shift, what)
+
+        extents = list(self._stripes.extents(offset, offset + data.numel()))
+        if len(extents) == 1:
+            move(extents[0])
+        else:
+            self._transfers.map_parallel(move, extents)
 
     def store(self, tensor: Tensor) -> object:
         """Writes a tensor, into released space of the same size if there is any."""
@@ -64,7 +93,7 @@ class DiskScratch(Scratch):
         if offset == self._file_bytes:
             self._file_bytes += nbytes
         if nbytes:
-            move_all(os.pwritev, self._fd, view_memory(data), offset, "boundary file")
+            self._move(os.pwritev, data, offset)
         return _Ticket(offset, nbytes, tuple(tensor.size()), stride, tensor.dtype)
 
     def fetch(self, ticket: object) -> Tensor:
@@ -72,7 +101,7 @@ class DiskScratch(Scratch):
         assert isinstance(ticket, _Ticket)
         tensor = torch.empty_strided(ticket.size, ticket.stride, dtype=ticket.dtype)
         if ticket.nbytes:
-            move_all(os.preadv, self._fd, view_memory(bytes_of(tensor)), ticket.offset, "boundary file")
+            self._move(os.preadv, bytes_of(tensor), ticket.offset)
         return tensor.to(self._device)
 
     def release(self, ticket: object) -> None:
@@ -81,6 +110,11 @@ class DiskScratch(Scratch):
         self._free.setdefault(ticket.nbytes, []).append(ticket.offset)
 
     def close(self) -> None:
-        """Removes the file."""
-        if self._opened is not None:
+        """Removes the files."""
+        if self._opened:
             self._finalizer()
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

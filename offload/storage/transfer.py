@@ -1,7 +1,8 @@
 """Reads and writes files in concurrent pieces, through the page cache or with direct I/O.
 
-Each transfer is split at multiples of a fixed size (:data:`UNSTAGED` or :data:`STAGED`). Direct I/O moves whole pages
-only, so an incomplete first or last page uses the page cache; the kernel keeps both coherent. ::
+Each transfer is split at multiples of a fixed size (:data:`UNSTAGED` or :data:`STAGED`), and at the ends of stripes
+where a file is dealt over several disks, which transfer at once. Direct I/O moves whole pages only, so an incomplete
+first or last page uses the page cache; the kernel keeps both coherent. ::
 
     host memory, address and offset aligned alike    file <--> memory, no copy
     host memory, not aligned                         file <--> buffer <--> memory
@@ -31,16 +32,18 @@ from torch import Tensor
 from offload.storage.buffer import PAGE_BYTES, view_memory
 from offload.storage.page_cache import CacheUsage, PageCache
 from offload.storage.staging import Fence, Link, Staging
+from offload.storage.stripes import Extent, StoredFile
 from pipe.threads import Future, Threads
 
 __all__ = ["STAGED", "UNSTAGED", "TransferLimits", "Transfers", "move_all"]
 
+P = TypeVar("P")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class TransferLimits:
-    """Bytes of a request, and concurrent requests."""
+    """Bytes of a request, and concurrent requests to one disk."""
 
     piece_bytes: int
     in_flight: int
@@ -75,35 +78,35 @@ def _moved(call: Callable[..., int], fd: int, memory: memoryview, offset: int, p
 
 @dataclass(frozen=True)
 class _Piece:
-    """Bytes ``[begin, end)`` of a file."""
+    """Bytes of a file."""
 
-    begin: int
-    end: int
+    extent: Extent
     direct: bool
 
 
-def _pieces(begin: int, end: int, piece_bytes: int, *, direct: bool) -> Iterator[_Piece]:
+def _pieces(extent: Extent, piece_bytes: int, *, direct: bool) -> Iterator[_Piece]:
     """Splits a transfer."""
+    _, begin, end, _ = extent
     first = min(end, -(-begin // PAGE_BYTES) * PAGE_BYTES) if direct else begin
     last = max(first, end // PAGE_BYTES * PAGE_BYTES) if direct else end
     if begin < first:
-        yield _Piece(begin, first, False)
+        yield _Piece(extent._replace(end=first), False)
     while first < last:
         until = min(last, (first // piece_bytes + 1) * piece_bytes)
-        yield _Piece(first, until, direct)
+        yield _Piece(extent._replace(begin=first, end=until), direct)
         first = until
     if last < end:
-        yield _Piece(last, end, False)
+        yield _Piece(extent._replace(begin=last), False)
 
 
 class Transfers:
-    """Reads and writes the files of one tier."""
+    """Reads and writes the files of one tier, which are dealt over ``disks`` directories."""
 
-    def __init__(self, cache: PageCache, link: Link) -> None:
+    def __init__(self, cache: PageCache, link: Link, disks: int = 1) -> None:
         self.cache = cache
         self._staged = STAGED
         self.staging = Staging(link, STAGED.in_flight, STAGED.piece_bytes)
-        self._io_threads = Threads(max(STAGED.in_flight, UNSTAGED.in_flight) - 1, "offload-io")
+        self._io_threads = Threads(disks * max(STAGED.in_flight, UNSTAGED.in_flight) - 1, "offload-io")
 
     def limit_staging(self, nbytes: int) -> None:
         """Makes all staging buffers together take at most ``nbytes``, or few pages; before the first transfer."""
@@ -111,18 +114,18 @@ class Transfers:
         self._staged = TransferLimits(min(max(piece, DIRECT_LEAST_BYTES), STAGED.piece_bytes), STAGED.in_flight)
         self.staging = Staging(self.staging.link, STAGED.in_flight, self._staged.piece_bytes)
 
-    def read(self, path: Path, destination: Tensor, offset: int, usage: CacheUsage | None = None) -> None:
+    def read(self, file: Path | StoredFile, destination: Tensor, offset: int, usage: CacheUsage | None = None) -> None:
         """Fills ``destination`` (flat, uint8) with the bytes of a file from ``offset`` on.
 
         Raises FileNotFoundError if the file was removed, another OSError if it cannot be read or is too short.
         """
-        self._move(path, destination, offset, usage, write=False)
+        self._move(file, destination, offset, usage, write=False)
 
-    def write(self, path: Path, source: Tensor, offset: int, usage: CacheUsage | None = None) -> None:
+    def write(self, file: Path | StoredFile, source: Tensor, offset: int, usage: CacheUsage | None = None) -> None:
         """Writes ``source`` (flat, uint8) to a file, from ``offset`` on; raises as :meth:`read` does."""
-        self._move(path, source, offset, usage, write=True)
+        self._move(file, source, offset, usage, write=True)
 
-    def map_parallel(self, work: Callable[[memoryview], T], parts: Sequence[memoryview]) -> list[T]:
+    def map_parallel(self, work: Callable[[P], T], parts: Sequence[P]) -> list[T]:
         """Calls ``work`` on all parts concurrently; returns the results in the order of the parts."""
         jobs = [self._io_threads.offer(partial(work, part)) for part in parts]
         try:
@@ -131,33 +134,44 @@ class Transfers:
             for job in jobs:
                 job.cancel()
 
-    def _move(self, path: Path, tensor: Tensor, offset: int, usage: CacheUsage | None, *, write: bool) -> None:
+    def _move(
+        self, file: Path | StoredFile, tensor: Tensor, offset: int, usage: CacheUsage | None, *, write: bool
+    ) -> None:
         nbytes = tensor.numel()
         if not nbytes:
             return
+        file = file if isinstance(file, StoredFile) else StoredFile((file,))
         on_device = self.staging.link.is_on_device(tensor)
         direct = nbytes >= DIRECT_LEAST_BYTES and self.cache.direct(usage)
         staged = on_device or (direct and (tensor.data_ptr() - offset) % PAGE_BYTES != 0)
         limits = self._staged if staged else UNSTAGED
-        pieces = [_Piece(offset, offset + nbytes, False)]
+        extents = list(file.extents(offset, offset + nbytes))
+        pieces = [_Piece(extent, False) for extent in extents]
         if direct or on_device:  # the page cache needs one call only
-            pieces = list(_pieces(offset, offset + nbytes, limits.piece_bytes, direct=direct))
+            pieces = [piece for extent in extents for piece in _pieces(extent, limits.piece_bytes, direct=direct)]
         # The caller moves a single piece itself: waking a thread takes longer than reading the pages of a bias.
         io_threads = self._io_threads if len(pieces) > 1 else None
+        used = dict.fromkeys(extent.file for extent in extents)
+        in_flight = limits.in_flight * len(used)
         pending: deque[_PieceTransfer] = deque()
         with contextlib.ExitStack() as stack:
-            cached = stack.enter_context(_opened(path))
-            uncached = stack.enter_context(_opened(path, os.O_DIRECT)) if direct else cached
+            descriptors: dict[int, tuple[int, int]] = {}
+            for index in used:
+                path = file.paths[index]
+                cached = stack.enter_context(_opened(path))
+                descriptors[index] = cached, stack.enter_context(_opened(path, os.O_DIRECT)) if direct else cached
             try:
                 for piece in pieces:
-                    part = tensor[piece.begin - offset : piece.end - offset]
+                    part = tensor[piece.extent.begin - offset : piece.extent.end - offset]
                     buffer = None
                     if on_device or (staged and piece.direct):
                         while (buffer := self.staging.acquire_buffer(wait=not pending)) is None:
                             pending.popleft().complete()
                     pending.append(_PieceTransfer(self.staging, part, buffer, on_device=on_device, write=write))
-                    pending[-1].start(io_threads, partial(_move_piece, path, cached, uncached, piece, write))
-                    if len(pending) == limits.in_flight:
+                    index = piece.extent.file
+                    move = partial(_move_piece, file.paths[index], *descriptors[index], piece, write)
+                    pending[-1].start(io_threads, move)
+                    if len(pending) == in_flight:
                         pending.popleft().complete()
                 while pending:
                     pending.popleft().complete()
@@ -169,7 +183,7 @@ class Transfers:
 
 
 def _move_piece(path: Path, cached: int, uncached: int, piece: _Piece, write: bool, memory: memoryview) -> None:
-    call, begin = os.pwritev if write else os.preadv, piece.begin
+    call, begin = os.pwritev if write else os.preadv, piece.extent.begin + piece.extent.shift
     if piece.direct:
         # A direct call moves less only at the end of the file, where move_all raises.
         moved = _moved(call, uncached, memory, begin, path)

@@ -27,6 +27,7 @@ from offload.streaming.lane import Arrival, CopyLane, error_context
 from offload.streaming.optimizers import Optimizers
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
+from offload.streaming.stored_gradients import set_gradient
 from offload.telemetry.statistics import Meter
 
 if TYPE_CHECKING:
@@ -70,6 +71,14 @@ class GradientOffload:
         """
         self._updater = None if drop_others else self.optimizers.in_backward
         self._updates = self._updater is not None and self._updater.begin(waiting)
+        owned = {s.parameter for shard in self._shards for s in shard.formed} if to_return else set()
+        if not owned.isdisjoint(to_return):
+            self._end_backward(failed=True)
+            raise RuntimeError(
+                "gradients of parameters with gradient hooks, and those that torch.autograd.grad returns, have the "
+                "parameter's type, which is bfloat16 with store_dtype=: they would be rounded. Remove the hooks, or "
+                "make the model without store_dtype"
+            )
         if self._updates and to_return:
             self._end_backward(failed=True)
             raise RuntimeError(
@@ -209,21 +218,22 @@ class GradientOffload:
         in_memory = self._stays_in_memory(owner)
         if gradient.is_sparse or (stored is not None and stored.is_sparse):
             moved = gradient.to(parameter.device)
-            parameter.grad = moved if stored is None else stored + moved
+            set_gradient(parameter, moved if stored is None else stored + moved)
         elif stored is not None:
             yield partial(_add, stored, gradient)
-        elif in_memory and gradient.device == parameter.device and gradient.dtype == parameter.dtype:
-            parameter.grad = gradient
+        elif in_memory and gradient.device == parameter.device and gradient.dtype == s.full_dtype:
+            set_gradient(parameter, gradient)
             # Nothing is copied beside layers that use the shard in place: ``step()`` computes these norms.
             if norms and not owner.in_place:
                 yield lambda: gradient
         elif in_memory and owner.blocking_io:
-            parameter.grad = torch.empty_strided(parameter.shape, s.stride, dtype=parameter.dtype)
-            yield partial(_convert, parameter.grad, gradient)
+            place = torch.empty_strided(parameter.shape, s.stride, dtype=s.full_dtype)
+            set_gradient(parameter, place)
+            yield partial(_convert, place, gradient)
         else:
             block, offset, view = owner.gradient_home(s)
-            parameter.grad = view
-            if gradient.stride() == s.stride and gradient.dtype == parameter.dtype:
+            set_gradient(parameter, view)
+            if gradient.stride() == s.stride and gradient.dtype == s.full_dtype:
                 yield partial(_store, block, offset, gradient)
             else:
                 yield partial(_convert, view, gradient)
@@ -243,7 +253,7 @@ class GradientOffload:
             for s in other.own
             if s.parameter.requires_grad and other.blocking_io
         )
-        return sum(s.nbytes for s in before) <= most
+        return sum(s.full_nbytes for s in before) <= most
 
 
 def _nbytes(gradients: Iterable[Tensor]) -> int:

@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Callable
 
-__all__ = ["KEEP_BYTES", "LEAST_BYTES", "Heap", "HeapBound", "anonymous_bytes", "return_freed_memory"]
+__all__ = ["KEEP_BYTES", "LEAST_BYTES", "Heap", "anonymous_bytes", "return_freed_memory"]
 
 #: Growth of the process beyond its earlier need after which free memory is returned.
 KEEP_BYTES: int | None = 512 << 20
@@ -99,6 +99,10 @@ LEAST_BYTES = 4 << 20
 class Heap:
     """Bounds the free heap memory of the process, for one model that computes on the CPU.
 
+    Free memory is returned when the process has grown. While a step runs whose memory is predicted, it is also returned
+    before a cell that could exceed the limit with it: what a cell allocates may not fit into the gaps of what was freed
+    before it, so in the worst case these stay beside it. At all other times it is kept for reuse.
+
     Args:
         budget_bytes: of the model, if any.
     """
@@ -106,10 +110,20 @@ class Heap:
     def __init__(self, budget_bytes: int | None = None) -> None:
         self._needed: int | None = None
         self._most = math.inf if budget_bytes is None else max(int(budget_bytes * BUDGET_SHARE), LEAST_BYTES)
+        #: Bytes of the process that are none of the model's; None before they were measured.
+        self._others: int | None = None
+        #: Bytes of the process that the allocator does not manage.
+        self._unmanaged = 0
 
     def allow(self, nbytes: int) -> None:
         """Sets how much free memory may be kept."""
         self._most = max(nbytes, LEAST_BYTES)
+
+    def trim(self) -> None:
+        """Returns free memory; takes milliseconds."""
+        return_freed_memory()
+        self._needed = anonymous_bytes()
+        self._unmanaged = self._needed - (_allocated_bytes() or 0)
 
     def trim_if_grown(self) -> None:
         """Called after much was freed: trims the heap if it has grown. Usually takes microseconds."""
@@ -117,44 +131,25 @@ class Heap:
             return
         held = anonymous_bytes()
         if self._needed is not None and held > self._needed + min(KEEP_BYTES, self._most):
-            return_freed_memory()
-            self._needed = anonymous_bytes()
+            self.trim()
         elif self._needed is None or held < self._needed:
             self._needed = held
 
-
-class HeapBound:
-    """Bounds the memory of the process while a step runs whose memory is predicted.
-
-    What a cell allocates may not fit into the gaps of what was freed before it, so in the worst case these stay beside
-    it. Free memory is returned before a cell that could exceed the bound so, and kept for reuse at all other times.
-    """
-
-    def __init__(self) -> None:
-        #: Bytes of the process that are none of the model's; None before they were measured.
-        self._others: int | None = None
-        #: Bytes of the process that the allocator does not manage.
-        self._unmanaged = 0
-
     def measure_others(self, held: int) -> None:
         """Measures what the process holds besides the ``held`` bytes of the model, without free memory."""
-        self._return()
+        self.trim()
         self._others = anonymous_bytes() - held
-
-    def _return(self) -> None:
-        return_freed_memory()
-        self._unmanaged = anonymous_bytes() - (_allocated_bytes() or 0)
 
     def held(self) -> int | None:
         """Bytes that the model holds now, with free memory; None before the others were measured."""
         return None if self._others is None else anonymous_bytes() - self._others
 
     def make_room(self, there: int, rise: int, limit_bytes: int) -> None:
-        """Returns free memory if ``rise`` more bytes could exceed the limit where ``there`` are predicted now."""
+        """Trims the heap if ``rise`` more bytes could exceed the limit where ``there`` are predicted now."""
         held = self.held()
         if held is None or held + rise <= limit_bytes:
             return
         allocated = _allocated_bytes()
         free = held - there if allocated is None else anonymous_bytes() - allocated - self._unmanaged
         if free >= LEAST_BYTES // 4:
-            self._return()
+            self.trim()

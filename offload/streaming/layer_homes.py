@@ -19,17 +19,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from offload.planning.partition import aligned
 from offload.storage import Block, Tier
-from offload.storage.buffer import PAGE_BYTES, whole_pages
+from offload.storage.buffer import PAGE_BYTES, empty_on_host, whole_pages
 from offload.streaming.materialize import Materializer, Values
 from offload.streaming.quantised import StoredTensor, stored_tensors
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice, layout
+from offload.streaming.stored_gradients import set_gradient
+from offload.streaming.stored_values import note_owner
+from offload.streaming.weight_forms import WeightForm
 
 __all__ = ["LayerHomes", "LayerLayout", "make_shards"]
 
@@ -84,6 +88,8 @@ class LayerHomes:
     weights: Block | None
     #: The owner of parameters that all shards borrow.
     resident: Shard | None = None
+    #: The lower halves of all weights, at the offsets of the upper ones, if the form of the weights has them.
+    lower: Block | None = None
     #: The places in :attr:`weights` of the parameters of each layer that the layers before it do not have.
     places: list[list[Slice]] = field(default_factory=list)
 
@@ -99,11 +105,13 @@ class LayerHomes:
             assert self.weights is not None
             begin, end = places[0].offset, places[-1].offset + aligned(places[-1].nbytes)
             shard.home = self.weights.part(begin, end - begin)
+            shard.lower = None if self.lower is None else self.lower.part(begin, end - begin)
             shard.own = [replace(s, offset=s.offset - begin) for s in places]
         stored.update((s.parameter, (shard, s)) for s in shard.own)
         used = [each.parameter for each in stored_tensors(part)]
         shard.loans = [stored[p] for p in used if stored[p][0] is not shard]
         shard.slices, shard.slot_bytes = self._in_slot(shard)
+        note_owner(shard)
         return shard
 
     def _in_slot(self, shard: Shard) -> tuple[list[Slice], int]:
@@ -129,6 +137,35 @@ class LayerHomes:
             first += count
 
 
+class FormedWeights:
+    """The parameters of a new shard that are stored in a form: initialised in memory of their own, then stored."""
+
+    def __init__(self, shard: Shard, materializer: Materializer) -> None:
+        self._stored = [(shard, s) for s in shard.formed if not materializer.is_in_place(s.parameter)]
+        for _, s in self._stored:
+            p = s.parameter
+            if not (materializer.has_values(p) or materializer.is_empty(p)):
+                p.data = empty_on_host(p)  # what a file replaces is still needed if the construction fails
+        for owner, s in shard.loans:
+            if s.form is not None and not materializer.idle:  # a module may initialise a tied parameter again
+                s.point_to(owner.values(s))
+                self._stored.append((owner, s))
+        for s in shard.formed:
+            if materializer.is_in_place(s.parameter):
+                s.point_to(shard.home_view(s))
+
+    def store(self) -> None:
+        """Stores the values that the parameters have now."""
+        for owner, s in self._stored:
+            owner.set_values(s, s.parameter.detach())
+            gradient, s.parameter.grad = s.parameter.grad, None
+            home = owner.home_view(s)
+            s.point_to(home)
+            set_gradient(s.parameter, None if gradient is None else gradient.to(home.device))
+        for owner in dict.fromkeys(owner for owner, _ in self._stored):
+            owner.seal()
+
+
 def make_shards(
     layers: Sequence[tuple[str, nn.Module]],
     cuts: Sequence[int],
@@ -136,36 +173,44 @@ def make_shards(
     dtype: torch.dtype | None = None,
     values: Mapping[Tensor, Values] | None = None,
     resident: Shard | None = None,
+    form: WeightForm | None = None,
 ) -> tuple[list[Shard], LayerHomes]:
     """Moves the parameters of layers to storage, in shards of ``cuts`` layers, one shard after the other.
 
     Layers on the meta device are materialized. ``values`` are sources of parameters and buffers, if not the layers
-    themselves. ``dtype`` is that of floating-point parameters in slots; storage keeps the parameter's own. ``resident``
-    owns parameters that all shards borrow.
+    themselves. ``dtype`` is that of floating-point parameters in slots; storage keeps the parameter's own, or has those
+    of ``form``. ``resident`` owns parameters that all shards borrow.
     """
     materializer = Materializer(values)
     elsewhere = [] if resident is None else [s.parameter for s in resident.own]
-    whole = LayerLayout(elsewhere)
+    pack = partial(layout, form=form)
+    whole = LayerLayout(elsewhere, pack)
     for name, layer in layers:
         whole.add(name, layer)
     homes = LayerHomes(layers, tier, dtype, tier.weights(whole.nbytes) if whole.nbytes else None, resident)
+    if form is not None and form.exact and whole.nbytes:
+        homes.lower = tier.allocate(whole.nbytes, "lower-halves")
     shards: list[Shard] = []
     stored = homes.lent()
-    first, places = 0, LayerLayout(elsewhere)  # again, since parameters on the meta device are replaced
+    first, places = 0, LayerLayout(elsewhere, pack)  # again, since parameters on the meta device are replaced
     for index, count in enumerate(cuts):
         part = layers[first : first + count]
         for name, layer in part:
             materializer.allocate(name, layer)
         homes.places += [places.add(name, layer) for name, layer in part]
         shard = homes.shard(index, first, count, stored)
+        formed = FormedWeights(shard, materializer)
         for s in shard.own:
             home = shard.home_view(s)
+            if s.form is not None:
+                continue
             if materializer.has_values(s.parameter):
                 home.copy_(s.parameter.detach())
             s.point_to(home)
             if s.parameter.grad is not None:
                 s.parameter.grad = s.parameter.grad.to(home.device)
         materializer.fill()
+        formed.store()
         shards.append(shard)
         first += count
     if homes.weights is not None:

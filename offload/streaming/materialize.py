@@ -80,6 +80,15 @@ class Materializer:
         """Whether storage holds a parameter's values already."""
         return isinstance(self._stored.get(parameter), InPlace)
 
+    def is_empty(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter has memory that was never written."""
+        return parameter in self._empty
+
+    @property
+    def idle(self) -> bool:
+        """Whether :meth:`fill` has nothing to do."""
+        return not (self._uninitialised or self._unread)
+
     def fill(self) -> None:
         """Initialises or reads the parameters of the layers so far, which are in storage now.
 

@@ -57,6 +57,9 @@ class Move:
     tier: Tier
     #: The file of a home that moves to memory.
     file: Block | None
+    #: The same of the lower halves of weights.
+    lower: Block | None
+    lower_file: Block | None
     gradient_regions: list[GradientRegion]
     #: The tensors that move.
     tensors: list[NewMemory]
@@ -67,6 +70,7 @@ class Move:
         """Ends the move. Idempotent."""
         shard = self.shard
         shard.home, shard.tier, shard.file = self.home, self.tier, self.file
+        shard.lower, shard.lower_file = self.lower, self.lower_file
         shard.gradient_regions = self.gradient_regions
         for tensor, memory in self.tensors:
             tensor.data = memory
@@ -108,13 +112,10 @@ def _is_in_use(shard: Shard, optimizers: Optimizers) -> bool:
 def prepare_move(shard: Shard, tier: Tier, optimizers: Optimizers) -> Move:
     """Copies a shard to another storage."""
     assert shard.home is not None
-    if tier.blocking_io:
-        assert shard.file is not None
-        home, file = shard.file, None
-        home.write(shard.home.tensor, 0)
-    else:
-        home, file = tier.allocate(shard.home.nbytes, f"shard{shard.index}-weights"), shard.home
-        file.read_into(home.tensor)
+    home, file = _moved(shard.home, shard.file, tier, f"shard{shard.index}-weights")
+    lower = lower_file = None
+    if shard.lower is not None:
+        lower, lower_file = _moved(shard.lower, shard.lower_file, tier, f"shard{shard.index}-lower-halves")
     tensors: list[NewMemory] = [(t, s.view(home.tensor)) for s in shard.own for t in (s.parameter, *s.aliases)]
     regions, moved = _moved_gradients(shard, tier)
     tensors += moved
@@ -123,7 +124,18 @@ def prepare_move(shard: Shard, tier: Tier, optimizers: Optimizers) -> Move:
         states, commit = optimizer.prepare_move(shard, tier, home)
         tensors += states
         commits.append(commit)
-    return Move(shard, home, tier, file, regions, tensors, commits)
+    return Move(shard, home, tier, file, lower, lower_file, regions, tensors, commits)
+
+
+def _moved(block: Block, file: Block | None, tier: Tier, label: str) -> tuple[Block, Block | None]:
+    """Copies a block of weights to a tier; returns its new place, and its file if that is memory."""
+    if tier.blocking_io:
+        assert file is not None
+        file.write(block.tensor, 0)
+        return file, None
+    memory = tier.allocate(block.nbytes, label)
+    block.read_into(memory.tensor)
+    return memory, block
 
 
 def _moved_gradients(shard: Shard, tier: Tier) -> tuple[list[GradientRegion], list[NewMemory]]:
@@ -149,7 +161,7 @@ def _moved_gradients(shard: Shard, tier: Tier) -> tuple[list[GradientRegion], li
         s: g
         for s, g in grads.items()
         if not g.is_sparse
-        and (g.stride(), g.dtype, g.device.type) == (s.stride, s.dtype, "cpu")
+        and (g.stride(), g.dtype, g.device.type) == (s.stride, s.full_dtype, "cpu")
         and storage_uses(g) <= uses.get(id(s.parameter), 1)
     }
     if not movable:

@@ -56,7 +56,7 @@ class Optimizers:
     def home_views(self, shard: Shard) -> Iterator[int]:
         """The number of tensors of each optimizer on the home of a shard."""
         for o in self:
-            yield sum(len(param_block.proxies) for param_block in o.param_blocks.get(shard, ()))
+            yield sum(param_block.home_views for param_block in o.param_blocks.get(shard, ()))
 
     def awaits_states(self) -> bool:
         """Whether an optimizer did not step yet: how many bytes its states take is unknown."""
@@ -92,5 +92,5 @@ class Optimizers:
         views: Counter[int] = Counter()
         for optimizer in self:
             for shard, param_blocks in optimizer.param_blocks.items():
-                views[shard.index] += sum(len(param_block.proxies) for param_block in param_blocks)
+                views[shard.index] += sum(param_block.home_views for param_block in param_blocks)
         return views

@@ -6,7 +6,7 @@ as they borrow tied parameters: a copy is in the slot while a shard computes, an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -15,9 +15,10 @@ from torch import nn
 from offload.storage import DiskHome
 from offload.storage.buffer import device_buffer
 from offload.storage.host import HostBlock, HostTier
-from offload.streaming.quantised import stored_tensors
+from offload.streaming.quantised import StoredTensor, stored_tensors
 from offload.streaming.shard import Shard
 from offload.streaming.slices import layout
+from offload.streaming.weight_forms import WeightForm, weight_form_of
 
 __all__ = ["chosen", "resident_shard"]
 
@@ -58,6 +59,42 @@ def chosen(
             f"these parameters; use save_checkpoint and load_checkpoint"
         )
     return found
+
+
+def chosen_form(
+    store_dtype: object,
+    stored: Sequence[StoredTensor],
+    staying: set[nn.Parameter],
+    layers: Iterable[nn.Module],
+    offload_device: object,
+) -> WeightForm | None:
+    """The form in which homes store weights, besides those ``staying`` on the device; None: as they are.
+
+    Raises TypeError or ValueError for a form that is none, that no parameter of ``layers`` could have, or that cannot
+    be combined with them or with the home.
+    """
+    form = weight_form_of(store_dtype)
+    if form is None:
+        return None
+    if isinstance(offload_device, DiskHome) and offload_device.keep:
+        raise ValueError(
+            f"expected DiskHome(keep=False) with store_dtype={store_dtype!r}, got keep=True: a kept home describes one "
+            f"file of weights as they are; use save_checkpoint and load_checkpoint"
+        )
+    if not any(
+        each.part_of is None and form.stores(each.parameter) for each in stored if each.parameter not in staying
+    ):
+        raise ValueError(
+            f"expected float32 parameters with store_dtype={store_dtype!r}, got none that stream; leave it out, or "
+            f"convert the layers first: model.float()"
+        )
+    sparse = next((m for layer in layers for m in layer.modules() if getattr(m, "sparse", None) is True), None)
+    if sparse is not None:
+        raise ValueError(
+            f"expected dense gradients with store_dtype={store_dtype!r}, got {type(sparse).__name__} with sparse=True: "
+            f"weights are decoded and stored as a whole; make it with sparse=False"
+        )
+    return form
 
 
 def resident_shard(

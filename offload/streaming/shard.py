@@ -28,16 +28,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.storage import Block, Tier
+from offload.storage.buffer import host_buffer
 from offload.streaming.casts import Casts
 from offload.streaming.quantised import refresh
 from offload.streaming.slices import Slice
-from offload.streaming.stored_gradients import GradientRegion
+from offload.streaming.stored_gradients import GradientRegion, set_gradient
 from pipe.torch_private import outside_inference_mode, set_versions, storage_uses
 
 if TYPE_CHECKING:
     from offload.optim.update import Update
 
 __all__ = ["Shard", "State"]
+
+#: Bytes of a home that are read and converted at a time.
+_WINDOW_BYTES = 8 << 20
 
 
 class State(enum.Enum):
@@ -62,10 +66,16 @@ class Shard:
     #: All parameters that the layers use, as slices of a slot: own first, then borrowed.
     slices: list[Slice] = field(default_factory=list)
     home: Block | None = None
+    #: Where the form of the weights has them: the lower halves, each at the offset of the upper one in :attr:`home`.
+    lower: Block | None = None
     #: Storage of :attr:`home`, and of the gradients and optimizer states that are made from now on.
     tier: Tier | None = None
     #: The file of a home that rests in memory, with the values of an earlier time; None where :attr:`home` is the file.
     file: Block | None = None
+    #: The same of :attr:`lower`.
+    lower_file: Block | None = None
+    #: ``_version`` of each own parameter that is stored in a form, after the last write that the form knows of.
+    sealed: tuple[int, ...] | None = None
     #: Whether layers use the home itself instead of a copy in a slot.
     in_place: bool = False
     #: The places of stored gradients: one region, more after other cuts.
@@ -112,6 +122,19 @@ class Shard:
     def casts(self) -> bool:
         """Whether slots hold another type than storage."""
         return any(there.dtype != here.dtype for there, here in zip(self.at_home, self.slices, strict=True))
+
+    @property
+    def slot_keeps_weights(self) -> bool:
+        """Whether a slot has the bits of the home, so that an update may take them from there."""
+        kept = (
+            there.dtype == here.dtype or _widens(there, here)
+            for there, here in zip(self.own, self.slices, strict=False)
+        )
+        return all(kept)
+
+    def slot_slice(self, s: Slice) -> Slice:
+        """The place in a slot of an own parameter."""
+        return next(here for there, here in zip(self.own, self.slices, strict=False) if there is s)
 
     @property
     def may_bind_in_place(self) -> bool:
@@ -172,16 +195,36 @@ class Shard:
 
         ``update`` was pending when the load was submitted; it may have filled the slot already.
         """
-        if update is not None and update.filled(slot):
-            pass
-        elif self.home is not None and not self.casts:
+        if update is None or not update.filled(slot):
+            self.fill_own(slot)
+        for (owner, there), here in zip(self.loans, self.slices[len(self.own) :], strict=True):
+            here.view(slot).copy_(owner.home_view(there), non_blocking=True)
+
+    def fill_own(self, slot: Tensor) -> None:
+        """The same of the own parameters alone."""
+        if self.home is not None and not self.casts:
             self.home.read_into(slot)
+        elif self.home is not None and self.blocking_io and slot.device.type == "cpu":
+            self._fill_in_windows(self.home, slot)
         elif self.home is not None:
             source = self.home.staged()
             for there, here in zip(self.own, self.slices, strict=False):
                 here.view(slot).copy_(there.view(source), non_blocking=True)
-        for (owner, there), here in zip(self.loans, self.slices[len(self.own) :], strict=True):
-            here.view(slot).copy_(owner.home_view(there), non_blocking=True)
+
+    def _fill_in_windows(self, home: Block, slot: Tensor) -> None:
+        """Converts what is read, a part at a time: a copy of the home would take as much memory as half the slot."""
+        window = host_buffer(min(_WINDOW_BYTES, home.nbytes))
+        pairs = list(zip(self.own, self.slices, strict=False))
+        for begin in range(0, home.nbytes, _WINDOW_BYTES):
+            part = window[: min(_WINDOW_BYTES, home.nbytes - begin)]
+            home.read_into(part, begin)
+            for there, here in pairs:
+                first, end = max(there.offset, begin), min(there.offset + there.nbytes, begin + part.numel())
+                if first < end:
+                    elements = slice(
+                        (first - there.offset) // there.dtype.itemsize, (end - there.offset) // there.dtype.itemsize
+                    )
+                    _flat(here.view(slot))[elements] = part[first - begin : end - begin].view(there.dtype)
 
     def bind(self) -> int:
         """LOADED -> BOUND: parameters are on the device without gradients. Returns the number of new views."""
@@ -219,7 +262,7 @@ class Shard:
             if gradient is None or gradient.dtype not in (torch.bfloat16, torch.float16) or gradient.is_sparse:
                 continue
             parameter.grad = None
-            dtype = torch.promote_types(self.owner_of(k)[1].dtype, torch.float32)
+            dtype = torch.promote_types(self.owner_of(k)[1].full_dtype, torch.float32)
             self._wide_gradients[k] = gradient.to(dtype) if wide is None else wide.add_(gradient)
 
     def unbind(self) -> list[Tensor | None]:
@@ -228,7 +271,7 @@ class Shard:
         self.widen_gradients()
         self.weight_casts.end_visit()
         gradients = [
-            s.parameter.grad if wide is None else wide.to(self.owner_of(k)[1].dtype)
+            s.parameter.grad if wide is None else wide.to(self.owner_of(k)[1].full_dtype)
             for k, (s, wide) in enumerate(zip(self.slices, self._wide_gradients, strict=True))
         ]
         self._restore()
@@ -244,7 +287,7 @@ class Shard:
             owner, s = self.owner_of(position)
             if views is None or not (s.parameter.dtype == s.dtype and s.parameter.is_set_to(views[position])):
                 s.point_to(owner.home_view(s))
-            s.parameter.grad = gradient
+            set_gradient(s.parameter, gradient)
         self._refresh_quantised()
 
     def _refresh_quantised(self) -> None:
@@ -327,8 +370,73 @@ class Shard:
 
     def check_stores(self, positions: Sequence[int]) -> None:
         """Raises RuntimeError if writes of layers to parameters at ``positions`` cannot be stored."""
+        found = [s.name for s in (self.owner_of(k)[1] for k in positions) if s.form is not None]
+        if found:
+            if not self.bound_in_place:
+                self.set_versions(self.loaded_versions)  # what they wrote is dropped with the slot
+            raise RuntimeError(
+                f"layers of shard {self.index} wrote their own parameters ({', '.join(found)}) while they ran, but "
+                f"with store_dtype= only an OffloadOptimizer writes parameters; make the model without store_dtype"
+            )
+
+    # --- weights that are stored in a form ---------------------------------------------------------------------------
+
+    @property
+    def formed(self) -> list[Slice]:
+        """The own parameters that are stored in a form."""
+        return [s for s in self.own if s.form is not None]
+
+    def lower_part(self, s: Slice) -> Tensor | None:
+        """The lower halves of an own parameter, int16, in the order of its memory; None if they are not stored."""
+        return None if self.lower is None else self.lower.tensor[s.offset : s.offset + s.nbytes].view(torch.int16)
+
+    def values(self, s: Slice) -> Tensor:
+        """A copy of the values of an own parameter that is stored in a form, in the parameter's own type."""
+        assert s.form is not None
+        found = torch.empty_strided(s.parameter.shape, s.stride, dtype=s.full_dtype)
+        s.form.decode(_flat(self.home_view(s)), self.lower_part(s), _flat(found))
+        return found
+
+    def set_values(self, s: Slice, values: Tensor) -> None:
+        """Stores values of an own parameter in its form."""
+        assert s.form is not None
+        dense = torch.empty_strided(s.parameter.shape, s.stride, dtype=s.full_dtype).copy_(values)
+        s.form.encode(_flat(dense), _flat(self.home_view(s)), self.lower_part(s))
+
+    def seal(self) -> None:
+        """Notes that the parameters have the values that are stored."""
+        self.sealed = tuple(s.parameter._version for s in self.formed)
+
+    def check_seal(self) -> None:
+        """Raises RuntimeError if other code has written to parameters that are stored in a form."""
+        if self.sealed is None or self.state is State.BOUND:
+            return
+        for s, version in zip(self.formed, self.sealed, strict=True):
+            assert self.home is not None
+            if s.parameter.data_ptr() != self.home.tensor.data_ptr() + s.offset:
+                s.point_to(self.home_view(s))
+                raise RuntimeError(
+                    f"other data was assigned to parameter {s.name}, but with store_dtype= only an OffloadOptimizer "
+                    f"writes parameters; the assignment was dropped. Load values by load_state_dict()"
+                )
+            if s.parameter._version != version:
+                raise RuntimeError(
+                    f"parameter {s.name} was written in place, but with store_dtype= only an OffloadOptimizer writes "
+                    f"parameters: what was written is not a value of its form. Load values by load_state_dict() or "
+                    f"load_checkpoint()"
+                )
 
     def owner_of(self, position: int) -> tuple[Shard, Slice]:
         """The shard that stores the parameter at ``position`` of :attr:`slices`, and its slice there."""
         borrowed = position - len(self.own)
         return (self, self.own[position]) if borrowed < 0 else self.loans[borrowed]
+
+
+def _widens(there: Slice, here: Slice) -> bool:
+    """Whether a slot holds bfloat16 values of a form as float32."""
+    return there.form is not None and here.dtype == torch.float32
+
+
+def _flat(dense: Tensor) -> Tensor:
+    """The elements of a dense tensor in the order of its memory; no copy."""
+    return dense.detach().as_strided((dense.numel(),), (1,))

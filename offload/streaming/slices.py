@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from offload.planning.partition import aligned
 from offload.streaming.quantised import StoredTensor
+from offload.streaming.weight_forms import WeightForm
 
 __all__ = ["Slice", "layout"]
 
@@ -28,6 +29,26 @@ class Slice:
     part_of: nn.Parameter | None = None
     #: Other tensors on the same memory.
     aliases: tuple[Tensor, ...] = ()
+    #: How the parameter is stored, if not as it is: :attr:`dtype` is that of what loads read.
+    form: WeightForm | None = None
+
+    @property
+    def full_dtype(self) -> torch.dtype:
+        """The type of the parameter itself: of its gradient, and of what updates compute in."""
+        return self.dtype if self.form is None else torch.float32
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of the parameter in its own type."""
+        return self.nbytes // self.dtype.itemsize * self.full_dtype.itemsize
+
+    def like(self) -> Tensor:
+        """A tensor without memory, of the parameter's own type and layout."""
+        return torch.empty_strided(self.parameter.shape, self.stride, dtype=self.full_dtype, device="meta")
+
+    def in_full(self, offset: int) -> Slice:
+        """The place of a tensor of the same layout, in the parameter's own type, at an offset of another block."""
+        return replace(self, offset=offset, nbytes=self.full_nbytes, dtype=self.full_dtype, form=None)
 
     def point_to(self, memory: Tensor) -> None:
         """Gives the parameter this memory."""
@@ -57,10 +78,12 @@ class Slice:
         return memory.set_(block.untyped_storage(), offset // self.dtype.itemsize, self.parameter.shape, self.stride)
 
 
-def layout(stored: Iterable[StoredTensor | Slice], dtype: torch.dtype | None = None) -> tuple[list[Slice], int]:
+def layout(
+    stored: Iterable[StoredTensor | Slice], dtype: torch.dtype | None = None, form: WeightForm | None = None
+) -> tuple[list[Slice], int]:
     """Packs parameters into one block, floating-point ones as ``dtype``; returns slices and the block's bytes.
 
-    Parts of quantised parameters keep their type.
+    Parts of quantised parameters keep their type. ``form``: that in which parameters are stored that it can store.
     """
     slices, end = [], 0
     for each in stored:
@@ -68,8 +91,11 @@ def layout(stored: Iterable[StoredTensor | Slice], dtype: torch.dtype | None = N
         # Dense strides (such as channels_last) are kept, since kernels choose their algorithm by them.
         stride = torch.empty_like(parameter, device="meta").stride()
         casts = dtype is not None and each.part_of is None and parameter.is_floating_point()
-        kind = dtype if dtype is not None and casts else parameter.dtype
+        own = each.full_dtype if isinstance(each, Slice) else parameter.dtype
+        kind = dtype if dtype is not None and casts else own
+        used = form if form is not None and each.part_of is None and form.stores(parameter) else None
+        kind = kind if used is None else torch.bfloat16
         nbytes = parameter.numel() * kind.itemsize
-        slices.append(Slice(each.name, parameter, end, nbytes, stride, kind, each.part_of, each.aliases))
+        slices.append(Slice(each.name, parameter, end, nbytes, stride, kind, each.part_of, each.aliases, used))
         end += aligned(nbytes)
     return slices, end

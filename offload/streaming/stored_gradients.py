@@ -7,7 +7,7 @@ are: a shard then has parts of other shards' regions, until their gradients are 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,22 @@ from pipe.torch_private import storage_uses
 if TYPE_CHECKING:
     from offload.streaming.shard import Shard
 
-__all__ = ["GradientRegion", "regions_of"]
+__all__ = ["GradientRegion", "regions_of", "set_gradient"]
+
+
+def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+    """Sets ``.grad``, also to a gradient of another type than the parameter has at home."""
+    if gradient is None or gradient.dtype == parameter.dtype:
+        parameter.grad = gradient
+        return
+    data = parameter.data
+    parameter.grad = None
+    try:
+        # torch compares types when a gradient is assigned, not later.
+        parameter.data = torch.empty((), dtype=gradient.dtype, device=gradient.device).expand(parameter.shape)
+        parameter.grad = gradient
+    finally:
+        parameter.data = data
 
 
 @dataclass(eq=False)
@@ -40,12 +55,12 @@ class GradientRegion:
         placed, offsets, end = list(slices), {}, 0
         for s in placed:
             offsets[id(s.parameter)] = end
-            end += aligned(s.nbytes)
+            end += aligned(s.full_nbytes)
         return cls(tier.allocate(end, label), placed, offsets)
 
     def view(self, s: Slice) -> Tensor:
         """The place of the gradient of a parameter."""
-        return replace(s, offset=self.offsets[id(s.parameter)]).view(self.block.tensor)
+        return s.in_full(self.offsets[id(s.parameter)]).view(self.block.tensor)
 
     def holds(self, gradient: Tensor | None) -> bool:
         """Whether a gradient is stored here."""

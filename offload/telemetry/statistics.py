@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -158,6 +158,19 @@ class Meter:
         self.activation_bytes_per_row = 0.0
         self.contention.forget_cells()
         self._steps = 0
+
+    def prepare_renumbering(self, moved: Mapping[int, int]) -> Callable[[], None]:
+        """Prepares new numbers of shards, from old to new of those that differ; what is returned is idempotent."""
+        cells = {(kind, moved.get(j, j)): clock for (kind, j), clock in self.cells.items()}
+        profiles = {moved.get(j, j): profile for j, profile in self.memory_profiles.items()}
+        kept = {moved.get(j, j): profile for j, profile in self.kept_profiles.items()}
+
+        def commit() -> None:
+            self.cells, self.memory_profiles, self.kept_profiles = cells, profiles, kept
+            if moved:
+                self.contention.forget_cells()
+
+        return commit
 
     def cell_seconds_per_row(self, kind: str, shard: int, share: float = 0.0) -> float:
         """Predicted seconds of a cell per row; 0 if none was measured.

@@ -36,7 +36,7 @@ NO_MEMORY = (
 )
 
 
-def told(benchmark: Benchmark, groups: dict[str, list[Outcome]], *complaints: str, **settings: Any) -> None:
+def check_bounds(benchmark: Benchmark, groups: dict[str, list[Outcome]], *complaints: str, **settings: Any) -> None:
     broken = broken_bounds(benchmark, Run(benchmark.settings(**settings), groups=groups))
     assert len(broken) == len(complaints), broken
     for line, complaint in zip(broken, complaints, strict=True):
@@ -78,7 +78,7 @@ def offload_groups(
     ],
 )
 def test_offload_step(groups: dict[str, list[Outcome]], complaints: list[str]) -> None:
-    told(offload_step.BENCHMARK, groups, *complaints)
+    check_bounds(offload_step.BENCHMARK, groups, *complaints)
 
 
 # --- optimizer -------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def trained(
 )
 def test_optimizer(large: bool, outcomes: list[Outcome], complaints: list[str]) -> None:
     groups = {"all": [*([] if large else [trained(REFERENCE)]), *outcomes]}
-    told(optimizer.BENCHMARK, groups, *complaints, parameters=1e9 if large else None)
+    check_bounds(optimizer.BENCHMARK, groups, *complaints, parameters=1e9 if large else None)
 
 
 # --- frontier, plan-grid ---------------------------------------------------------------------------------------------
@@ -156,9 +156,9 @@ WHOLE, HALF = at_memory("ours: all of it", 1.0, 100, 100), at_memory("ours: 1/2"
     ],
 )
 def test_frontier(outcomes: list[Outcome], complaints: list[str]) -> None:
-    told(frontier.BENCHMARK, {frontier.IN_TURN: [at_memory(frontier.REFERENCE), *outcomes]}, *complaints)
+    check_bounds(frontier.BENCHMARK, {frontier.IN_TURN: [at_memory(frontier.REFERENCE), *outcomes]}, *complaints)
     reference = {"alone": [outcome(frontier.REFERENCE, failure="killed")], frontier.IN_TURN: []}
-    told(frontier.BENCHMARK, reference, f"{frontier.REFERENCE}: killed")
+    check_bounds(frontier.BENCHMARK, reference, f"{frontier.REFERENCE}: killed")
 
 
 @pytest.mark.parametrize(
@@ -172,8 +172,8 @@ def test_frontier(outcomes: list[Outcome], complaints: list[str]) -> None:
 )
 def test_plan_grid(peak: int, ratios: list[float], complaints: list[str]) -> None:
     points = [at_memory(f"{ratio}", ratio, 50) for ratio in ratios]
-    told(plan_grid.BENCHMARK, {"deep": [at_memory(plan_grid.CHOSEN, 1.0, peak, 50), *points]}, *complaints)
-    told(plan_grid.BENCHMARK, {}, "nothing was timed")
+    check_bounds(plan_grid.BENCHMARK, {"deep": [at_memory(plan_grid.CHOSEN, 1.0, peak, 50), *points]}, *complaints)
+    check_bounds(plan_grid.BENCHMARK, {}, "nothing was timed")
 
 
 def test_a_grid_divides_what_the_least_leaves_and_times_one_point_of_each_plan() -> None:
@@ -215,7 +215,7 @@ def test_gradcache_batch() -> None:
         "chunks": [chunked(by_chunk, 4.0, {"1": 1}), chunked(fused, 1.0, {"1": 1, "4": 2})],
         "loss": [held("loss", 100, given=1 << 30)],
     }
-    told(
+    check_bounds(
         gradcache_batch.BENCHMARK,
         groups,
         f"{apart}: the ratio of times must be at most 0.850, is 0.900",
@@ -227,7 +227,7 @@ def test_gradcache_batch() -> None:
         "bytes loaded must not depend on the chunks",
         "memory of the loss",
     )
-    told(gradcache_batch.BENCHMARK, groups | {"peaks": [outcome(ours, failure="killed")]}, "ours: killed")
+    check_bounds(gradcache_batch.BENCHMARK, groups | {"peaks": [outcome(ours, failure="killed")]}, "ours: killed")
 
 
 # --- memory-latency --------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def measured(settings: dict[str, Any], result: dict[str, Any], **step: float) ->
 
 def test_memory_latency() -> None:
     def broken(of: Outcome, *complaints: str) -> None:
-        told(memory_latency.BENCHMARK, {"training": [of], "forward": []}, *complaints)
+        check_bounds(memory_latency.BENCHMARK, {"training": [of], "forward": []}, *complaints)
 
     broken(measured({"memory_budget": 10}, {"statistics": {"peak_device_bytes": 10}}))
     over = measured({"memory_budget": 10}, {"statistics": {"peak_device_bytes": 11}})
@@ -302,9 +302,9 @@ TRAINED = [built("offloaded, capped", 2.0, 1.0), built("resident, no cap", 2.0, 
 )
 def test_build_huge(outcomes: list[Outcome], complaints: list[str]) -> None:
     dead = built("resident, capped", out_of_memory="you tried to allocate 1 byte")
-    told(build_huge.BENCHMARK, {"training": [dead, *outcomes]}, *complaints)
+    check_bounds(build_huge.BENCHMARK, {"training": [dead, *outcomes]}, *complaints)
     alive = built("resident, capped", 1.0)
-    told(build_huge.BENCHMARK, {"training": [alive, *TRAINED]}, "must not fit under the cap")
+    check_bounds(build_huge.BENCHMARK, {"training": [alive, *TRAINED]}, "must not fit under the cap")
 
 
 # --- pipe-ladder -----------------------------------------------------------------------------------------------------
@@ -321,11 +321,11 @@ def pipes(names: Sequence[str], slower: float = 1.0, larger: int = 1) -> dict[st
 
 def test_pipe_ladder() -> None:
     benchmark, names = pipe_ladder.BENCHMARK, pipe_ladder.PIPES
-    told(benchmark, pipes(names))
-    told(benchmark, pipes(names, slower=1.1), *["processor time, ours / "] * 2)
-    told(benchmark, pipes(names, larger=5), *["peak, ours / "] * 2)
-    told(benchmark, pipes(["ours"], slower=9.0))  # an ancestor that is not installed breaks nothing
-    told(benchmark, {"time": [outcome("time", failure="killed")], "peaks": []}, "time: killed")
+    check_bounds(benchmark, pipes(names))
+    check_bounds(benchmark, pipes(names, slower=1.1), *["processor time, ours / "] * 2)
+    check_bounds(benchmark, pipes(names, larger=5), *["peak, ours / "] * 2)
+    check_bounds(benchmark, pipes(["ours"], slower=9.0))  # an ancestor that is not installed breaks nothing
+    check_bounds(benchmark, {"time": [outcome("time", failure="killed")], "peaks": []}, "time: killed")
 
 
 # --- retrieval -------------------------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ def searched(name: str, losses: Sequence[float], needs: int = 0, failure: str | 
 
 def test_retrieval_needs_equal_losses_and_a_method_in_memory_may_find_none() -> None:
     def broken(*free: Outcome, complaints: Sequence[str] = ()) -> None:
-        told(retrieval.BENCHMARK, {"free": list(free)}, *complaints)
+        check_bounds(retrieval.BENCHMARK, {"free": list(free)}, *complaints)
 
     ours = searched(OURS, [1.0, 2.0])
     broken(ours, searched("b", [1.0, 2.0]))
@@ -354,7 +354,7 @@ def test_retrieval_needs_equal_losses_and_a_method_in_memory_may_find_none() -> 
 
 def test_under_the_cap_only_ours_trains_and_to_its_losses() -> None:
     def broken(ours: Outcome, other: Outcome, *complaints: str) -> None:
-        told(retrieval.BENCHMARK, {"free": [searched(OURS, [1.0, 2.0])], "capped": [ours, other]}, *complaints)
+        check_bounds(retrieval.BENCHMARK, {"free": [searched(OURS, [1.0, 2.0])], "capped": [ours, other]}, *complaints)
 
     name = f"{OURS}, capped"
     ours, dead = searched(name, [1.0]), searched("w", [], failure=NO_MEMORY)
@@ -386,7 +386,7 @@ def overlapped(ratio: float, undistributed: dict[str, str] | None = None, peer: 
 
 def test_train_overlap() -> None:
     def broken(*outcomes: Outcome, complaints: Sequence[str] = ()) -> None:
-        told(train_overlap.BENCHMARK, {"balances": list(outcomes)}, *complaints)
+        check_bounds(train_overlap.BENCHMARK, {"balances": list(outcomes)}, *complaints)
 
     broken(overlapped(train_overlap.MAXIMUM_RATIO), overlapped(2.0, peer="torchrec"))
     broken(overlapped(1.11), complaints=["is 1.110"])
@@ -397,7 +397,7 @@ def test_train_overlap() -> None:
 def test_gpu_train() -> None:
     def broken(*losses: float, complaints: Sequence[str] = ()) -> None:
         outcomes = [outcome(f"{loss}", {}, steps=[{"loss": loss}]) for loss in losses]
-        told(gpu_train.BENCHMARK, {"training": outcomes}, *complaints)
+        check_bounds(gpu_train.BENCHMARK, {"training": outcomes}, *complaints)
 
     broken(1.0, 1.01)
     broken(1.0, 1.2, complaints=["1.2: the difference of its first loss from that of 1.0"])

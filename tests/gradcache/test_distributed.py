@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-WORKER = Path(__file__).with_name("distributed_worker.py")
+from tests.programs import Program, run_programs
+
+WORKER = """
+import sys, warnings
+warnings.simplefilter("error", FutureWarning)
+from tests.gradcache.distributed_worker import main
+main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+"""
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="needs a torch built with gloo"
@@ -22,25 +26,10 @@ pytestmark = pytest.mark.skipif(
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two processes measured, see ``distributed_worker``."""
     store = tmp_path_factory.mktemp("store") / "rendezvous"
-    command = [sys.executable, "-W", "error::FutureWarning", str(WORKER)]
-    workers = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(store)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=WORKER.parents[2],
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [worker.communicate(timeout=90) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for worker, (_, errors) in zip(workers, outputs, strict=True):
-        assert worker.returncode == 0, errors
-    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+    ranks = run_programs([Program(WORKER, [rank, 2, store]) for rank in range(2)])
+    for rank in ranks:
+        assert rank.status == 0, rank.errors
+    return [json.loads(rank.output.splitlines()[-1]) for rank in ranks]
 
 
 WAYS = ["even", "uneven", "tied", "static", "tiles", "temperature"]

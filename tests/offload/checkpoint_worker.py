@@ -35,8 +35,14 @@ from tests.offload.zoo import WIDTH, build
 #: of homes; and actions of the system by which a save becomes durable.
 KINDS = ("forward", "backward", "load", "drain", "update", "arithmetic", "read", "write", "save")
 
-#: How an optimizer stores its states.
-STATES: dict[str, Any] = {"full": None, "bfloat16": torch.bfloat16, "8bit": "8bit"}
+#: How an optimizer stores its states, and how homes store weights.
+STATES: dict[str, tuple[Any, Any]] = {
+    "full": (None, None),
+    "bfloat16": (torch.bfloat16, None),
+    "8bit": ("8bit", None),
+    "split weights": (None, "split"),
+    "bfloat16 weights, 8bit": ("8bit", torch.bfloat16),
+}
 
 Outcome = tuple[dict[str, int], str]
 
@@ -119,11 +125,11 @@ def train(folder: Path, home: str, slices: int, steps: int, states: str, fatal: 
     Returns the number of events of each kind, and a hash of all that training has changed.
     """
     torch.manual_seed(0)
-    model = OffloadModel(
-        build(["linear", "dropout", "batchnorm", "linear"]), "cpu", home, num_slices=slices, checkpoint_activation=True
-    )
+    states_form, store_dtype = STATES[states]
+    layers = build(["linear", "dropout", "batchnorm", "linear"])
+    model = OffloadModel(layers, "cpu", home, slices, checkpoint_activation=True, store_dtype=store_dtype)
     state_forms.LEAST_ELEMENTS = WIDTH * WIDTH
-    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01, max_norm=0.5, states=STATES[states])
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01, max_norm=0.5, states=states_form)
     begin = load_checkpoint(folder, model, optimizer).step if (folder / "model.safetensors.index.json").exists() else 0
     killer = Killer(fatal)
     killer.watch()

@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -35,10 +35,22 @@ class Line(NamedTuple):
         return f"{'/'.join(Path(self.file).parts[-3:])}:{self.number} #{self.count}"
 
 
-def _trace(saw: Callable[[str, int], None], contexts: bool) -> Callable[[FrameType, str, Any], Any]:
+def _trace(
+    saw: Callable[[str, int], None], contexts: bool, wanted: Line | None
+) -> Callable[[FrameType, str, Any], Any]:
+    """A trace function that tells of the lines of the engine; of ``wanted`` alone if there is one.
+
+    Python calls it for each function that anything calls, and what it returns for each line of that function. Functions
+    that cannot run the wanted line are left out, and most are told by the name of their file: others run untraced.
+    """
+    files: tuple[str, ...] = () if wanted is None else CONTEXTS if " in " in wanted.file else (wanted.file,)
+
     def called(frame: FrameType, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        if files and code.co_filename not in files:
+            return None
         name = _name(frame, contexts)
-        if name is None:
+        if name is None or (wanted is not None and (name != wanted.file or wanted.number not in _numbers(code))):
             return None
 
         def inside(frame: FrameType, event: str, arg: Any) -> Any:
@@ -49,6 +61,17 @@ def _trace(saw: Callable[[str, int], None], contexts: bool) -> Callable[[FrameTy
         return inside
 
     return called
+
+
+#: By the identity of a code object, which lives as long as it is here: that object, and the numbers of its lines.
+_known: dict[int, tuple[CodeType, frozenset[int | None]]] = {}
+
+
+def _numbers(code: CodeType) -> frozenset[int | None]:
+    found = _known.get(id(code))
+    if found is None:
+        found = _known[id(code)] = code, frozenset(number for _, _, number in code.co_lines())
+    return found[1]
 
 
 def _name(frame: FrameType, contexts: bool) -> str | None:
@@ -65,9 +88,9 @@ def _name(frame: FrameType, contexts: bool) -> str | None:
 
 
 @contextlib.contextmanager
-def _tracing(saw: Callable[[str, int], None], contexts: bool) -> Iterator[None]:
+def _tracing(saw: Callable[[str, int], None], contexts: bool, wanted: Line | None = None) -> Iterator[None]:
     before = sys.gettrace()
-    sys.settrace(_trace(saw, contexts))
+    sys.settrace(_trace(saw, contexts, wanted))
     try:
         yield
     finally:
@@ -112,7 +135,7 @@ def interrupted(run: Callable[[], object], line: Line, *, contexts: bool = False
 
     before, sys.unraisablehook = sys.unraisablehook, ignored
     try:
-        with _tracing(saw, contexts):
+        with _tracing(saw, contexts, line):
             run()
     except KeyboardInterrupt:
         return "raised"

@@ -38,10 +38,10 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-def layers() -> nn.Sequential:
+def layers(count: int = SHARDS) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.LayerNorm(WIDTH)) for _ in range(SHARDS))
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.LayerNorm(WIDTH)) for _ in range(count))
     )
 
 
@@ -76,10 +76,12 @@ def assert_states_equal(plain: torch.optim.Optimizer, ours: torch.optim.Optimize
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(states[k][key])), (k, key)
 
 
-def trained(home: Any, name: str, **settings: Any) -> tuple[nn.Module, OffloadModel, Any, OffloadOptimizer]:
+def trained(
+    home: Any, name: str, shards: int = SHARDS, **settings: Any
+) -> tuple[nn.Module, OffloadModel, Any, OffloadOptimizer]:
     kind, arguments = OPTIMIZERS[name]
-    bare = layers()
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, SHARDS, **settings)
+    bare = layers(shards)
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, shards, **settings)
     return bare, model, kind(bare.parameters(), **arguments), OffloadOptimizer(model, kind, **arguments)
 
 
@@ -368,13 +370,13 @@ def test_an_interrupt_at_any_line_moves_all_or_nothing(tmp_path: Path) -> None:
 
 
 def test_a_step_with_shards_in_memory_survives_an_interrupt_at_any_line(tmp_path: Path) -> None:
-    bare, model, plain, ours = trained(f"{tmp_path}/", "momentum", checkpoint_activation=True)
+    bare, model, plain, ours = trained(f"{tmp_path}/", "momentum", 3, checkpoint_activation=True)
     for k in range(3):  # afterwards no forward compares weights
         for run, optimizer in ((bare, plain), (model, ours)):
             optimizer.zero_grad()
             backward(run, k)
             optimizer.step()
-    keep(model, [0, 1, 3])
+    keep(model, [0, 2])
 
     def forward_and_backward() -> None:
         ours.zero_grad()

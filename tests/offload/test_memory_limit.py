@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from typing import Any
 
@@ -13,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.streaming.heap import anonymous_bytes
+from tests.programs import run_program
 
 MIB = 1 << 20
 #: A loop whose memory is easy to predict.
@@ -48,10 +47,10 @@ def check(loop: dict[str, Any]) -> None:
     if not anonymous_bytes():
         pytest.skip("needs a system with /proc")
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "tests.offload.memory_worker", json.dumps(loop), folder]
-        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert not result.returncode, result.stderr
-    found = json.loads(result.stdout)
+        code = "from tests.offload.memory_worker import main; main()"
+        ended = run_program(code, json.dumps(loop), folder, seconds=300)
+    assert ended.status == 0, ended.errors
+    found = json.loads(ended.output)
     limit = int(loop["memory"].removesuffix("MiB")) * MIB
     assert found["bytes"] < 1.03 * limit + 8 * MIB, f"{found['bytes'] / MIB:.1f} MiB for {loop}"
     if loop["microbatches"] == 1:

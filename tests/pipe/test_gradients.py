@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 
 from pipe import Pipe
 from tests.pipe.turns import Turner
+from tests.programs import Program, run_programs
 
 WIDTH = 4
 
@@ -210,14 +209,5 @@ dist.destroy_process_group()
 
 
 def test_a_step_beside_distributed_data_parallel_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", REPLICAS]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=300)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(errors)
+    ranks = run_programs([Program(REPLICAS, [rank, tmp_path / "store"]) for rank in range(2)])
+    assert [rank.status for rank in ranks] == [0, 0], "\n".join(rank.errors for rank in ranks)

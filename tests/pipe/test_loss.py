@@ -36,7 +36,7 @@ def probabilities(rows: int) -> Tensor:
     return torch.rand(rows, CLASSES, dtype=torch.float64).softmax(1)
 
 
-def compare(
+def check_step(
     loss_fn: LossFn,
     target: Any,
     *,
@@ -91,13 +91,13 @@ def test_a_divisor_that_targets_determine_is_that_of_the_batch(name: str, schedu
         target = target.clamp(max=1)
     if name == "partial function":
         target = target.clamp(min=0)
-    compare(loss_fn, target, schedule=schedule)
+    check_step(loss_fn, target, schedule=schedule)
 
 
 @pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1), F.cross_entropy])
 def test_a_micro_batch_of_padding_alone_counts_as_nothing(loss_fn: LossFn) -> None:
     target = torch.tensor([0, 1, -100, -100, 2, 3, -100, -100])
-    compare(loss_fn, target, rows=8, chunks=4)
+    check_step(loss_fn, target, rows=8, chunks=4)
 
 
 def test_a_batch_of_padding_alone_has_the_loss_of_the_bare_module() -> None:
@@ -142,11 +142,11 @@ def squares(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
 )
 def test_a_loss_that_says_how_it_reduces_is_taken_at_its_word(loss_fn: LossFn) -> None:
     torch.manual_seed(1)
-    compare(loss_fn, probabilities(9))
+    check_step(loss_fn, probabilities(9))
 
 
 def test_class_indices_are_summed_as_they_are() -> None:
-    compare(nn.CrossEntropyLoss(weight=WEIGHT, reduction="sum"), indices(9))
+    check_step(nn.CrossEntropyLoss(weight=WEIGHT, reduction="sum"), indices(9))
 
 
 def summed_and_counted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,7 +171,7 @@ def test_a_sum_with_its_count_is_the_mean_of_the_batch(loss_fn: LossFn, schedule
 
     target = indices(9)
     for chunks in (1, 4):
-        compare(loss_fn, target, plain=plain, schedule=schedule, chunks=chunks, checkpoint=checkpoint)
+        check_step(loss_fn, target, plain=plain, schedule=schedule, chunks=chunks, checkpoint=checkpoint)
 
 
 class Counts(nn.Module):
@@ -298,7 +298,7 @@ def test_a_target_that_all_rows_share_is_not_cut() -> None:
         assert target[1].shape == (3,)
         return F.mse_loss(output, target[0]) * target[1].mean()
 
-    compare(
+    check_step(
         lambda y, t: loss_fn(y, (t[0], t[1].tensor if isinstance(t[1], NoChunk) else t[1])),
         (target, NoChunk(scale)),
         rows=8,

@@ -5,8 +5,6 @@ import io
 import itertools
 import pickle
 import random
-import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -23,6 +21,7 @@ from pipe.nested import tensors_in
 from pipe.schedule import Schedule, clock_cycles, fill_drain, one_forward_one_backward
 from pipe.skip import Namespace, pop, skippable, stash
 from pipe.skip.tracker import SkipTracker, use_skip_tracker
+from tests.programs import run_program
 
 WIDTH = 4
 MODES = ["always", "except_last", "never"]
@@ -651,8 +650,7 @@ class TestTheFace:
             "model = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], ['cpu', 'cpu'], chunks=2)\n"
             "output = model(torch.randn(4, 2))\noutput.sum().backward()\nprint('done')\n"
         )
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-        assert done.stdout == "done\n"
+        assert run_program(program) == (0, "done\n", "")
 
     def test_torch_save_keeps_it(self) -> None:
         file = io.BytesIO()

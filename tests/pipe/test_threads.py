@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 
 import pytest
 
 from pipe.threads import Future, Threads
+from tests.programs import run_program
 
 
 def test_work_is_done_in_the_order_of_submission() -> None:
@@ -92,8 +91,7 @@ def test_the_interpreter_ends_after_queued_work_and_does_not_wait_for_threads() 
         "threads._started.clear()  # an interrupt in the middle of a start: an unregistered thread\n"
         "threads.submit(lambda: print('last', flush=True)).wait()\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
-    assert (result.returncode, result.stdout.split(), result.stderr) == (0, ["0", "1", "2", "last"], "")
+    assert run_program(code) == (0, "0\n1\n2\nlast\n", "")
 
 
 def test_closed_threads_take_no_more_work() -> None:

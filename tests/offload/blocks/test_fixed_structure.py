@@ -90,10 +90,10 @@ class UNet(nn.Module):
         return x
 
 
-def test_a_unet_whose_blocks_are_not_called_in_their_order_is_refused() -> None:
+def test_a_unet_whose_calls_would_take_a_shard_apart_is_refused() -> None:
     torch.manual_seed(0)
     bare, x = UNet(upwards=True), torch.randn(2, WIDTH)
-    model = OffloadModel(copy.deepcopy(bare), "cpu", checkpoint_activation=True, blocks=("down", "up"))
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=4, checkpoint_activation=True, blocks=("down", "up"))
     with pytest.raises(RuntimeError, match=r"expected the forward to call block up.0 next, but it called block up.2"):
         model(x)
     assert all(torch.equal(p, q) and q.grad is None for p, q in zip(bare.parameters(), model.parameters(), strict=True))
@@ -101,10 +101,10 @@ def test_a_unet_whose_blocks_are_not_called_in_their_order_is_refused() -> None:
         assert torch.equal(bare.eval()(x), model.eval()(x))
 
 
-@pytest.mark.parametrize("slices", [None, 2, 4])
-def test_a_unet_whose_blocks_are_called_in_order_trains(slices: int | None) -> None:
+@pytest.mark.parametrize(("slices", "upwards"), [(None, False), (2, False), (4, False), (None, True), (2, True)])
+def test_a_unet_trains(slices: int | None, upwards: bool) -> None:
     torch.manual_seed(0)
-    bare, x = UNet(upwards=False), torch.randn(2, WIDTH)
+    bare, x = UNet(upwards=upwards), torch.randn(2, WIDTH)
     model = OffloadModel(
         copy.deepcopy(bare), "cpu", num_slices=slices, checkpoint_activation=True, blocks=("down", "up")
     )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import errno
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from gradcache import GradCache
 from offload import DiskHome, OffloadModel, OffloadOptimizer, Pretrained, init_empty_weights, save_checkpoint
 from offload.files.tensor_file import TensorFile
 from tests.offload.blocks.towers import WIDTH, Model, assert_equal, close, loss_of, make, words
+from tests.programs import run_program
 
 
 def wrap(bare: nn.Module, home: Any = "cpu", **choices: Any) -> Any:
@@ -262,10 +261,9 @@ def test_construction_takes_less_memory_than_one_shard(tmp_path: Path) -> None:
             tensors[f"layer.{k}.{name}.bias"] = torch.zeros(shape[0], dtype=torch.bfloat16)
     tensors |= {"norm.weight": torch.ones(1024), "norm.bias": torch.zeros(1024)}
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
-    command = [sys.executable, "-c", MEMORY, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) == 2.0**10  # 2 ** 21 elements
+    ended = run_program(MEMORY, tmp_path)
+    assert ended.status == 0, ended.errors
+    assert float(ended.output) == 2.0**10  # 2 ** 21 elements
 
 
 # --- a home that is kept ----------------------------------------------------------------------------------------------

@@ -7,8 +7,6 @@ import errno
 import json
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,10 @@ from torch import nn
 
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
 from offload.files.tensor_file import TensorFile, write_tensors
+from tests.offload.checkpoint_worker import STATES
 from tests.offload.pair import Pair
 from tests.offload.zoo import WIDTH, build
+from tests.programs import run_program
 
 INDEX = "model.safetensors.index.json"
 ROOT = Path(__file__).parents[3]
@@ -287,23 +287,16 @@ def test_an_interrupt_after_the_index_was_replaced_removes_nothing_that_it_names
 
 @pytest.mark.parametrize(
     ("kills", "states"),
-    [(9, "full"), (5, "8bit"), *(pytest.param(50, s, marks=pytest.mark.slow) for s in ("full", "bfloat16", "8bit"))],
+    [(9, "full"), (5, "bfloat16 weights, 8bit"), *(pytest.param(50, s, marks=pytest.mark.slow) for s in STATES)],
 )
 def test_a_process_killed_at_any_moment_resumes_from_a_whole_checkpoint_to_the_same_weights(
     kills: int, states: str, tmp_path: Path
 ) -> None:
     """In forward, backward, updates, writes to homes and saves."""
-    arguments = [str(tmp_path), "--kills", str(kills), "--states", states]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.offload.checkpoint_worker", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    outcome = json.loads(done.stdout)
+    code = "from tests.offload.checkpoint_worker import main; main()"
+    done = run_program(code, tmp_path, "--kills", kills, "--states", states, seconds=600)
+    assert done.status == 0, done.errors
+    outcome = json.loads(done.output)
     assert sum(outcome["killed"].values()) == kills
     assert len(outcome["killed"]) >= min(kills, 7), outcome
     assert outcome["agreed"] == outcome["rounds"], outcome

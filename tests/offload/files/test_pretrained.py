@@ -6,8 +6,6 @@ import copy
 import errno
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from torch import Tensor, nn
 from offload import OffloadModel, Pretrained, load_pretrained, save_checkpoint
 from offload.files.tensor_file import TensorFile, write_tensors
 from tests.offload.zoo import WIDTH
+from tests.programs import run_program
 
 INDEX = "model.safetensors.index.json"
 
@@ -500,9 +499,9 @@ def test_a_model_from_nothing_is_never_in_memory(stored: torch.dtype | None, tmp
             tmp_path / "model.safetensors",
             {f"{k}.weight": torch.full((512, 2048), float(k), dtype=stored) for k in range(16)},
         )
-    command = [sys.executable, "-c", WATCHED, str(tmp_path), "" if stored is None else str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    whole, grown, last = map(float, result.stdout.split())
+    ended = run_program(WATCHED, tmp_path, "" if stored is None else tmp_path)
+    assert ended.status == 0, ended.errors
+    whole, grown, last = map(float, ended.output.split())
     assert whole == 64 << 20
     assert last == 15
     assert grown < 6 << 20  # one layer of 4 MiB, or a window; not half of all

@@ -207,6 +207,44 @@ def resident_adapters_train_as_in_one_process(world: World) -> None:
         model.close()
 
 
+class Upwards(Encoder):
+    """Calls its layers from the last to the first, or in another order."""
+
+    order = (2, 1, 0)
+
+    def forward(self, ids: Tensor, skips: bool = False) -> Tensor:
+        x = self.words(ids)
+        for j in self.order:
+            x = self.layers[j](x, self.scale)
+        found: Tensor = self.head(x).mean(1)
+        return found
+
+
+def blocks_are_called_in_an_order_that_all_ranks_note(world: World) -> None:
+    """In files, by chunks of which each rank has another number; an order of one rank alone is refused."""
+    bare = Upwards()
+    model = offloaded(world, bare, home=world.folder / "homes")
+    model.order = (0, 1, 2) if world.rank else (0, 2, 1)
+    world.raises(RuntimeError, lambda: model(batch()), "rank 0 has layers.2 and rank 1 has layers.1")
+    model.order = (2, 1, 0)
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    reference = torch.optim.SGD(bare.parameters(), lr=0.1)
+    for seed in range(2):
+        part = world.part(batch(seed))
+        outputs, tape = model.forward_chunks(part.split(1 + world.rank % 2))
+        loss_of(leaf := torch.cat(outputs).requires_grad_()).backward()
+        assert leaf.grad is not None
+        tape.backward(list(leaf.grad.split([len(output) for output in outputs])))
+        loss_of(bare(batch(seed))).backward()
+        assert greatest_error(model, bare) < 1e-6
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    with torch.no_grad():
+        assert torch.allclose(model(batch(5)), bare(batch(5)), atol=1e-5)
+    model.close()
+
+
 def whole_on(p: Any) -> bool:
     return bool(p.placements == (Replicate(),))
 
@@ -254,6 +292,7 @@ CLAIMS = [
     gradcache_runs_over_blocks_with_unequal_rows_and_chunks,
     what_is_outside_of_blocks_trains_as_in_one_process,
     resident_adapters_train_as_in_one_process,
+    blocks_are_called_in_an_order_that_all_ranks_note,
     a_limit_of_memory_is_planned_for_by_all_ranks_alike,
     ranks_that_call_blocks_otherwise_are_told_the_first_difference,
 ]

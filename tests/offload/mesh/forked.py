@@ -76,4 +76,6 @@ def _broken(ranks: int, store: Path, claims: Mapping[str, Callable[[], None]], r
             claim()
         except BaseException:  # such as DCP's
             broken[name] = traceback.format_exc()
+    if ranks > 1:
+        dist.destroy_process_group()
     return broken

@@ -1,8 +1,7 @@
-"""What each of several processes does in ``test_mesh``: prints one JSON line with the claims that do not hold.
+"""What ranks do in ``test_mesh``, in forked children of one process.
 
-Run as ``python -m tests.offload.mesh.mesh_worker RANK WORLD FOLDER GROUP``. Processes of their own, since a process
-group is global. All ranks check the same claims in the same order; a claim that fails on one rank only ends the others
-by the timeout of the group.
+Run as ``python -m tests.offload.mesh.mesh_worker FOLDER``; prints how claims are broken, by claim. All ranks check the
+same claims in the same order; a claim that fails on one rank only ends the others by the timeout of the group.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ import hashlib
 import json
 import math
 import sys
-import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +43,17 @@ from offload import (
     load_pretrained,
     save_checkpoint,
 )
+from offload.mesh import traffic
 from offload.mesh.ranks import CollectiveLane
-from offload.mesh.traffic import Traffic, sent_bytes, traffic_of
+from offload.mesh.traffic import Traffic, bytes_at_once, sent_bytes, traffic_of
 from offload.streaming.lane import Arrival
 from tests.offload.late import LateLane as LateUpdates
 from tests.offload.mesh import blocks_claims
+from tests.offload.mesh.forked import check_claims
 from tests.offload.mesh.world import World, difference, greatest_error, whole
 from tests.waits import find_sites, take_out
 
 WIDTH, ROWS, STEPS = 7, 24, 3
-#: Seconds after which a collective without its peers raises.
-TIMEOUT = 20
 
 
 def build(seed: int = 0, *, tied: bool = False, meta: bool = False) -> nn.Sequential:
@@ -111,6 +109,28 @@ def the_same_run_gives_the_same_bits(world: World) -> None:
         return hashlib.sha256(values).hexdigest()
 
     assert bits() == bits()
+
+
+def pieces_of_any_size_change_no_bit_and_no_byte(world: World) -> None:
+    """Cuts inside of rows, tied parameters, wider sums of narrow homes, replicas; pieces of one line and of all."""
+
+    def run(**how: Any) -> tuple[list[bytes], int, int]:
+        model = world.model(build(tied=True).to(how.pop("dtype", torch.float32)), slices=3, **how)
+        dtype = next(model.parameters()).dtype
+        for batch in batches()[:2]:
+            loss_of(model(world.part(batch.to(dtype)))).backward()
+        found = [whole(p.grad).view(-1).view(torch.uint8).numpy().tobytes() for p in model.parameters()]
+        counted = model.statistics()
+        return found, counted.bytes_gathered, counted.bytes_reduced
+
+    ways: list[dict[str, Any]] = [{}, {"dtype": torch.bfloat16}, {"home": world.folder / "homes"}]
+    if world.ranks == 2:
+        ways.append({"mesh": init_device_mesh("cpu", (2, 1))})
+    for way in ways:
+        expected = run(**way)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(traffic, "LEAST_AT_ONCE", 64)
+            assert run(**way) == expected, way
 
 
 def trains_as_one_process(world: World) -> None:
@@ -468,8 +488,9 @@ def bytes_are_those_of_the_formula(world: World) -> None:
         assert after.bytes_reduced - before.bytes_reduced == others * (sum(of_layers) + flags), number
         assert after.bytes_agreed - before.bytes_agreed == others * 3 * 40  # forward, backward, norm
         assert received(before, after) == predicted(model, world.ranks, norms=1)
-    # One gathered shard, with flags: nothing else is kept for collectives.
-    assert model._executor.public.ranks._staging.numel() == world.ranks * (max(of_layers) + 64)
+    # What is sent and what is received in one piece, with flags: nothing else is kept for collectives.
+    piece = bytes_at_once(max(of_layers), world.ranks) + 64
+    assert model._executor.public.ranks._staging.numel() <= 2 * world.ranks * piece
     states = sum(2 * p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
     shown = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, DTensor)]
     assert sum(value.to_local().nbytes for value in shown) == states
@@ -535,6 +556,14 @@ def kept_homes_are_adopted_with_any_cuts(world: World) -> None:
     world.raises(HomeError, lambda: world.model(build(meta=True), kept), "without close")
     with pytest.warns(RuntimeWarning, match="recovering"):
         model = world.model(build(meta=True), DiskHome(root, keep=True, recover=True), 3)
+    assert all(map(torch.equal, (whole(p.detach()) for p in model.parameters()), values))
+    model.close()
+    striped = DiskHome([world.folder / "a", world.folder / "b"], keep=True)
+    model = world.model(build(), striped)
+    values = [whole(p.detach()) for p in model.parameters()]
+    model.close()
+    assert (world.folder / "b" / f"rank{world.rank}-of-{world.ranks}" / "weights.home").exists()
+    model = world.model(build(meta=True), striped, 2)
     assert all(map(torch.equal, (whole(p.detach()) for p in model.parameters()), values))
     model.close()
 
@@ -800,6 +829,7 @@ CLAIMS = [
     gradients_are_those_of_one_process_on_the_whole_batch,
     the_same_run_gives_the_same_bits,
     trains_as_one_process,
+    pieces_of_any_size_change_no_bit_and_no_byte,
     gradients_that_users_clip_or_replace_are_those_that_are_used,
     a_parameter_without_gradients_keeps_none,
     the_divisor_of_gradients_can_be_chosen,
@@ -836,22 +866,30 @@ OF_FOUR = [
 ]
 
 
-def main(rank: int, ranks: int, folder: Path, claims: list[Callable[[World], None]]) -> None:
-    torch.set_num_threads(1)
-    store, timeout = f"file://{folder / 'store'}", timedelta(seconds=TIMEOUT)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timeout)
-    world = World(init_device_mesh("cpu", (ranks,)), folder)
-    (folder / "homes").mkdir(exist_ok=True)
-    broken = {}
-    for claim in claims:
+def claims_of(ranks: int, claims: list[Callable[[World], None]], folder: Path) -> dict[str, Callable[[], None]]:
+    """For each of so many ranks, which wait for each other after each claim."""
+    folder = folder / f"{ranks} ranks"
+    (folder / "homes").mkdir(parents=True)
+    world = cache(lambda: World(init_device_mesh("cpu", (ranks,)), folder))
+
+    def check(claim: Callable[[World], None]) -> None:
         try:
-            claim(world)
-        except BaseException:
-            broken[claim.__name__] = traceback.format_exc()
-        dist.barrier()
-    dist.destroy_process_group()
-    print(json.dumps(broken))
+            claim(world())
+        finally:
+            dist.barrier()
+
+    return {f"{claim.__name__}, {ranks} ranks": partial(check, claim) for claim in claims}
+
+
+def main(name: str) -> None:
+    folder = Path(name)
+    torch.set_num_threads(1)
+    warnings.filterwarnings("error", category=UserWarning, module="offload")
+    distributed: Any = dist  # its annotations leave these out
+    distributed.set_debug_level(distributed.DebugLevel.DETAIL)  # all ranks must call the same collectives
+    stages = [(ranks, claims_of(ranks, claims, folder)) for ranks, claims in ((2, CLAIMS), (4, OF_FOUR))]
+    print(json.dumps(check_claims(stages, folder)))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), OF_FOUR if sys.argv[4] == "some" else CLAIMS)
+    main(sys.argv[1])

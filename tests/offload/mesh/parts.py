@@ -19,6 +19,8 @@ PARTS = {
     "fault_worker": (),
     "exchange_worker": (),
     "pipeline_worker": (),
+    "rows_worker": (),
+    "peak_worker": (),
     "restart_worker": ("--kills", "2", "--seed", "1"),
 }
 
@@ -34,7 +36,8 @@ def run(part: str, folder: Path) -> None:
     sys.stdout.flush()
 
 
-def main(folder: Path, parts: list[str]) -> None:
+def main(name: str, *named: str) -> None:
+    folder, parts = Path(name), named or tuple(PARTS)
     for part in parts:
         importlib.import_module(f"tests.offload.mesh.{part}")
     children = {part: fork(partial(run, part, folder / part)) for part in parts}
@@ -44,4 +47,4 @@ def main(folder: Path, parts: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:] or list(PARTS))
+    main(*sys.argv[1:])

@@ -1,4 +1,5 @@
-"""Ranks that fail, that are killed and resume, whose checkpoints others read, and that are stages of a pipeline.
+"""Ranks that fail, that are killed and resume, whose checkpoints others read, that are stages of a pipeline, that own
+the rows of a table, and how much memory they take.
 
 All run in forked children of one process, see ``parts``.
 """
@@ -16,6 +17,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.programs import run_program
+
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "docs" / "examples"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -28,11 +31,11 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each part has printed."""
-    command = [sys.executable, "-m", "tests.offload.mesh.parts", str(tmp_path_factory.mktemp("parts"))]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, timeout=240)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert None not in found.values(), done.stderr
+    code = "import sys; from tests.offload.mesh.parts import main; main(sys.argv[1])"
+    done = run_program(code, tmp_path_factory.mktemp("parts"), seconds=240)
+    assert done.status == 0, done.errors
+    found: dict[str, Any] = json.loads(done.output.splitlines()[-1])
+    assert None not in found.values(), done.errors
     return found
 
 
@@ -138,3 +141,21 @@ def test_pipelines_over_processes_compute_the_gradients_of_the_plain_model(parts
     claims = parts["pipeline_worker"]
     assert claims
     assert not any(claims.values()), "\n".join(f"{name}: {text}" for name, text in claims.items() if text)
+
+
+# --- embedding tables, and memory -------------------------------------------------------------------------------------
+
+
+def test_tables_whose_rows_are_dealt_to_ranks_train_as_in_one_process(parts: dict[str, Any]) -> None:
+    claims = parts["rows_worker"]
+    assert len(claims) >= 13
+    assert not any(claims.values()), "\n".join(f"{name}: {text}" for name, text in claims.items() if text)
+
+
+@pytest.mark.parametrize("case", ["one matrix", "several, updated"])
+def test_rank_takes_at_most_one_gathered_shard_beside_one_process(parts: dict[str, Any], case: str) -> None:
+    found = parts["peak_worker"][case]
+    if not found["alone"]:
+        pytest.skip("the system does not say")
+    beside = [(peak - found["alone"]) / found["shard"] for peak in found["ranks"]]
+    assert max(beside) < 1, found

@@ -344,7 +344,7 @@ def test_no_tray_is_lost_when_reading_or_writing_fails(buffer_pool: IOBufferPool
 def test_a_block_is_a_part_of_the_largest_shard(largest: int, expected: int) -> None:
     class Sized:
         def __init__(self, nbytes: int) -> None:
-            self.nbytes = nbytes
+            self.full_nbytes = nbytes
 
     class Shards:
         own = (Sized(largest - largest // 3), Sized(largest // 3))

@@ -7,8 +7,6 @@ import gc
 import os
 import shutil
 import struct
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from offload.storage.manifest import read_manifest, write_manifest
 from offload.storage.persistent import Contents
 from tests.offload.persistent import WIDTH, everything, layers, offloaded, train
 from tests.offload.storage.test_tiers import TierContract
+from tests.programs import run_program
 
 
 @pytest.fixture
@@ -322,8 +321,7 @@ def test_a_home_whose_process_was_killed_is_refused(left: tuple[Path, dict[str, 
         "os.kill(os.getpid(), 9)"
     )
     offloaded_and_closed(left[0])
-    arguments = [sys.executable, "-c", code, str(left[0])]
-    assert subprocess.run(arguments, check=False, timeout=120, cwd=Path(__file__).parents[3]).returncode == -9
+    assert run_program(code, left[0]).status == -9
     with pytest.raises(HomeError, match="expected a home that was closed, but the model that used it ended"):
         offloaded(layers("meta"), left[0])
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,32 +11,47 @@ import pytest
 import torch
 
 from offload import DiskHome, HomeError
+from offload.storage import stripes
 from offload.storage.manifest import read_manifest, write_manifest
 from tests.offload.persistent import everything, layers, offloaded, train
+from tests.programs import run_program
 
 SCRIPT = """
 import os, sys
 from pathlib import Path
 import torch
+from offload.storage import stripes
 from tests.offload.persistent import everything, layers, offloaded, train
 
-folder, closes, out = Path(sys.argv[1]), sys.argv[2] == "closes", sys.argv[3]
-model = offloaded(layers(), folder)
-train(model, range(2))
-if closes:
-    model.close()
-    model = offloaded(layers("meta"), folder)
-    train(model, range(2, 4))
+stripes.STRIPE_BYTES = 4096
+root, closes, out = Path(sys.argv[1]), sys.argv[2] == "closes", sys.argv[3]
+models = []
+for folder in (root / "home", [root / "a", root / "b"]):
+    model = offloaded(layers(), folder)
+    train(model, range(2))
+    if closes:
+        model.close()
+        model = offloaded(layers("meta"), folder)
+        train(model, range(2, 4))
+    models.append(model)
 torch.save({name: p.detach().clone() for name, p in model.named_parameters()}, out)
 os._exit(1)
 """
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_a_home_of_a_process_that_was_killed_between_steps_is_recovered(closes: bool, tmp_path: Path) -> None:
-    home, out = tmp_path / "home", tmp_path / "weights.pt"
-    arguments = [sys.executable, "-c", SCRIPT, str(home), "closes" if closes else "ends", str(out)]
-    assert subprocess.run(arguments, timeout=240, check=False).returncode == 1
+def test_a_home_of_a_process_that_was_killed_between_steps_is_recovered(
+    closes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in a single directory, and one that is striped over two."""
+    out = tmp_path / "weights.pt"
+    assert run_program(SCRIPT, tmp_path, "closes" if closes else "ends", out).status == 1
+    monkeypatch.setattr(stripes, "STRIPE_BYTES", 4096)
+    recover(tmp_path / "home", out)
+    recover([tmp_path / "a", tmp_path / "b"], out)
+
+
+def recover(home: Path | list[Path], out: Path) -> None:
     with pytest.raises(HomeError, match=r"ended without close\(\).*recover=True"):
         offloaded(layers("meta"), home)
     with pytest.warns(RuntimeWarning, match=r"the contents of weights, buffers cannot be verified"):

@@ -6,8 +6,6 @@ import errno
 import fcntl
 import gc
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +20,7 @@ from offload.storage import DiskTier, HostTier, Tier, disk, open_tier
 from offload.storage.buffer import host_buffer
 from offload.storage.contract import bytes_of
 from offload.storage.transfer import STAGED, UNSTAGED
+from tests.programs import run_program
 
 CPU = torch.device("cpu")
 
@@ -226,7 +225,7 @@ class TestDiskTier(TierContract):
             "tier = DiskTier(sys.argv[1], torch.device('cpu')); block = tier.allocate(100, 'weights')\n"
             "os.kill(os.getpid(), 9)"
         )
-        subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=60)
+        assert run_program(code, tmp_path).status == -9
         (left,) = tmp_path.iterdir()
         alive = DiskTier(tmp_path, CPU)
         assert not left.exists()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -15,8 +13,9 @@ import offload.streaming.gradient_offload
 import offload.streaming.heap
 from offload import OffloadModel
 from offload.storage import Block
-from offload.streaming.heap import Heap, HeapBound, anonymous_bytes
+from offload.streaming.heap import Heap, anonymous_bytes
 from tests.offload.zoo import WIDTH, build
+from tests.programs import run_program
 
 MIB = 1 << 20
 
@@ -59,7 +58,7 @@ def test_free_memory_is_returned_before_a_cell_that_could_exceed_the_limit_with_
     monkeypatch.setattr(heap, "anonymous_bytes", lambda: others + used[0] + free[0])
     monkeypatch.setattr(heap, "return_freed_memory", give_back)
     monkeypatch.setattr(heap, "_allocated_bytes", lambda: used[0] if says else None)
-    bound = HeapBound()
+    bound = Heap()
     bound.make_room(40 * MIB, 100 * MIB, 90 * MIB)
     assert not returned  # nothing is measured yet
     bound.measure_others(40 * MIB)
@@ -115,9 +114,9 @@ def test_with_an_optimizer_on_disk_the_process_grows_by_no_more_than_the_budget(
     """Gradients of four MiB each are freed between smaller blocks, and 256 MiB of them are made in a step."""
     if not anonymous_bytes():
         pytest.skip("needs a system with /proc")
-    command = [sys.executable, "-c", _STEPS, f"{tmp_path}/", "32MiB"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert int(result.stdout) < 1.03 * (32 << 20) + (8 << 20)
+    ended = run_program(_STEPS, f"{tmp_path}/", "32MiB")
+    assert ended.status == 0, ended.errors
+    assert int(ended.output) < 1.03 * (32 << 20) + (8 << 20)
 
 
 def test_anonymous_memory_counts_what_is_written_to_and_not_what_a_file_backs(tmp_path: Path) -> None:

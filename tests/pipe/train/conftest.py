@@ -266,7 +266,7 @@ class Lab:
             self._plain[counts, grad_accum] = reference, outputs, torch.get_rng_state()
         return self._plain[counts, grad_accum]
 
-    def compare(
+    def check_training(
         self, make: Callable[..., Any], counts: tuple[int, ...], grad_accum: int | None, kind: str = "dict"
     ) -> Any:
         """Trains in a pipeline, an epoch for each of ``counts``; asserts that a plain loop does the same."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import gc
-import subprocess
 import sys
 import threading
 import weakref
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from pipe.train import InlineLane, Lanes, ThreadLane, TrainPipelineBase
+from tests.programs import run_program
 
 
 @pytest.mark.parametrize("make", [InlineLane, lambda: ThreadLane("test")], ids=["inline", "thread"])
@@ -96,8 +96,7 @@ def test_a_lane_whose_job_never_ends_does_not_hang_interpreter_exit() -> None:
         "LANE.submit(threading.Event().wait)\n"
         "LANE.submit(print)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert run_program(program) == (0, "", "")
 
 
 class Losses(nn.Module):

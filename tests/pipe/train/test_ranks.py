@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+
+from tests.programs import Program, run_programs
 
 PROGRAM = """
 import os, sys, traceback, torch, torch.distributed as dist
@@ -184,17 +183,8 @@ CLAIMS = [
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What two ranks print that put every claim to the test: one start of the processes for all of them."""
     store = tmp_path_factory.mktemp("ranks") / "store"
-    processes = []
-    for rank in range(2):
-        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", PROGRAM, str(store), *CLAIMS]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        processes.append(subprocess.Popen(command, env=env, text=True, **streams))
-    try:
-        return [process.communicate(timeout=100)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    ranks = [{"RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
+    return [rank.output + rank.errors for rank in run_programs([Program(PROGRAM, [store, *CLAIMS], e) for e in ranks])]
 
 
 @pytest.mark.parametrize("claim", CLAIMS)

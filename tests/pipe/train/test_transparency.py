@@ -31,23 +31,23 @@ def test_all_kinds_of_batches_are_covered(lab: Any) -> None:
     assert tuple(KINDS) == lab.kinds
 
 
-def compare_counts(lab: Any, counts: Any, kind: Any, grad_accum: Any) -> None:
+def check_counts(lab: Any, counts: Any, kind: Any, grad_accum: Any) -> None:
     for count in counts:
         make = TrainPipelineBase if count % 2 else TrainPipelineSparseDist
-        pipeline = lab.compare(make, (count,), grad_accum, kind)
+        pipeline = lab.check_training(make, (count,), grad_accum, kind)
         assert pipeline.statistics().batches == count
         assert pipeline.statistics().steps == -(-count // (grad_accum or 1))
 
 
 @pytest.mark.parametrize("grad_accum", [None, 1, 2, 3, 4, 5])
 def test_final_weights_equal_a_plain_loop_for_1_to_20_batches(lab: Any, grad_accum: Any) -> None:
-    compare_counts(lab, range(1, 21), "dict", grad_accum)
+    check_counts(lab, range(1, 21), "dict", grad_accum)
 
 
 @pytest.mark.parametrize("grad_accum", [None, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_final_weights_equal_a_plain_loop_for_every_kind_of_batch(lab: Any, kind: Any, grad_accum: Any) -> None:
-    compare_counts(lab, [1, 2, 7], kind, grad_accum)
+    check_counts(lab, [1, 2, 7], kind, grad_accum)
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ def test_final_weights_equal_a_plain_loop_for_every_kind_of_batch(lab: Any, kind
 def test_final_weights_equal_a_plain_loop_for_1_to_20_batches_of_every_kind(
     lab: Any, kind: Any, grad_accum: Any
 ) -> None:
-    compare_counts(lab, range(1, 21), kind, grad_accum)
+    check_counts(lab, range(1, 21), kind, grad_accum)
 
 
 @settings(max_examples=60)
@@ -87,7 +87,7 @@ def test_any_depth_any_lanes_and_any_number_of_epochs_change_nothing(
     ahead = {name: depths[name] for name in kind.default_ahead}
     lanes = Lanes.serial() if serial else None
     make = partial(kind, ahead=ahead, lanes=lanes, enqueue_batch_after_forward=behind)
-    lab.compare(make, tuple(counts), grad_accum)
+    lab.check_training(make, tuple(counts), grad_accum)
 
 
 def test_a_pipeline_without_look_ahead_never_reads_beyond_the_batch_it_runs(lab: Any) -> None:

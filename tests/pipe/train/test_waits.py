@@ -61,7 +61,7 @@ def late(lab: Any, kind: Any, stage_name: Any = None, needed: Any = None) -> Any
     return Late
 
 
-def train(lab: Any, kind: Any) -> None:
+def check_training(lab: Any, kind: Any) -> None:
     prefetches = "prefetch" in kind.default_ahead
     reference = lab.sparse_model()
     model = lab.cached_model() if prefetches else lab.sparse_model()
@@ -82,13 +82,13 @@ def train(lab: Any, kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pipeline_whose_lanes_are_as_late_as_they_may_be_is_still_a_plain_loop(lab: Any, kind: Any) -> None:
-    train(lab, late(lab, kind))
+    check_training(lab, late(lab, kind))
 
 
 @pytest.mark.parametrize(("kind", "stage_name", "needed"), WAITS)
 def test_without_this_wait_its_stage_runs_too_early(lab: Any, kind: Any, stage_name: Any, needed: Any) -> None:
     with pytest.raises(AssertionError, match=f"^{stage_name} ran before {needed}"):
-        train(lab, late(lab, kind, stage_name, needed))
+        check_training(lab, late(lab, kind, stage_name, needed))
 
 
 def test_these_are_all_the_waits_there_are(lab: Any) -> None:
