@@ -17,6 +17,7 @@ from pipe.refusals import beyond_layers
 
 __all__ = [
     "check_choices",
+    "check_gradient_dtype",
     "check_separate",
     "compute_device",
     "layer_bytes",
@@ -79,6 +80,23 @@ def check_choices(num_slices: int | None, num_microbatches: int | None, param_dt
         raise ValueError(f"expected an integer of at least 1, or None, got num_microbatches={num_microbatches!r}")
     if num_slices is not None and (not isinstance(num_slices, int) or isinstance(num_slices, bool)):
         raise TypeError(f"expected the number of shards, or None, got num_slices={num_slices!r}")
+
+
+def check_gradient_dtype(gradient_dtype: torch.dtype | None, *, accumulates: bool) -> None:
+    """Checks the type in which gradients are stored, and whether they may be added up in it."""
+    if not isinstance(accumulates, bool):
+        raise TypeError(f"expected True or False, got accumulate_in_gradient_dtype={accumulates!r}")
+    if gradient_dtype is None:
+        if accumulates:
+            raise ValueError("accumulate_in_gradient_dtype=True needs gradient_dtype=torch.bfloat16, got None")
+        return
+    if not isinstance(gradient_dtype, torch.dtype):
+        raise TypeError(f"expected torch.bfloat16 or None, got gradient_dtype={gradient_dtype!r}")
+    if gradient_dtype != torch.bfloat16:
+        raise ValueError(
+            f"expected torch.bfloat16 or None (the parameters' own type), got gradient_dtype={gradient_dtype}: float16 "
+            f"would overflow, and other types store no fewer bytes"
+        )
 
 
 def layer_bytes(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from offload.arguments import (
     check_choices,
+    check_gradient_dtype,
     check_separate,
     compute_device,
     names_given,
@@ -110,6 +111,14 @@ class OffloadModel(LoadingModule):
             optimizer states; all may pass one directory. ``parameters()`` are DTensors, and gradients are means over
             ranks. All ranks make the same calls. What does not stream is stored whole by each; ``memory`` is a rank's.
         gradient_divide_factor: with ``mesh``, divide sums of gradients by this instead of the number of ranks.
+        gradient_dtype: ``torch.bfloat16`` to store gradients at home in 16 bits, rounded once from their sum over
+            micro-batches: ``.grad`` has this type, norms are those of what is stored, and an
+            :class:`~offload.OffloadOptimizer` computes with it in the parameters' type. Other optimizers see 16 bits
+            beside wider parameters, which most classes of torch refuse. Gradients of parameters that several layers
+            use or that have hooks, sparse ones, and those of what stays on the compute device keep their type; what is
+            updated in backward is not stored, and so not rounded. None: the type of each parameter.
+        accumulate_in_gradient_dtype: with ``gradient_dtype``, allow several backwards before gradients are cleared: the
+            sum is rounded with each. False: they are refused, before they run.
         resident: names of parameters that stay on the compute device, with their gradients and optimizer states, or
             shell patterns of such: ``"*.lora_*"`` for adapters over a frozen base that streams. None: those of the
             layers stream.
@@ -160,6 +169,8 @@ class OffloadModel(LoadingModule):
         blocks: Blocks | None = None,
         mesh: DeviceMesh | None = None,
         gradient_divide_factor: float | None = None,
+        gradient_dtype: torch.dtype | None = None,
+        accumulate_in_gradient_dtype: bool = False,
         resident: str | Sequence[str] | None = None,
         _cuts: list[int] | None = None,
     ) -> None:
@@ -176,6 +187,7 @@ class OffloadModel(LoadingModule):
         quantised = [each.name for each in stored_parts if each.part_of is not None]
         called = getattr(type(self), "_kind", None)  # the class of a model that is called by its own forward
         refused: dict[str, Any] = {"memory_budget=": memory_budget, "a model with quantised weights": quantised or None}
+        refused["gradient_dtype="] = gradient_dtype
         if called is not None and isinstance(offload_device, DiskHome):
             refused["DiskHome(keep=True) with blocks="] = offload_device.keep or None
         refused["store_dtype="] = store_dtype
@@ -185,10 +197,11 @@ class OffloadModel(LoadingModule):
         separate([model] if isinstance(model, nn.Module) else named.values())
         plans = num_slices is None and checkpoint_activation is None and mesh is None
         # In another form, values of what streams are not those of what stays.
-        finest = num_slices is None and mesh is None and form is None
+        finest = num_slices is None and mesh is None and form is None and gradient_dtype is None
         if not isinstance(model, nn.Sequential) if called is None else num_slices is None:
             num_slices = len(named)
         check_choices(num_slices, num_microbatches, param_dtype)
+        check_gradient_dtype(gradient_dtype, accumulates=accumulate_in_gradient_dtype)
         resources = memory_of(
             memory,
             plans=plans,
@@ -233,6 +246,8 @@ class OffloadModel(LoadingModule):
             "store_dtype": store_dtype,
             "detect_weight_writes": detect_weight_writes,
             "mesh": mesh,
+            "gradient_dtype": gradient_dtype,
+            "accumulate_in_gradient_dtype": accumulate_in_gradient_dtype,
             "resident": resident,
         }
         self._num_microbatches = num_microbatches
@@ -274,6 +289,8 @@ class OffloadModel(LoadingModule):
                 resident=staying,
                 layers_apart=called is not None,
                 form=form,
+                gradient_dtype=gradient_dtype,
+                accumulates=accumulate_in_gradient_dtype,
             )
             self._join(self._executor, named, self._persistent_home.values, undo.callback)
             for runner in self._executor.runners:

@@ -4,11 +4,15 @@ Three cases train the same model from the same files, a step of each in a round.
 the reference losses; the resident one under the cap fails; the offloaded one must train under the cap to these losses.
 """
 
+import statistics
+from collections.abc import Callable
 from dataclasses import asdict
 
 from benchmarks.build_huge.workload import Settings, write_weights
 from benchmarks.harness.benchmark import Benchmark, Claim, Run
 from benchmarks.harness.case import FLOOR, Case, Outcome
+from benchmarks.harness.io_counters import MOVED as HOME_BYTES
+from benchmarks.harness.io_counters import counted_bytes
 from benchmarks.harness.table import at_most, case_table, limit_columns, mebibytes, spread
 from benchmarks.models.work import adamw_bytes, gradient_bytes
 
@@ -18,7 +22,13 @@ LIMIT = (
     "and the bytes that the offloaded model reads from files and writes there. The resident model without a cap has "
     "the default allocator, which keeps freed blocks and is faster; under the cap freed blocks are returned."
 )
+MOVED = (
+    "Moved is what loads, gradients and updates read from files and wrote there, for each parameter and step, as the "
+    "model counts it. The least is what any order of work moves that keeps as much as the cap in memory (without "
+    "clipping, gradients need not be stored). The kernel's count is that of calls (`/proc/self/io`), beside ours."
+)
 TOLERANCE = 1e-5  # of a loss, relative to that of the resident model
+COUNTS_DIFFER = 0.02  # the kernel's count of bytes and ours
 #: glibc raises the size from which blocks are mapped, and then keeps what was freed in its heap, which the cap counts.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 
@@ -57,9 +67,42 @@ def report(run: Run) -> list[str]:
         "s/step": lambda o: f"{o.median():.2f}" if o.steps else "-",
         "to no cap": lambda o: spread(o.ratios(), 2),
         **limit_columns(run.rates, files=True),
+        **_byte_columns(run),
         "losses": lambda o: _died(o) or ", ".join(f"{loss:.6f}" for loss in o.values("loss")),
     }
-    return [case_table(run.outcomes, columns), LIMIT]
+    return [case_table(run.outcomes, columns), LIMIT, MOVED]
+
+
+def _byte_columns(run: Run) -> dict[str, Callable[[Outcome], str]]:
+    """Bytes that a step moves, of each parameter; the least that are possible under the cap; and the kernel's count."""
+    parameters = run.settings.parameter_bytes / 4
+    least = run.settings.stored.least(run.settings.cap << 20, clips=False)
+
+    def shown(show: Callable[[float], str]) -> Callable[[Outcome], str]:
+        return lambda o: show(_moved(o)) if _counts(o) else "-"
+
+    return {
+        "moved B/parameter": shown(lambda moved: f"{moved / parameters:.1f}"),
+        "least": shown(lambda moved: f"{least / parameters:.1f}"),
+        "to the least": shown(lambda moved: f"{moved / least:.2f}" if least else "-"),
+        "kernel's count": lambda o: f"{_kernel_to_ours(o):.3f}" if _counts(o) else "-",
+    }
+
+
+def _counts(outcome: Outcome) -> bool:
+    """Whether its steps have moved bytes of homes."""
+    return any(step.get("bytes_loaded") for step in outcome.steps)
+
+
+def _moved(outcome: Outcome) -> float:
+    """The mean of the steps but the first, which makes the files of states and reads none."""
+    return statistics.fmean(sum(step[name] for name in HOME_BYTES) for step in outcome.steps[1:] or outcome.steps)
+
+
+def _kernel_to_ours(outcome: Outcome) -> float:
+    """The kernel's count of the bytes of all steps to ours."""
+    ours, kernel = (sum(each) for each in zip(*map(counted_bytes, outcome.steps), strict=True))
+    return kernel / ours
 
 
 def _died(outcome: Outcome) -> str:
@@ -75,6 +118,11 @@ def bounds(run: Run) -> list[str]:
         broken.append("the resident model must not fit under the cap, but it trained")
     if _died(offloaded) or _died(reference):
         return broken
+    if _counts(offloaded) and "read" in offloaded.steps[0]:
+        apart = abs(_kernel_to_ours(offloaded) - 1)
+        broken += at_most(
+            "the difference of the kernel's count of bytes from ours", apart, COUNTS_DIFFER, "{:.1%}".format
+        )
     broken += at_most("the peak under the cap", offloaded.peak_bytes, run.settings.cap << 20, mebibytes)
     losses = offloaded.values("loss")
     if len(losses) > 1 and not losses[-1] < losses[0]:

@@ -17,6 +17,7 @@ from benchmarks.harness.settings import option
 from benchmarks.harness.table import mebibytes
 from benchmarks.harness.worker import Reporter
 from offload import OffloadModel, OffloadOptimizer, load_pretrained
+from offload.planning.least_bytes import StoredBytes
 
 LEARNING_RATE = 3e-4
 
@@ -30,6 +31,7 @@ class Settings:
     blocks: int = option(36, "blocks, each of which is one shard")
     rows: int = option(64, "rows of the batch")
     steps: int = option(9, "steps of AdamW")
+    memory: int = option(0, "MiB for which the offloaded model plans; 0: it plans nothing", least=0)
 
     def wrong(self) -> str:
         """A model that fits answers nothing."""
@@ -46,6 +48,12 @@ class Settings:
     def parameter_bytes(self) -> int:
         """Of all parameters, in float32."""
         return 4 * self.blocks * (8 * self.dim**2 + 7 * self.dim)
+
+    @property
+    def stored(self) -> StoredBytes:
+        """What is stored of the model between its uses."""
+        states = 2 * self.parameter_bytes
+        return StoredBytes(weights=self.parameter_bytes, gradients=self.parameter_bytes, states=states)
 
     @property
     def training_flops(self) -> float:
@@ -110,8 +118,11 @@ def _resident(settings: Settings, weights: Path) -> tuple[nn.Module, torch.optim
 def _offloaded(settings: Settings, weights: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The same model stored in files: each block is a shard, read directly from the files of the weights."""
     home = weights.with_name("home")
-    model = OffloadModel(list(settings.build()), "cpu", home, checkpoint_activation=True, pretrained=weights)
-    return model, OffloadOptimizer(model, torch.optim.AdamW, lr=LEARNING_RATE)
+    memory = settings.memory << 20 or None
+    layers = list(settings.build())
+    model = OffloadModel(layers, "cpu", home, checkpoint_activation=True, pretrained=weights, memory=memory)
+    # Nothing is clipped: gradients need not be stored, and the weights are in their slot.
+    return model, OffloadOptimizer(model, torch.optim.AdamW, lr=LEARNING_RATE, update_in_backward=True)
 
 
 def train(report: Reporter, settings: dict[str, Any], offloaded: bool, capped: bool) -> dict[str, Any]:

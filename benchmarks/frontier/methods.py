@@ -31,7 +31,7 @@ from benchmarks.optimizer.methods import DEEPSPEED, Training, deepspeed_nvme, lo
 WARMED = "after steps of two blocks"
 PLANNING, STEPS = "planning", "steps"
 #: Turns after which ours has planned for the last time, and has taken a first step of that plan.
-PLANNED_AFTER = 5
+PLANNED_AFTER = 7
 TRAINING, CONTRASTIVE = "training", "contrastive"
 PLAIN, CHECKPOINTED, COMPILED, FSDP, TWO_PASSES, OURS = (
     "plain",

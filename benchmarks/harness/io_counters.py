@@ -19,6 +19,8 @@ import psutil
 #: The counters of ``offload.Statistics`` that the line of a step holds.
 COUNTED = ("bytes_loaded", "bytes_stored", "bytes_spilled", "update_bytes_read", "update_bytes_written", "wait_seconds")
 COUNTED += ("bytes_gathered", "bytes_reduced", "bytes_agreed")
+#: Those of bytes that a step reads from homes and writes there; boundaries, which are written and read, are not.
+MOVED = ("bytes_loaded", "bytes_stored", "update_bytes_read", "update_bytes_written")
 
 T = TypeVar("T")
 
@@ -49,6 +51,15 @@ def _counts(model: object) -> dict[str, float]:
         found |= {"read": io.read_chars, "written": io.write_chars}
         found |= {"from_disk": io.read_bytes, "to_disk": io.write_bytes}
     return found
+
+
+def counted_bytes(step: Mapping[str, Any]) -> tuple[float, float]:
+    """What an OffloadModel and the kernel have counted in a step: bytes read and written by calls, boundaries included.
+
+    Calls of other parts of the process are in the latter.
+    """
+    ours = sum(step[name] for name in MOVED) + 2 * step["bytes_spilled"]
+    return ours, step.get("read", 0) + step.get("written", 0)
 
 
 def file_work(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -272,6 +272,7 @@ class CellExecutor:
                 entered = source if to_boundary else None
                 back = self._take(runner.shard, roots, gradients, entered, only or (), retain) or back
             # Writes of a layer into its own weights (an embedding with max_norm) count once, in forward.
+            runner.shard.written |= runner.shard.versions() != tape.versions[j]
             runner.shard.set_versions(tape.versions[j])
             return back
 

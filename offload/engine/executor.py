@@ -89,6 +89,8 @@ class Executor(BlockForwards):
         resident: Collection[nn.Parameter] = (),
         layers_apart: bool = False,
         form: WeightForm | None = None,
+        gradient_dtype: torch.dtype | None = None,
+        accumulates: bool = False,
     ) -> None:
         self.resident = resident_shard(layers, set(resident), len(cuts), device)
         if self.resident is not None and self.resident.home is not None:
@@ -98,6 +100,8 @@ class Executor(BlockForwards):
             self.shards, self.layer_homes = make_shards(named, cuts, tier, param_dtype, values, self.resident, form)
         else:
             self.shards, self.layer_homes = sharding.make_shards(named, cuts, tier, param_dtype, values, self.resident)
+        if gradient_dtype is not None:
+            self.layer_homes.round_gradients(self.shards, gradient_dtype, accumulates=accumulates)
         move_buffers(layers.values(), device)
         #: Names of the quantised parameters.
         self.quantised = {s.part_of: s.name for shard in self.shards for s in shard.own if s.part_of is not None}
@@ -208,7 +212,8 @@ class Executor(BlockForwards):
     def forward_steps(self, tape: Tape) -> Generator[tuple[Cell, Any], Any, list[Any]]:
         """The same. If code runs between shards, yields each cell with its output for what enters the next shard."""
         n, m = len(self.shards), tape.microbatches
-        with self._exclusive_pass(on_failure=tape.discard):
+        measured = self._meter.overheads.in_pass("forward") if tape.records else contextlib.nullcontext()
+        with self._exclusive_pass(on_failure=tape.discard), measured:
             if tape.records:
                 self._meter.begin_step()
             # With shared slots a recomputation must use the weights of its forward. Otherwise homes may have been
@@ -318,7 +323,8 @@ class Executor(BlockForwards):
         n, m = len(self.shards), tape.microbatches
         gradients = self._store(gradients=True)
         input_gradients: list[list[Any]] = [[None] * len(leaves) for leaves in tape.inputs]
-        with contextlib.closing(gradients), self._exclusive_pass(recomputes=self.recompute):
+        measured = self._meter.overheads.in_pass("backward")
+        with contextlib.closing(gradients), self._exclusive_pass(recomputes=self.recompute), measured:
             reuses_slots = self._frozen_weights > 0 or self.streamer.slot_pool.shared
             if tape.assignments != self.assigned_data.stores and not reuses_slots:
                 # Slots were loaded by a later forward, during which parameters may have had other values.

@@ -188,7 +188,7 @@ class MovableHomes(ExclusivePasses):
         return [
             ShardBytes(
                 weights=sum(block.nbytes for block in (shard.home, shard.lower) if block is not None),
-                gradients=sum(s.full_nbytes for s in shard.own if s.parameter.requires_grad),
+                gradients=sum(shard.gradient_types.nbytes(s) for s in shard.own if s.parameter.requires_grad),
                 states=sum(optimizer.state_bytes(shard) for optimizer in optimizers),
             )
             for shard in self.shards

@@ -8,7 +8,7 @@ import torch
 
 from offload.engine.steps import Steps
 from offload.planning.peak_memory import OutsideBytes, StepBytes
-from offload.planning.simulate import Costs
+from offload.planning.simulate import Costs, Overheads
 from offload.planning.slot_sizes import slot_sizes
 from offload.planning.step_model import StepModel
 from offload.storage import Tier
@@ -56,11 +56,14 @@ def step_model(
     on_host = device.type == "cpu"
     # On the CPU copies and updates take the cores from layers.
     share = meter.contention.share() if on_host else 0.0
+    backward = [meter.backward_seconds_per_row(shard.index, share) * mean_rows for shard in shards]
+    kept = [meter.kept_backward_seconds_per_row(shard.index, share) * mean_rows for shard in shards]
     costs = Costs(
         load=[nbytes * each["load"] for nbytes in loads],
         forward=[meter.forward_seconds_per_row(shard.index, share) * mean_rows for shard in shards],
-        backward=[meter.backward_seconds_per_row(shard.index, share) * mean_rows for shard in shards],
-        kept_backward=[meter.kept_backward_seconds_per_row(shard.index, share) * mean_rows for shard in shards],
+        backward=backward,
+        # One that does not recompute takes no longer, whatever disturbed it.
+        kept_backward=list(map(min, kept, backward)),
         contention=share,
         drain=[nbytes * each["drain"] for nbytes in gradient_bytes],
         update=[nbytes * (in_files if tier.blocking_io else in_memory) for nbytes in gradient_bytes],
@@ -68,6 +71,7 @@ def step_model(
         updated_at_step=frozenset() if tier.blocking_io else frozenset(range(len(shards))),
         updates_fill_slots=on_host and tier.blocking_io and all(shard.slot_keeps_weights for shard in shards),
         boundary=[boundaries((j, 0)) * each["boundary"] for j in range(len(shards) + 1)],
+        overheads=_overheads(meter, gradient_bytes),
     )
     in_place = frozenset(shard.index for shard in shards if shard.in_place)
     in_slot = [shard.slot_bytes for shard in shards]
@@ -106,3 +110,10 @@ def step_model(
         own_slots=own_slots,
         spills=tier.scratch() is not None,
     )
+
+
+def _overheads(meter: Meter, gradient_bytes: Sequence[int]) -> Overheads:
+    """What steps take beside cells and waits; norms are summed in the optimizer's step where shards rest in memory."""
+    each = {kind: meter.overheads.seconds_each(kind) for kind in ("forward", "backward", "loss", "step", "norm")}
+    norm = each.pop("norm")
+    return Overheads(**each, norm=[nbytes * norm for nbytes in gradient_bytes] if norm else ())

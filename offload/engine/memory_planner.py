@@ -6,11 +6,14 @@ step  plan
 1     the leanest: two slots, every cell is recomputed; sizes and times are measured
 2     the fastest that fits, by these measurements
 4     the same with better measurements; another one only for a predicted gain of more than 5 %
+7     the same again, after the first step whose memory was not measured, which takes time
 ====  ==============================================================================================================
 
-Slots and the shards that rest in memory stay until the next choice. Which graphs are kept, which boundaries are spilled
-and whose gradients wait is chosen for each size of batch, before anything of its step has moved. If a step took more
-memory than predicted, the difference becomes a margin and the next step begins with a smaller plan.
+Until an optimizer has stepped, the bytes of its states are unknown: nothing that stays between steps, such as more
+slots, takes their place. Slots and the shards that rest in memory stay until the next choice. Which graphs are kept,
+which boundaries are spilled and whose gradients wait is chosen for each size of batch, before anything of its step has
+moved. If a step took more memory than predicted, the difference becomes a margin and the next step begins with a
+smaller plan.
 """
 
 from __future__ import annotations
@@ -79,6 +82,10 @@ class MemoryPlanner:
         self.choice: Choice | None = None
         self._prediction: Prediction | None = None
         self._choices: dict[tuple[object, ...], Prediction] = {}
+        #: By the same keys, the last choices, whose memory was measured or will be.
+        self._known: dict[tuple[object, ...], Choice] = {}
+        #: Whether a step was timed that nothing disturbed: one that did not measure memory.
+        self._timed = False
         #: Whether gradients were ever accumulated, or zeroed in place.
         self._accumulates = False
         self._warned: set[str] = set()
@@ -90,8 +97,8 @@ class MemoryPlanner:
         #: Of this step: gradients there at its predicted begin that updates of the step before free.
         self._updated_bytes = 0
         self._began = 0.0
-        #: Seconds of updates in memory until the last step ended, and of those between it and the present one.
-        self._updated, self._updates_before = 0.0, 0.0
+        #: Seconds in calls of optimizers until the last step ended, and of those between it and the present one.
+        self._optimizers_until, self._optimizers_before = 0.0, 0.0
         self._streamer.allow_free_bytes(self.limit_bytes // 8)
         self._measured_seconds: float | None = None
 
@@ -148,23 +155,23 @@ class MemoryPlanner:
             ValueError: if no plan of this step fits, before anything has moved.
         """
         awaited, self._awaited = self._awaited, self._streamer.gradient_offload.optimizers.awaits_states()
-        self._due |= awaited and not self._awaited
+        self._due |= awaited != self._awaited
         self._accumulates |= any(map(unowned_gradients, self._streamer.shards))
-        if self._due and idle:
+        if self._due and idle and self._steps_done:
             self._plan_again(rows)
         if self._steps_done:
             self._choose(rows, idle=idle)
-        self._memory.begin(self._prediction, self._updated_bytes, idle=idle)
-        self._updates_before = self._meter.seconds_of_updates_in_memory - self._updated
+        self._optimizers_before = self._meter.overheads.optimizer_seconds - self._optimizers_until
         self._began = time.perf_counter()
+        self._memory.begin(self._prediction, self._updated_bytes, idle=idle)
 
     def end(self, rows: Sequence[int]) -> None:
         """Ends a training step: measures it, and decides whether to plan again before the next."""
         self._steps_done += 1
         self._rows = tuple(rows)
         self._ran.add(self._rows)
-        self._measured_seconds = time.perf_counter() - self._began + self._updates_before
-        self._updated = self._meter.seconds_of_updates_in_memory
+        self._measured_seconds = time.perf_counter() - self._began + self._optimizers_before
+        self._optimizers_until = self._meter.overheads.optimizer_seconds
         predicted = self._prediction
         if self._memory.end(predicted):
             assert predicted is not None
@@ -172,17 +179,22 @@ class MemoryPlanner:
             self._choices.clear()
             self._counts.clear()
         self._due |= self._steps_done in PLAN_AFTER
+        if self._memory.on_host and self._steps_done > PLAN_AFTER[-1] and not (self._timed or self._memory.measures):
+            self._timed = self._due = True
 
     def _model(self, rows: Sequence[int]) -> StepModel:
         executor = self._executor()
         assert executor is not None
         model = executor.measured(rows)
         updates = self._streamer.gradient_offload.optimizers.planned()
-        resting = model.resting_bytes
+        resting, given = model.resting_bytes, self._given
         if self._streamer.gradient_offload.optimizers.awaits_states():
             # Their states, of unknown size, would come into memory with them.
             trained = {shard.index for shard in self._streamer.shards if shard.trainable} - self._in_memory
             resting = {j: nbytes for j, nbytes in resting.items() if j not in trained}
+            # States of what is in memory already, too: nothing else that stays between steps takes their place.
+            resident = 0 if given.resident_bytes is None else given.resident_bytes
+            given = replace(given, slots=self._leanest(model).slots, resident_bytes=resident)
         return replace(
             model,
             updates=updates,
@@ -191,7 +203,7 @@ class MemoryPlanner:
             accumulates=self._accumulates,
             gradients_wait=any(shard.blocking_io for shard in executor.shards) and not updates["updates"],
             margin_bytes=self._memory.margin_bytes,
-            given=self._given,
+            given=given,
         )
 
     def _plan_again(self, rows: Sequence[int]) -> None:
@@ -275,8 +287,11 @@ class MemoryPlanner:
                 choice = replace(present, boundary_bytes=0)
             if len(self._choices) >= SIZES_REMEMBERED:
                 self._choices.clear()
+                self._known.clear()
             self._choices[key] = predict(replace(model, accumulates=False), choice)
-            self._memory.new_choice()
+            if not self._timed or self._known.get(key) != choice:
+                self._memory.new_choice()
+            self._known[key] = choice
         self._prediction = self._choices[key]
         pending = self._prediction.plan.pending - there["held"]
         self._updated_bytes = sum(gradient_bytes(s) for s in shards if s.index in pending and not s.blocking_io)

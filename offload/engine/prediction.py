@@ -42,6 +42,9 @@ def predict_step(plan: Plan, rows: Sequence[int], executor: Executor, *, meter: 
     model = executor.measured(rows)
     forecast, peak = predict_plan(model, plan)
     loads = [sum(s.nbytes for s in shard.at_home) for shard in shards]
+    stores = [
+        sum(shard.gradient_types.nbytes(s) for s in shard.at_home if s.parameter.requires_grad) for shard in shards
+    ]
     resting = executor.bytes_in_memory()
     at_home = [resting[shard.index] for shard in shards if shard.blocking_io == tier.blocking_io]
     kept = [resting[shard.index] for shard in shards if not shard.blocking_io]
@@ -50,7 +53,7 @@ def predict_step(plan: Plan, rows: Sequence[int], executor: Executor, *, meter: 
         wait_seconds=forecast.wait_seconds,
         compute_seconds=forecast.compute_seconds,
         bytes_loaded=sum(loads[j] for j in plan.loads),
-        bytes_stored=sum(model.sizes.gradient_bytes[a.shard] for a in plan.actions if a.kind is Kind.DRAIN),
+        bytes_stored=sum(stores[a.shard] for a in plan.actions if a.kind is Kind.DRAIN),
         peak_bytes={
             "device": peak.device_bytes,
             tier.name: sum(each.weights + each.gradients for each in at_home) + peak.spilled_bytes,

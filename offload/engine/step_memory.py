@@ -44,7 +44,7 @@ class StepMemory:
         #: Whether slots and buffers of the present plan are still to be allocated.
         self._fresh = True
         #: Whether this step measures the memory of its plan; and how many are still to do so.
-        self._measures = False
+        self.measures = False
         self._to_measure = self._began_with = 0
         #: Predicted bytes at the begin of this step.
         self._held = 0
@@ -70,9 +70,10 @@ class StepMemory:
             updated_bytes: gradients there at the predicted begin that updates of the step before free.
             idle: whether no earlier forward waits for its backward.
         """
-        self._measures = False
+        self.measures = False
         if idle and prediction is not None:
             self._bound(prediction, updated_bytes)
+        self._meter.measures_memory = self.measures
         self._peak.begin()
         self._began_with = 0 if self._heap is None else self._heap.held() or 0
         self._sample_course(known=prediction is not None)
@@ -82,9 +83,9 @@ class StepMemory:
         self._held = prediction.peak.begin_bytes
         if self._heap is None:
             return
-        self._measures = self._fresh or self._to_measure > 0
+        self.measures = self._fresh or self._to_measure > 0
         most = self._limit()
-        if self._measures:
+        if self.measures:
             self._to_measure -= not self._fresh
             self._streamer.finish_updates_in_memory()
             self._held -= updated_bytes
@@ -127,7 +128,7 @@ class StepMemory:
         rise = self._peak.rise()
         if rise is None or predicted is None:
             return False
-        if self._heap is not None and not self._measures:
+        if self._heap is not None and not self.measures:
             # Free memory is a part of this peak, which says nothing of the plan unless it is too much.
             self._to_measure += self._began_with + rise > self._limit() + 2 * LEAST_BYTES
             return False

@@ -110,8 +110,8 @@ class MeshGradientOffload(GradientOffload):
         whole, self._whole = self._whole, {}
         return super().pop_returned() | whole
 
-    def update(self, shard: Shard) -> None:
-        """Starts to update a shard once its gradients are reduced; nothing if none were."""
+    def update(self, shard: Shard, slot: Tensor | None = None) -> None:
+        """Starts to update a shard once its gradients are reduced; nothing if none were. No slot holds its part."""
         if _trainable(cast("MeshShard", shard)):
             self._deferred.append(partial(super().update, shard))
 

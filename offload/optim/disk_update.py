@@ -182,6 +182,7 @@ class DiskParamBlock(ParamBlock):
             offset, nbytes = update_block.span(s.full_nbytes, s.full_dtype.itemsize)
             spare_bytes += nbytes + PAGE_BYTES  # a gradient that is in memory
             if (place := self._gradient_file_offset(s, gradient)) is not None:
+                offset, nbytes = update_block.span(gradient.nbytes, gradient.element_size())
                 reads.append(Read((k, None), place[0], place[1] + offset, nbytes))
             if job.states_before[k] is None:
                 continue  # the optimizer makes new states, for each block
@@ -326,24 +327,34 @@ class DiskParamBlock(ParamBlock):
         assert gradient is not None
         if gradient.is_sparse:
             return (gradient if coefficient is None else gradient * coefficient), []
-        offset, nbytes = update_block.span(s.full_nbytes, s.full_dtype.itemsize)
+        offset, nbytes = update_block.span(gradient.nbytes, gradient.element_size())
         back: Write | Copy
         if (place := self._gradient_file_offset(s, gradient)) is not None:
             part = io_buffer.part((k, None))
             back = Write(part, place[0], place[1] + offset)
         else:
             if gradient.stride() != s.stride or gradient.device.type != "cpu":
-                dense = torch.empty_strided(s.parameter.shape, s.stride, dtype=s.full_dtype)
+                dense = torch.empty_strided(s.parameter.shape, s.stride, dtype=gradient.dtype)
                 gradient = job.gradients[k] = dense.copy_(gradient)
             resting = bytes_of(gradient)[offset : offset + nbytes]
-            part = resting if coefficient is None else io_buffer.take(nbytes).copy_(resting)
+            rounded = gradient.dtype != s.full_dtype
+            part = resting if coefficient is None or rounded else io_buffer.take(nbytes).copy_(resting)
             back = Copy(part, resting)
+        values = part.view(gradient.dtype)
+        if gradient.dtype != s.full_dtype:
+            # Clipped in the parameter's type, from what is stored: it is not rounded again before its use.
+            wide = io_buffer.take(values.numel() * s.full_dtype.itemsize).view(s.full_dtype)
+            values, part = wide.copy_(values), wide.view(torch.uint8)
+        shaped = update_block.shape(part, s.full_dtype, s.parameter.shape, s.stride)
         if coefficient is None:
-            return update_block.shape(part, s.full_dtype, s.parameter.shape, s.stride), []
-        part.view(s.full_dtype).mul_(coefficient)
+            return shaped, []
+        values.mul_(coefficient)
+        if s.parameter.grad is not gradient:
+            return shaped, []
         # A gradient that is not zeroed stays clipped, as after clip_grad_norm_.
-        writes = [back] if s.parameter.grad is gradient else []
-        return update_block.shape(part, s.full_dtype, s.parameter.shape, s.stride), writes
+        if gradient.dtype != s.full_dtype:
+            back.source = bytes_of(values.to(gradient.dtype))
+        return shaped, [back]
 
     @staticmethod
     def _copy_unstored(state: Mapping[str, Any]) -> dict[str, Any]:

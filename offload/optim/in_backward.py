@@ -112,8 +112,13 @@ class InBackward:
                 gradients[position] = None
         return kept
 
-    def complete(self, shard: Shard, kept: dict[Slice, Tensor], after: Sequence[Arrival]) -> Arrival | None:
-        """Starts the update of a shard whose gradients are all computed; backward of the shards before it goes on."""
+    def complete(
+        self, shard: Shard, kept: dict[Slice, Tensor], slot: Tensor | None, after: Sequence[Arrival]
+    ) -> Arrival | None:
+        """Starts the update of a shard whose gradients are all computed; backward of the shards before it goes on.
+
+        ``slot`` holds its weights, which are updated there; None: they are read again.
+        """
         optimizer = self._updating
         if optimizer is None:
             return None
@@ -127,7 +132,7 @@ class InBackward:
         for param_block in optimizer.param_blocks[shard]:
             for parameter in param_block.parameters:
                 parameter.grad = None
-        return update.start(after=after)
+        return update.start(slot, after=after, holds=True)
 
     def end(self, *, failed: bool = False) -> None:
         """Ends the backward."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -39,6 +40,20 @@ if TYPE_CHECKING:
 __all__ = ["OffloadOptimizer", "open_update_lane"]
 
 
+_Step = TypeVar("_Step", bound=Callable[..., None])
+
+
+def _measured(step: _Step) -> _Step:
+    """``step`` of an optimizer, whose time is counted."""
+
+    @functools.wraps(step)
+    def measured(self: OffloadOptimizer, *args: Any, **kwargs: Any) -> None:
+        with self.access.meter.overheads.optimizer():
+            step(self, *args, **kwargs)
+
+    return cast("_Step", measured)
+
+
 def open_update_lane(device: torch.device) -> CopyLane:
     """The lane of updates: a thread, since homes are updated by the host. It ends with its last user."""
     return ThreadCopyLane("update", device)
@@ -69,7 +84,7 @@ class OffloadOptimizer(MovableStates):
         states: how states are stored between updates: None for their own type, ``torch.bfloat16``, or ``"8bit"``: codes
             of one byte with a float32 scale for 256 neighbours, as in 8-bit Adam (bitsandbytes, torchao); encoded are
             states with the shape and type of a contiguous floating-point matrix of at least 4,096 elements. Norms,
-            biases, counts, and parameters that stay on the compute device keep theirs in full. ``state_dict()`` has
+            biases, counts, and parameters that stay on a GPU keep theirs in full. ``state_dict()`` has
             what is stored: ``"exp_avg:8bit"`` (uint8) with ``"exp_avg:scales"``. A checkpoint may be loaded into any
             form. Results are those of the class with rounded states: measure your accuracy.
         gradient_bytes: deprecated; a field of the model's :class:`~offload.MemoryPolicy`.
@@ -84,10 +99,11 @@ class OffloadOptimizer(MovableStates):
 
     On disk a step of Adam with two slots transfers, for each float32 parameter: 8 bytes of weights read, by the load of
     each pass; 4 of its gradient and 8 of its two moments, each written once and read once; and 4 of weights written.
-    The load of the forward and the update share one read. So 20 bytes are read and 16 written; with
-    ``update_in_backward`` the gradient is not transferred, but weights are read once more. 8-bit states
-    move 24.06 bytes in place of 36; a model with ``store_dtype="split"`` 34, with ``torch.bfloat16`` 30. A shard
-    without gradients is not written. ``model.statistics()`` counts them.
+    The load of the forward and the update share one read. So 20 bytes are read and 16 written. With
+    ``update_in_backward`` the gradient is not transferred, and the load of the backward and the update share one read:
+    16 are read and 12 written. 8-bit states move 24.06 bytes in place of 36; a model with ``store_dtype="split"`` 34,
+    with ``torch.bfloat16`` 30; one with ``gradient_dtype`` 4 less. A shard without gradients is not written.
+    ``model.statistics()`` counts them.
 
     After an I/O error (a full or failing disk) nothing is lost and nothing is applied twice: repeat the call. After an
     error in the middle of ``torch``'s own arithmetic, or of a backward that updates, every call raises: make model and
@@ -169,6 +185,7 @@ class OffloadOptimizer(MovableStates):
 
     @restores_thread_state
     @torch.no_grad()
+    @_measured
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Makes the update of all parameters that have a gradient pending.
 
@@ -212,6 +229,9 @@ class OffloadOptimizer(MovableStates):
             if self.in_backward is not None:
                 self.in_backward.close()
 
+        if not self.steps:
+            # Without this, free memory would stay beside the states that are made now, of which no plan knows yet.
+            return_freed_memory()
         try:
             self._run_sparse(decided)
             self._resident.run(resident, self._finish_job)
@@ -238,8 +258,9 @@ class OffloadOptimizer(MovableStates):
         """Clears all gradients; a pending update keeps its own. ``set_to_none=False`` first finishes it."""
         if not set_to_none:
             self._synchronize()
-        super().zero_grad(set_to_none)
-        self.access.public.take_gradients()
+        with self.access.meter.overheads.optimizer(continues=True):
+            super().zero_grad(set_to_none)
+            self.access.public.take_gradients()
 
     def synchronize(self) -> None:
         """Finishes the pending updates: afterwards parameters, gradients and states have their values of the last step.
@@ -254,7 +275,8 @@ class OffloadOptimizer(MovableStates):
         self.access.write_back()
 
     def _synchronize(self) -> None:
-        self.access.apply_pending_updates()
+        with self.access.meter.overheads.excluded():
+            self.access.apply_pending_updates()
         self._group_changes.check()
 
     @contextlib.contextmanager
@@ -339,7 +361,10 @@ class OffloadOptimizer(MovableStates):
         if self.max_norm is None:
             return None if scale is None else 1 / scale.to("cpu")
         public, groups = self.access.public, self.param_groups
-        self.last_norm, coefficient = clip_coefficient(public, groups, self.max_norm, scale, trusted=trusted)
+        overheads = self.access.meter.overheads
+        self.last_norm, coefficient = clip_coefficient(
+            public, groups, self.max_norm, scale, trusted=trusted, overheads=overheads
+        )
         return coefficient
 
     def update(

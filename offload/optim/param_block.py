@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -309,15 +309,24 @@ class HostParamBlock(ParamBlock):
         self._check_dense(job)
         self.prepare(job.options, sparse=job.sparse)
         gradients = [g if g is None else g.to(p.device) for g, p in zip(job.gradients, self.proxies, strict=True)]
-        if job.coefficient is not None and not job.scaled:
+        rounded = {k for k, g in enumerate(gradients) if g is not None and g.dtype != self.proxies[k].dtype}
+        wide = [g for k, g in enumerate(gradients) if g is not None and k not in rounded]
+        if job.coefficient is not None and wide and not job.scaled:
             # In place, since a gradient that is not zeroed stays clipped, as after clip_grad_norm_.
-            multiply_all([g for g in gradients if g is not None], job.coefficient)
+            multiply_all(wide, job.coefficient)
             job.scaled = True
         counts = {id(tensor): tensor._version for tensor in self._tensors()}
         try:
-            for proxy, gradient in zip(self.proxies, gradients, strict=True):
-                proxy.grad = gradient
-            self._step(self._encoded_weights(job))
+            encoded = self._encoded_weights(job)
+            for part in self._parts(gradients, rounded):
+                for k in part:
+                    self.proxies[k].grad = self._wide(job, k) if k in rounded else gradients[k]
+                self._step({k: weights for k, weights in encoded.items() if k in part})
+                for k in part:
+                    self.proxies[k].grad = None
+            for k in () if job.coefficient is None else rounded:
+                if (gradient := job.gradients[k]) is not None and self.slices[k].parameter.grad is gradient:
+                    gradient.copy_(self._wide(job, k))  # it stays clipped as well
             job.group_changes = self.group_changes()
         except BaseException as error:
             # New states are zeros, which the class would make again: they count as unchanged.
@@ -327,6 +336,24 @@ class HostParamBlock(ParamBlock):
         finally:
             for proxy in self.proxies:
                 proxy.grad = None
+
+    def _parts(self, gradients: Sequence[Tensor | None], rounded: Collection[int]) -> list[list[int]]:
+        """The parameters that are updated in one call each.
+
+        Rounded gradients are widened in memory that no plan knows of, so one parameter's at a time.
+        """
+        chosen = [k for k, gradient in enumerate(gradients) if gradient is not None]
+        if self.factory.kind not in ELEMENTWISE:
+            return [chosen]
+        together = [k for k in chosen if k not in rounded]
+        return [part for part in (together, *([k] for k in rounded)) if part]
+
+    def _wide(self, job: UpdateJob, k: int) -> Tensor:
+        """A rounded gradient in its parameter's type, clipped there, so that it is not rounded again before its use."""
+        gradient = job.gradients[k]
+        assert gradient is not None
+        wide = gradient.to(self.proxies[k])
+        return wide if job.coefficient is None else wide.mul_(job.coefficient)
 
     def _encoded_weights(self, job: UpdateJob) -> dict[int, EncodedWeights]:
         return {

@@ -5,11 +5,13 @@ A thread computes the updates, on the stream of the caller. So an interrupt of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
 from offload.streaming.quantised import StoredTensor, is_taken_apart
@@ -30,15 +32,58 @@ class ResidentParamBlock(ParamBlock):
         super().__init__(Shard(-1, 0, []), (), group, factory)
         self.slices = slices
         self.proxies = [s.parameter for s in slices]
+        self._bound = True
+        if (form := factory.form) is not None:
+            # Tensors of its own, since a part at a time is decoded, updated and encoded.
+            self.proxies = [p.detach() for p in self.proxies]
+            # States are encoded on the host.
+            self.encoded = {k for k, p in enumerate(self.proxies) if p.device.type == "cpu" and form.encodes(p)}
+            self._release()
+
+    @contextlib.contextmanager
+    def _values(self) -> Iterator[None]:
+        """A context in which the tensors of its own have the parameters' memory, which users may replace elsewhere."""
+        if self._bound:
+            yield
+            return
+        try:
+            self._bound = True
+            for proxy, parameter in zip(self.proxies, self.parameters, strict=True):
+                proxy.data = parameter.data
+            yield
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """Leaves shapes and types."""
+        for proxy in self.proxies:
+            proxy.grad = None
+            proxy.data = torch.empty((), dtype=proxy.dtype, device=proxy.device).expand(proxy.shape)
+        self._bound = False
+
+    def prepare(self, options: Sequence[Mapping[str, Any]], *, sparse: bool = False) -> Optimizer:
+        """See :meth:`ParamBlock.prepare`."""
+        with self._values():
+            return super().prepare(options, sparse=sparse)
+
+    def load_states(self, states: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
+        """See :meth:`ParamBlock.load_states`."""
+        with self._values():
+            super().load_states(states, options)
 
     def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
         """Updates the parameters."""
-        optimizer = self.prepare(job.options, sparse=job.sparse)
+        self._check_dense(job)
+        self.prepare(job.options, sparse=job.sparse)
         gradients = [g for g in job.gradients if g is not None]
         if job.coefficient is not None and not job.scaled:
             multiply_all(gradients, job.coefficient.to(gradients[0].device))
             job.scaled = True
-        optimizer.step()
+        with self._values():
+            for proxy, parameter, gradient in zip(self.proxies, self.parameters, job.gradients, strict=True):
+                if proxy is not parameter:
+                    proxy.grad = gradient
+            self._step({})
         for parameter, gradient in zip(self.parameters, job.gradients, strict=True):
             if gradient is not None:
                 # Fused kernels do not: a backward that saved the old values would not notice the new ones.

@@ -63,15 +63,18 @@ class Update:
         #: The expected next update: it is prefetched while this one ends.
         self.following: Update | None = None
 
-    def start(self, slot: Tensor | None = None, after: Sequence[Arrival] = ()) -> Arrival:
-        """Starts the update, unless it is running or done. ``slot`` is that of the shard's next load."""
+    def start(self, slot: Tensor | None = None, after: Sequence[Arrival] = (), *, holds: bool = False) -> Arrival:
+        """Starts the update, unless it is running or done.
+
+        ``slot`` is that of the shard's next load; or, if it ``holds`` the weights already, of its last visit.
+        """
         if self._arrival is None or self._failed:
             if self._starting:
                 self.wait_idle()
             self._starting = True
             self._arrival, self._failed = None, False
             slot = slot if self._in_slot else None
-            filling = self._begin_to_fill(slot)
+            filling = None if holds else self._begin_to_fill(slot)
             self._arrival = self._lane.submit(
                 f"{self.letter}{self._shard.index}", partial(self._run, slot, filling), after
             )

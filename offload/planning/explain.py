@@ -77,6 +77,7 @@ def lost_by(best: Prediction, other: Prediction) -> str:
     kinds = {
         "computing": other.compute_seconds - best.compute_seconds,
         "waiting for copies and updates": other.wait_seconds - best.wait_seconds,
+        "in the engine, the loss and the optimizer's step": other.overhead_seconds - best.overhead_seconds,
         "after the last cell": _tail(other) - _tail(best),
     }
     shown = [f"{seconds:+.3g} s {kind}" for kind, seconds in kinds.items() if abs(seconds) >= 1e-3 * best.seconds]
@@ -84,4 +85,4 @@ def lost_by(best: Prediction, other: Prediction) -> str:
 
 
 def _tail(one: Prediction) -> float:
-    return one.seconds - one.compute_seconds - one.wait_seconds
+    return one.seconds - one.compute_seconds - one.wait_seconds - one.overhead_seconds

@@ -7,7 +7,9 @@ twice: gradients that wait for an update take the place of graphs that backward 
 
 Candidates differ in slots and in shards in memory. For each, as many graphs are kept as fit, found by bisection; a
 bound from below (compute, reads, writes, of which the slowest counts) skips those that cannot be the fastest. Where the
-recomputation of a cell hides behind a load, its graph saves nothing, and the simulation shows it.
+recomputation of a cell hides behind a load, its graph saves nothing, and the simulation shows it. From the fastest
+candidate on, bytes of one use are exchanged for another as long as a step becomes faster: other shards in memory, one
+more or less, other slots, more or fewer boundaries, graphs that leave for gradients that wait.
 
 This module knows nothing of tensors or torch.
 """
@@ -17,10 +19,10 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from offload.planning.residency import Key
+from offload.planning.residency import MOVING, Key
 from offload.planning.step_model import (
     Choice,
     Prediction,
@@ -30,6 +32,14 @@ from offload.planning.step_model import (
     predicted_bytes,
     predicted_seconds,
 )
+
+#: Plans after which no exchange is begun; more where all of them together have no more than so many cells.
+MOST_PLANS, MOST_CELLS = 70, 1800
+#: Least gain for which a choice is exchanged for another; and for one more slot, whose memory is held all the time, or
+#: for fewer graphs, each of which saves a recomputation whatever else was measured.
+LEAST_GAIN, LEAST_LARGE_GAIN = 1e-6, 5e-3
+#: Numbers of bytes for boundaries that are tried at most.
+LEVELS = 32
 
 __all__ = ["Found", "NothingFitsError", "fill", "least_bytes", "search"]
 
@@ -54,10 +64,24 @@ class NothingFitsError(ValueError):
 
 
 def least_bytes(model: StepModel, choice: Choice) -> int:
-    """Predicted bytes where boundaries are all spilled, or none is: large ones are in motion in fours."""
+    """Predicted bytes with the bytes for boundaries that take least.
+
+    Large ones are in motion in fours, so spilling them all is not always less, nor is spilling none.
+    """
     given = model.given.boundary_bytes
-    tried = (0, math.inf) if given is None else (given / 2,)  # as much for their gradients
+    tried = (math.inf, *_levels(model)[: 1 + MOVING]) if given is None else (given / 2,)  # as much for their gradients
     return min(predicted_bytes(model, replace(choice, boundary_bytes=nbytes)) for nbytes in tried)
+
+
+def _levels(model: StepModel) -> list[float]:
+    """Bytes for boundaries, ascending: all are spilled; then those in motion and one after the other stay."""
+    if not model.spills:
+        return [0.0]
+    sizes = model.sizes
+    each = [sizes.boundaries((j, i)) for j in range(1, model.shards) for i in range(len(sizes.rows))]
+    total, moving = sum(each), MOVING * max(each, default=0)
+    step = max(min((nbytes for nbytes in each if nbytes), default=1), math.ceil(total / LEVELS))
+    return [0.0, *(float(moving + nbytes) for nbytes in range(step, total + step, step))]
 
 
 def _order_of_graphs(model: StepModel) -> list[Key]:
@@ -106,7 +130,7 @@ def fill(model: StepModel, choice: Choice, limit_bytes: float) -> Choice:
     if filled is None:
         least = least_bytes(model, replace(choice, kept=frozenset(), waiting=frozenset()))
         raise NothingFitsError(least, int(limit_bytes))
-    return found.without_recipes(found.with_waiting(filled))
+    return found.without_recipes(found.exchanged(filled, moves=False)[1])
 
 
 def search(model: StepModel, limit_bytes: float) -> Found:
@@ -123,6 +147,7 @@ class _Search:
         self._model = model
         self._limit = limit_bytes
         self._graphs = _order_of_graphs(model)
+        self._levels = _levels(model)
         self._graph_sums = [0, *itertools.accumulate(map(self._graph_bytes, self._graphs))]
         #: In the order of a forward: the first shards of a step have nothing to hide their loads behind.
         self._may_rest = sorted(model.resting_bytes)
@@ -135,6 +160,7 @@ class _Search:
         #: The same without boundaries, and of boundaries.
         self._last_spilled: tuple[int, float] | None = None
         self._tried = 0
+        self._most_plans = max(MOST_PLANS, MOST_CELLS // (model.shards * len(model.sizes.rows)))
 
     def run(self) -> Found:
         """Tries slots, and for each coarsely, then finely, numbers of shards in memory."""
@@ -147,8 +173,12 @@ class _Search:
         if not ranked:
             least = least_bytes(model, Choice(self._slots(0, model.least_slots)))
             raise NothingFitsError(least, int(self._limit))
-        best = predict(model, self.without_recipes(self.with_waiting(ranked[0][1])))
-        return Found(best, predict(model, ranked[1][1]) if len(ranked) > 1 else None, self._tried)
+        choice = self.exchanged(ranked[0][1], moves=True)[1]
+        where = choice.slots, choice.in_memory
+        others = (other for _, other in ranked if (other.slots, other.in_memory) != where)
+        second = next((self.with_waiting(other) for other in others), None)
+        best = predict(model, self.without_recipes(choice))
+        return Found(best, None if second is None else predict(model, second), self._tried)
 
     def _slots(self, in_memory: int, slots: int) -> int:
         return min(slots, self._model.shards - in_memory)
@@ -192,20 +222,78 @@ class _Search:
 
     def _least_with(self, slots: int, count: int) -> int:
         choice = Choice(self._slots(count, slots), self._first(count))
-        nbytes = self._memory(choice)
-        # Large boundaries are in motion in fours, so spilling them all is not always less.
-        return nbytes if nbytes <= self._limit else min(nbytes, self._memory(replace(choice, boundary_bytes=0)))
+        least = math.inf
+        few = self._levels[: 1 + MOVING if self._tried < self._most_plans // 2 else 1]
+        for nbytes in (math.inf, *few):
+            least = min(least, self._memory(replace(choice, boundary_bytes=nbytes)))
+            if least <= self._limit:
+                break
+        return int(least)
 
     def _first(self, count: int) -> frozenset[int]:
         return frozenset(self._may_rest[:count])
+
+    def _spread(self, count: int) -> frozenset[int]:
+        """Evenly over the shards: cells of those in memory hide the loads of the others."""
+        return frozenset(self._may_rest[k * len(self._may_rest) // count] for k in range(count))
 
     def _fastest(self, slots: int, count: int) -> tuple[float, Choice] | None:
         choice = self.fill(Choice(slots, self._first(count)))
         if choice is None:
             return None
+        return self._seconds(choice), choice
+
+    def _seconds(self, choice: Choice) -> float:
         seconds = predicted_seconds(self._model, choice)
         self._best = min(self._best, seconds)
-        return seconds, choice
+        return seconds
+
+    def exchanged(self, choice: Choice, *, moves: bool) -> tuple[float, Choice]:
+        """Gives bytes of one use to another as long as a step becomes faster; ``moves``: also slots and shards."""
+        choice = self.with_waiting(choice)
+        best, seen = (self._seconds(choice), choice), {choice}
+        better = True
+        while better:
+            better = False
+            for other in self._exchanges(best[1], moves=moves):
+                if self._tried >= self._most_plans:
+                    return best
+                if other is None or (filled := self.with_waiting(other)) in seen:
+                    continue
+                seen.add(filled)
+                seconds, now = self._seconds(filled), best[1]
+                worse = filled.slots > now.slots or len(filled.kept) < len(now.kept)
+                gain = LEAST_LARGE_GAIN if worse and filled.in_memory == now.in_memory else LEAST_GAIN
+                if seconds < best[0] * (1 - gain):
+                    best, better = (seconds, filled), True
+                    break
+        return best
+
+    def _exchanges(self, choice: Choice, *, moves: bool) -> Iterator[Choice | None]:
+        """The neighbours of a choice, without gradients that wait, those first that gain most often."""
+        bare, given = replace(choice, waiting=frozenset()), self._model.given
+        if moves and given.resident_bytes is None:
+            count, slots = len(choice.in_memory), max(choice.slots, given.slots or self._model.least_slots)
+            for other in dict.fromkeys((count, count + 1, count - 1, len(self._may_rest))):
+                for in_memory in (self._first(other), self._spread(other)) if 0 <= other <= len(self._may_rest) else ():
+                    if in_memory != choice.in_memory:
+                        yield self.fill(Choice(self._slots(other, slots), in_memory))
+        if moves and given.slots is None:
+            for slots in (choice.slots + 1, choice.slots - 1):
+                if self._model.least_slots <= slots <= self._slots(len(choice.in_memory), slots):
+                    yield self.fill(Choice(slots, choice.in_memory))
+        if given.boundary_bytes is None and self._model.spills:
+            levels, empty = [*self._levels, math.inf], replace(bare, kept=frozenset())
+            at = bisect_right(levels, choice.boundary_bytes) - 1
+            for level in dict.fromkeys((len(levels) - 1, *range(at + 1, at + 1 + MOVING), at - 1, 0)):
+                if 0 <= level < len(levels) and level != at:
+                    spilling = replace(empty, boundary_bytes=levels[level])
+                    yield self._with_graphs(spilling) if self._fits(spilling) else None
+        kept = [cell for cell in self._graphs if cell in choice.kept]
+        if self._model.gradients_wait:
+            for count in dict.fromkeys((len(kept) - 1, len(kept) // 2, 0)):
+                if 0 <= count < len(kept):
+                    yield replace(bare, kept=frozenset(kept[:count]))
 
     def fill(self, choice: Choice) -> Choice | None:
         """Boundaries stay where they fit, then as many graphs as fit are kept; None if no plan fits or can win."""
@@ -214,15 +302,16 @@ class _Search:
             choice = replace(choice, boundary_bytes=given.boundary_bytes / 2)  # as much for their gradients
         if self._cannot_win(choice):
             return None
-        least = self._memory(choice)
-        if least > self._limit:
-            if given.boundary_bytes is not None:
+        if not self._fits(choice):
+            fewer = None if given.boundary_bytes is not None else self._with_fewer_boundaries(choice)
+            if fewer is None:
                 return None
-            choice = self._with_fewer_boundaries(choice)
-            least = self._memory(choice)
-            if least > self._limit:
-                return None
-        sums = self._graph_sums
+            choice = fewer
+        return self._with_graphs(choice)
+
+    def _with_graphs(self, choice: Choice) -> Choice:
+        """As many graphs as fit beside a choice that fits."""
+        given, least, sums = self._model.given, self._memory(choice), self._graph_sums
         if given.graph_bytes is not None:
             sums = [nbytes for nbytes in sums if nbytes <= given.graph_bytes]
 
@@ -234,23 +323,26 @@ class _Search:
         self._last_filled = least, sums[kept]
         return keeping(kept)
 
-    def _with_fewer_boundaries(self, choice: Choice) -> Choice:
-        """The largest share, in 1/32, of all boundaries whose plan fits."""
-        sizes = self._model.sizes
-        each = (sizes.boundaries((j, i)) for j in range(1, self._model.shards) for i in range(len(sizes.rows)))
-        most = sum(each)
+    def _with_fewer_boundaries(self, choice: Choice) -> Choice | None:
+        """As many bytes for boundaries as fit; None if no number does."""
+        levels = self._levels
 
-        def spilling(share: int) -> Choice:
-            return replace(choice, boundary_bytes=most * share / 32)
+        def spilling(level: int) -> Choice:
+            return replace(choice, boundary_bytes=levels[level])
 
-        least = self._memory(spilling(0))
-        if least > self._limit:
-            return spilling(0)
-        sums = [most * share / 32 for share in range(33)]
-        guess = None if self._last_spilled is None else sum(self._last_spilled) - least
-        share = _most(sums, lambda share: self._memory(spilling(share)), self._limit, least, guess)
-        self._last_spilled = least, sums[share]
-        return spilling(share)
+        found, least = -1, self._memory(spilling(0))
+        if least <= self._limit:
+            guess = None if self._last_spilled is None else sum(self._last_spilled) - least
+            found = _most(levels, lambda level: self._memory(spilling(level)), self._limit, least, guess)
+        # A boundary that stays is not in motion, so a few more of them may take less memory.
+        more = MOVING if self._tried < self._most_plans // 2 else 0
+        for level in range(found + 2, min(found + 2 + more, len(levels))):
+            if self._fits(spilling(level)):
+                found = level
+        if found < 0:
+            return None
+        self._last_spilled = least, levels[found]
+        return spilling(found)
 
     def _cannot_win(self, choice: Choice) -> bool:
         """Whether a plan takes longer than one that was found, even with as many graphs as its bytes allow."""
@@ -259,13 +351,8 @@ class _Search:
         model, costs = self._model, costs_of(self._model, choice)
         away = set(range(model.shards)) - choice.in_memory
         resting = sum(model.resting_bytes[j] for j in choice.in_memory)
-        left = (
-            self._limit
-            - model.margin_bytes
-            - model.sizes.constant_bytes
-            - resting
-            - choice.slots * model.sizes.slot_bytes
-        )
+        held = model.margin_bytes + model.sizes.constant_bytes + resting + choice.slots * model.sizes.slot_bytes
+        left = self._limit - held
         # The cells that save most by their graphs, as if each took as little as the smallest graph.
         smallest = min((self._graph_bytes(cell) for cell in self._graphs), default=0)
         most = len(self._graphs) if smallest <= 0 else max(0, int(left // smallest))
@@ -273,7 +360,8 @@ class _Search:
         cells = [*self._graphs, *model.always_kept]
         compute = sum(costs.backward[j] for j, _ in cells) - sum(saved[:most])
         compute += len(model.sizes.rows) * sum(costs.forward)
-        reads, writes = sum(costs.load[j] for j in away), sum(costs.drain)
+        reads = sum(costs.load[j] for j in away)
+        writes = 0.0 if model.gradients_wait else sum(costs.drain)
         return max(compute, reads, writes) > self._best
 
     def _graph_bytes(self, cell: Key) -> int:

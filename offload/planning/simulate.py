@@ -7,13 +7,31 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from offload.planning.plan import BACKWARD_CELLS, CELLS, Action, Kind, Plan, validate
 from offload.planning.residency import WRITES_IN_FLIGHT
 
-__all__ = ["Costs", "Forecast", "simulate", "simulate_valid"]
+__all__ = ["Costs", "Forecast", "Overheads", "simulate", "simulate_valid"]
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Seconds in which no cell computes and compute waits for no copy, but copies and updates may run."""
+
+    #: Beside each cell of a forward, and of a backward.
+    forward: float = 0.0
+    backward: float = 0.0
+    #: Between the last cell of the forward and the first of the backward: the loss.
+    loss: float = 0.0
+    #: In the optimizer's step; and there, of each shard that rests in memory, computing the norm of its gradients.
+    step: float = 0.0
+    norm: Sequence[float] = ()
+
+    def before(self, in_memory: Iterable[int]) -> float:
+        """Of the optimizer's step, before a forward."""
+        return self.step + (sum(self.norm[j] for j in in_memory) if self.norm else 0.0)
 
 
 @dataclass(frozen=True)
@@ -47,16 +65,18 @@ class Costs:
     #: The same of updates for the time that they take in memory, since they compute as layers do, on all cores. Counts
     #: where ``contention`` is not 0.
     update_contention: float = 1.0
+    overheads: Overheads = Overheads()
 
 
 @dataclass(frozen=True)
 class Forecast:
     """What :func:`simulate` predicts."""
 
-    #: Until compute and all copies are done; of these, waiting for copies, and computing.
+    #: Until compute and all copies are done; of these, waiting for copies, computing, and what is beside both.
     seconds: float
     wait_seconds: float
     compute_seconds: float
+    overhead_seconds: float
     #: Shard -> position in the plan of the first backward cell that begins after the gradients of that shard were
     #: stored; a recomputed cell begins when its recomputation is done. Missing if there is no such cell.
     drained: Mapping[int, int]
@@ -73,7 +93,10 @@ def simulate(plan: Plan, costs: Costs) -> Forecast:
 
 def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
     """The same for a plan that needs no proof, since :func:`~offload.planning.planner.plan_step` made it."""
-    compute = loading = filling = draining = updating = moving = waited = computed = 0.0
+    loading = filling = draining = moving = waited = computed = 0.0
+    overheads = costs.overheads
+    compute = updating = other = overheads.before(plan.in_memory)
+    loss = overheads.loss
     arrival = dict.fromkeys(plan.resident, 0.0)
     home: dict[int, float] = {}  # when gradients are home
     storing: deque[tuple[int, float]] = deque()  # the same of shards that are not in ``drained`` yet
@@ -84,6 +107,9 @@ def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
     reduced: dict[int, float] = {}  # with several ranks: when gradients can be stored
     lanes = _Lanes(costs)
     filled: set[int] = set()  # slots that the update before a load has filled
+    empty = plan.slots - len(plan.resident)
+    held: dict[int, float] = {}  # when updates in backward end that write to the slot of their shard
+    in_slots: deque[float] = deque()  # the same of shards that were evicted meanwhile
     at_step = plan.in_memory | costs.updated_at_step
     for action in plan.actions:
         if action.kind is Kind.UPDATE and action.shard in at_step:
@@ -91,11 +117,15 @@ def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
             updating = updated[action.shard] = lanes.updates(begin, begin + seconds, seconds)
     if len(plan.in_memory) == len(costs.load):
         # Nothing is loaded beside them: the optimizer's step waits for its updates.
-        compute = waited = updating
+        waited, compute = updating - compute, updating
     for position, action in _with_reductions(plan) if costs.reduce else enumerate(plan.actions):
         shard, kind = action.shard, action.kind
         if kind is Kind.LOAD:
             begin = max(loading, compute, updated.get(shard, 0.0))
+            if empty <= 0 and in_slots:
+                begin = max(begin, in_slots.popleft())
+            else:
+                empty -= 1
             seconds = 0.0 if shard in filled else costs.load[shard]
             seconds += costs.gather[shard] if costs.gather else 0.0
             filled.discard(shard)
@@ -126,6 +156,13 @@ def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
             resting = (costs.resting_update or costs.update)[shard]
             updating = updated[shard] = lanes.updates(begin, begin + seconds, resting)
             home[shard] = updating  # the gradients are kept until then
+            if costs.updates_fill_slots and shard not in plan.in_memory:
+                held[shard] = updating
+        elif kind is Kind.EVICT:
+            if shard in held:
+                in_slots.append(held.pop(shard))
+            else:
+                empty += 1
         elif kind in (Kind.SPILL, Kind.SPILL_GRADIENT):
             oldest = leaving.popleft() if len(leaving) == WRITES_IN_FLIGHT else compute
             waited += max(0.0, oldest - compute)
@@ -138,21 +175,26 @@ def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
         elif kind in CELLS:
             if shard in plan.in_memory:
                 arrival[shard] = updated.get(shard, 0.0)
+            backward = kind in BACKWARD_CELLS
+            if backward and loss:
+                compute, other, loss = compute + loss, other + loss, 0.0
             entered = 0.0 if kind is Kind.BACKWARD_KEPT else back.pop((False, shard, action.microbatch), 0.0)
-            if kind in BACKWARD_CELLS:
+            if backward:
                 entered = max(entered, back.pop((True, shard + 1, action.microbatch), 0.0))
             there = updated.get(shard, 0.0) if shard in plan.in_memory else arrival[shard]
             start = max(compute, there, entered)
             seconds = lanes.slowed(start, _seconds(costs, kind)[shard])
-            if kind in BACKWARD_CELLS:
+            if backward:
                 full = start + (costs.forward[shard] if kind is Kind.BACKWARD else 0.0)
                 while storing and storing[0][1] <= full:
                     drained[storing.popleft()[0]] = position
             waited += start - compute
+            beside = overheads.backward if backward else overheads.forward
             computed += seconds
-            compute = start + seconds
+            other += beside
+            compute = start + seconds + beside
     end = max(compute, loading, draining, updating, moving)
-    return Forecast(end, waited, computed, drained)
+    return Forecast(end, waited, computed, other, drained)
 
 
 def _with_reductions(plan: Plan) -> Iterator[tuple[int, Action]]:

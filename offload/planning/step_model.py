@@ -122,6 +122,8 @@ class Prediction:
     #: The memory while each cell runs.
     course: Sequence[Moment]
     outside: OutsideBytes = field(default_factory=OutsideBytes)
+    #: Of :attr:`seconds`, what the engine, the loss and the optimizer's step take beside computing and waiting.
+    overhead_seconds: float = 0.0
 
     def cells(self) -> dict[tuple[str, int, int | None], Moment]:
         """:attr:`course` by letter, shard and micro-batch of the cell."""
@@ -153,6 +155,7 @@ def predict(model: StepModel, choice: Choice) -> Prediction:
         peak,
         course,
         model.sizes.outside,
+        forecast.overhead_seconds,
     )
 
 

@@ -56,8 +56,7 @@ class DiskHome(os.PathLike[str]):
         if isinstance(given, (list, tuple)):
             # Hashable; and one of a single directory is a home in that directory.
             object.__setattr__(self, "directory", tuple(given) if len(given) > 1 else given[0])
-        places = [os.path.realpath(path) for path in self.directories]
-        if len(set(places)) < len(places):
+        if len(several) > 1 and len(set(map(os.path.realpath, self.directories))) < len(several):
             raise ValueError(f"expected several directories, each on a disk of its own, got one twice: {given!r}")
         for option in ("overwrite", "recover"):
             if getattr(self, option) and not self.keep:

@@ -10,20 +10,43 @@ without a valid norm is read again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["attach_norm", "attached_norm", "detach_norm", "norm_of", "total_norm"]
+__all__ = ["attach_norm", "attached_norm", "detach_norm", "norm_of", "norm_of_pieces", "pieces_of", "total_norm"]
+
+#: Elements of a gradient that are rounded at a time: few megabytes, and few calls of a disk.
+PIECE = 1 << 20
 
 _ATTRIBUTE = "_gradstream_norm"
 
 
+def pieces_of(gradient: Tensor) -> Iterator[Tensor]:
+    """Parts of a dense gradient that are rounded and stored one after the other; flat."""
+    flat = gradient.detach().as_strided((gradient.numel(),), (1,))
+    return iter(flat.split(PIECE) if flat.numel() else (flat,))
+
+
 def norm_of(gradient: Tensor) -> Tensor:
-    """The 2-norm, as ``clip_grad_norm_`` computes it, in float32 at least."""
-    dtype = torch.float32 if gradient.dtype in (torch.bfloat16, torch.float16) else None
-    norm: Tensor = torch.linalg.vector_norm(gradient.detach(), dtype=dtype)
+    """The 2-norm, as ``clip_grad_norm_`` computes it, in float32 at least; of 16 bits that of its :func:`pieces_of`."""
+    if gradient.dtype not in (torch.bfloat16, torch.float16):
+        norm: Tensor = torch.linalg.vector_norm(gradient.detach())
+        return norm
+    dense = gradient.layout is torch.strided and torch.empty_like(gradient, device="meta").stride() == gradient.stride()
+    return norm_of_pieces(_norm_16(piece) for piece in (pieces_of(gradient) if dense else (gradient.detach(),)))
+
+
+def norm_of_pieces(norms: Iterable[Tensor]) -> Tensor:
+    """The 2-norm of a gradient, from those of its parts."""
+    each = list(norms)
+    norm: Tensor = each[0] if len(each) == 1 else torch.linalg.vector_norm(torch.stack(each))
+    return norm
+
+
+def _norm_16(piece: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(piece, dtype=torch.float32)
     return norm
 
 

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from offload.storage import Block, Tier
 from offload.storage.contract import bytes_of
-from offload.streaming.grad_norm import attach_norm, norm_of
+from offload.streaming.grad_norm import attach_norm, norm_of, norm_of_pieces, pieces_of
 from offload.streaming.lane import Arrival, CopyLane, error_context
 from offload.streaming.optimizers import Optimizers
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
-from offload.streaming.stored_gradients import set_gradient
+from offload.streaming.stored_gradients import GradientTypes, set_gradient
 from offload.telemetry.statistics import Meter
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ class GradientOffload:
         self._updater: InBackward | None = None
         self._updates = False
         self._unfinished: dict[Shard, dict[Slice, Tensor]] = {}
+        #: The updates of this backward that write to a slot, by its address, until another shard fills it.
+        self._in_slots: dict[int, Arrival] = {}
         #: Parameters whose gradients are returned instead of stored; these gradients; whether all others are dropped.
         self._to_return: Collection[nn.Parameter] = ()
         self._returned: dict[nn.Parameter, Tensor] = {}
@@ -67,8 +69,10 @@ class GradientOffload:
         """Starts a backward while ``waiting`` other forwards need theirs; returns whether it is to update each shard.
 
         Gradients of the parameters ``to_return`` are not added to ``.grad``, but returned by :meth:`pop_returned`;
-        ``drop_others`` drops all others. Raises RuntimeError if a shard cannot be updated in this backward.
+        ``drop_others`` drops all others. Raises RuntimeError if a shard cannot be updated in this backward, or if a
+        gradient would be added to a rounded one.
         """
+        self._check_rounded(waiting, frozenset(to_return), drop_others=drop_others)
         self._updater = None if drop_others else self.optimizers.in_backward
         self._updates = self._updater is not None and self._updater.begin(waiting)
         owned = {s.parameter for shard in self._shards for s in shard.formed} if to_return else set()
@@ -95,13 +99,15 @@ class GradientOffload:
             self._unfinished[shard] = self._updater.keep(shard, gradients)
         self._send(shard, gradients)
 
-    def update(self, shard: Shard) -> None:
-        """Starts to update a shard whose gradients were drained."""
+    def update(self, shard: Shard, slot: Tensor | None = None) -> None:
+        """Starts to update a shard whose gradients were drained; in the ``slot`` that holds its weights, if given."""
         assert self._updater is not None
         kept = self._unfinished.pop(shard)
         # Drain lane -> update lane. Without ``after``, a shard is updated with gradients that are not complete.
-        update = self._updater.complete(shard, kept, after=[arrival for arrival, _, _ in self._drains])
+        update = self._updater.complete(shard, kept, slot, after=[arrival for arrival, _, _ in self._drains])
         if update is not None:
+            if slot is not None:
+                self._in_slots[slot.data_ptr()] = update
             while len(self._drains) > 1:
                 # Drain lane -> compute. Without this, gradients accumulate in memory before slow storage.
                 self._synchronize()
@@ -109,11 +115,21 @@ class GradientOffload:
             self._meter.hold(nbytes)
             self._drains.append((update, nbytes, list(kept.values())))
 
+    def is_updated(self, slot: Tensor) -> bool:
+        """Whether an update writes to a slot."""
+        return slot.data_ptr() in self._in_slots
+
+    def pop_update(self, slot: Tensor) -> list[Arrival]:
+        """The update that writes to a slot, for what is about to fill it."""
+        update = self._in_slots.pop(slot.data_ptr(), None)
+        return [] if update is None else [update]
+
     def wait_idle(self) -> None:
         """Waits until all gradients are stored, at the end of the backward."""
         while self._drains:
             # Drain lane -> host. Without this, an optimizer on the host reads gradients that are not stored yet.
             self._synchronize(on_host=True)
+        self._in_slots.clear()
         # Only now: a norm is valid until the next write, and all gradients in a block share one version counter.
         for parameter, norm in self._norms:
             if parameter.grad is not None:
@@ -131,9 +147,34 @@ class GradientOffload:
         while self._drains:
             self._meter.release(self._drains.popleft()[1])
         self._norms.clear()
+        self._in_slots.clear()
         self._unfinished.clear()
         self._returned = {}
         self._end_backward(failed=True)
+
+    def _check_rounded(self, waiting: int, to_return: frozenset[nn.Parameter], *, drop_others: bool) -> None:
+        """Raises RuntimeError if this backward, or one of the ``waiting`` ones, would add to rounded gradients."""
+        types = self._shards[0].gradient_types if self._shards else GradientTypes()
+        if types.dtype is None or types.accumulates:
+            return
+        advice = (
+            f"the sum of gradients that are stored in {types.dtype} would be rounded with each of them. Use one "
+            f"backward a step (micro-batches of one forward, or GradCache), or make the model with "
+            f"accumulate_in_gradient_dtype=True"
+        )
+        if waiting and not drop_others:
+            raise RuntimeError(
+                f"{waiting} more forwards of this model still need their backward, and {advice}; or delete their "
+                f"outputs"
+            )
+        rounded = (s for shard in self._shards for s in shard.own if s.parameter.requires_grad and types.rounds(s))
+        for s in rounded:
+            stored, is_added = s.parameter.grad, not drop_others or s.parameter in to_return
+            if is_added and stored is not None and stored.dtype == types.dtype:
+                raise RuntimeError(
+                    f"a second backward before zero_grad(): {s.name} has a gradient already, and {advice}. Clear "
+                    f"gradients by zero_grad(set_to_none=True)"
+                )
 
     def _end_backward(self, *, failed: bool = False) -> None:
         self._updates = False
@@ -170,15 +211,18 @@ class GradientOffload:
         self._filter(shard, gradients)
         nbytes = _nbytes(gradient for gradient in gradients if gradient is not None)
         owners = [shard.owner_of(position)[0] for position in range(len(gradients))]
-        to_storage = _nbytes(
-            g for g, owner in zip(gradients, owners, strict=True) if g is not None and not owner.resident
+        types = shard.gradient_types
+        to_storage = sum(
+            g.numel() * (types.of(s).itemsize if types.rounds(s) else g.element_size())
+            for g, owner, s in zip(gradients, owners, shard.slices, strict=True)
+            if g is not None and not owner.resident
         )
         for owner in {owner for owner, g in zip(owners, gradients, strict=True) if g is not None}:
             owner.detach_gradients()
         # Keeps device tensors until the copy is done. Without this, their memory is reused while it is read.
         in_use = [g for g in gradients if g is not None] if self._device.type != "cpu" else []
         norms = self.optimizers.clip
-        moves: deque[tuple[nn.Parameter, Callable[[], Tensor]]] = deque()
+        moves: deque[tuple[nn.Parameter, Callable[[], Iterable[Tensor]]]] = deque()
         for position in range(len(gradients)):
             gradient, gradients[position] = gradients[position], None
             if gradient is not None:
@@ -199,42 +243,48 @@ class GradientOffload:
             with self._meter.on_lane("drain", f"D{shard.index}", nbytes):
                 while moves:
                     parameter, move = moves.popleft()
-                    total = move()
-                    if norms and not total.is_sparse:
-                        self._norms.append((parameter, norm_of(total)))
-                    del move, total
+                    each = [norm_of(stored) if norms else None for stored in move()]
+                    if norms:
+                        self._norms.append((parameter, norm_of_pieces(norm for norm in each if norm is not None)))
+                    del move
 
         arrival = self._lane.submit(f"D{shard.index}", copy)
         self._drains.append((arrival, nbytes, in_use))
 
-    def _moves(self, shard: Shard, position: int, gradient: Tensor, *, norms: bool) -> Iterator[Callable[[], Tensor]]:
-        """The copies that store one gradient; each returns the whole stored gradient, on any device.
+    def _moves(
+        self, shard: Shard, position: int, gradient: Tensor, *, norms: bool
+    ) -> Iterator[Callable[[], Iterable[Tensor]]]:
+        """The copies that store one gradient; each returns the whole stored gradient, in one or more parts.
 
         ``.grad`` is set at once, its bytes are written on the lane.
         """
         owner, s = shard.owner_of(position)
         parameter = s.parameter
-        stored = parameter.grad
+        stored, dtype = parameter.grad, owner.gradient_types.of(s)
         in_memory = self._stays_in_memory(owner)
         if gradient.is_sparse or (stored is not None and stored.is_sparse):
             moved = gradient.to(parameter.device)
-            set_gradient(parameter, moved if stored is None else stored + moved)
+            set_gradient(parameter, moved if stored is None else stored + moved)  # in full: it is in no file
         elif stored is not None:
             yield partial(_add, stored, gradient)
-        elif in_memory and gradient.device == parameter.device and gradient.dtype == s.full_dtype:
+        elif in_memory and gradient.device == parameter.device and gradient.dtype == dtype:
             set_gradient(parameter, gradient)
             # Nothing is copied beside layers that use the shard in place: ``step()`` computes these norms.
             if norms and not owner.in_place:
-                yield lambda: gradient
+                yield lambda: (gradient,)
         elif in_memory and owner.blocking_io:
-            place = torch.empty_strided(parameter.shape, s.stride, dtype=s.full_dtype)
+            place = torch.empty_strided(parameter.shape, s.stride, dtype=dtype)
             set_gradient(parameter, place)
             yield partial(_convert, place, gradient)
         else:
             block, offset, view = owner.gradient_home(s)
             set_gradient(parameter, view)
-            if gradient.stride() == s.stride and gradient.dtype == s.full_dtype:
+            if gradient.stride() != s.stride:
+                yield partial(_convert, view, gradient)
+            elif gradient.dtype == dtype:
                 yield partial(_store, block, offset, gradient)
+            elif owner.gradient_types.rounds(s):
+                yield partial(_store_rounded, block, offset, gradient, dtype)
             else:
                 yield partial(_convert, view, gradient)
 
@@ -253,27 +303,38 @@ class GradientOffload:
             for s in other.own
             if s.parameter.requires_grad and other.blocking_io
         )
-        return sum(s.full_nbytes for s in before) <= most
+        return sum(shard.gradient_types.nbytes(s) for s in before) <= most
 
 
 def _nbytes(gradients: Iterable[Tensor]) -> int:
     return sum(gradient.numel() * gradient.element_size() for gradient in gradients)
 
 
-def _store(block: Block, offset: int, gradient: Tensor) -> Tensor:
+def _store(block: Block, offset: int, gradient: Tensor) -> Iterable[Tensor]:
     block.write(bytes_of(gradient), offset)
-    return gradient
+    return (gradient,)
 
 
-def _convert(home: Tensor, gradient: Tensor) -> Tensor:
+def _store_rounded(block: Block, offset: int, gradient: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Rounds a part at a time, since the whole would take half as much memory again."""
+    for piece in pieces_of(gradient):
+        rounded = piece.to(dtype)
+        block.write(bytes_of(rounded), offset)
+        offset += rounded.numel() * rounded.element_size()
+        yield rounded
+
+
+def _convert(home: Tensor, gradient: Tensor) -> Iterable[Tensor]:
+    if gradient.device != home.device:
+        gradient = gradient.to(home.dtype)  # the copy may still run when this returns
     home.copy_(gradient, non_blocking=True)
-    return gradient
+    return (gradient if gradient.dtype == home.dtype else home,)
 
 
-def _add(home: Tensor, gradient: Tensor) -> Tensor:
+def _add(home: Tensor, gradient: Tensor) -> Iterable[Tensor]:
     """Adds in the stored precision, on the gradient's device."""
     if gradient.device == home.device:
-        return home.add_(gradient)
+        return (home.add_(gradient),)
     total = home.to(gradient.device, non_blocking=True)
     home.copy_(total.add_(gradient), non_blocking=True)
-    return total
+    return (total,)

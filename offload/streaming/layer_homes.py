@@ -31,7 +31,7 @@ from offload.streaming.materialize import Materializer, Values
 from offload.streaming.quantised import StoredTensor, stored_tensors
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice, layout
-from offload.streaming.stored_gradients import set_gradient
+from offload.streaming.stored_gradients import GradientTypes, set_gradient
 from offload.streaming.stored_values import note_owner
 from offload.streaming.weight_forms import WeightForm
 
@@ -92,6 +92,8 @@ class LayerHomes:
     lower: Block | None = None
     #: The places in :attr:`weights` of the parameters of each layer that the layers before it do not have.
     places: list[list[Slice]] = field(default_factory=list)
+    #: In which types gradients are stored.
+    gradient_types: GradientTypes = field(default_factory=GradientTypes)
 
     def shard(self, index: int, first: int, count: int, stored: dict[nn.Parameter, tuple[Shard, Slice]]) -> Shard:
         """A shard of ``count`` layers from ``first`` on. Its parameters are not moved there.
@@ -99,7 +101,8 @@ class LayerHomes:
         ``stored``: parameters of the shards before; those of this shard are added.
         """
         part = self.layers[first : first + count]
-        shard = Shard(index, first, [module for _, module in part], tier=self.tier)
+        modules = [module for _, module in part]
+        shard = Shard(index, first, modules, tier=self.tier, gradient_types=self.gradient_types)
         places = [s for layer in self.places[first : first + count] for s in layer]
         if places:
             assert self.weights is not None
@@ -113,6 +116,14 @@ class LayerHomes:
         shard.slices, shard.slot_bytes = self._in_slot(shard)
         note_owner(shard)
         return shard
+
+    def round_gradients(self, shards: Iterable[Shard], dtype: torch.dtype, *, accumulates: bool) -> None:
+        """Stores gradients of these shards, and of those that are made later, as :class:`.GradientTypes` says."""
+        shards = list(shards)
+        own = [s for shard in shards for s in shard.own]
+        self.gradient_types = GradientTypes.of_layers(self.layers, own, dtype, accumulates=accumulates)
+        for shard in shards:
+            shard.gradient_types = self.gradient_types
 
     def _in_slot(self, shard: Shard) -> tuple[list[Slice], int]:
         """A slot is a copy of the home, followed by what is borrowed; or packed, if types differ."""

@@ -161,13 +161,13 @@ def _moved_gradients(shard: Shard, tier: Tier) -> tuple[list[GradientRegion], li
         s: g
         for s, g in grads.items()
         if not g.is_sparse
-        and (g.stride(), g.dtype, g.device.type) == (s.stride, s.full_dtype, "cpu")
+        and (g.stride(), g.dtype, g.device.type) == (s.stride, shard.gradient_types.of(s), "cpu")
         and storage_uses(g) <= uses.get(id(s.parameter), 1)
     }
     if not movable:
         return [], []
     placed = [s for s in shard.own if s in movable or s.parameter.requires_grad]
-    new = GradientRegion.allocate(tier, f"shard{shard.index}-gradients", placed)
+    new = GradientRegion.allocate(tier, f"shard{shard.index}-gradients", placed, shard.gradient_types)
     for s, g in movable.items():
         new.block.write(bytes_of(g), new.offsets[id(s.parameter)])
     return [new], [(g, new.view(s)) for s, g in movable.items()]

@@ -32,7 +32,7 @@ from offload.storage.buffer import host_buffer
 from offload.streaming.casts import Casts
 from offload.streaming.quantised import refresh
 from offload.streaming.slices import Slice
-from offload.streaming.stored_gradients import GradientRegion, set_gradient
+from offload.streaming.stored_gradients import GradientRegion, GradientTypes, set_gradient
 from pipe.torch_private import outside_inference_mode, set_versions, storage_uses
 
 if TYPE_CHECKING:
@@ -80,12 +80,16 @@ class Shard:
     in_place: bool = False
     #: The places of stored gradients: one region, more after other cuts.
     gradient_regions: list[GradientRegion] = field(default_factory=list)
+    #: In which types they are stored.
+    gradient_types: GradientTypes = field(default_factory=GradientTypes)
     #: The update to run before the stored bytes may be read or written; None again when it is done.
     pending: Update | None = None
     state: State = State.HOME
     slot_bytes: int = 0
     #: ``_version`` of each parameter when the resident copy was loaded.
     loaded_versions: tuple[int, ...] = ()
+    #: Whether layers wrote to the weights in its slot in a backward, which is not stored.
+    written: bool = False
     #: Casts of its weights that kept graphs refer to.
     weight_casts: Casts = field(default_factory=Casts)
     _slot: Tensor | None = None
@@ -186,7 +190,7 @@ class Shard:
     def load(self, slot: Tensor) -> None:
         """HOME -> LOADED. The caller fills ``slot`` by :meth:`fill`, on a lane."""
         assert self.state is State.HOME, f"shard {self.index} is {self.state.value}"
-        self._slot = slot
+        self._slot, self.written = slot, False
         self.loaded_versions = self.versions()
         self.state = State.LOADED
 
@@ -359,7 +363,8 @@ class Shard:
             placeless = [o for o in self.own if o is s or o.parameter.requires_grad]
             placeless = [o for o in placeless if self.gradient_region(o.parameter) is None]
             assert self.tier is not None
-            region = GradientRegion.allocate(self.tier, f"shard{self.index}-gradients", placeless)
+            label = f"shard{self.index}-gradients"
+            region = GradientRegion.allocate(self.tier, label, placeless, self.gradient_types)
             self.gradient_regions.append(region)
         with outside_inference_mode():
             return region.block, region.offsets[id(s.parameter)], region.view(s)

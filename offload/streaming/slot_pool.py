@@ -126,8 +126,8 @@ class SlotPool:
         self._all = [new if old is slot else old for old in self._all]
         return new
 
-    def release(self, slot: Tensor) -> None:
-        """Returns a slot."""
+    def release(self, slot: Tensor, *, last: bool = False) -> None:
+        """Returns a slot; ``last``: others are acquired before it, since an update still writes to it."""
         if self._is_own(slot):
             own = self._own
             self._own = [each for each in own if each[0] is not slot]
@@ -136,7 +136,7 @@ class SlotPool:
                     meter.release(each.numel())
             return
         assert self._free is not None
-        self._free.append(slot)
+        self._free.insert(0 if last else len(self._free), slot)
 
     def _is_own(self, slot: Tensor) -> bool:
         return any(slot is each for each, _ in self._own)

@@ -6,22 +6,24 @@ are: a shard then has parts of other shards' regions, until their gradients are 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from offload.planning.partition import aligned
 from offload.storage import Block, Tier
+from offload.streaming.quantised import stored_tensors
 from offload.streaming.slices import Slice
 from pipe.torch_private import storage_uses
 
 if TYPE_CHECKING:
     from offload.streaming.shard import Shard
 
-__all__ = ["GradientRegion", "regions_of", "set_gradient"]
+__all__ = ["GradientRegion", "GradientTypes", "regions_of", "set_gradient"]
 
 
 def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
@@ -39,6 +41,43 @@ def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
         parameter.data = data
 
 
+@dataclass(frozen=True)
+class GradientTypes:
+    """The types in which gradients are stored: in that of their parameter, or rounded to one of fewer bytes.
+
+    Rounded are gradients that one visit completes. A parameter that several layers use gets a gradient from each, and
+    the sum would be rounded once more with each of them.
+    """
+
+    #: The type of rounded gradients.
+    dtype: torch.dtype | None = None
+    #: Whether later backwards may add to rounded gradients, which rounds the sum once more.
+    accumulates: bool = False
+    #: The parameters whose gradients are rounded, by their identity, since all references to parameters are counted.
+    rounded: frozenset[int] = frozenset()
+
+    @classmethod
+    def of_layers(
+        cls, layers: Iterable[tuple[str, nn.Module]], own: Iterable[Slice], dtype: torch.dtype, *, accumulates: bool
+    ) -> GradientTypes:
+        """The types for the parameters ``own`` of ``layers``: floating-point gradients are rounded to ``dtype``."""
+        uses = Counter(id(each.parameter) for name, layer in layers for each in stored_tensors([(name, layer)]))
+        wide = (s for s in own if s.full_dtype.is_floating_point and s.full_dtype.itemsize > dtype.itemsize)
+        return cls(dtype, accumulates, frozenset(id(s.parameter) for s in wide if uses[id(s.parameter)] == 1))
+
+    def rounds(self, s: Slice) -> bool:
+        """Whether the gradient of a parameter is rounded."""
+        return id(s.parameter) in self.rounded
+
+    def of(self, s: Slice) -> torch.dtype:
+        """The type in which the gradient of a parameter is stored."""
+        return self.dtype if self.dtype is not None and self.rounds(s) else s.full_dtype
+
+    def nbytes(self, s: Slice) -> int:
+        """The bytes of the stored gradient of a parameter."""
+        return s.parameter.numel() * self.of(s).itemsize if self.rounds(s) else s.full_nbytes
+
+
 @dataclass(eq=False)
 class GradientRegion:
     """A block, and the offset in it of the gradient of each of some parameters."""
@@ -48,19 +87,22 @@ class GradientRegion:
     slices: list[Slice]
     #: By identity of the parameter.
     offsets: dict[int, int]
+    #: Their types.
+    types: GradientTypes
 
     @classmethod
-    def allocate(cls, tier: Tier, label: str, slices: Iterable[Slice]) -> GradientRegion:
+    def allocate(cls, tier: Tier, label: str, slices: Iterable[Slice], types: GradientTypes) -> GradientRegion:
         """A new region for the gradients of these parameters. Raises OSError if the storage is full."""
         placed, offsets, end = list(slices), {}, 0
         for s in placed:
             offsets[id(s.parameter)] = end
-            end += aligned(s.full_nbytes)
-        return cls(tier.allocate(end, label), placed, offsets)
+            end += aligned(types.nbytes(s))
+        return cls(tier.allocate(end, label), placed, offsets, types)
 
     def view(self, s: Slice) -> Tensor:
         """The place of the gradient of a parameter."""
-        return s.in_full(self.offsets[id(s.parameter)]).view(self.block.tensor)
+        place = replace(s.in_full(self.offsets[id(s.parameter)]), dtype=self.types.of(s))
+        return place.view(self.block.tensor)
 
     def holds(self, gradient: Tensor | None) -> bool:
         """Whether a gradient is stored here."""

@@ -71,6 +71,8 @@ class Streamer:
         self.slot_pool = SlotPool(device, self.slots, self._slot_bytes)
         self._loads: dict[int, Arrival] = {}
         self._collected: dict[int, list[Tensor | None]] = {}
+        #: The shards whose layers may write to their weights, as of their last visit.
+        self._copied: frozenset[int] = frozenset()
         #: Slot and update of shards whose load follows.
         self._updating: dict[int, tuple[Tensor, Update | None, list[Arrival]]] = {}
         #: Of the process, if layers compute in host memory.
@@ -161,12 +163,22 @@ class Streamer:
         self._updating[j] = self._start_update(j, self._acquire(j))
 
     def update_in_backward(self, j: int) -> None:
-        """Starts the update of shard ``j`` with the gradients that were just drained."""
-        self.gradient_offload.update(self.shards[j])
+        """Starts the update of shard ``j`` with the gradients just drained, in its slot where that is safe."""
+        shard = self.shards[j]
+        in_slot = (
+            shard.state is State.LOADED
+            and not (shard.written or j in self._copied)
+            and shard.slot_keeps_weights
+            and not self.slot_pool.shared
+            and shard.loaded_versions == shard.versions()
+            and not self.slot_pool.is_referenced(shard.slot)
+        )
+        self.gradient_offload.update(shard, shard.slot if in_slot else None)
 
     def _start_update(self, j: int, slot: Tensor) -> tuple[Tensor, Update | None, list[Arrival]]:
         pending = self.shards[j].pending  # read once: a thread may reset it at any time
-        return slot, pending, [] if pending is None else [pending.start(slot)]
+        free = None if self.gradient_offload.is_updated(slot) else slot
+        return slot, pending, [] if pending is None else [pending.start(free)]
 
     def load(self, j: int) -> None:
         """Starts to copy shard ``j`` into a free slot."""
@@ -188,7 +200,9 @@ class Streamer:
         owners = dict.fromkeys(owner for owner, _ in shard.loans)
         # A tied parameter is loaded from its owner's block, which has an update of its own.
         others = [pending.start() for owner in owners if (pending := owner.pending) is not None]
-        # Update lane -> load lane. Without these, the slot is filled with values from before the optimizer's step.
+        others += self.gradient_offload.pop_update(slot)
+        # Update lane -> load lane. Without these, the slot is filled with values from before the optimizer's step, or
+        # while the shard that was in it before is updated there.
         self._loads[j] = self._lanes.load.submit(f"L{j}", fill, arrivals + others)
 
     def finish_updates_in_memory(self) -> None:
@@ -226,9 +240,10 @@ class Streamer:
         self._loads.pop(j).wait()
         slot = shard.slot
         shard.drop()
-        referenced = self.slot_pool.is_referenced(slot)
+        updated = self.gradient_offload.is_updated(slot)
+        referenced = not updated and self.slot_pool.is_referenced(slot)  # an update has views of its own
         # Remaining views keep the slot. Without this, they would show the next shard.
-        self.slot_pool.release(self.slot_pool.replace(slot) if referenced else slot)
+        self.slot_pool.release(self.slot_pool.replace(slot) if referenced else slot, last=updated)
         if referenced and warn:
             _warn_of_view(j, slot)
 
@@ -290,6 +305,7 @@ class Streamer:
             with self._visit_in_memory(shard, copied=copied):
                 yield shard
             return
+        self._copied = (self._copied | {j}) if copied else self._copied - {j}
         with self._meter.waiting(f"L{j}"), error_context(f"loading shard {j} from {self._tier.name}"):
             # Load lane -> compute. Without this, layers read a slot that is not filled yet.
             self._loads[j].wait()

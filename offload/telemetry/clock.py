@@ -23,9 +23,9 @@ class Clock:
         self._device = device
         self._seconds = 0.0
         self._spans: deque[tuple[Any, Any, float, bool, bool]] = deque()
-        self._first = True
-        #: Amount and seconds of the latest spans, by whether they belong to the first step.
-        self._samples: dict[bool, deque[tuple[float, float]]] = {first: deque(maxlen=LATEST) for first in (True, False)}
+        self._disturbed = True
+        #: Amount and seconds of the latest spans, by whether they belong to a step that something disturbs.
+        self._samples: dict[bool, deque[tuple[float, float]]] = {which: deque(maxlen=LATEST) for which in (True, False)}
 
     @contextlib.contextmanager
     def span(self, amount: float = 0, *, continues: bool = False) -> Iterator[None]:
@@ -36,7 +36,7 @@ class Clock:
                 yield
                 done = amount  # a failed span is not a sample
             finally:
-                self._count(time.perf_counter() - start, done, self._first, continues)
+                self._count(time.perf_counter() - start, done, self._disturbed, continues)
             return
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         stream = torch.cuda.current_stream(self._device)
@@ -47,31 +47,40 @@ class Clock:
             done = amount
         finally:
             end.record(stream)
-            self._spans.append((begin, end, done, self._first, continues))
+            self._spans.append((begin, end, done, self._disturbed, continues))
             if len(self._spans) >= 4096:  # bounds the events of a long run
                 self._wait_idle(wait=False)
 
     def _wait_idle(self, *, wait: bool) -> None:
         """Counts the spans that have ended, or ``wait``s for all of them; never waits within a step."""
         while self._spans:
-            begin, end, amount, first, continues = self._spans[0]
+            begin, end, amount, disturbed, continues = self._spans[0]
             if not wait and not end.query():
                 return
             # Without this, elapsed_time() raises, since the events have not been recorded yet.
             end.synchronize()
-            self._count(begin.elapsed_time(end) / 1e3, amount, first, continues)
+            self._count(begin.elapsed_time(end) / 1e3, amount, disturbed, continues)
             self._spans.popleft()
 
-    def _count(self, seconds: float, amount: float, first: bool, continues: bool = False) -> None:
+    def add(self, seconds: float, amount: float, *, continues: bool = False) -> None:
+        """Counts a span that was measured elsewhere; one that ``continues`` the previous may have no amount."""
+        self._count(seconds, amount, self._disturbed, continues)
+
+    def _count(self, seconds: float, amount: float, disturbed: bool, continues: bool = False) -> None:
         self._seconds += seconds
-        if amount:
-            samples = self._samples[first]
+        samples = self._samples[disturbed]
+        if amount or (continues and samples):
             before = samples.pop() if continues and samples else (0.0, 0.0)
             samples.append((before[0] + amount, before[1] + seconds))
 
-    def first_step_ends(self) -> None:
-        """Marks the end of the first step, whose spans are stored separately. Does not wait."""
-        self._first = False
+    def begin_step(self, *, disturbed: bool) -> None:
+        """Begins a step; the spans of one that is ``disturbed`` are stored separately. Does not wait."""
+        self._disturbed = disturbed
+
+    @property
+    def counts(self) -> bool:
+        """Whether it has spans of a step that nothing disturbed."""
+        return bool(self._samples[False])
 
     @property
     def seconds(self) -> float:
@@ -82,8 +91,8 @@ class Clock:
     def seconds_each(self) -> float:
         """Seconds per unit of work: the median over the latest spans, weighted by their amounts of work.
 
-        The median ignores spans that other processes disturbed. Spans of the first step are ignored once there are
-        later ones. 0 without spans.
+        The median ignores spans that other processes disturbed. Spans of the first step, and of others that were
+        disturbed, are ignored once there are other ones. 0 without spans.
         """
         self._wait_idle(wait=True)
         samples = sorted((seconds / amount, amount) for amount, seconds in self._samples[False] or self._samples[True])

@@ -52,7 +52,8 @@ class MemoryReport:
         measured = f"; measured {seconds:.3g} s" if seconds is not None else ""
         peak = f"; measured {_mib(nbytes)}" if nbytes is not None else ""
         return [
-            f"step:   {p.seconds:.3g} s predicted ({p.compute_seconds:.3g} s compute, {p.wait_seconds:.3g} s waiting)"
+            f"step:   {p.seconds:.3g} s predicted ({p.compute_seconds:.3g} s compute, {p.wait_seconds:.3g} s waiting, "
+            f"{p.overhead_seconds:.3g} s engine, loss and optimizer)"
             f"{measured}",
             f"peak:   {_mib(p.memory_bytes)} predicted, of which {_mib(self.margin_bytes)} by earlier steps{peak}",
         ]

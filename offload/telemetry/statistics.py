@@ -12,6 +12,7 @@ import torch
 from offload.planning.memory_profile import MemoryProfile
 from offload.telemetry.clock import Clock
 from offload.telemetry.contention import Contention
+from offload.telemetry.overheads import OverheadMeter
 from offload.telemetry.trace import Tracer
 
 __all__ = ["UPDATE_IN_MEMORY", "Meter", "Statistics"]
@@ -51,6 +52,11 @@ class Statistics:
     bytes_reduced: int = 0
     bytes_agreed: int = 0
 
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that loads, gradients and updates read from homes and wrote there; boundaries are not among them."""
+        return self.bytes_loaded + self.bytes_stored + self.update_bytes_read + self.update_bytes_written
+
 
 class Meter:
     """The counters behind :class:`Statistics`."""
@@ -64,8 +70,8 @@ class Meter:
         self.update_bytes_read = 0
         self.update_bytes_written = 0
         self.bytes_gathered = self.bytes_reduced = self.bytes_agreed = 0
-        self.wait = Clock(device)
-        self.compute = Clock(device)
+        self.wait = waits = Clock(device)
+        self.compute = cells = Clock(device)
         #: (letter of the cell in a plan, shard) -> time of its cells, by rows.
         self.cells: dict[tuple[str, int], Clock] = {}
         #: Largest number of bytes that autograd keeps of one row while a shard computes.
@@ -74,10 +80,15 @@ class Meter:
         self.memory_profiles: dict[int, MemoryProfile] = {}
         self.kept_profiles: dict[int, MemoryProfile] = {}
         self._steps = 0
+        self._disturbed = True
+        #: Whether the memory of this step is measured: cells take pages anew that were returned before.
+        self.measures_memory = False
         self._device = device
         self.tracer = Tracer()
         #: How much copies and updates slow down layers that compute on the same cores.
         self.contention = Contention()
+        #: What steps take besides cells and waits.
+        self.overheads = OverheadMeter(device, lambda: cells.seconds + waits.seconds)
         #: Called before each cell, with its letter in the plan, shard and micro-batch; and after each.
         self.before_cell: Callable[[str, int, int], None] | None = None
         self.after_cell: Callable[[], None] | None = None
@@ -127,10 +138,12 @@ class Meter:
         self, kind: str, shard: int, microbatch: int, rows: int, *, step: int = 0, steps: int = 1
     ) -> Iterator[None]:
         """Counts the time of one cell, whose letter in the plan is ``kind``; or of one of its ``steps``, in order."""
-        clock = self.cells.setdefault((kind, shard), Clock(self._device))
+        clock = self._clock_of(kind, shard)
         token = f"{kind}{shard}.{microbatch}"
         if self.before_cell is not None and step == 0:
-            self.before_cell(kind, shard, microbatch)
+            with self.overheads.excluded():
+                self.before_cell(kind, shard, microbatch)
+        self.overheads.cells += step == 0
         began, busy = time.perf_counter(), self.contention.busy_seconds()
         # A visit is one sample, since its first micro-batch always takes longer than the others.
         continues = microbatch > 0 or step > 0
@@ -141,14 +154,19 @@ class Meter:
             overlap = self.contention.busy_seconds() - busy
             self.contention.add_cell((kind, shard), rows / steps, time.perf_counter() - began, overlap)
         if self.after_cell is not None and step == steps - 1:
-            self.after_cell()
+            with self.overheads.excluded():
+                self.after_cell()
 
     def begin_step(self) -> None:
-        """Begins a training step. The first one is measured separately, since it also makes files and buffers."""
+        """Begins a training step.
+
+        Times of the first one, which also makes files and buffers, and of steps that measure memory are kept apart.
+        """
         self._steps += 1
-        if self._steps == 2:
-            for clock in (*self.cells.values(), *self._lane_clocks.values()):
-                clock.first_step_ends()
+        self._disturbed = self._steps == 1 or self.measures_memory
+        for clock in (*self.cells.values(), *self._lane_clocks.values()):
+            clock.begin_step(disturbed=self._disturbed)
+        self.overheads.begin_step(disturbed=self._disturbed)
 
     def forget_shards(self) -> None:
         """Forgets what was measured of each shard, when there are other ones: the next step counts as the first."""
@@ -172,6 +190,17 @@ class Meter:
 
         return commit
 
+    def _clock_of(self, kind: str, shard: int) -> Clock:
+        if (kind, shard) not in self.cells:
+            self.cells[kind, shard] = Clock(self._device)
+            self.cells[kind, shard].begin_step(disturbed=self._disturbed)
+        return self.cells[kind, shard]
+
+    def _only_counts(self, kind: str, other: str, shard: int) -> bool:
+        """Whether a kind of cell was measured in a step that nothing disturbed, but not another one."""
+        clocks = self.cells.get((kind, shard)), self.cells.get((other, shard))
+        return [clock is not None and clock.counts for clock in clocks] == [True, False]
+
     def cell_seconds_per_row(self, kind: str, shard: int, share: float = 0.0) -> float:
         """Predicted seconds of a cell per row; 0 if none was measured.
 
@@ -183,27 +212,26 @@ class Meter:
 
     def forward_seconds_per_row(self, shard: int, share: float = 0.0) -> float:
         """Predicted seconds of a forward per row."""
-        return self.cell_seconds_per_row("F", shard, share) or self.cell_seconds_per_row("K", shard, share)
+        alone, kept = self.cell_seconds_per_row("F", shard, share), self.cell_seconds_per_row("K", shard, share)
+        return kept if self._only_counts("K", "F", shard) else alone or kept
 
     def kept_backward_seconds_per_row(self, shard: int, share: float = 0.0) -> float:
         """Predicted seconds of the backward of a cell that kept its graph."""
         recomputed, forward = self.cell_seconds_per_row("B", shard, share), self.forward_seconds_per_row(shard, share)
-        return self.cell_seconds_per_row("G", shard, share) or max(0.0, recomputed - forward)
+        kept = self.cell_seconds_per_row("G", shard, share)
+        return max(0.0, recomputed - forward) if not kept or self._only_counts("B", "G", shard) else kept
 
     def backward_seconds_per_row(self, shard: int, share: float = 0.0) -> float:
         """Predicted seconds of the backward of a cell, with its recomputation."""
         kept = self.cell_seconds_per_row("G", shard, share)
         recomputed = self.cell_seconds_per_row("B", shard, share)
-        return recomputed or (kept and kept + self.forward_seconds_per_row(shard, share))
+        if recomputed and not self._only_counts("G", "B", shard):
+            return recomputed
+        return kept and kept + self.forward_seconds_per_row(shard, share)
 
     def copy_seconds_per_byte(self, lane: str) -> float:
         """Predicted seconds of a lane's copies per byte (of updates: of gradients); 0 if none was measured."""
         return self._lane_clocks[lane].seconds_each()
-
-    @property
-    def seconds_of_updates_in_memory(self) -> float:
-        """Seconds of all updates of shards that rest in memory."""
-        return self._lane_clocks[UPDATE_IN_MEMORY].seconds
 
     def record_activations(self, nbytes: int, rows: int) -> None:
         """Records the activations of one cell of so many rows."""

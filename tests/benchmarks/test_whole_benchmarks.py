@@ -105,6 +105,23 @@ def test_build_huge_trains_to_the_losses_of_the_resident_model() -> None:
     assert losses["resident, no cap"][2] < losses["resident, no cap"][0]
 
 
+def test_fewer_bytes_compares_each_option_with_exact_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.fewer_bytes.benchmark.build_corpus", lambda pairs: build_corpus(pairs=400))
+    options = ("exact", "states-8bit", "gradients-bfloat16")
+    sizes = "--depth 1 --batch 4 --steps 2 --seeds 2 --vocabulary 300"
+    run_here("fewer-bytes", f"{sizes} --options {' '.join(options)}", "f")
+    page = pages("f")
+    for which in ("encoder", "decoder"):
+        runs = {o.name.removeprefix(f"{which}, "): o.result for o in outcomes_of("f")[which]}
+        assert len(runs) == 6
+        exact, states, gradients = (runs[f"{option}, seed 0"] for option in options)
+        assert exact["losses"][0] == states["losses"][0] == gradients["losses"][0]
+        assert exact["losses"] != runs["exact, seed 1"]["losses"]
+        assert states["state_bytes"] < 0.3 * exact["state_bytes"]
+        assert gradients["gradient_bytes"] == exact["gradient_bytes"] / 2
+        assert f"## {which}" in page
+
+
 def test_gradcache_batch_runs_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.gradcache_batch.benchmark import FUSED, PEERS
     from benchmarks.gradcache_batch.methods import METHODS
@@ -231,6 +248,21 @@ def test_train_overlap_runs_every_balance() -> None:
     result = cases[0].result
     assert result["undistributed"] == {}
     assert 0 < result["rows_refreshed"] < result["rows_read"]
+
+
+def test_transfers_moves_files_and_memory_in_our_ways() -> None:
+    sizes = "--file-bytes 98304 --request-bytes 4096 --block-bytes 8192 --memory-bytes 8192 --rounds 2"
+    assert run_here("transfers", sizes, "t") == 0
+    groups = outcomes_of("t")
+    assert [*groups] == [
+        *(f"{direction} {size}" for size in ("shards", "blocks") for direction in ("read", "write")),
+        "fill memory",
+        "copy memory",
+    ]
+    for group, outcomes in groups.items():
+        assert outcomes[0].result is not None, outcomes[0].reason
+        assert [len(outcome.steps) for outcome in outcomes if outcome.result] == 2 * [2], group
+    assert "page faults" in pages("t")
 
 
 def test_gpu_train_begins_with_the_same_loss_in_every_way() -> None:

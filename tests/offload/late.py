@@ -97,13 +97,21 @@ def run_late(monkeypatch: pytest.MonkeyPatch, seed: int = 0, **mutations: object
         return CopyLanes(*lanes)
 
     monkeypatch.setattr("offload.model.open_lanes", open_late_lanes)
-    acquire, acquire_unneeded = SlotPool.acquire_slot, SlotPool.acquire_unneeded
+    acquire, acquire_unneeded, release = SlotPool.acquire_slot, SlotPool.acquire_unneeded, SlotPool.release
+    updated: set[int] = set()  # slots that an update may still write to: the load that fills them comes after it
 
     def poisoned(slot: torch.Tensor | None) -> torch.Tensor | None:
+        if slot is None or slot.data_ptr() in updated:
+            return slot
         # Every float made of these bytes is NaN.
-        return slot if slot is None else slot.fill_(255)
+        return slot.fill_(255)
+
+    def released(self: SlotPool, slot: torch.Tensor, *, last: bool = False) -> None:
+        (updated.add if last else updated.discard)(slot.data_ptr())
+        release(self, slot, last=last)
 
     monkeypatch.setattr(SlotPool, "acquire_slot", lambda self, meter: poisoned(acquire(self, meter)))
+    monkeypatch.setattr(SlotPool, "release", released)
     monkeypatch.setattr(
         SlotPool, "acquire_unneeded", lambda self, slot_user: poisoned(acquire_unneeded(self, slot_user))
     )

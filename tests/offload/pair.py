@@ -49,6 +49,7 @@ class Pair:
         param_dtype: torch.dtype | None = None,
         gradient_bytes: int | None = None,
         states: Any = None,
+        memory: MemoryPolicy | None = None,
         **more: Any,
     ) -> None:
         kind, arguments = CLASSES[name]
@@ -64,7 +65,7 @@ class Pair:
             num_slices=slices,
             checkpoint_activation=recompute,
             param_dtype=param_dtype,
-            memory=None if gradient_bytes is None else MemoryPolicy.fixed(gradient_bytes=gradient_bytes),
+            memory=memory if gradient_bytes is None else MemoryPolicy.fixed(gradient_bytes=gradient_bytes),
         )
         self.param_dtype = param_dtype
         groups: Any = None

@@ -197,6 +197,7 @@ def test_no_shard_moves_into_memory_before_the_size_of_its_states_is_known(tmp_p
         for _ in range(4):
             model(torch.randn(ROWS, WIDTH)).square().mean().backward()
             assert window or not planner._in_memory
+            assert window or model._executor.streamer.slots == 2  # nor more slots than needed
         assert len(planner._model((ROWS,)).resting_bytes) == (DEPTH if window else 0)
         optimizer.step()
         optimizer.zero_grad()

@@ -774,6 +774,7 @@ def what_is_not_supported_is_refused_before_anything_changes(world: World) -> No
     world.raises(ValueError, lambda: world.model(bare, mesh=three), "one dimension", "got 3")
     world.raises(TypeError, lambda: world.model(bare, mesh="cpu"), "DeviceMesh", "str")
     world.raises(ValueError, lambda: world.model(bare, memory_budget="1GiB"), "memory_budget=", "mesh=")
+    world.raises(ValueError, lambda: world.model(bare, gradient_dtype=torch.bfloat16), "gradient_dtype=", "mesh=")
     kept = DiskHome(world.folder / "kept", keep=True)
     world.raises(
         ValueError, lambda: blocks_claims.offloaded(world, blocks_claims.Encoder(), kept), "keep=True", "blocks="

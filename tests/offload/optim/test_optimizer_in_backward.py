@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from offload import OffloadModel, OffloadOptimizer
 from pipe.recompute.phase import is_recomputing
+from tests.offload.late import LateLane, run_late
 from tests.offload.pair import CLASSES, Pair
 from tests.offload.prompt import PromptLane
 from tests.offload.zoo import build
@@ -49,9 +50,9 @@ def test_no_gradient_is_stored_and_shards_are_updated_before_backward_ends(tmp_p
     shards = pair.model._executor.shards
     original = pair.ours.in_backward.complete  # type: ignore[union-attr]
 
-    def complete(shard: Any, kept: Any, after: Any) -> Any:
+    def complete(shard: Any, kept: Any, slot: Any, after: Any) -> Any:
         order.append(f"U{shard.index}")
-        arrival = original(shard, kept, after)
+        arrival = original(shard, kept, slot, after)
         assert all(p.grad is None for p in shard.parameters)
         return arrival
 
@@ -167,3 +168,42 @@ def test_an_update_waits_for_offloaded_gradients(tmp_path: Any, monkeypatch: pyt
 
     assert train(forgetful=False)
     assert not train(forgetful=True)
+
+
+def test_a_slot_is_filled_again_after_the_update_in_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates are as late as they may be, and so are loads into their slots."""
+
+    def trains(forgetful: bool) -> bool:
+        run_late(monkeypatch, 0, forgets_after=forgetful)
+        monkeypatch.setattr("offload.optim.optimizer.open_update_lane", lambda device: LateLane(0))
+        pair = Pair("sgd", f"{tmp_path}/{forgetful}/", kinds=("linear",) * 4, slices=6, update_in_backward=True)
+        for _ in range(2):
+            for action in ("backward", "step", "zero"):
+                pair.do(action)
+        try:
+            pair.compare()
+        except AssertionError:
+            return False
+        return True
+
+    assert trains(forgetful=False)
+    assert not trains(forgetful=True)
+
+
+def test_a_shard_whose_weights_are_written_in_backward_is_updated_from_its_home(tmp_path: Any) -> None:
+    """What layers write to a slot then is not stored. The other shards' weights are not read again."""
+
+    class Writes(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if is_recomputing():
+                with torch.no_grad():
+                    self.weight.mul_(1.0)
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)), Writes(8, 8))
+    model = OffloadModel(layers, "cpu", tmp_path, num_slices=4, checkpoint_activation=True)
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    assert model.statistics().update_bytes_read == 4 * (8 * 8 + 8)

@@ -178,6 +178,27 @@ def test_a_step_moves_the_bytes_that_the_documentation_says(tmp_path: Path) -> N
     assert after.shard_updates - before.shard_updates == 4
 
 
+@pytest.mark.parametrize("slots", [2, 3])
+def test_an_update_in_backward_reads_no_weights_that_are_in_a_slot(tmp_path: Path, slots: int) -> None:
+    """16 bytes are read and 12 written for each parameter, less what slots keep between the passes."""
+    policy = MemoryPolicy.fixed(slots=slots)
+    pair = Pair("adamw", f"{tmp_path}/", kinds=("linear", "linear"), memory=policy, update_in_backward=True)
+    for _ in range(2):
+        for action in ("backward", "step", "zero"):
+            pair.do(action)
+    before = pair.model.statistics()
+    for action in ("backward", "step", "zero"):
+        pair.do(action)
+    after = pair.model.statistics()
+    count = sum(p.numel() for p in pair.model.parameters())
+    shards = pair.model._executor.shards
+    cached = sum(s.parameter.numel() for shard in shards[-slots:] for s in shard.own)
+    assert after.bytes_moved - before.bytes_moved == 28 * count - 4 * cached
+    assert after.update_bytes_read - before.update_bytes_read == 8 * count
+    pair.compare()
+    pair.compare_states()
+
+
 @pytest.mark.parametrize("waiting", [2, 4])
 def test_gradients_that_wait_in_memory_are_neither_written_nor_read(tmp_path: Path, waiting: int) -> None:
     shard_bytes = (WIDTH * WIDTH + WIDTH) * 4

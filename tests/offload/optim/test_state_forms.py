@@ -48,12 +48,15 @@ def rounded(value: Tensor, form: Any) -> Tensor:
 class Twins:
     """A plain model whose states are rounded after each step, and the same offloaded with ``states=form``."""
 
-    def __init__(self, name: str, home: str, form: Any, *, slots: int = 2, **more: Any) -> None:
+    def __init__(
+        self, name: str, home: str, form: Any, *, slots: int = 2, resident: str | None = None, **more: Any
+    ) -> None:
         kind, arguments = CLASSES[name]
         self.form = form
         self.bare = layers()
         policy = MemoryPolicy.fixed(slots=slots)
-        self.model = OffloadModel(copy.deepcopy(self.bare), "cpu", home, num_slices=6, memory=policy)
+        given: dict[str, Any] = {"num_slices": 6, "memory": policy, "resident": resident}
+        self.model = OffloadModel(copy.deepcopy(self.bare), "cpu", home, **given)
         self.plain = kind(self.bare.parameters(), **arguments)
         self.ours = OffloadOptimizer(self.model, kind, states=form, **arguments, **more)
         self.count = 0
@@ -100,6 +103,23 @@ def test_training_is_that_of_the_class_with_states_rounded_after_each_step(home:
     twins = Twins(name, home, form)
     twins.step(3)
     twins.compare()
+
+
+@forms
+def test_parameters_that_stay_on_the_device_store_states_in_the_form(tmp_path: Path, form: Any) -> None:
+    twins = Twins("adamw", f"{tmp_path}/a/", form, resident="3.*", max_norm=1e9)
+    twins.step(2)
+    twins.compare()
+    saved = twins.ours.state_dict()
+    each = sum(value.nbytes for key, value in saved["state"][4].items() if key != "step")  # of 3.weight
+    assert each == 72 * 72 * 4 if form is torch.bfloat16 else 2 * (72 * 72 + 4 * 21)
+    other = Twins("adamw", f"{tmp_path}/b/", form, resident="3.*", max_norm=1e9)
+    other.model.load_state_dict(twins.model.state_dict())
+    other.ours.load_state_dict(copy.deepcopy(saved))
+    other.bare, other.plain, other.count = twins.bare, twins.plain, twins.count
+    other.model.get_parameter("3.weight").data = other.model.get_parameter("3.weight").data.clone()
+    other.step()
+    other.compare()
 
 
 @forms
@@ -269,9 +289,21 @@ def test_a_sparse_gradient_of_an_encoded_state_is_refused_in_step(home: str) -> 
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize(("form", "moved"), [(None, 36), (torch.bfloat16, 28), ("8bit", 24 + 4 / 64)], ids=str)
+@pytest.mark.parametrize(
+    ("form", "gradients", "moved"),
+    [
+        (None, None, 36),
+        (torch.bfloat16, None, 28),
+        ("8bit", None, 24 + 4 / 64),
+        (None, torch.bfloat16, 32),
+        ("8bit", torch.bfloat16, 20 + 4 / 64),
+    ],
+    ids=str,
+)
 @pytest.mark.usefixtures("small_blocks")
-def test_a_step_of_adam_with_clipping_moves_so_many_bytes_a_parameter(tmp_path: Path, form: Any, moved: float) -> None:
+def test_a_step_of_adam_with_clipping_moves_so_many_bytes_a_parameter(
+    tmp_path: Path, form: Any, gradients: Any, moved: float
+) -> None:
     """Of matrices; and without what the slots keep between the passes."""
     model = OffloadModel(
         nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5))),
@@ -279,6 +311,7 @@ def test_a_step_of_adam_with_clipping_moves_so_many_bytes_a_parameter(tmp_path: 
         f"{tmp_path}/",
         num_slices=5,
         memory=MemoryPolicy.fixed(slots=2),
+        gradient_dtype=gradients,
     )
     optimizer = OffloadOptimizer(model, torch.optim.Adam, states=form, max_norm=0.1)
 
@@ -294,6 +327,8 @@ def test_a_step_of_adam_with_clipping_moves_so_many_bytes_a_parameter(tmp_path: 
     after = counted()
     read, written = (b - a for a, b in zip(before, after, strict=True))
     each = 64 * 64
-    states = (moved - 20) / 2
-    assert read == (5 * (8 + 4 + states) - 2 * 4) * each  # two shards are still in their slots when backward begins
-    assert written == 5 * (4 + 4 + states) * each
+    gradient = 4 if gradients is None else 2
+    states = (moved - 12 - 2 * gradient) / 2
+    assert read == (5 * (8 + gradient + states) - 2 * 4) * each  # two shards are in slots when backward begins
+    assert written == 5 * (4 + gradient + states) * each
+    assert model.statistics().bytes_moved == sum(after)

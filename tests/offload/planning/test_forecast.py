@@ -15,7 +15,7 @@ class Told(Clock):
     """A clock that is told how long each span takes."""
 
     def took(self, seconds: float, amount: int) -> None:
-        self._count(seconds, amount, self._first)
+        self._count(seconds, amount, self._disturbed)
 
 
 def metered() -> tuple[Meter, Told, Told]:
@@ -39,6 +39,27 @@ def test_a_forecast_forgets_the_first_step_as_soon_as_there_is_another() -> None
         load.took(1.5, 3)
         meter.begin_step()
         assert (meter.cell_seconds_per_row("F", 0), meter.copy_seconds_per_byte("load")) == (0.25, 0.5)
+
+
+def test_a_forecast_forgets_steps_that_measured_memory_as_soon_as_there_is_another() -> None:
+    """Cells take pages anew that were returned before. Of two kinds of cells the one that was not disturbed counts."""
+    meter, cell, _ = metered()
+    kept = meter.cells["K", 0] = Told(CPU)
+    meter.begin_step()
+    cell.took(5.0, 1)
+    meter.measures_memory = True
+    meter.begin_step()
+    kept.took(4.0, 1)
+    assert meter.forward_seconds_per_row(0) == 5.0
+    meter.measures_memory = False
+    meter.begin_step()
+    kept.took(2.0, 1)
+    assert meter.cell_seconds_per_row("K", 0) == 2.0
+    assert meter.forward_seconds_per_row(0) == 2.0
+    meter.measures_memory = True
+    meter.begin_step()
+    kept.took(9.0, 1)
+    assert meter.forward_seconds_per_row(0) == 2.0
 
 
 def test_one_disturbed_copy_or_cell_does_not_move_a_forecast() -> None:

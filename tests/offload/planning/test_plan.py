@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from offload.planning.plan import CELLS, Kind, Plan, PlanError, validate
 from offload.planning.planner import Pass, plan_step
 from offload.planning.residency import Residency
-from offload.planning.simulate import Costs, simulate
+from offload.planning.simulate import Costs, Overheads, simulate
 
 
 def test_the_plan_of_three_shards_in_two_slots_reads_like_the_design() -> None:
@@ -207,6 +207,18 @@ def test_with_all_shards_in_memory_computing_begins_after_all_updates_and_is_not
     assert forecast.seconds == 3 * 3.0 + 3 * 3 * 4.0
 
 
+def test_what_the_engine_takes_beside_cells_delays_them_while_copies_go_on() -> None:
+    """Two cells each way; norms count of the shards in memory only."""
+    beside = Overheads(forward=1.0, backward=2.0, loss=10.0, step=100.0, norm=[1000.0, 5000.0])
+    each = replace(costs(2, load=0.0, cell=4.0, drain=0.0), overheads=beside)
+    forecast = simulate(plan_step(2, slots=1, in_memory={0}), each)
+    assert forecast.overhead_seconds == 100.0 + 1000.0 + 2 * 1.0 + 10.0 + 2 * 2.0
+    assert forecast.seconds == forecast.overhead_seconds + 2 * 3 * 4.0
+    # The second load takes 4.5, of which the first cell hides 4 and what follows it the rest.
+    hiding = simulate(plan_step(2, slots=2, training=False), replace(each, load=[0.0, 4.5]))
+    assert hiding.wait_seconds == 0.0
+
+
 def test_weights_to_be_updated_are_read_ahead_into_the_slot_of_the_load_that_follows() -> None:
     plan = plan_step(3, slots=3, training=False, pending=range(3))
     each = costs(3, load=1.0, cell=0.5, drain=0.0, update=3.0)
@@ -220,6 +232,17 @@ def test_an_update_in_backward_waits_for_the_drain_of_its_shard() -> None:
     plan = Plan.parse("L0 B0.0 D0 V0", 1)
     forecast = simulate(plan, costs(1, load=1.0, cell=1.0, drain=5.0, update=7.0))
     assert forecast.seconds == 1.0 + 2.0 + 5.0 + 7.0
+
+
+def test_a_load_waits_for_the_update_in_backward_that_is_in_its_slot() -> None:
+    plan = plan_step(3, slots=2, updates=True)
+    assert "D2 V2 E2 L0 B1.0 D1 V1 B0.0" in str(plan)
+    each = costs(3, load=1.0, cell=1.0, drain=0.0, update=10.0)
+    assert simulate(plan, each).wait_seconds == 1.0
+    # B2 ends at 6 and B1 at 8; B0 begins when the update of shard 2 has left the slot, at 16, and shard 0 is loaded.
+    assert simulate(plan, replace(each, updates_fill_slots=True)).wait_seconds == 1.0 + (16.0 + 1.0 - 8.0)
+    more = plan_step(3, slots=3, updates=True)
+    assert simulate(more, replace(each, updates_fill_slots=True)).wait_seconds == 1.0
 
 
 def test_a_boundary_that_was_written_out_is_waited_for_and_so_is_the_oldest_of_three_writes() -> None:

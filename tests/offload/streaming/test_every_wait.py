@@ -50,7 +50,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
     "offload.streaming.gradient_offload": {
         "GradientOffload.update": [
             (
-                "self._updater.complete(shard, kept, after=[arrival for arrival, _, _ in self._drains])",
+                "self._updater.complete(shard, kept, slot, after=[arrival for arrival, _, _ in self._drains])",
                 training.updates_in_backward_see_complete_gradients,
             ),
             ("self._synchronize()", training.gradients_do_not_pile_up),
@@ -219,7 +219,9 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         ],
     },
     "offload.optim.in_backward": {
-        "InBackward.complete": [("update.start(after=after)", training.updates_in_backward_see_complete_gradients)],
+        "InBackward.complete": [
+            ("update.start(slot, after=after, holds=True)", training.updates_in_backward_see_complete_gradients)
+        ],
     },
     "offload.optim.update": {
         "Update.wait_idle": [

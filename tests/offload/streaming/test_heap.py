@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -139,7 +140,7 @@ def test_a_gradient_is_freed_as_soon_as_it_is_offloaded(tmp_path: Path, monkeypa
     alive: list[int] = []
     earlier: list[weakref.ref[torch.UntypedStorage]] = []
 
-    def watched(block: Block, offset: int, gradient: torch.Tensor) -> torch.Tensor:
+    def watched(block: Block, offset: int, gradient: torch.Tensor) -> Iterable[torch.Tensor]:
         alive.append(sum(storage() is not None for storage in earlier))
         earlier.append(weakref.ref(gradient.untyped_storage()))
         return store(block, offset, gradient)
