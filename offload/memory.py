@@ -22,7 +22,7 @@ from offload.telemetry.statistics import Meter
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["MemoryArguments", "layout_of", "limits_for", "memory_of"]
+__all__ = ["MemoryArguments", "layout_of", "least_bytes", "limits_for", "memory_of"]
 
 #: Device bytes for boundaries where the user sets none.
 DEFAULT_BOUNDARY_BYTES = 64 << 20
@@ -46,6 +46,10 @@ class MemoryArguments:
     bounds: bool
     #: The deprecated ``memory_budget``.
     budget_bytes: int | None = None
+
+    def limit_on(self, device: torch.device) -> int | None:
+        """The number of bytes that was given for the compute device, if one was."""
+        return numbers_of(self.policy, device)[0] if self.bounds else None
 
     def recomputes(self, checkpoint_activation: bool | None) -> bool:
         """Whether cells are recomputed. Raises ValueError for a policy that needs it."""
@@ -108,6 +112,7 @@ class _Needs:
         param_dtype: torch.dtype | None,
         outside: int,
         ranks: int,
+        apart: bool,
         form: WeightForm | None,
     ) -> None:
         #: Of what is in no shard, with gradients.
@@ -115,7 +120,7 @@ class _Needs:
         self.in_slot = layer_bytes(layers, param_dtype)
         self._at_home, self._ranks = layer_bytes(layers, form=form), ranks
         self.gradients = layer_bytes(layers, trainable=True)
-        self._slots = slots
+        self._slots, self._apart = slots, apart
         self.on_host = device.type == "cpu"
         #: Bytes of homes in host memory.
         self.stored = 0 if on_disk else -(-(sum(self._at_home) + sum(self.gradients)) // ranks)
@@ -125,7 +130,7 @@ class _Needs:
 
     def __call__(self, cuts: Sequence[int]) -> int:
         """On the compute device."""
-        slots = requirement(self.in_slot, self.gradients, cuts, self._slots)[0]
+        slots = requirement(self.in_slot, self.gradients, cuts, self._slots, apart=self._apart)[0]
         return slots + self.outside + (self.stored if self.on_host else 0) + self._buffers(cuts)
 
     def _buffers(self, cuts: Sequence[int]) -> int:
@@ -140,6 +145,20 @@ class _Needs:
         return min(([1] * count, [count]), key=self)
 
 
+def least_bytes(
+    memory: MemoryArguments,
+    layers: Sequence[nn.Module],
+    *,
+    device: torch.device,
+    on_disk: bool,
+    param_dtype: torch.dtype | None,
+    outside: int,
+) -> int:
+    """The least bytes on the compute device for blocks that are a shard each. Arguments as of :func:`layout_of`."""
+    of_model: dict[str, Any] = {"device": device, "on_disk": on_disk, "param_dtype": param_dtype, "outside": outside}
+    return _Needs(layers, memory.policy.slots or 2, **of_model, ranks=1, apart=True, form=None)([1] * len(layers))
+
+
 def layout_of(
     memory: MemoryArguments,
     layers: Sequence[nn.Module],
@@ -151,6 +170,7 @@ def layout_of(
     param_dtype: torch.dtype | None,
     outside: int = 0,
     ranks: int = 1,
+    apart: bool = False,
     form: WeightForm | None = None,
 ) -> tuple[Layout, MemoryPolicy, _Needs]:
     """Shards, slots and bytes for boundaries; the policy with these, and zeros where it leaves bytes open; the needs.
@@ -161,22 +181,15 @@ def layout_of(
         on_disk: whether homes are files.
         outside: bytes that stay on the compute device besides slots.
         ranks: processes that store a part each.
+        apart: whether shards that are much larger than others have buffers of their own, see :func:`.slot_sizes`.
         form: in which homes store weights.
 
     Raises ValueError if a number is less than the least that these shards and slots need.
     """
     policy = memory.policy
     slots = policy.slots or 2
-    needs = _Needs(
-        layers,
-        slots,
-        device=device,
-        on_disk=on_disk,
-        param_dtype=param_dtype,
-        outside=outside,
-        ranks=ranks,
-        form=form,
-    )
+    of_model: dict[str, Any] = {"device": device, "on_disk": on_disk, "param_dtype": param_dtype, "outside": outside}
+    needs = _Needs(layers, slots, **of_model, ranks=ranks, apart=apart, form=form)
     if memory.budget_bytes is not None:
         in_slot, at_home = layer_bytes(layers, param_dtype), layer_bytes(layers, form=form)
         layout = fit(in_slot, at_home, memory.budget_bytes, shards=num_slices, slots=policy.slots)

@@ -100,9 +100,11 @@ class OffloadModel(LoadingModule):
             ``load_checkpoint()``. Not with a mesh, or a home that is kept. Parameters of other types, those outside of
             ``blocks``, and ``resident`` ones are stored as they are.
         blocks: for a model that is called by its own forward: the name of the ``nn.ModuleList`` or ``nn.Sequential`` of
-            its blocks, several names, or a class of blocks. The first forward with gradients decides the order of
-            calls. Each block is a shard, unless ``num_slices`` says how many shards they make; parameters outside of
-            them stay on the compute device. None: the layers of a Sequential or list; else the longest list of modules
+            its blocks; several names, of lists and of other modules, each of which is a block (an embedding, a head);
+            or a class of blocks. The first forward with gradients decides the order of calls. Each block is a shard,
+            unless ``num_slices`` says how many shards they make. Parameters outside of them stay on the compute device,
+            except where a number of bytes is given as ``memory`` and is too small for that: then the largest embeddings
+            and heads among them are shards. None: the layers of a Sequential or list; else the longest list of modules
             of one class, with a warning that names it.
         mesh: a ``DeviceMesh`` of processes that train the model together, each on its own rows: of one dimension
             (shard), or two (replicate, shard). Each rank stores a part of each parameter, its gradient and its
@@ -117,9 +119,9 @@ class OffloadModel(LoadingModule):
             updated in backward is not stored, and so not rounded. None: the type of each parameter.
         accumulate_in_gradient_dtype: with ``gradient_dtype``, allow several backwards before gradients are cleared: the
             sum is rounded with each. False: they are refused, before they run.
-        resident: names of parameters of the layers that stay on the compute device, with their gradients and optimizer
-            states, or shell patterns of such: ``"*.lora_*"`` for adapters over a frozen base that streams. None: all
-            of them stream.
+        resident: names of parameters that stay on the compute device, with their gradients and optimizer states, or
+            shell patterns of such: ``"*.lora_*"`` for adapters over a frozen base that streams. None: those of the
+            layers stream.
         pretrained: a safetensors file, an index of several or the directory of one, or a :class:`~offload.Pretrained`:
             parameters and buffers are read from there straight into their homes, without being initialised first. See
             :meth:`from_pretrained`.
@@ -190,10 +192,12 @@ class OffloadModel(LoadingModule):
             refused["DiskHome(keep=True) with blocks="] = offload_device.keep or None
         refused["store_dtype="] = store_dtype
         mesh = check_mesh(mesh, gradient_divide_factor, self.device, refused)
-        staying = chosen(named, resident, offload_device)
+        staying = chosen(named, resident, offload_device, self._names_around())
         form = chosen_form(store_dtype, stored_parts, staying, named.values(), offload_device)
         separate([model] if isinstance(model, nn.Module) else named.values())
         plans = num_slices is None and checkpoint_activation is None and mesh is None
+        # In another form, values of what streams are not those of what stays.
+        finest = num_slices is None and mesh is None and form is None and gradient_dtype is None
         if not isinstance(model, nn.Sequential) if called is None else num_slices is None:
             num_slices = len(named)
         check_choices(num_slices, num_microbatches, param_dtype)
@@ -210,6 +214,11 @@ class OffloadModel(LoadingModule):
         )
         recompute = resources.recomputes(checkpoint_activation)
         self._check_splitting(num_microbatches, plans=resources.bounds and recompute)
+        choices |= {"offload_device": offload_device, "resident": resident, "staying": staying}
+        more = self._with_rest(model, resources, **choices) if finest else None
+        if more is not None:
+            named, num_slices = more, len(more)
+            check_separate(stored_tensors(named.items()))
         layers = list(named.values())
         layout, self._policy, needs = layout_of(
             resources,
@@ -221,6 +230,7 @@ class OffloadModel(LoadingModule):
             param_dtype=param_dtype,
             outside=bytes_staying(self._around.values(), staying, param_dtype),
             ranks=1 if mesh is None else mesh.size(mesh.ndim - 1),
+            apart=called is not None and mesh is None,
             form=form,
         )
         owners = self._owners(model, named)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar, overload
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from offload.arguments import layers_of
 from offload.engine.executor import Executor
 from offload.engine.structure import Structure
+from offload.memory import MemoryArguments
 from offload.storage import Tier
 from offload.storage.state_views import on_own_storages
 from offload.streaming.copies import CopiesOfHomes
@@ -59,6 +60,26 @@ class ModuleAtHome(nn.Module):
     def _layers_of(self, model: Any, blocks: Any, **choices: Any) -> dict[str, nn.Module]:
         """Names and modules of the layers that stream; refuses ``choices`` that they do not support."""
         return layers_of(model)
+
+    def _names_around(self) -> Collection[str]:
+        """Names of the parameters that do not stream."""
+        return ()
+
+    def _with_rest(
+        self,
+        model: Any,
+        memory: MemoryArguments,
+        *,
+        offload_device: object,
+        resident: str | Sequence[str] | None,
+        staying: Collection[nn.Parameter],
+        **choices: Any,
+    ) -> dict[str, nn.Module] | None:
+        """All layers that stream, where ``memory`` is too small for what is around them; None if it is not.
+
+        Arguments as of :class:`~offload.OffloadModel`; ``staying``: what ``resident`` names.
+        """
+        return None
 
     def _owners(self, model: Any, named: dict[str, nn.Module]) -> dict[str, nn.Module]:
         """Modules whose parameters and buffers, with these names before, are those of the model's ``state_dict``."""

@@ -11,7 +11,7 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,16 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from offload.blocks.body import Body, StreamedForward
-from offload.blocks.find import Blocks, find_blocks, modules_outside, parameters_outside
+from offload.blocks.find import BlockNames, Blocks, find_blocks, modules_outside, parameters_outside
 from offload.blocks.fixed_structure import methods_refused
 from offload.blocks.outside import OutsideCasts, place_outside
+from offload.blocks.rest import with_rest
 from offload.engine.autograd import attach
 from offload.engine.block_forwards import tensors_of_call
 from offload.engine.executor import Executor
+from offload.engine.memory_planner import FIRST_GAPS_SHARE
+from offload.engine.outside import bytes_staying
 from offload.engine.raw_chunk import as_call
 from offload.engine.structure import Structure
 from offload.engine.tape import Tape
+from offload.memory import MemoryArguments, least_bytes
 from offload.reports import ReportingModule
+from offload.storage import DiskHome, is_directory
 from offload.streaming.copies import CopiesOfHomes
 from offload.streaming.materialize import Values
 from offload.streaming.quantised import check_storable, is_taken_apart, refresh, stored_tensors
@@ -40,6 +45,8 @@ from pipe.torch_private import saved_tensor_hooks
 
 __all__ = ["ModelWithBlocks", "class_for"]
 
+#: States of an optimizer for each trained parameter that are counted before there is one: those of Adam.
+STATES_EXPECTED = 2
 #: Methods of a container of layers, which other models do not have.
 _OF_CONTAINERS = ("__len__", "__iter__", "__getitem__")
 
@@ -88,7 +95,9 @@ class ModelWithBlocks(ReportingModule):
     _blocks: dict[str, nn.Module]
     #: The parameters outside of the blocks in the type of ``param_dtype``, if that is given.
     _casts: OutsideCasts | None
-    _blocks_argument: Blocks
+    _blocks_argument: Blocks | BlockNames
+    #: Names of the modules that are blocks because memory is too small for them to stay.
+    _rest: Sequence[str] = ()
     _forwards: list[StreamedForward]
     _num_microbatches: int
     #: The forward that the model's instance had, if it was not its class's.
@@ -124,7 +133,7 @@ class ModelWithBlocks(ReportingModule):
         # Run by this object's forward; one that is set later (autocast of accelerate) is around this object's.
         self.__dict__["_forward_of_instance"] = vars(self).pop("forward", None)
 
-    def _layers_of(self, model: nn.Module, blocks: Blocks | None, **choices: Any) -> dict[str, nn.Module]:
+    def _layers_of(self, model: nn.Module, blocks: Blocks | BlockNames | None, **choices: Any) -> dict[str, nn.Module]:
         if choices["activation_bytes"] is not None:
             raise ValueError(
                 f"expected activation_bytes=None with blocks, got activation_bytes={choices['activation_bytes']!r}; "
@@ -141,6 +150,39 @@ class ModelWithBlocks(ReportingModule):
         lists = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
         self.__dict__["_blocks_argument"] = lists if blocks is None else blocks
         return {name: Body(block) for name, block in found.items()}
+
+    def _names_around(self) -> Collection[str]:
+        return list(parameters_outside(self, self._blocks))
+
+    def _with_rest(
+        self,
+        model: nn.Module,
+        memory: MemoryArguments,
+        *,
+        offload_device: object,
+        resident: str | Sequence[str] | None,
+        staying: Collection[nn.Parameter],
+        **choices: Any,
+    ) -> dict[str, nn.Module] | None:
+        limit, dtype = memory.limit_on(self.device), choices["param_dtype"]
+        if limit is None or (isinstance(offload_device, DiskHome) and offload_device.keep):
+            return None  # a kept home is laid out by the blocks, and opened with any memory
+        given: dict[str, Any] = {"on_disk": is_directory(offload_device), "param_dtype": dtype}
+
+        def needed(blocks: Mapping[str, nn.Module], states: int = STATES_EXPECTED) -> int:
+            around = modules_outside(model, blocks).values()
+            outside = bytes_staying(around, staying, dtype, states=states)
+            return least_bytes(memory, list(blocks.values()), device=self.device, outside=outside, **given)
+
+        patterns = [resident] if isinstance(resident, str) else resident or ()
+        room = limit - limit // FIRST_GAPS_SHARE
+        found = with_rest(model, self._blocks, room, needed, patterns)
+        rest = [name for name in found if name not in self._blocks]
+        # Without states, as the limit is checked, what stays may take less.
+        if not rest or needed(found, 0) > max(limit, needed(self._blocks, 0) - 1):
+            return None
+        self.__dict__["_rest"] = rest
+        return self._layers_of(model, BlockNames(tuple(found)), **choices)
 
     def _owners(self, model: nn.Module, named: dict[str, nn.Module]) -> dict[str, nn.Module]:
         return {"": model}
@@ -165,7 +207,7 @@ class ModelWithBlocks(ReportingModule):
                 tensor.data = tensor.data.to(self.device)
             assert each.part_of is not None
             refresh(each.part_of)
-        executor.outside, executor.blocks = list(outside.values()), list(self._blocks)
+        executor.outside, executor.blocks, executor.rest = list(outside.values()), list(self._blocks), self._rest
         executor.places = list(range(len(executor.blocks)))
         executor.casts_outside = self._casts is not None
         executor.quantised.update((each.part_of, each.name) for each in parts if each.part_of is not None)

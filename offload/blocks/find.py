@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["Blocks", "find_blocks", "modules_outside", "parameters_outside"]
+__all__ = ["BlockNames", "Blocks", "find_blocks", "modules_outside", "parameters_outside"]
 
-#: A name of a list of blocks, several names, or a class of blocks.
+#: A name of a list of blocks; names of lists and modules; or a class of blocks.
 Blocks = str | Sequence[str] | type[nn.Module]
 
 
-def find_blocks(model: nn.Module, blocks: Blocks | None) -> dict[str, nn.Module]:
+@dataclass(frozen=True)
+class BlockNames:
+    """The names of the blocks themselves, in order: of a model that is copied, for example."""
+
+    names: tuple[str, ...]
+
+
+#: Modules that are no block themselves: those inside of them are, or they have no forward.
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def find_blocks(model: nn.Module, blocks: Blocks | BlockNames | None) -> dict[str, nn.Module]:
     """The blocks of a model by their names, in the order in which they are stored, and expected to be called.
 
     Args:
         model: any module.
-        blocks: the name of an ``nn.ModuleList`` or ``nn.Sequential`` inside it, several such names, or a class of
-            blocks. None: the longest list of modules of one class, with a warning that names it.
+        blocks: the name of an ``nn.ModuleList`` or ``nn.Sequential`` inside it; several names, of lists and of other
+            modules, each of which is one block; or a class of blocks. None: the longest list of modules of one class,
+            with a warning that names it.
 
     Raises:
         TypeError, ValueError: if there are no such blocks, or a block is inside another one or listed twice.
@@ -33,7 +46,9 @@ def find_blocks(model: nn.Module, blocks: Blocks | None) -> dict[str, nn.Module]
             stacklevel=4,
         )
         blocks = name
-    if isinstance(blocks, type):
+    if isinstance(blocks, BlockNames):
+        found = {name: model.get_submodule(name) for name in blocks.names}
+    elif isinstance(blocks, type):
         found = _of_class(model, blocks)
     elif isinstance(blocks, str):
         found = _in_lists(model, [blocks])
@@ -51,18 +66,29 @@ def find_blocks(model: nn.Module, blocks: Blocks | None) -> dict[str, nn.Module]
 def _in_lists(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
     if len(set(names)) < len(names):
         raise ValueError(f"expected each list of blocks once, got blocks={list(names)!r}")
-    return {f"{name}.{key}": block for name in names for key, block in _list_at(model, name).items()}
+    found: dict[str, nn.Module] = {}
+    for name in names:
+        module = _module_at(model, name)
+        if len(names) > 1 and not isinstance(module, _CONTAINERS):
+            found[name] = module
+        else:
+            found.update((f"{name}.{key}", block) for key, block in _list_at(model, name).items())
+    return found
 
 
-def _list_at(model: nn.Module, name: str) -> Mapping[str, nn.Module]:
+def _module_at(model: nn.Module, name: str) -> nn.Module:
     try:
-        found = model.get_submodule(name)
+        return model.get_submodule(name)
     except AttributeError as error:
         lists = [path for path, _ in _lists(model)]
         raise ValueError(
             f"expected the name of a list of blocks in {type(model).__name__}, got blocks={name!r}; its lists are "
             f"{', '.join(lists) if lists else 'none'}"
         ) from error
+
+
+def _list_at(model: nn.Module, name: str) -> Mapping[str, nn.Module]:
+    found = _module_at(model, name)
     if not isinstance(found, (nn.ModuleList, nn.Sequential)) or not len(found):
         raise TypeError(
             f"expected an nn.ModuleList or nn.Sequential with modules, got {type(found).__name__} (blocks={name!r})"
@@ -136,7 +162,7 @@ def parameters_outside(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dic
             if p in within:
                 raise ValueError(
                     f"parameter {name} is tied to {within[p]}, which streams with its block, while {name} stays on the "
-                    f"compute device; untie them, or name lists of blocks that contain both or none"
+                    f"compute device; untie them, or name lists and modules that contain both or none"
                 )
             outside.setdefault(p, name)
     return {name: p for p, name in outside.items()}

@@ -61,6 +61,8 @@ class BlockForwards(MovableHomes):
     assigned_data: AssignedData
     #: Names of the blocks in the order of calls; none for a model whose layers are called in order.
     blocks: Sequence[str] = ()
+    #: Those of them that are blocks because memory is too small for them to stay.
+    rest: Sequence[str] = ()
     #: The place of each block in that order, by its number in the order of ``blocks=``.
     places: Sequence[int] = ()
     #: Whether that order does not change any more: see :mod:`offload.engine.call_order`.
@@ -140,7 +142,8 @@ class BlockForwards(MovableHomes):
     def _glue(self, chunks: int) -> Glue:
         if not self._within:
             for s in itertools.chain.from_iterable(shard.own for shard in self.shards):
-                self._within.update(self.public.names(s))
+                for key, name in self.public.names(s).items():
+                    self._within[key] = name + self.why_it_streams([n for n in self.rest if name.startswith(f"{n}.")])
         made, before = self.leaf_gradients, self._meter.begin_code_before
         may_lean = not (self.public.sharded or self.casts_outside)
         return Glue(chunks, len(self.blocks), self._within, made, before, self.outside, may_lean=may_lean)
@@ -384,6 +387,15 @@ class BlockForwards(MovableHomes):
                     f"its recomputation would write again; pass use_cache=False, or run the forward under "
                     f"torch.no_grad()"
                 )
+
+    @staticmethod
+    def why_it_streams(names: Sequence[str]) -> str:
+        """For errors: what to do about modules of these names that nobody has named."""
+        if not names:
+            return ""
+        patterns = [f"{name}.*" for name in names]
+        what = f"{', '.join(names)} stream since memory= is too small for them to stay"
+        return f" ({what}; resident={patterns} keeps them on the compute device, with more memory)"
 
 
 BlockForwards.pass_codes = frozenset(

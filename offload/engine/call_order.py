@@ -66,7 +66,7 @@ def out_of_order(executor: BlockForwards, number: int | None, position: int, *, 
         f"expected the forward {name} next, but it {what}{why and f' ({why})'}: {when} each block is called once, in "
         f"the order of the first forward, by which loads are planned. Leave lists that the forward calls several times "
         f"out of ``blocks``, and turn off layers that are skipped at random (layerdrop=0); {free} blocks may be called "
-        f"in any order"
+        f"in any order{executor.why_it_streams(executor.rest)}"
     )
 
 

@@ -46,6 +46,7 @@ from offload.planning.planner import Pass
 from offload.planning.residency import Key
 from offload.policy import MemoryPolicy
 from offload.storage import Tier
+from offload.streaming.current_values import read_current_values
 from offload.streaming.lane import CopyLanes
 from offload.streaming.layer_homes import make_shards
 from offload.streaming.materialize import Values, move_buffers
@@ -105,7 +106,14 @@ class Executor(BlockForwards):
         #: Names of the quantised parameters.
         self.quantised = {s.part_of: s.name for shard in self.shards for s in shard.own if s.part_of is not None}
         given: dict[str, Any] = {"device": device, "tier": tier, "meter": meter}
-        self.streamer = Streamer(self.shards, slots=policy.slots or 2, lanes=lanes, budget_bytes=budget_bytes, **given)
+        self.streamer = Streamer(
+            self.shards,
+            slots=policy.slots or 2,
+            lanes=lanes,
+            budget_bytes=budget_bytes,
+            own_slots=layers_apart and sharding is None,  # an embedding beside blocks is much larger than they are
+            **given,
+        )
         if sharding is not None:
             self.streamer.gradient_offload = sharding.gradient_offload(self.shards, lane=lanes.drain, **given)
         self.device = device
@@ -117,6 +125,7 @@ class Executor(BlockForwards):
         self.recompute, self.layers_apart = recompute, layers_apart
         #: Whether the model has a memory budget.
         self.strict = budget_bytes is not None
+        read_current_values(self.shards)  # before the parts, which watch the parameters of modules
         self.use(self.parts_over(self.shards))
         super().__init__()
         lenders = [] if self.resident is None else [self.resident]
@@ -278,6 +287,8 @@ class Executor(BlockForwards):
             else:
                 self.steps.record_step(tape.plan, tape.rows, training=False)
                 self.streamer.wait_for_home_reads()
+                if not reuses_slots:  # the next pass begins with empty slots anyway
+                    self.streamer.release_own_slots()
         return outputs
 
     # --- backward -----------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from offload.planning.step_model import StepModel
 from offload.policy import MemoryPolicy
 from offload.storage import Tier
 from offload.storage.host import HostTier
+from offload.streaming.current_values import read_current_values
 from offload.streaming.lane import error_context
 from offload.streaming.layer_homes import LayerHomes
 from offload.streaming.moves import Move, move_homes
@@ -101,6 +102,7 @@ class MovableHomes(ExclusivePasses):
         """Runs these parts from now on. Idempotent."""
         # One list for streamer, gradient offload, assigned data and optimizers.
         self.shards[:] = parts.shards
+        read_current_values(parts.shards)
         self.runners, self._cell_executor = parts.runners, parts.cell_executor
         self.steps, self._references = parts.steps, parts.references
 
@@ -230,6 +232,7 @@ class MovableHomes(ExclusivePasses):
         resting = {j: each.weights + each.states for j, each in enumerate(self.bytes_in_memory())}
         outside = replace(self.outside_bytes(), activations=self.steps.around_bytes(rows))
         known: dict[str, Any] = {"meter": self._meter, "tier": self._tier, "device": self.device}
+        known |= {"slots": self.streamer.slots, "own_slots": self.streamer.own_slots}
         known["buffer_bytes"] = self.streamer.gradient_offload.optimizers.buffer_bytes()
         return step_model(self.shards, self.steps, rows, resting, outside=outside, **known)
 

@@ -9,6 +9,7 @@ import torch
 from offload.engine.steps import Steps
 from offload.planning.peak_memory import OutsideBytes, StepBytes
 from offload.planning.simulate import Costs, Overheads
+from offload.planning.slot_sizes import slot_sizes
 from offload.planning.step_model import StepModel
 from offload.storage import Tier
 from offload.streaming.shard import Shard
@@ -32,6 +33,8 @@ def step_model(
     device: torch.device,
     outside: OutsideBytes,
     buffer_bytes: int,
+    slots: int,
+    own_slots: bool,
 ) -> StepModel:
     """The measured model of a step on micro-batches of so many ``rows``.
 
@@ -41,6 +44,7 @@ def step_model(
         resting_bytes: of each shard in host memory, weights and optimizer states.
         outside: of what is in no shard.
         buffer_bytes: of updates in files.
+        slots, own_slots: their number, and whether much larger shards have buffers of their own.
     """
     mean_rows = sum(rows) / len(rows)
     loads = [sum(s.nbytes for s in shard.at_home) for shard in shards]
@@ -69,9 +73,13 @@ def step_model(
         boundary=[boundaries((j, 0)) * each["boundary"] for j in range(len(shards) + 1)],
         overheads=_overheads(meter, gradient_bytes),
     )
+    in_place = frozenset(shard.index for shard in shards if shard.in_place)
+    in_slot = [shard.slot_bytes for shard in shards]
+    slot, own = slot_sizes(in_slot, slots, in_memory=in_place, apart=own_slots)
     always = on_host and not tier.blocking_io  # homes are in host memory anyway
     sizes = StepBytes(
-        slot_bytes=max((shard.slot_bytes for shard in shards if not shard.in_place), default=0),
+        slot_bytes=slot,
+        own_slots=own,
         gradient_bytes=gradient_bytes,
         # In host memory a home takes gradients as they are.
         gradients_stay=frozenset(shard.index for shard in shards if on_host and not shard.blocking_io),
@@ -98,7 +106,8 @@ def step_model(
             if on_host and shard.may_bind_in_place
         },
         buffer_bytes=buffer_bytes if on_host else 0,
-        slot_bytes=[shard.slot_bytes for shard in shards],
+        slot_bytes=in_slot,
+        own_slots=own_slots,
         spills=tier.scratch() is not None,
     )
 

@@ -33,17 +33,20 @@ def _values(
     return _nbytes(part for x in (*around, *adapters, *buffers) for part in parts_of(x)) + casts
 
 
-def bytes_staying(modules: Collection[nn.Module], adapters: Collection[nn.Parameter], dtype: torch.dtype | None) -> int:
+def bytes_staying(
+    modules: Collection[nn.Module], adapters: Collection[nn.Parameter], dtype: torch.dtype | None, *, states: int = 0
+) -> int:
     """Least bytes that stay on the compute device in a step that trains: parameters, buffers and gradients.
 
     Args:
         modules: those around blocks.
         adapters: parameters of layers that stay.
         dtype: in which layers compute, if not in that of the parameters.
+        states: states of an optimizer to count, each as large as its parameter.
     """
     own = dict.fromkeys(p for module in modules for p in module._parameters.values() if p is not None)
     gradients = _nbytes(p for p in (*own, *adapters) if p.requires_grad)
-    return _values(modules, list(own), adapters, dtype) + gradients
+    return _values(modules, list(own), adapters, dtype) + (1 + states) * gradients
 
 
 def outside_bytes(

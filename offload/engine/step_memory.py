@@ -102,7 +102,11 @@ class StepMemory:
             if rise := outside.rise(shard_of(block, self._streamer.shards), several=several):
                 make_room(prediction.memory_bytes - rise, rise, most)
 
+        def before_buffer(nbytes: int) -> None:
+            make_room(prediction.memory_bytes - nbytes, nbytes, most)
+
         self._meter.before_cell, self._meter.before_code = before, before_code
+        self._meter.before_buffer = before_buffer
 
     def _sample_course(self, *, known: bool) -> None:
         """Samples the memory after each cell of a plan's second step: the first one allocates slots and buffers."""
@@ -120,7 +124,7 @@ class StepMemory:
 
     def end(self, predicted: Prediction | None) -> bool:
         """Ends a step; returns whether the margin has grown."""
-        self._meter.before_cell = self._meter.after_cell = self._meter.before_code = None
+        self._meter.before_cell = self._meter.after_cell = self._meter.before_code = self._meter.before_buffer = None
         rise = self._peak.rise()
         if rise is None or predicted is None:
             return False

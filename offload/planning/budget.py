@@ -18,6 +18,7 @@ from offload.planning.partition import cut_layers
 from offload.planning.peak_memory import StepBytes, peak_memory
 from offload.planning.planner import plan_step
 from offload.planning.residency import MOVING
+from offload.planning.slot_sizes import slot_sizes
 
 __all__ = ["Layout", "fit", "parse_bytes", "requirement"]
 
@@ -61,15 +62,19 @@ class Layout:
 
 
 def requirement(
-    slot_bytes: Sequence[int], gradient_bytes: Sequence[int], cuts: Sequence[int], slots: int
+    slot_bytes: Sequence[int], gradient_bytes: Sequence[int], cuts: Sequence[int], slots: int, *, apart: bool = False
 ) -> tuple[int, int]:
-    """Bytes of slots, gradients and the smallest boundaries for shards of so many layers; and of the largest shard."""
+    """Bytes of slots, gradients and the smallest boundaries for shards of so many layers; and of the largest shard.
+
+    ``apart``: see :func:`.slot_sizes`.
+    """
     ends = [0, *itertools.accumulate(cuts)]
     parts = [slice(*ends_of_shard) for ends_of_shard in itertools.pairwise(ends)]
-    largest = max(sum(slot_bytes[part]) for part in parts)
-    sizes = StepBytes(slot_bytes=largest, gradient_bytes=[sum(gradient_bytes[part]) for part in parts])
-    plan = plan_step(len(cuts), slots=min(slots, len(cuts)))
-    return peak_memory(plan, sizes).device_bytes + SMALLEST_BOUNDARIES, largest
+    shards, count = [sum(slot_bytes[part]) for part in parts], min(slots, len(cuts))
+    slot, own = slot_sizes(shards, count, apart=apart)
+    gradients = [sum(gradient_bytes[part]) for part in parts]
+    sizes = StepBytes(slot_bytes=slot, own_slots=own, gradient_bytes=gradients)
+    return peak_memory(plan_step(len(cuts), slots=count), sizes).device_bytes + SMALLEST_BOUNDARIES, max(shards)
 
 
 def fit(

@@ -53,8 +53,7 @@ def _choices(model: StepModel, predicted: Prediction) -> Iterator[tuple[str, int
     choice, sizes, course = predicted.choice, model.sizes, predicted.course
     least = min(model.least_slots, model.shards)
     if choice.slots > least:
-        slot_bytes = max((n for j, n in enumerate(model.slot_bytes) if j not in choice.in_memory), default=0)
-        nbytes = (choice.slots - least) * (slot_bytes or sizes.slot_bytes)
+        nbytes = (choice.slots - least) * model.slot_sizes(choice)[0]
         yield f"{choice.slots} slots instead of {least}", nbytes, replace(choice, slots=least)
     if choice.in_memory:
         nbytes = sum(model.resting_bytes[j] + sizes.gradient_bytes[j] for j in choice.in_memory)

@@ -64,6 +64,8 @@ class StepBytes:
 
     #: Of a slot.
     slot_bytes: int
+    #: Shard -> bytes of a buffer that it has beside the slots while it is loaded.
+    own_slots: Mapping[int, int] = field(default_factory=dict)
     #: Of the gradients of each shard's weights, in the type of their home.
     gradient_bytes: Sequence[int]
     #: The shards whose gradients are stored in the memory that layers compute in; and those whose gradients wait there
@@ -180,7 +182,7 @@ class _Replay:
         self._course = course
         self._shards = len(sizes.gradient_bytes)
         self._copied = {j: nbytes for j, nbytes in sizes.copied_bytes.items() if j in plan.in_memory}
-        self._slots = plan.slots * sizes.slot_bytes
+        self._slots = plan.slots * sizes.slot_bytes + sum(sizes.own_slots.get(j, 0) for j in plan.resident)
         #: With the gradients that are made in this step.
         self._outside = sizes.outside.begins + sizes.outside.activations
         self._made_before: set[int] = set()
@@ -221,6 +223,9 @@ class _Replay:
             self._drain(j)
         elif action.microbatch is not None:
             self._move(kind, (kind in GRADIENT_MOVES, j, i))
+        elif kind in (Kind.LOAD, Kind.EVICT) and j in self._sizes.own_slots:
+            own = self._sizes.own_slots[j]
+            self._slots += own if kind is Kind.LOAD else -own
         else:
             return
         self._count_device()

@@ -15,6 +15,7 @@ from offload.planning.plan import Plan
 from offload.planning.planner import Updates, plan_step
 from offload.planning.residency import MOVING, Key, Residency
 from offload.planning.simulate import Costs, Forecast, simulate, simulate_valid
+from offload.planning.slot_sizes import slot_sizes
 
 __all__ = [
     "Choice",
@@ -75,6 +76,8 @@ class StepModel:
     buffer_bytes: int = 0
     #: Bytes of a slot for each shard: slots are as large as the largest that is loaded. Empty: as ``sizes`` say.
     slot_bytes: Sequence[int] = ()
+    #: Whether much larger shards have buffers of their own beside the slots.
+    own_slots: bool = False
     #: Cells that keep their graphs whatever the plan is.
     always_kept: frozenset[Key] = frozenset()
     #: Whether boundaries can be spilled.
@@ -89,6 +92,12 @@ class StepModel:
     margin_bytes: int = 0
     #: What is not searched but given.
     given: Given = Given()
+
+    def slot_sizes(self, choice: Choice) -> tuple[int, Mapping[int, int]]:
+        """Bytes of a slot, and of each shard that has a buffer of its own."""
+        if not self.slot_bytes:
+            return self.sizes.slot_bytes, self.sizes.own_slots
+        return slot_sizes(self.slot_bytes, choice.slots, in_memory=choice.in_memory, apart=self.own_slots)
 
     @cached_property
     def boundaries(self) -> tuple[int, int]:
@@ -188,10 +197,11 @@ def _sizes(model: StepModel, choice: Choice, forecast: Forecast | None) -> StepB
     # Without recipes a graph holds what a recomputed cell saves, and its input.
     waiting = choice.in_memory | choice.waiting
     smaller = model.sizes if choice.cheap_recompute else replace(model.sizes, kept_profiles={}, graph_bytes_per_row={})
-    loaded = [nbytes for j, nbytes in enumerate(model.slot_bytes) if j not in choice.in_memory]
+    slot, own = model.slot_sizes(choice)
     return replace(
         smaller,
-        slot_bytes=max(loaded, default=0) if model.slot_bytes else model.sizes.slot_bytes,
+        slot_bytes=slot,
+        own_slots=own,
         waiting=waiting,
         held=smaller.held | (waiting | smaller.gradients_stay if model.accumulates else frozenset()),
         constant_bytes=model.sizes.constant_bytes + resting + buffers,

@@ -6,7 +6,7 @@ as they borrow tied parameters: a copy is in the slot while a shard computes, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -24,9 +24,12 @@ __all__ = ["chosen", "resident_shard"]
 
 
 def chosen(
-    layers: Mapping[str, nn.Module], patterns: str | Sequence[str] | None, offload_device: object = None
+    layers: Mapping[str, nn.Module],
+    patterns: str | Sequence[str] | None,
+    offload_device: object = None,
+    around: Collection[str] = (),
 ) -> set[nn.Parameter]:
-    """The parameters whose names match one of the shell ``patterns``.
+    """The parameters whose names match one of the shell ``patterns``. Those named ``around`` layers stay anyway.
 
     Raises TypeError or ValueError for something else than patterns, one that matches nothing, or parameters that
     cannot stay: quantised ones, those on the meta device, and all if ``offload_device`` is a home that is kept.
@@ -40,7 +43,7 @@ def chosen(
     stored = stored_tensors(layers.items())
     for pattern in patterns:
         matched = [each for each in stored if fnmatchcase(each.name, pattern)]
-        if not matched:
+        if not matched and not any(fnmatchcase(name, pattern) for name in around):
             raise ValueError(
                 f"expected patterns of parameter names, such as {stored[0].name if stored else '0.weight'!r}, got "
                 f"resident={pattern!r}, which matches none of them"

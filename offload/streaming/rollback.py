@@ -60,6 +60,7 @@ class Rollback:
     def restore(self) -> None:
         """Restores parameters and buffers, values and gradients. A moved parameter gets new memory on its device."""
         for module, mapping, parameters, buffers in self._members:
+            vars(module)["_parameters"] = mapping
             mapping.clear()
             mapping.update(parameters)
             module._buffers.clear()

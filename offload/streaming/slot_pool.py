@@ -1,5 +1,7 @@
 """A pool of equal device buffers (slots) that hold loaded shards, of one model or of models that compute in turns.
 
+A shard that is larger than a slot gets a buffer of its own, which is freed when the shard is evicted.
+
 Models that never compute at the same time can share slots: the computing model acquires them, and the others evict
 their shards, least recently used model first. So a device holds the slots of one turn, and one more for the next turn,
 whatever the number of models.
@@ -46,6 +48,8 @@ class SlotPool:
         self._computing: Streamer | None = None
         self._all: list[Tensor] = []
         self._free: list[Tensor] | None = None
+        #: Buffers of single shards, with the meter that counts each.
+        self._own: list[tuple[Tensor, Meter]] = []
         self._meter: Meter | None = None
         self._views = WeakTensorKeyDictionary()
 
@@ -88,6 +92,15 @@ class SlotPool:
             pass
         return self._free.pop()
 
+    def acquire_own(self, meter: Meter, nbytes: int) -> Tensor:
+        """Allocates a buffer for a shard that is larger than a slot. It is freed when it is released."""
+        meter.begin_buffer(nbytes)
+        with outside_inference_mode():
+            slot = device_buffer(nbytes, self._device)
+        meter.hold(nbytes)
+        self._own.append((slot, meter))
+        return slot
+
     def acquire_unneeded(self, slot_user: Streamer) -> Tensor | None:
         """Acquires a slot that the current turn does not need, for a prefetch; None if there is none."""
         if self._free is None:
@@ -105,7 +118,9 @@ class SlotPool:
         return storage_uses(slot) > 1 + int(self._views.get(slot, 0))
 
     def replace(self, slot: Tensor) -> Tensor:
-        """Allocates a new slot in place of one that is still referenced."""
+        """Allocates a new slot in place of one that is still referenced. A shard's own buffer is not used again."""
+        if self._is_own(slot):
+            return slot
         with outside_inference_mode():
             new = device_buffer(slot.numel(), self._device)
         self._all = [new if old is slot else old for old in self._all]
@@ -113,8 +128,24 @@ class SlotPool:
 
     def release(self, slot: Tensor, *, last: bool = False) -> None:
         """Returns a slot; ``last``: others are acquired before it, since an update still writes to it."""
+        if self._is_own(slot):
+            own = self._own
+            self._own = [each for each in own if each[0] is not slot]
+            for each, meter in own:
+                if each is slot:
+                    meter.release(each.numel())
+            return
         assert self._free is not None
         self._free.insert(0 if last else len(self._free), slot)
+
+    def _is_own(self, slot: Tensor) -> bool:
+        return any(slot is each for each, _ in self._own)
+
+    def _free_own(self) -> None:
+        """Frees the buffers of single shards."""
+        while self._own:
+            slot, meter = self._own.pop()
+            meter.release(slot.numel())
 
     def resize(self, slots: int, slot_bytes: int) -> None:
         """Changes number and size of the slots, while all are free; they are allocated at their next use."""
@@ -124,6 +155,7 @@ class SlotPool:
 
     def free_memory(self) -> None:
         """Frees all memory, when the only model of the pool moves to another one, or needs other slots."""
+        self._free_own()
         if self._meter is not None:
             self._meter.release(self.slots * self.slot_bytes)
         self._free = self._meter = None
@@ -131,6 +163,7 @@ class SlotPool:
 
     def reset(self) -> None:
         """Marks all slots as free, after a failure, once no user has one."""
+        self._free_own()
         if self._free is not None:
             for slot in self._all:
                 if self.is_referenced(slot):  # an exception's frames may hold views

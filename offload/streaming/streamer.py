@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from offload.planning.slot_sizes import slot_sizes
 from offload.storage import Tier
 from offload.storage.buffer import device_buffer
 from offload.streaming.gradient_offload import GradientOffload
@@ -53,8 +54,11 @@ class Streamer:
         lanes: CopyLanes,
         meter: Meter,
         budget_bytes: int | None = None,
+        own_slots: bool = False,
     ) -> None:
         self.shards = shards
+        #: Whether shards that are much larger than others have buffers of their own beside the slots.
+        self.own_slots = own_slots
         #: Slots that passes use; fewer where fewer shards are loaded.
         self.slots = self.most_slots = min(slots, len(shards))
         self._wanted_slots = slots
@@ -62,7 +66,7 @@ class Streamer:
         self._tier = tier
         self._lanes = lanes
         self._meter = meter
-        self._slot_bytes = max((shard.slot_bytes for shard in shards), default=0)
+        self._slot_bytes = self._size_of_slots(self.slots)
         #: The slots, of this model alone or shared with models that compute in turns.
         self.slot_pool = SlotPool(device, self.slots, self._slot_bytes)
         self._loads: dict[int, Arrival] = {}
@@ -91,9 +95,9 @@ class Streamer:
 
     def recut(self) -> None:
         """Called when :attr:`shards` are others over the same layers, between passes: slots are made for these."""
-        self._slot_bytes = max((shard.slot_bytes for shard in self.shards), default=0)
         self.gradient_offload.waiting = None
         self.most_slots = min(self._wanted_slots, len(self.shards))
+        self._slot_bytes = self._size_of_slots(self.most_slots)
         self.homes_moved()
 
     def prepare_renumbering(self, moved: Mapping[int, int]) -> Callable[[], None]:
@@ -131,10 +135,20 @@ class Streamer:
     def homes_moved(self) -> None:
         """Called when other shards are used in place than before, between passes: keeps no more slots than needed."""
         self.release()
-        loaded = [shard.slot_bytes for shard in self.shards if not shard.in_place]
-        self.slots = min(self.most_slots, len(loaded))
+        in_place = self.in_place()
+        self.slots = min(self.most_slots, len(self.shards) - len(in_place))
         if not self.slot_pool.shared:
-            self.slot_pool.resize(self.slots, max(loaded, default=0))
+            self.slot_pool.resize(self.slots, self._size_of_slots(self.slots, in_place))
+
+    def _size_of_slots(self, slots: int, in_memory: frozenset[int] = frozenset()) -> int:
+        sizes = [shard.slot_bytes for shard in self.shards]
+        return slot_sizes(sizes, slots, in_memory=in_memory, apart=self.own_slots)[0]
+
+    def _acquire(self, j: int) -> Tensor:
+        nbytes = self.shards[j].slot_bytes
+        if nbytes > self.slot_pool.slot_bytes:
+            return self.slot_pool.acquire_own(self._meter, nbytes)
+        return self.slot_pool.acquire_slot(self._meter)
 
     def pending(self) -> frozenset[int]:
         """The shards that must be updated before they are loaded, or used in place."""
@@ -146,7 +160,7 @@ class Streamer:
             if (pending := self.shards[j].pending) is not None:
                 pending.start()
             return
-        self._updating[j] = self._start_update(j, self.slot_pool.acquire_slot(self._meter))
+        self._updating[j] = self._start_update(j, self._acquire(j))
 
     def update_in_backward(self, j: int) -> None:
         """Starts the update of shard ``j`` with the gradients just drained, in its slot where that is safe."""
@@ -168,7 +182,7 @@ class Streamer:
 
     def load(self, j: int) -> None:
         """Starts to copy shard ``j`` into a free slot."""
-        updating = self._updating.pop(j, None) or self._start_update(j, self.slot_pool.acquire_slot(self._meter))
+        updating = self._updating.pop(j, None) or self._start_update(j, self._acquire(j))
         self._fill(j, *updating)
 
     def _fill(self, j: int, slot: Tensor, pending: Update | None, arrivals: list[Arrival]) -> None:
@@ -265,7 +279,8 @@ class Streamer:
         for j in order:
             if j in there or self.shards[j].in_place:
                 continue
-            slot = self.slot_pool.acquire_unneeded(self) if len(there) < self.slots else None
+            fits = len(there) < self.slots and self.shards[j].slot_bytes <= self.slot_pool.slot_bytes
+            slot = self.slot_pool.acquire_unneeded(self) if fits else None
             if slot is None:
                 break
             self._fill(j, *self._start_update(j, slot))
@@ -346,8 +361,15 @@ class Streamer:
 
     def release(self, *, warn: bool = True) -> None:
         """Evicts every resident shard."""
+        self._release(self.shards, warn=warn)
+
+    def release_own_slots(self) -> None:
+        """Evicts the shards that have buffers of their own, at the end of a pass."""
+        self._release([shard for shard in self.shards if shard.slot_bytes > self.slot_pool.slot_bytes])
+
+    def _release(self, shards: Sequence[Shard], *, warn: bool = True) -> None:
         self.must_cancel = True
-        for shard in self.shards:
+        for shard in shards:
             if shard.state is State.LOADED:
                 self.evict(shard.index, warn=warn)
         self.must_cancel = False

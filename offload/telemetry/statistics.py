@@ -94,6 +94,8 @@ class Meter:
         self.after_cell: Callable[[], None] | None = None
         #: Called before the backward of code around blocks, with the number of the block after it.
         self.before_code: Callable[[int], None] | None = None
+        #: Called with its bytes before a shard gets a buffer of its own.
+        self.before_buffer: Callable[[int], None] | None = None
         #: Bytes that are on the compute device now.
         self.held_bytes = 0
         self._peak = 0
@@ -125,6 +127,11 @@ class Meter:
         """Called before the backward of the code before a block."""
         if self.before_code is not None:
             self.before_code(block)
+
+    def begin_buffer(self, nbytes: int) -> None:
+        """Called before memory of so many bytes is allocated for a shard."""
+        if self.before_buffer is not None:
+            self.before_buffer(nbytes)
 
     @contextlib.contextmanager
     def cell(

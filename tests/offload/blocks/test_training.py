@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, load_pretrained, save_checkpoint
-from tests.offload.blocks.towers import assert_equal, loss_of, make, words
+from tests.offload.blocks.towers import Model, assert_equal, loss_of, make, words
 
 CLASSES: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
@@ -77,6 +77,27 @@ def test_updates_are_pending_until_the_next_forward(tmp_path: Path) -> None:
     train(model, optimizer, range(2))
     train(model, optimizer, range(1))
     assert "U" in str(model.plan())
+
+
+def test_weights_of_blocks_that_are_read_outside_of_them_have_their_update(tmp_path: Path) -> None:
+    """By the forward itself, before their block runs, and by other code after the step."""
+
+    class Scaled(Model):
+        def forward(self, words: Tensor, **inputs: Any) -> Any:
+            scale = self.encoder.layer[2].linear.weight.detach().norm()
+            return super().forward(words, extra=scale, **inputs)
+
+    torch.manual_seed(0)
+    bare = Scaled()
+    model = wrap(bare, tmp_path)
+    theirs, ours = torch.optim.SGD(bare.parameters(), lr=0.1), OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    for seeds in (range(2), range(2, 4)):
+        train(bare, theirs, seeds), train(model, ours, seeds)
+        for block, mine in zip(bare.encoder.layer, model.encoder.layer, strict=True):
+            assert torch.equal(block.linear.weight, mine.linear.weight)
+    block = copy.deepcopy(model.encoder.layer[0])
+    assert type(block.linear._parameters) is dict
+    assert torch.equal(block.linear.weight, bare.encoder.layer[0].linear.weight)
 
 
 def test_groups_by_name_reach_both_sides() -> None:

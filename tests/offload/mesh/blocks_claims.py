@@ -63,7 +63,7 @@ def loss_of(output: Tensor) -> Tensor:
 
 def offloaded(world: World, bare: nn.Module, home: Any = "cpu", **how: Any) -> Any:
     how = {"checkpoint_activation": True, "mesh": world.mesh, **how}
-    return OffloadModel(copy.deepcopy(bare), "cpu", home, blocks="layers", **how)
+    return OffloadModel(copy.deepcopy(bare), "cpu", home, **{"blocks": "layers", **how})
 
 
 def blocks_have_the_gradients_of_one_process_on_the_whole_batch(world: World) -> None:
@@ -71,6 +71,7 @@ def blocks_have_the_gradients_of_one_process_on_the_whole_batch(world: World) ->
     ways: list[dict[str, Any]] = [
         {"num_microbatches": 2},
         {"checkpoint_activation": False, "home": world.folder / "homes"},
+        {"blocks": ["words", "layers", "head"]},  # tied
     ]
     for way in ways:
         bare = Encoder()
@@ -87,7 +88,8 @@ def blocks_have_the_gradients_of_one_process_on_the_whole_batch(world: World) ->
             assert torch.allclose(model(batch(5)), bare(batch(5)), atol=1e-6)
         for name, p in model.named_parameters():
             assert isinstance(p, DTensor)
-            assert (p.placements == (Replicate(),)) == (not name.startswith("layers")), name
+            streams = name.startswith(("layers", "words")[: 2 if "blocks" in way else 1])
+            assert (p.placements == (Replicate(),)) == (not streams), name
         assert model.unused.weight.grad is None
         model.close()
 

@@ -410,3 +410,12 @@ def test_a_result_that_a_recipe_makes_again_is_there_with_the_weight_that_it_is_
     weight, entered = SavedTensor(10, 0, 0), SavedTensor(0, 4, 0, made=4)
     assert MemoryProfile(1, [weight, entered]).peak_bytes(2, 10) == 10 + 2 * (4 + 4)
     assert MemoryProfile(1, [entered, SavedTensor(0, 4, 4)]).peak_bytes(1, 0) == 4 + 4 + 4
+
+
+def test_a_shard_with_memory_of_its_own_counts_while_it_is_loaded() -> None:
+    profiles = dict.fromkeys(range(4), MemoryProfile(1, ()))
+    sizes = StepBytes(slot_bytes=2, own_slots={0: 9, 3: 7}, gradient_bytes=[0] * 4, memory_profiles=profiles)
+    assert peak_memory(plan_step(4, slots=4), sizes).device_bytes == 4 * 2 + 9 + 7
+    course: list[Moment] = []
+    assert peak_memory(plan_step(4, slots=2), sizes, course).device_bytes == 2 * 2 + 9
+    assert [moment.weights - 2 * 2 for moment in course] == [9, 0, 7, 7, 7, 0, 9, 9]

@@ -69,6 +69,14 @@ def parameters_are_updated(pair: Pair) -> None:
 
 
 @after_a_step
+def a_parameter_that_a_module_is_asked_for_is_updated(pair: Pair) -> None:
+    modules = dict(nn.Module.named_modules(pair.model))  # without the model's own, which waits itself
+    for name, p in pair.bare.named_parameters():
+        path, _, key = name.rpartition(".")
+        pair.close(getattr(modules[path], key), p)
+
+
+@after_a_step
 def a_state_dict_is_updated(pair: Pair) -> None:
     for key, value in pair.model.state_dict().items():
         pair.close(value, pair.bare.state_dict()[key])

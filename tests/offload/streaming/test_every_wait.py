@@ -42,6 +42,11 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("self.gradient_offload.cancel()", training.a_store_that_failed_is_told_once),
         ],
     },
+    "offload.streaming.current_values": {
+        "_Parameters.__getitem__": [
+            ("pending.start().synchronize()", reading.a_parameter_that_a_module_is_asked_for_is_updated)
+        ],
+    },
     "offload.streaming.gradient_offload": {
         "GradientOffload.update": [
             (

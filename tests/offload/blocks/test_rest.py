@@ -1,0 +1,288 @@
+"""Modules around blocks that stream as shards of their own: named by hand, or since memory is too small for them."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradcache import GradCache
+from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
+from offload.planning.slot_sizes import slot_sizes
+from tests.offload.blocks.towers import WIDTH, assert_equal, close, loss_of, make, words
+
+ALL = ["words", "encoder.layer", "head"]
+
+
+def wrap(bare: nn.Module, home: Any = "cpu", **choices: Any) -> Any:
+    return OffloadModel(copy.deepcopy(bare), "cpu", home, **{"checkpoint_activation": True, "blocks": ALL, **choices})
+
+
+def untied(dropout: float = 0.1) -> Any:
+    bare = make(3, dropout)
+    torch.manual_seed(5)
+    bare.head.weight = nn.Parameter(torch.randn(bare.head.weight.shape))
+    return bare
+
+
+def step(model: nn.Module, seed: int = 3) -> None:
+    torch.manual_seed(seed)
+    loss_of(model(words())).backward()
+
+
+KINDS: list[tuple[Any, dict[str, Any]]] = [
+    # The kernel that an OffloadOptimizer uses: that of torch's own default rounds otherwise.
+    (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("home", ["cpu", "disk"])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_steps_are_bit_equal(tied: bool, home: str, recompute: bool, tmp_path: Path) -> None:
+    for k, (kind, options) in enumerate(KINDS):
+        bare = make(3) if tied else untied()
+        model = wrap(bare, tmp_path / str(k) if home == "disk" else "cpu", checkpoint_activation=recompute)
+        ours = OffloadOptimizer(model, kind, **options)
+        theirs = kind(bare.parameters(), **options)
+        for seed in range(3):
+            step(bare, seed), step(model, seed)
+            assert_equal(bare, model)
+            for each in (theirs, ours):
+                each.step()
+                each.zero_grad()
+        assert_equal(bare, model)
+        assert list(model.state_dict()) == list(bare.state_dict())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_clipped_steps_differ_by_the_rounding_of_the_norm_alone(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64 what is left of the difference is 1e-9 of what it is in float32: no gradient is wrong."""
+    apart = []
+    for kind in (torch.float32, torch.float64):
+        monkeypatch.setattr(torch, "ones", partial(torch.ones, dtype=kind))  # in the model's forward
+        bare = (make(3) if tied else untied()).to(kind)
+        model = wrap(bare, tmp_path / str(kind))
+        ours = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, max_norm=0.5)
+        theirs = torch.optim.SGD(bare.parameters(), lr=0.1)
+        for seed in range(4):
+            for each in (bare, model):
+                step(each, seed)
+            nn.utils.clip_grad_norm_(bare.parameters(), 0.5)
+            for optimizer in (theirs, ours):
+                optimizer.step()
+                optimizer.zero_grad()
+        both = zip(bare.parameters(), model.parameters(), strict=True)
+        apart.append(max((p - q).abs().max().item() for p, q in both))
+    assert apart[0] < 1e-6
+    assert apart[1] < 1e-14
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_chunks_of_gradcache_pass_them_in_one_visit(tied: bool, tmp_path: Path) -> None:
+    bare = make(3, 0.0) if tied else untied(0.0)
+    model = wrap(bare, tmp_path)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(x @ y.T, torch.arange(len(x)))
+
+    def rep(output: Any) -> Any:
+        return output["logits"].mean(1)
+
+    x, y = words(4), words(4, 3, seed=5)
+    expected = loss(rep(bare(x)), rep(bare(y)))
+    expected.backward()
+    assert close(expected.detach(), GradCache([model, model], 2, loss, get_rep_fn=rep)(x, y))
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        assert close(p.grad, q.grad)
+    assert model.statistics().shard_loads <= 2 * 5
+
+
+def test_a_checkpoint_moves_between_models_whose_embedding_streams_and_stays(tmp_path: Path) -> None:
+    models = [wrap(make(3), tmp_path / str(k), blocks=blocks) for k, blocks in enumerate((ALL, "encoder.layer"))]
+    optimizers = [OffloadOptimizer(model, torch.optim.AdamW, lr=0.01) for model in models]
+    for first, second in ((0, 1), (1, 0)):
+        step(models[first])
+        optimizers[first].step()
+        optimizers[first].zero_grad()
+        save_checkpoint(tmp_path / str(first) / "saved", models[first], optimizers[first])
+        load_checkpoint(tmp_path / str(first) / "saved", models[second], optimizers[second])
+        for model, optimizer in zip(models, optimizers, strict=True):
+            step(model, first)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal(*models)
+
+
+def test_a_tied_weight_is_stored_once_with_the_module_that_is_called_first(tmp_path: Path) -> None:
+    model = wrap(make(3), tmp_path)
+    first, last = model._executor.shards[0], model._executor.shards[-1]
+    assert (len(first.own), len(last.own), len(last.loans)) == (1, 0, 1)
+    assert len(wrap(untied())._executor.shards[-1].own) == 1
+
+
+def test_copies_stream_the_same_modules(tmp_path: Path) -> None:
+    model = wrap(make(3), tmp_path)
+    other = copy.deepcopy(model)
+    for each in (model, other):
+        step(each)
+    assert_equal(model, other)
+    assert other._executor.blocks == model._executor.blocks
+
+
+def test_frozen_ones_are_only_read(tmp_path: Path) -> None:
+    bare = untied()
+    bare.words.requires_grad_(False)
+    bare.head.requires_grad_(False)
+    model = wrap(bare, tmp_path)
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    for seed in range(2):
+        step(bare, seed), step(model, seed)
+        assert_equal(bare, model)
+    before = model.statistics().bytes_stored
+    optimizer.step()
+    step(model)
+    assert model.statistics().bytes_stored - before == sum(p.nbytes for p in model.encoder.parameters())
+
+
+def test_a_module_whose_weight_other_code_uses_is_refused() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(20, WIDTH)
+            self.layer = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.words(ids)
+            for block in self.layer:
+                x = block(x)
+            return x @ self.words.weight.t()
+
+    model: Any = OffloadModel(Tied(), "cpu", checkpoint_activation=True, blocks=["words", "layer"])
+    with pytest.raises(RuntimeError, match=r"words\.weight of a block is used by code outside"):
+        model(words())
+    with pytest.raises(ValueError, match=r"head\.weight is tied to words\.weight"):
+        wrap(make(), blocks=["words", "encoder.layer"])
+
+
+# --- by memory --------------------------------------------------------------------------------------------------------
+
+
+class Large(nn.Module):
+    """Its embedding and its head are much larger than its blocks; ``by_value``: no module multiplies by the table."""
+
+    def __init__(self, rows: int = 8000, *, tied: bool = True, by_value: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(rows, WIDTH * 4)
+        self.layer = nn.ModuleList(nn.Linear(WIDTH * 4, WIDTH * 4) for _ in range(4))
+        self.head = nn.Linear(WIDTH * 4, rows, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+        self.by_value = by_value
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.layer:
+            x = torch.tanh(block(x))
+        x = x.mean(1)
+        return x @ self.words.weight.t() if self.by_value else self.head(x)
+
+
+def large(**choices: Any) -> Large:
+    torch.manual_seed(0)
+    return Large(**choices)
+
+
+def limited(bare: nn.Module, home: Any, memory: int | str, **choices: Any) -> Any:
+    return OffloadModel(copy.deepcopy(bare), "cpu", home, **{"memory": memory, "blocks": "layer", **choices})
+
+
+BLOCKS = [f"layer.{k}" for k in range(4)]
+#: Of the embedding.
+BYTES = 8000 * 4 * WIDTH * 4
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_limit_below_what_stays_makes_shards_of_the_largest_modules(tied: bool, tmp_path: Path) -> None:
+    bare = large(tied=tied)
+    model = limited(bare, tmp_path, 3 * BYTES + (1 << 20))
+    assert model._executor.blocks == ["words", *BLOCKS, "head"]
+    ours, theirs = OffloadOptimizer(model, torch.optim.AdamW), torch.optim.AdamW(bare.parameters(), fused=True)
+    for seed in range(5):
+        for each, optimizer in ((bare, theirs), (model, ours)):
+            each(words(seed=seed)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal(bare, model)
+    other = copy.deepcopy(model)
+    assert other._executor.blocks == model._executor.blocks
+
+
+@pytest.mark.parametrize(
+    ("memory", "choices"),
+    [("1GiB", {}), (None, {}), (3 * BYTES, {"resident": "words.*"}), (3 * BYTES, {"num_slices": 4})],
+)
+def test_they_stay_where_they_fit_or_are_to_stay(memory: Any, choices: dict[str, Any], tmp_path: Path) -> None:
+    assert limited(large(), tmp_path, memory, **choices)._executor.blocks == BLOCKS
+
+
+def test_as_many_stay_as_fit(tmp_path: Path) -> None:
+    bare = large(tied=False)
+    bare.head = nn.Linear(WIDTH * 4, 2000, bias=False)
+    assert limited(bare, tmp_path, 4 * BYTES)._executor.blocks == ["words", *BLOCKS]
+
+
+def test_small_tables_and_those_of_two_modules_stay(tmp_path: Path) -> None:
+    """In transformers, positions are added after token types, which are registered behind them."""
+    bare = large()
+    bare.positions = nn.Embedding(100, WIDTH * 4)
+    assert "positions" not in limited(bare, tmp_path, 3 * BYTES)._executor.blocks
+    twice = large()
+    twice.shared = nn.Embedding(8000, WIDTH * 4)
+    twice.shared.weight = twice.words.weight
+    assert limited(twice, tmp_path, 3 * BYTES)._executor.blocks == BLOCKS
+
+
+def test_what_cannot_be_a_shard_stays_and_the_error_counts_it(tmp_path: Path) -> None:
+    bare = large()
+    bare.words.sparse = True  # so that the head, which is tied, stays as well
+    with pytest.raises(ValueError, match=rf"{2 * BYTES:,} bytes of them for parameters in no shard") as caught:
+        limited(bare, tmp_path, BYTES)
+    least = int(str(caught.value).partition("pass memory=")[2].partition(",")[0])
+    assert limited(bare, tmp_path, least)._executor.blocks == BLOCKS
+    with pytest.raises(ValueError, match="the least that works") as caught:
+        limited(large(), tmp_path, BYTES)
+    least = int(str(caught.value).partition("pass memory=")[2].partition(",")[0])
+    assert 2 * BYTES < least < 2.1 * BYTES
+    assert limited(large(), tmp_path, least)._executor.blocks == ["words", *BLOCKS, "head"]
+
+
+def test_an_error_says_that_memory_made_a_shard_of_a_module(tmp_path: Path) -> None:
+    model = limited(large(by_value=True), tmp_path, 3 * BYTES)
+    with pytest.raises(RuntimeError, match=r"words, head stream since memory= is too small .* resident=\['words\.\*'"):
+        model(words())
+
+
+def test_slots_are_as_large_as_blocks_and_larger_shards_have_their_own() -> None:
+    assert slot_sizes([9, 2, 2, 2, 9], 2, apart=True) == (2, {0: 9, 4: 9})
+    assert slot_sizes([9, 2, 2, 2, 9], 2, apart=False) == (9, {})
+    assert slot_sizes([9, 9, 2, 2, 2], 2, apart=True) == (9, {})  # both are there at a time
+    assert slot_sizes([9, 2, 3, 2], 2, in_memory=frozenset([0]), apart=True) == (3, {})
+    assert slot_sizes([], 0, apart=True) == (0, {})
+
+
+def test_the_slots_of_a_step_take_one_large_shard_and_two_blocks(tmp_path: Path) -> None:
+    model = OffloadModel(large(), "cpu", tmp_path, blocks=["words", "layer", "head"], checkpoint_activation=True)
+    model(words()).square().mean().backward()
+    block = model._executor.shards[1].slot_bytes
+    held = model.statistics().peak_device_bytes
+    assert held < 2.2 * BYTES + 3 * block  # one large slot, one large gradient
+    assert model._meter.held_bytes == 2 * block
