@@ -197,7 +197,7 @@ class Glue:
                 if (x.grad_fn, x.output_nr) not in chunk.first:  # the gradients of one that entered a block are summed
                     stack.append(x.grad_fn)
             elif x.requires_grad:
-                self._add_leaf(chunk, x, j)
+                self._add_leaf(chunk, x, get_gradient_edge(x).node, j)
         while stack:
             node = stack.pop()
             if node in chunk.seen:
@@ -209,7 +209,7 @@ class Glue:
             chunk.seen[node] = j
             variable = _leaf_of(node)
             if isinstance(variable, Tensor):
-                self._add_leaf(chunk, variable, j)
+                self._add_leaf(chunk, variable, node, j)
             stack.extend(following for following, _ in node.next_functions if following is not None)
 
     def _refuse_hooks(self, chunk: ChunkPieces, node: Node) -> None:
@@ -228,13 +228,14 @@ class Glue:
                 )
             stack.extend(following for following, _ in node.next_functions if following is not None)
 
-    def _add_leaf(self, chunk: ChunkPieces, leaf: Tensor, j: int) -> None:
+    def _add_leaf(self, chunk: ChunkPieces, leaf: Tensor, node: Node, j: int) -> None:
         if id(leaf) in self._within:
             raise RuntimeError(
                 f"parameter {self._within[id(leaf)]} of a block is used by code outside of that block, where "
                 f"it is not on the compute device and its gradient would be lost; leave its block out of ``blocks``"
             )
         chunk.leaves.setdefault(leaf, j)
+        chunk.nodes.setdefault(leaf, node)
 
     def lean(self, i: int, j: int, others: Sequence[nn.Parameter], *, reaches: bool) -> None:
         """Notes that block ``j`` uses parameters that are none of its arguments; ``reaches``: other graphs, too.
@@ -337,7 +338,8 @@ class Glue:
         begins = (b for b in chunk.begins if b < j and (self._to_inputs or b != _INPUTS))
         places = [(b, k) for b in begins for k in chunk.begins[b]]
         leaves = [leaf for leaf in self._leaf_gradients.wanted if leaf in chunk.leaves]
-        inputs: list[Any] = [*(chunk.begins[b][k] for b, k in places), *leaves]
+        ends = (GradientEdge(chunk.nodes[leaf], 0) if leaf in chunk.nodes else leaf for leaf in leaves)
+        inputs: list[Any] = [*(chunk.begins[b][k] for b, k in places), *ends]
         if not inputs:
             return
         self._before(j)

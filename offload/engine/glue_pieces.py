@@ -64,6 +64,8 @@ class ChunkPieces:
     result: list[GradientEdge | None] = field(default_factory=list)
     #: Parameters and other leaves that its pieces reach, with the first of these pieces.
     leaves: dict[Tensor, int] = field(default_factory=dict)
+    #: Where the gradients of leaves arrive: ``set_()`` on a leaf gives it another node, which is in no graph.
+    nodes: dict[Tensor, Node] = field(default_factory=dict)
     #: By number: tensors that enter several blocks, with their versions; None for those that entered one.
     shared: list[tuple[Tensor, int | None] | None] = field(default_factory=list)
     # While the forward runs:
