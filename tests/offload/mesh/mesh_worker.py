@@ -404,7 +404,12 @@ def loads_wait_for_updates_that_are_late(world: World) -> None:
             loss_of(model(world.part(batches()[0]))).backward()
             optimizer.step()
             optimizer.zero_grad()
-            output = model(world.part(batches()[0]))
+            try:
+                output = model(world.part(batches()[0]))
+            except RuntimeError as error:  # the update came while the layers ran
+                assert taken
+                assert "wrote their own parameters" in str(error)
+                continue
             loss_of(bare(batches()[0])).backward()
             torch.optim.SGD(bare.parameters(), lr=1.0).step()
             late = bool((output - bare(world.part(batches()[0]))).abs().max() > 1e-3)
