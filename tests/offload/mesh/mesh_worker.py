@@ -407,8 +407,8 @@ def loads_wait_for_updates_that_are_late(world: World) -> None:
             try:
                 output = model(world.part(batches()[0]))
             except RuntimeError as error:  # the update came while the layers ran
-                assert taken
-                assert "wrote their own parameters" in str(error)
+                if not taken or "wrote their own parameters" not in str(error):
+                    raise
                 continue
             loss_of(bare(batches()[0])).backward()
             torch.optim.SGD(bare.parameters(), lr=1.0).step()
