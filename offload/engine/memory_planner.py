@@ -229,7 +229,7 @@ class MemoryPlanner:
         self._switch(found.best.choice)
 
     def _within(self, plan: Callable[[int], _T]) -> _T:
-        """A plan that leaves a part of the limit to gaps between allocated blocks, if any does.
+        """A plan that leaves a part of the limit to gaps between allocated blocks, or as much of it as a plan can.
 
         Gaps that steps have shown are in the margin; but free pages are returned in steps that are measured, so as much
         as a half is left in any case.
@@ -240,8 +240,11 @@ class MemoryPlanner:
             gaps = max(share // 2, share - self._memory.margin_bytes)
         try:
             return plan(self.limit_bytes - gaps)
-        except NothingFitsError:
-            return plan(self.limit_bytes)
+        except NothingFitsError as error:
+            least = error.least_bytes
+        with contextlib.suppress(NothingFitsError):
+            return plan(min(least, self.limit_bytes))
+        return plan(self.limit_bytes)
 
     def _filled(self, model: StepModel, choice: Choice) -> Prediction | None:
         with contextlib.suppress(NothingFitsError):
