@@ -165,7 +165,7 @@ class ShardedParameters(PublicParameters):
 
     @contextlib.contextmanager
     def in_layers(self) -> Iterator[None]:
-        """The same in a pass: other ranks are told if it fails."""
+        """A context in which layers hold whole parameters in a pass: other ranks are told if it fails."""
         with self.whole():
             try:
                 yield
@@ -212,7 +212,7 @@ class ShardedParameters(PublicParameters):
     @staticmethod
     @torch.no_grad()
     def _references(tensors: Iterable[Any]) -> dict[int, tuple[int, ...]]:
-        """By identity of each DTensor: numbers of references to it, and to its local part and by views of that."""
+        """References to each DTensor, and to its local part and by views of that; by ``id`` of the DTensor."""
         found: dict[int, tuple[int, ...]] = {}
         for tensor in tensors:
             local = tensor.to_local()
