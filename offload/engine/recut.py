@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offload.streaming.formed_weights import seal
 from offload.streaming.moves import HomeInUseError, home_in_use
 from offload.streaming.shard import Shard
 from offload.streaming.stored_gradients import regions_of
@@ -131,4 +132,4 @@ def _enter(shard: Shard) -> None:
     for s in shard.own:
         s.point_to(shard.home_view(s))
     if shard.formed:
-        shard.seal()
+        seal(shard)

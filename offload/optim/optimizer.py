@@ -26,6 +26,7 @@ from offload.optim.update_blocks import StoredStates, update_block_bytes
 from offload.planning.budget import parse_bytes
 from offload.policy import warn_of_old_keywords
 from offload.storage.state_views import on_own_storages
+from offload.streaming.formed_weights import seal
 from offload.streaming.grad_norm import detach_norm
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import CopyLane, ThreadCopyLane
@@ -414,7 +415,7 @@ class OffloadOptimizer(MovableStates):
                     detach_norm(gradient)
                     torch.autograd.graph.increment_version(parameter)
         if shard.formed:
-            shard.seal()
+            seal(shard)
         shard.pending = update
 
     def _run_sparse(self, updates: list[tuple[Shard, Update]]) -> None:
