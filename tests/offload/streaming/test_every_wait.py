@@ -313,7 +313,9 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "BlockForwards.run_alone": [
             ("self.streamer.wait_for_home_reads()", blocks.a_block_that_runs_by_itself_has_been_read)
         ],
-        "BlockForwards.run_many": [("each.cancel()", blocks.suspended_forwards_end_when_one_fails)],
+    },
+    "offload.engine.suspended_walk": {
+        "SuspendedWalk.run": [("each.cancel()", blocks.suspended_forwards_end_when_one_fails)],
     },
     "offload.engine.suspend": {
         "SuspendedForward.cancel": [
@@ -370,7 +372,7 @@ EXCEPTIONS = {
     "offload.engine.boundary_store SpillingStore.prefetch: "
     "spilled.join([scratch.fetch(ticket) for ticket in spilled.tickets])": "puts a tensor together of its parts",
     "offload.engine.block_forwards BlockForwards.finish: tape.glue.finish(i, result)": "ends a piece of graph",
-    "offload.engine.block_forwards BlockForwards.run_many: self.finish(tape, cell.i, state.value)": "the same",
+    "offload.engine.suspended_walk SuspendedWalk.run: executor.finish(tape, cell.i, state.value)": "the same",
     "offload.engine.block_walk BlockWalk.end: self._executor.finish(self._tape, 0, result)": "the same",
     "offload.engine.glue Glue.finish: chunk.result": "what a forward has returned",
     "offload.engine.glue Glue.from_result: chunk.result": "the same",
