@@ -75,7 +75,9 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ),
             ("self.streamer.wait_for_home_reads()", training.the_host_waits_at_the_end_of_a_pass_and_never_before),
         ],
-        "Executor.backward": [
+    },
+    "offload.engine.backward_passes": {
+        "BackwardPasses.backward": [
             ("self.streamer.gradient_offload.wait_idle()", training.it_trains_like_the_bare_model),
             ("self.streamer.wait_for_home_reads()", training.the_host_waits_at_the_end_of_a_pass_and_never_before),
         ],
