@@ -79,7 +79,7 @@ class SlotPool:
         finally:
             self._computing = None
 
-    def acquire(self, meter: Meter, nbytes: int) -> Tensor:
+    def acquire_slot(self, meter: Meter, nbytes: int) -> Tensor:
         """Acquires a slot for a shard of the computing model; for one that is larger than a slot, a buffer of its own.
 
         The buffer is freed when it is released.

@@ -172,7 +172,7 @@ class Streamer:
 
     def _start_update(self, j: int, slot: Tensor | None = None) -> tuple[Tensor, Update | None, list[Arrival]]:
         if slot is None:
-            slot = self.slot_pool.acquire(self._meter, self.shards[j].slot_bytes)
+            slot = self.slot_pool.acquire_slot(self._meter, self.shards[j].slot_bytes)
         pending = self.shards[j].pending  # read once: a thread may reset it at any time
         free = None if self.gradient_offload.is_updated(slot) else slot
         return slot, pending, [] if pending is None else [pending.start(free)]

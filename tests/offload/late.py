@@ -97,7 +97,7 @@ def run_late(monkeypatch: pytest.MonkeyPatch, seed: int = 0, **mutations: object
         return CopyLanes(*lanes)
 
     monkeypatch.setattr("offload.model.open_lanes", open_late_lanes)
-    acquire, acquire_unneeded, release = SlotPool.acquire, SlotPool.acquire_unneeded, SlotPool.release
+    acquire, acquire_unneeded, release = SlotPool.acquire_slot, SlotPool.acquire_unneeded, SlotPool.release
     updated: set[int] = set()  # slots that an update may still write to: the load that fills them comes after it
 
     def poisoned(slot: torch.Tensor | None) -> torch.Tensor | None:
@@ -110,7 +110,7 @@ def run_late(monkeypatch: pytest.MonkeyPatch, seed: int = 0, **mutations: object
         (updated.add if last else updated.discard)(slot.data_ptr())
         release(self, slot, last=last)
 
-    monkeypatch.setattr(SlotPool, "acquire", lambda self, meter, nbytes: poisoned(acquire(self, meter, nbytes)))
+    monkeypatch.setattr(SlotPool, "acquire_slot", lambda self, meter, nbytes: poisoned(acquire(self, meter, nbytes)))
     monkeypatch.setattr(SlotPool, "release", released)
     monkeypatch.setattr(
         SlotPool, "acquire_unneeded", lambda self, slot_user: poisoned(acquire_unneeded(self, slot_user))

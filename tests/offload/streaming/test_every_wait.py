@@ -332,17 +332,17 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("self._thread.wait_idle()", blocks.a_step_that_is_interrupted_while_a_thread_updates_is_whole)
         ],
     },
-    "offload.embedding.bag": {
-        "_Request.wait": [("self.ticket.wait()", rows.a_read_that_failed_is_told_by_its_wait)],
-        "OffloadEmbeddingBag.input_dist": [("fence(self.device)", rows.indices_are_read_after_they_have_come)],
-        "OffloadEmbeddingBag._read": [
+    "offload.embedding.row_reader": {
+        "RowRequest.wait": [("self.ticket.wait()", rows.a_read_that_failed_is_told_by_its_wait)],
+        "RowReader.begin": [("fence(self._device)", rows.indices_are_read_after_they_have_come)],
+        "RowReader._read": [
             ("before.wait()", rows.indices_are_read_after_they_have_come),
-            ("record_stream(input, self._lane.stream)", rows.what_crosses_streams_is_known_to_the_allocator),
+            ("record_stream(input, self.lane.stream)", rows.what_crosses_streams_is_known_to_the_allocator),
         ],
-        "OffloadEmbeddingBag.compute_and_output_dist": [
+        "RowReader.collect": [
             ("request.ticket.wait()", rows.a_lookup_finds_its_rows),
             (
-                "record_stream([batch.values, batch.positions], torch.cuda.current_stream(self.device))",
+                "record_stream([batch.values, batch.positions], torch.cuda.current_stream(self._device))",
                 rows.what_crosses_streams_is_known_to_the_allocator,
             ),
         ],
@@ -352,10 +352,10 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
 #: Waits whose value is used, and what has that value without waiting.
 STAND_INS: dict[str, Callable[..., Any]] = {
     "offload.storage.transfer Transfers.map_parallel: job.run_or_wait()": lambda job: None,
-    "offload.embedding.bag OffloadEmbeddingBag.input_dist: fence(self.device)": (
+    "offload.embedding.row_reader RowReader.begin: fence(self._device)": (
         lambda device: InlineLane().submit(lambda: None)
     ),
-    "offload.embedding.bag OffloadEmbeddingBag.compute_and_output_dist: request.ticket.wait()": rows.unfilled,
+    "offload.embedding.row_reader RowReader.collect: request.ticket.wait()": rows.unfilled,
     "offload.telemetry.clock Clock._wait_idle: end.query()": lambda event: True,
     "offload.streaming.lane ThreadCopyLane.submit: torch.cuda.current_stream(device).record_event()": (
         lambda stream: torch.cuda.Event()  # one that was never recorded
