@@ -211,7 +211,9 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "OffloadOptimizer.load_state_dict": [
             ("self._synchronize()", reading.a_loaded_optimizer_is_not_updated_by_an_earlier_step),
         ],
-        "OffloadOptimizer._run_sparse": [
+    },
+    "offload.optim.decision": {
+        "StepDecision.run_at_once": [
             ("update.start().synchronize()", reading.a_gradient_that_a_class_refuses_is_refused_by_the_step),
         ],
     },
