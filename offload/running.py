@@ -18,7 +18,7 @@ from offload.loading import LoadingModule
 from pipe.interception import offered
 from pipe.microbatch import gather_nested, split_nested
 from pipe.nested import map_tensors
-from pipe.torch_private import outside_of_compiled_graphs
+from pipe.torch_private.tracing import outside_of_compiled_graphs
 
 __all__ = ["RunningModule"]
 

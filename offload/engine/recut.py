@@ -29,7 +29,7 @@ from offload.streaming.moves import HomeInUseError, home_in_use
 from offload.streaming.shard import Shard
 from offload.streaming.stored_gradients import regions_of
 from pipe.process import check_process
-from pipe.torch_private import outside_inference_mode
+from pipe.torch_private.autograd import outside_inference_mode
 
 if TYPE_CHECKING:
     from offload.engine.executor import Executor

@@ -35,7 +35,7 @@ from offload.streaming.formed_weights import check_seal
 from offload.streaming.lane import error_context
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
-from pipe.torch_private import storage_uses
+from pipe.torch_private.tensors import storage_uses
 
 if TYPE_CHECKING:
     from offload.engine.tape import Tape

@@ -27,7 +27,7 @@ from offload.storage.contract import in_order
 from offload.streaming.formed_weights import formed_values, lower_part
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
-from pipe.torch_private import multiply_all
+from pipe.torch_private.tensors import multiply_all
 
 __all__ = ["ELEMENTWISE", "HostParamBlock", "OptimizerFactory", "ParamBlock", "PartialUpdateError", "UpdateJob"]
 

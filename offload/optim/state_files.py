@@ -25,7 +25,7 @@ from offload.storage.contract import bytes_of
 from offload.storage.host import HostBlock
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
-from pipe.torch_private import outside_inference_mode
+from pipe.torch_private.autograd import outside_inference_mode
 
 __all__ = ["StateFiles", "copy_unstored", "is_stored"]
 

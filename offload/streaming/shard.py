@@ -32,7 +32,8 @@ from offload.streaming.casts import Casts
 from offload.streaming.quantised import refresh
 from offload.streaming.slices import Slice, read_converted
 from offload.streaming.stored_gradients import GradientRegion, GradientTypes, set_gradient
-from pipe.torch_private import outside_inference_mode, set_versions, storage_uses
+from pipe.torch_private.autograd import outside_inference_mode, set_versions
+from pipe.torch_private.tensors import storage_uses
 
 if TYPE_CHECKING:
     from offload.optim.update import Update

@@ -25,7 +25,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.storage.buffer import device_buffer
 from offload.telemetry.statistics import Meter
-from pipe.torch_private import outside_inference_mode, storage_uses
+from pipe.torch_private.autograd import outside_inference_mode
+from pipe.torch_private.tensors import storage_uses
 
 if TYPE_CHECKING:
     from offload.streaming.streamer import Streamer

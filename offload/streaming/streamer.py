@@ -33,7 +33,7 @@ from offload.streaming.lane import Arrival, CopyLanes, error_context
 from offload.streaming.shard import Shard, State
 from offload.streaming.slot_pool import SlotPool
 from offload.telemetry.statistics import Meter
-from pipe.torch_private import storage_uses
+from pipe.torch_private.tensors import storage_uses
 
 if TYPE_CHECKING:
     from offload.optim.update import Update
