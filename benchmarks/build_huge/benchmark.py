@@ -34,7 +34,7 @@ GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 
 
 def measure(run: Run) -> None:
-    """One group of three."""
+    """Runs the three cases as one group."""
     settings, parameters = run.settings, run.settings.parameter_bytes / 4
     stored = write_weights(run.folder / "weights", settings)
     run.facts |= {

@@ -34,7 +34,7 @@ class Settings:
     memory: int = option(0, "MiB for which the offloaded model plans; 0: it plans nothing", least=0)
 
     def wrong(self) -> str:
-        """A model that fits answers nothing."""
+        """Why these settings cannot be run; empty if they can: the model has to exceed the cap."""
         if not sys.platform.startswith("linux"):
             return f"expected Linux, whose RLIMIT_DATA counts mappings too, got {sys.platform}"
         if self.parameter_bytes > self.cap << 20:
@@ -46,18 +46,18 @@ class Settings:
 
     @property
     def parameter_bytes(self) -> int:
-        """Of all parameters, in float32."""
+        """Bytes of all parameters, in float32."""
         return 4 * self.blocks * (8 * self.dim**2 + 7 * self.dim)
 
     @property
     def stored(self) -> StoredBytes:
-        """What is stored of the model between its uses."""
+        """Bytes of the model that are stored between uses, by kind."""
         states = 2 * self.parameter_bytes
         return StoredBytes(weights=self.parameter_bytes, gradients=self.parameter_bytes, states=states)
 
     @property
     def training_flops(self) -> float:
-        """Of the matrix products of a forward and a backward, nothing recomputed."""
+        """Operations of the matrix products of a forward and a backward, nothing recomputed."""
         return 3 * 2.0 * self.rows * 8 * self.dim**2 * self.blocks
 
     def build(self) -> nn.Sequential:

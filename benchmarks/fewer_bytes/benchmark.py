@@ -56,13 +56,13 @@ def values(outcomes: Sequence[Outcome], name: str) -> list[float]:
 
 
 def compared(which: str) -> dict[str, str]:
-    """What is compared: names of results, and their titles."""
+    """The results that are compared: their names and titles."""
     found = {"loss": "loss at the end", "held_out_loss": "held-out loss"}
     return found | ({"recall": f"recall@{RECALL_AT}"} if which == "encoder" else {})
 
 
 def report(run: Run) -> list[str]:
-    """For each model a table of the ends, and one of the curves."""
+    """Two tables for each model: results at the end of training, and losses over the steps."""
     settings, sections = run.settings, [WORDS]
     size = max(1, settings.steps // CURVE)
     for which in settings.models:

@@ -38,7 +38,7 @@ HEAD_CHANNELS = 32
 
 @dataclass(frozen=True)
 class Settings:
-    """One run."""
+    """Models, options, seeds and sizes of a run."""
 
     dim: int = option(64, "channels of both models", multiple=64)
     depth: int = option(2, "blocks")
@@ -52,11 +52,11 @@ class Settings:
     options: tuple[str, ...] = option(tuple(OPTIONS), "which options to compare", choices=tuple(OPTIONS))
 
     def wrong(self) -> str:
-        """Others are compared with exact training."""
+        """Why these settings cannot be run; empty if they can: all options are compared with exact training."""
         return "" if EXACT in self.options else f"expected {EXACT!r} among the options, got {list(self.options)}"
 
     def of_retrieval(self, seed: int) -> workload.Settings:
-        """The same for the data of ``retrieval``."""
+        """These settings as those of ``retrieval``, whose data the encoder is trained on."""
         ours = {k: v for k, v in asdict(self).items() if k not in ("seeds", "models", "options")}
         return replace(workload.Settings(), **ours, seed=seed, dropout=0.0)
 
@@ -97,7 +97,7 @@ def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def train(report: Reporter, which: str, option: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """One run over homes in host memory, which round as files do: its losses, and what it has learnt."""
+    """Trains once over homes in host memory, which round as files do; returns losses and scores."""
     from gradcache import GradCache
     from gradcache.loss import SimpleContrastiveLoss
     from offload import MemoryPolicy, OffloadModel, OffloadOptimizer

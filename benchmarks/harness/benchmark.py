@@ -38,7 +38,7 @@ class Run:
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """Those of all groups."""
+        """The outcomes of all groups."""
         return [outcome for outcomes in self.groups.values() for outcome in outcomes]
 
     def find(self, name: str, group: str | None = None) -> Outcome | None:
@@ -58,7 +58,7 @@ class Claim(NamedTuple):
     middle: Callable[[Sequence[float]], float] = statistics.median
 
     def cells(self) -> list[str]:
-        """Of the row, without the link to its page."""
+        """The cells of the row, without the link to its page."""
         time = f"{self.middle(self.times):.2f} ({min(self.times):.2f} to {max(self.times):.2f})"
         return [self.set_up, self.beside, time, "-" if self.memory is None else f"{self.memory:.2f}{self.counted}"]
 

@@ -52,7 +52,7 @@ class Settings:
     small_pairs: int = option(99, "interleaved pairs of their steps")
 
     def wrong(self) -> str:
-        """What no run could compare."""
+        """Why these settings cannot be run; empty if they can: numbers of shards have to divide the next one."""
         if any(larger % smaller or larger == smaller for smaller, larger in itertools.pairwise(self.shards)):
             return f"expected numbers of shards, each a multiple of the one before, got shards={self.shards}"
         return ""

@@ -49,7 +49,7 @@ class Settings:
     capped_only: bool = option(False, "leaves out the reference without a cap")
 
     def wrong(self) -> str:
-        """A model that fits answers nothing."""
+        """Why these settings cannot be run; empty if they can: the training states have to exceed the cap."""
         if STATE_BYTES * self.model.parameters > self.cap << 20:
             return ""
         return (
@@ -59,7 +59,7 @@ class Settings:
 
     @property
     def model(self) -> Model:
-        """Its sizes."""
+        """The sizes of the model."""
         return Model(self.blocks, self.width, self.vocabulary)
 
 

@@ -34,7 +34,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program."""
+        """Prints the message in one line and exits with status 2."""
         self.exit(2, f"{self.prog}: {message}\n")
 
 

@@ -41,26 +41,26 @@ class Shards:
 
     @property
     def slot_bytes(self) -> list[int]:
-        """In a slot."""
+        """Bytes of each shard in a slot."""
         return [sum(layer.slot_bytes(self.param_dtype) for layer in layers) for layers in self.layers]
 
     @property
     def loaded_bytes(self) -> list[int]:
-        """Read by a load, in the types of homes."""
+        """Bytes that each load reads from storage."""
         return [sum(p.nbytes for layer in layers for p in layer.parameters) for layers in self.layers]
 
     @property
     def home_bytes(self) -> list[int]:
-        """Stored weights."""
+        """Bytes of each shard's stored weights."""
         return [sum(p.slot_bytes(None) for layer in layers for p in layer.own) for layers in self.layers]
 
     @property
     def gradient_bytes(self) -> list[int]:
-        """Gradients of what is trained, in the types of homes."""
+        """Bytes of each shard's stored gradients; frozen parameters have none."""
         return [sum(p.nbytes for layer in layers for p in layer.parameters if p.trainable) for layers in self.layers]
 
     def state_bytes(self, states: float) -> list[int]:
-        """Of an optimizer with so many bytes of states for each byte of a parameter."""
+        """Bytes of each shard's optimizer states, for so many bytes of states for each byte of a parameter."""
         trained = [sum(p.nbytes for layer in layers for p in layer.own if p.trainable) for layers in self.layers]
         return [math.ceil(states * nbytes) for nbytes in trained]
 
@@ -82,7 +82,7 @@ def shards_of(outline: Outline, param_dtype: torch.dtype | None) -> Shards:
 
 @dataclass(frozen=True)
 class Advice:
-    """The plan of one limit of memory."""
+    """The fastest plan within one memory limit, or that there is none."""
 
     limit_bytes: int
     #: None where nothing fits.
@@ -163,7 +163,7 @@ class Situation:
 
     @property
     def _update_seconds_per_byte(self) -> float:
-        """Of a byte of gradients: reading it and the states, writing weights and states, beside the arithmetic."""
+        """Seconds of an update for each byte of gradients: of its transfers or of its arithmetic, whichever is more."""
         rates, states = self.rates, self.optimizer.states
         reads = 1 / rates.read_bytes + states / rates.states_read_bytes
         writes = 1 / rates.write_bytes + states / rates.states_write_bytes
@@ -205,7 +205,7 @@ class Situation:
             return error.least_bytes
 
     def most_bytes(self) -> int:
-        """What the fastest plan takes where memory has no limit."""
+        """Bytes that the fastest plan takes if memory has no limit."""
         limit = 1 << 62
         return search(self.step_model(limit), limit).best.memory_bytes
 

@@ -37,7 +37,7 @@ UPDATE_ELEMENTS = 2 << 20
 
 @dataclass(frozen=True)
 class OptimizerRate:
-    """One class of ``torch.optim``."""
+    """The measured speed of one ``torch.optim`` class, and the size of its states."""
 
     name: str
     #: Elements of states for each element of a parameter.
@@ -59,7 +59,7 @@ class OptimizerRate:
 
     @property
     def described(self) -> str:
-        """The states, for people."""
+        """The states in words."""
         return f"{self.count} states of {self.name}" + ("" if self.form is None else f" in {self.form.name}")
 
     @property
@@ -87,7 +87,7 @@ class Rates:
     to_device_bytes: float | None = None
 
     def fields(self) -> dict[str, float | bool | None]:
-        """By name."""
+        """All rates by their names."""
         return asdict(self)
 
 

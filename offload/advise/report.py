@@ -52,7 +52,7 @@ class Report:
 
     @property
     def home_bytes(self) -> int:
-        """Of all files: weights, gradients, optimizer states."""
+        """Bytes of all files: weights, gradients, optimizer states."""
         shards = self.situation.shards
         return sum(shards.home_bytes) + sum(shards.gradient_bytes) + sum(shards.state_bytes(self._states))
 

@@ -181,7 +181,7 @@ class OffloadEmbeddingBag(nn.Module):
         self._reader.refresh()
 
     def create_context(self) -> None:
-        """None: the request holds all state of one forward."""
+        """Returns None: the request holds all state of one forward."""
 
     def input_dist(
         self, ctx: None, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None

@@ -317,7 +317,7 @@ class BlockForwards(MovableHomes):
 
     @staticmethod
     def why_it_streams(names: Sequence[str]) -> str:
-        """For errors: what to do about modules of these names that nobody has named."""
+        """Words for an error: why modules ``names``, which the user did not name, stream, and how to keep them."""
         if not names:
             return ""
         patterns = [f"{name}.*" for name in names]

@@ -204,7 +204,7 @@ class Executor(BackwardPasses):
         raise AssertionError("only a tape with glue yields")
 
     def forward_steps(self, tape: Tape) -> Generator[tuple[Cell, Any], Any, list[Any]]:
-        """The same. If code runs between shards, yields each cell with its output for what enters the next shard."""
+        """As :meth:`forward`; where code runs between shards, yields each cell and its output for the next input."""
         n, m = len(self.shards), tape.microbatches
         measured = self._meter.overheads.in_pass("forward") if tape.records else contextlib.nullcontext()
         with self._exclusive_pass(on_failure=tape.discard), measured:

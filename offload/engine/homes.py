@@ -55,7 +55,7 @@ class ShardBytes:
 
     @property
     def total(self) -> int:
-        """All together."""
+        """The sum of all three."""
         return self.weights + self.gradients + self.states
 
 
@@ -99,7 +99,7 @@ class MovableHomes(ExclusivePasses):
         return ShardParts.make(self, shards, self._tier, before)
 
     def use(self, parts: ShardParts) -> None:
-        """Runs these parts from now on. Idempotent."""
+        """Replaces the parts of the engine that depend on how the model is cut into shards. Idempotent."""
         # One list for streamer, gradient offload, assigned data and optimizers.
         self.shards[:] = parts.shards
         read_current_values(parts.shards)
@@ -171,7 +171,7 @@ class MovableHomes(ExclusivePasses):
         return self.device.type == "cpu" and shard.index in wanted and shard.may_bind_in_place
 
     def _is_where(self, shard: Shard, wanted: Collection[int]) -> bool:
-        """Whether a shard is there already where it is to be, if those ``wanted`` rest in memory."""
+        """Whether a shard need not move if exactly the shards ``wanted`` are to be stored in memory."""
         moves = self._tier.blocking_io and shard.home is not None and (shard.index in wanted) == shard.blocking_io
         return not moves and shard.in_place == self._in_place(shard, wanted)
 

@@ -65,7 +65,7 @@ class References:
 
 
 def _unheld() -> int:
-    """Counts of ``sys.getrefcount`` in the loop above besides the known references, in this Python."""
+    """How many references ``sys.getrefcount`` counts in the loop above besides the known ones, in this Python."""
     held = {nn.Parameter(torch.empty(0)): 1}
     for parameter, ours in held.items():
         return sys.getrefcount(parameter) - ours

@@ -132,16 +132,16 @@ class Cut:
         return stored[self.first : min(self.last, part.stored_elements(rank))]
 
     def sent(self, part: Part, rank: int, memory: Tensor) -> Tensor:
-        """The elements that ``rank`` stores, in a range of bytes, of which ``memory`` has the beginning."""
+        """A view of the elements that ``rank`` stores, in the ``memory`` of a range of bytes that is sent."""
         stored = part.stored_elements(rank)
         count = min(self.last, stored) - min(self.first, stored)
         return memory[self.place : self.place + count * part.dtype.itemsize].view(part.dtype)
 
 
 def cuts_between(parts: Sequence[Part], offsets: Sequence[int], begin: int, end: int, head: int = 0) -> Iterator[Cut]:
-    """What the bytes ``[begin, end)``, behind ``head`` others, have of ``parts`` at these ``offsets``.
+    """Which elements of ``parts``, stored at these ``offsets``, are in the bytes ``[begin, end)``.
 
-    Both are multiples of the size of any element.
+    Both are multiples of the size of any element. ``head``: bytes that precede them where they are copied to.
     """
     for number, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
         elements = 0 if isinstance(part, WholePart) else part.rows * part.row_elements

@@ -64,7 +64,7 @@ class MeshShard(Shard):
         return False
 
     def versions(self) -> tuple[int, ...]:
-        """Of each parameter, the sum of the counters of all tensors through which it can be written."""
+        """The version of each parameter: the sum of the counters of all tensors through which it can be written."""
         return tuple(
             here.parameter._version + self._versions_at_home(there.parameter)
             for here, there in zip(self.slices, self.at_home, strict=True)

@@ -103,7 +103,7 @@ def write_together(group: Sequence[Write]) -> None:
 
 
 def _runs(members: Iterable[P], belong: Callable[[P, P], bool]) -> Iterator[list[P]]:
-    """Splits a sequence between neighbours that do not ``belong`` together."""
+    """Groups consecutive members: a new group begins where two neighbours do not ``belong`` together."""
     run: list[P] = []
     for member in members:
         if run and not belong(run[-1], member):

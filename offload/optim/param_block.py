@@ -143,7 +143,7 @@ class ParamBlock(ABC):
         return [s.parameter for s in self.slices]
 
     def at_rest(self, s: Slice) -> Tensor:
-        """What the proxy of a parameter is between updates."""
+        """The tensor that the proxy of a parameter refers to between updates."""
         if s.form is None:
             return self.shard.home_view(s).detach()
         return torch.zeros((), dtype=s.full_dtype).expand(s.parameter.shape)

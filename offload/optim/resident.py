@@ -55,7 +55,7 @@ class ResidentParamBlock(ParamBlock):
             self._release()
 
     def _release(self) -> None:
-        """Leaves shapes and types."""
+        """Frees the gradients and values of the optimizer's own parameters, which keep their shapes and types."""
         for proxy in self.proxies:
             proxy.grad = None
             proxy.data = torch.empty((), dtype=proxy.dtype, device=proxy.device).expand(proxy.shape)

@@ -125,7 +125,7 @@ class StateForm(ABC):
 
 
 class _Bfloat16(StateForm):
-    """Rounded to the nearest bfloat16."""
+    """States rounded to the nearest bfloat16."""
 
     name, element_bytes = "bfloat16", 2
 
@@ -149,7 +149,7 @@ class _Bfloat16(StateForm):
 
 
 class _EightBits(StateForm):
-    """See :mod:`offload.optim.dynamic_map`."""
+    """States in 8 bits with scales: see :mod:`offload.optim.dynamic_map`."""
 
     name, element_bytes = "8bit", 1 + 4 / BLOCK
 
@@ -175,7 +175,7 @@ class _EightBits(StateForm):
 
 
 class _Full(StateForm):
-    """In the parameter's own type and layout; pieces of it are views."""
+    """States as torch makes them: in the parameter's own type and layout; pieces of them are views."""
 
     name, element_bytes = "full", math.inf
 
@@ -225,7 +225,7 @@ def is_full(value: Any, parameter: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Held:
-    """A stored state on its way through ``load_state_dict`` of ``torch.optim``, which would cast a tensor."""
+    """Hides a stored state from ``load_state_dict`` of ``torch.optim``, which would cast a tensor."""
 
     tensor: Tensor
 

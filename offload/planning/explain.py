@@ -17,7 +17,7 @@ __all__ = ["Part", "explain", "lost_by"]
 
 @dataclass(frozen=True)
 class Part:
-    """One choice of a plan."""
+    """One choice of a plan, with the bytes that it takes and the seconds that it saves."""
 
     #: What was chosen, in words.
     what: str

@@ -137,7 +137,7 @@ class LayerHomes:
         return [*shard.own, *(replace(s, offset=end + s.offset) for s in borrowed)], end + more
 
     def lent(self) -> dict[nn.Parameter, tuple[Shard, Slice]]:
-        """The parameters that are stored elsewhere."""
+        """Parameters of these layers that the shard of resident parameters stores, with their owner and place."""
         return {} if self.resident is None else {s.parameter: (self.resident, s) for s in self.resident.own}
 
     def cut(self, cuts: Sequence[int]) -> Iterator[Shard]:

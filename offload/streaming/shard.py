@@ -207,7 +207,7 @@ class Shard:
             here.view(slot).copy_(owner.home_view(there), non_blocking=True)
 
     def fill_own(self, slot: Tensor) -> None:
-        """The same of the own parameters alone."""
+        """Copies the stored bytes of the own parameters into ``slot``, without those that other shards store."""
         if self.home is not None and not self.casts:
             self.home.read_into(slot)
         elif self.home is not None:

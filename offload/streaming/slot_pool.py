@@ -147,7 +147,7 @@ class SlotPool:
         return any(slot is each for each, _ in self._own)
 
     def _free_own(self) -> None:
-        """Frees the buffers of single shards."""
+        """Frees buffers that belong to one shard, which is larger than a slot."""
         while self._own:
             slot, meter = self._own.pop()
             meter.release(slot.numel())

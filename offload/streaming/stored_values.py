@@ -130,7 +130,7 @@ def stored_values(tensor: Any) -> StoredValues | None:
 
 
 def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Raises for an optimizer that would write parameters itself."""
+    """Raises RuntimeError for an optimizer that would write parameters itself."""
     if getattr(optimizer, "updates_homes", False):
         return
     if any(_owner_of(p) is not None for group in optimizer.param_groups for p in group["params"]):

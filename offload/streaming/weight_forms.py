@@ -130,7 +130,7 @@ class WeightForm:
 
 
 def _quiet(values: Tensor) -> Tensor:
-    """Gives every NaN the same bits: with others, rounding could make a number of it."""
+    """Gives every NaN the same bits, because rounding could make numbers of others."""
     return values.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)
 
 

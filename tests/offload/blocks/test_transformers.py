@@ -180,7 +180,7 @@ def wrap(bare: nn.Module, blocks: Any, home: Any = "cpu", *, recompute: bool = T
     return OffloadModel(copy.deepcopy(bare), "cpu", home, **choices)
 
 
-def steps(bare: Any, model: Any, family: Family) -> None:
+def assert_steps_equal(bare: Any, model: Any, family: Family) -> None:
     for k in range(2):
         found = []
         for each in (bare, model):
@@ -201,7 +201,7 @@ def test_steps_are_those_of_the_plain_model(family: Family, recompute: bool) -> 
     model = wrap(bare, family.blocks, recompute=recompute)
     assert isinstance(model, type(bare))
     assert list(model.state_dict()) == list(bare.state_dict())
-    steps(bare, model, family)
+    assert_steps_equal(bare, model, family)
 
 
 @everywhere
@@ -224,7 +224,7 @@ def test_several_blocks_a_shard_with_adapters_are_bit_equal(family: Family) -> N
     bare = lora(make(family))
     model = wrap(bare, _blocks_in(bare, family.blocks), num_slices=2)
     assert len(model._executor.shards) == 2
-    steps(bare, model, family)
+    assert_steps_equal(bare, model, family)
 
 
 def test_experts_that_no_row_of_a_chunk_uses_are_as_in_the_plain_model(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def lora(bare: Any) -> Any:
 def test_adapters_train_over_a_base_that_is_only_read(family: Family, tmp_path: Path) -> None:
     bare = lora(make(family))
     model = wrap(bare, _blocks_in(bare, family.blocks), tmp_path)
-    steps(bare, model, family)
+    assert_steps_equal(bare, model, family)
     frozen = [p for p in model.parameters() if not p.requires_grad]
     before = [p.clone() for p in frozen]
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01, eps=1e-2)
@@ -302,7 +302,7 @@ def test_methods_of_libraries_that_replace_parameters_are_refused_before_anythin
     assert model.config.vocab_size == WORDS
     if method == "resize_token_embeddings":
         assert model.resize_token_embeddings(WORDS) is model.get_input_embeddings()
-    steps(bare, model, family)
+    assert_steps_equal(bare, model, family)
 
 
 def test_a_frozen_prefix_of_blocks_ends_backward_early() -> None:
@@ -411,7 +411,7 @@ def test_merged_adapters_compute_what_they_did() -> None:
     model.unmerge_adapter()
     bare.unmerge_adapter()
     bare.zero_grad(), model.zero_grad()
-    steps(bare.train(), model.train(), FAMILIES["bert"])
+    assert_steps_equal(bare.train(), model.train(), FAMILIES["bert"])
 
 
 def test_the_trainer_trains_it_as_the_plain_model(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def pair(home: Any = "cpu", **options: Any) -> Any:
     return nn.EmbeddingBag(ROWS, DIM, sparse=options.get("mode") != "max", **options), ours
 
 
-def grads_equal(theirs: Any, ours: Any) -> None:
+def assert_equal_gradients(theirs: Any, ours: Any) -> None:
     dense = [None if m.weight.grad is None else m.weight.grad.to_dense() for m in (theirs, ours)]
     torch.testing.assert_close(dense[1], dense[0])
 
@@ -90,7 +90,7 @@ def test_outputs_and_gradients_equal_those_of_a_table_on_the_device(
     for _ in range(2):  # gradients accumulate
         (theirs(indices, *offsets) ** 2).sum().backward()
         (ours(indices, *offsets) ** 2).sum().backward()
-    grads_equal(theirs, ours)
+    assert_equal_gradients(theirs, ours)
     assert ours.weight.grad.is_sparse
 
 
@@ -103,7 +103,7 @@ def test_weights_per_sample_have_gradients_and_the_last_offset_may_be_included()
     for output in outputs:
         (output**2).sum().backward()
     torch.testing.assert_close(weights[1].grad, weights[0].grad)
-    grads_equal(theirs, ours)
+    assert_equal_gradients(theirs, ours)
 
 
 def test_a_batch_without_indices_touches_no_row() -> None:

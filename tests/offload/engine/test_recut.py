@@ -301,6 +301,7 @@ def test_a_forward_that_was_dropped_needs_no_shards(home: str) -> None:
     cycle.append(cycle)
     del out, cycle
     recut(model, [6])
+    assert cuts_of(model) == [6]
 
 
 def test_blocks_of_a_model_stay_its_shards(home: str) -> None:

@@ -102,7 +102,7 @@ def test_a_save_finishes_pending_updates(tmp_path: Path, home: str) -> None:
     for (name, b), c in zip(pair.bare.named_parameters(), again.model.parameters(), strict=True):
         torch.testing.assert_close(c, b, msg=name)
     again.bare, again.plain = pair.bare, pair.plain
-    again.compare_states()
+    again.assert_equal_states()
 
 
 def test_other_tools_read_it(tmp_path: Path, home: str) -> None:
@@ -157,8 +157,8 @@ def test_bare_modules_and_plain_optimizers_are_saved_and_loaded_too(tmp_path: Pa
     load_checkpoint(tmp_path, again.bare, again.plain)
     for action in ("backward", "step"):
         again.do(action)
-    again.compare()
-    again.compare_states()
+    again.assert_equal()
+    again.assert_equal_states()
 
 
 def test_tied_weights_are_stored_once(tmp_path: Path, home: str) -> None:

@@ -65,8 +65,8 @@ def test_a_disk_that_fails_once_costs_nothing(
             assert str(tmp_path) in message
     for action in ("zero", "backward", "step", "zero", "eval"):
         pair.do(action)
-    pair.compare()
-    pair.compare_states()
+    pair.assert_equal()
+    pair.assert_equal_states()
 
 
 def failing(pair: Pair, when: Callable[[], bool]) -> None:
@@ -99,8 +99,8 @@ def test_arithmetic_that_fails_before_it_changed_anything_can_be_repeated(
     with pytest.raises(ArithmeticError, match="broken"):
         pair.ours.synchronize()
     faults.clear()
-    pair.compare()
-    pair.compare_states()
+    pair.assert_equal()
+    pair.assert_equal_states()
 
 
 @pytest.mark.parametrize("states", [None, "8bit"])
@@ -121,8 +121,8 @@ def test_arithmetic_that_fails_half_way_is_noticed(home: str, states: Any, monke
         return
     with pytest.raises(ArithmeticError, match="broken"):
         pair.ours.synchronize()
-    pair.compare()
-    pair.compare_states()
+    pair.assert_equal()
+    pair.assert_equal_states()
 
 
 def test_a_failed_forward_leaves_pending_updates_to_the_next_one(home: str) -> None:
@@ -133,8 +133,8 @@ def test_a_failed_forward_leaves_pending_updates_to_the_next_one(home: str) -> N
     with pytest.raises(ZeroDivisionError):
         pair.model(torch.zeros(1, 8))
     handle.remove()
-    pair.compare()
-    pair.compare_states()
+    pair.assert_equal()
+    pair.assert_equal_states()
 
 
 def test_a_step_that_is_interrupted_at_its_end_leaves_grad_mode_on(monkeypatch: pytest.MonkeyPatch) -> None:

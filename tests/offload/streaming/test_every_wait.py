@@ -423,13 +423,13 @@ def test_no_wait_is_forgotten() -> None:
 
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
 def test_with_all_waits(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    SCENARIOS[name](monkeypatch, tmp_path)
+    SCENARIOS[name].assert_passes(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("wait", sorted(TABLE))
 def test_without_this_wait(wait: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     take_out(SITES[wait], monkeypatch, STAND_INS.get(wait))
-    TABLE[wait].fails(monkeypatch, tmp_path)
+    TABLE[wait].assert_fails(monkeypatch, tmp_path)
 
 
 def test_every_used_value_has_a_stand_in() -> None:
