@@ -153,7 +153,7 @@ def report(run: Run) -> list[str]:
         **limit_columns(run.rates),
     }
     blocks = {
-        "channels": lambda o: o.case.arguments["shape"]["dim"],
+        "channels": lambda o: str(o.case.arguments["shape"]["dim"]),
         "tokens": lambda o: f"{o.result['tokens']:,}",
         "nn.Sequential": lambda o: f"{1e3 * o.median('sequential'):.1f} ms",
         "own forward": lambda o: f"{1e3 * o.median('blocks'):.1f} ms",

@@ -1,6 +1,6 @@
 """Runs ``optimizer.step()`` where states or weights are encoded: decoded before, and encoded again afterwards.
 
-Only some 10,000 elements at a time are decoded, where the class is known to update each element by itself. So states in
+Only 131,072 elements at a time are decoded, where the class is known to update each element by itself. So states in
 full take no memory that counts, and they are still in the processor's cache when the update reads them.
 """
 
