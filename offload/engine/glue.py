@@ -135,7 +135,8 @@ class Glue:
         if x.layout is not torch.strided or type(detached) is not Tensor or not x.numel():
             return detached
         version = None if x.is_inference() else x._version
-        place = x.untyped_storage().data_ptr(), x.storage_offset(), tuple(x.shape), x.stride(), x.dtype
+        view = x.storage_offset(), tuple(x.shape), x.stride(), x.dtype, x.is_conj(), x.is_neg()
+        place = x.untyped_storage().data_ptr(), view
         known = chunk.entered.get(place)
         if known is None or known.storage.expired() or known.version != version:
             chunk.entered[place] = Entered(len(chunk.shared), StorageWeakRef(x.untyped_storage()), version)

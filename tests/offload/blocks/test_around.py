@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,89 @@ def test_a_recomputation_reads_the_attributes_that_its_forward_set() -> None:
         assert each.layer[1].factor == float(second.max())
     for p, q in zip(bare.parameters(), model.parameters(), strict=True):
         assert close(p.grad, q.grad)
+
+
+SCOPE: ContextVar[float] = ContextVar("scope", default=1.0)
+
+
+class Scoped(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) * SCOPE.get()).tanh()
+
+
+class WithScopes(nn.Module):
+    """Sets a context variable around each block, to a value of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(Scoped() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = float(x.detach().max())
+        for k, block in enumerate(self.layer):
+            token = SCOPE.set(scale + k)
+            x = block(x)
+            SCOPE.reset(token)
+        return x
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_context_variables_reach_blocks_and_recomputations_as_the_forward_of_their_chunk_set_them(
+    recompute: bool,
+) -> None:
+    torch.manual_seed(0)
+    bare = WithScopes()
+    model = wrap(bare, blocks="layer", checkpoint_activation=recompute)
+    chunks = [torch.randn(3, WIDTH) for _ in range(3)]
+    for count in (1, 3):
+        expected = [bare(chunk) for chunk in chunks[:count]]
+        outputs, tape = model.forward_chunks(chunks[:count])
+        assert all(torch.equal(a, b) for a, b in zip(expected, outputs, strict=True))
+        sum(output.square().sum() for output in expected).backward()
+        tape.backward([2 * output for output in outputs])
+        for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+            assert close(p.grad, q.grad)
+    assert SCOPE.get() == 1.0
+
+
+class Turned(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, forth: Tensor, back: Tensor) -> Tensor:
+        turned = torch.view_as_complex(super().forward(x).view(len(x), -1, 2))
+        return x + torch.view_as_real(turned * forth + turned.square() * back).reshape_as(x)
+
+
+class WithTables(nn.Module):
+    """Gives its blocks a table and another view of the same memory: its conjugate, or a negative imaginary part."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.ModuleList(Turned() for _ in range(3)), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = torch.polar(torch.ones(WIDTH // 2), torch.arange(WIDTH // 2) / 3)
+        tables = (table, table.conj()) if self.kind == "conjugate" else (table.imag, table.conj().imag)
+        for block in self.layer:
+            x = block(x, *tables)
+        return x
+
+
+@pytest.mark.parametrize("kind", ["conjugate", "negative"])
+def test_views_of_one_memory_that_enter_blocks_are_told_apart(kind: str) -> None:
+    torch.manual_seed(0)
+    bare = WithTables(kind)
+    model = wrap(bare, blocks="layer")
+    x = torch.randn(3, WIDTH)
+    losses = [each(x).square().sum() for each in (bare, model)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    assert_equal(bare, model)
 
 
 def test_a_block_that_calls_the_model_is_refused() -> None:
