@@ -340,6 +340,7 @@ class BlockForwards(MovableHomes):
                     then = self.attributes_then[cell.j] = AttributesThen(
                         list(self.runners[cell.j].modules[0].modules())
                     )
+                    self.runners[cell.j].watched.find_generators()
                 glue.attributes[cell] = then
             yield
 

@@ -156,6 +156,8 @@ class Executor(BlockForwards):
             with self.public.in_layers():
                 for runner in self.runners:
                     runner.watch()
+        for runner in self.runners:
+            runner.watched.find_generators()
 
     # --- forward ------------------------------------------------------------------------------------------------
 

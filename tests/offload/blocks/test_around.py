@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -299,6 +300,75 @@ def test_context_variables_reach_blocks_and_recomputations_as_the_forward_of_the
         for p, q in zip(bare.parameters(), model.parameters(), strict=True):
             assert close(p.grad, q.grad)
     assert SCOPE.get() == 1.0
+
+
+class Counter:
+    """An argument of blocks that keeps a number, and an array of NumPy beside it."""
+
+    def __init__(self) -> None:
+        self.count, self.array = 1.0, np.ones(WIDTH, dtype=np.float32)
+        self.training = 1.0  # modules have an attribute of this name
+
+
+class Reading(nn.Linear):
+    """Reads objects that it gets, and changes one of them."""
+
+    noise: torch.Generator | None = None
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, counter: Counter, array: Any, generator: torch.Generator | None) -> Tensor:
+        counter.count *= 1.5
+        x = super().forward(x) * counter.count * counter.training * torch.from_numpy(array.copy())
+        return (x + torch.rand(x.shape, generator=generator) + torch.rand(x.shape, generator=self.noise)).sin()
+
+
+class WithObjects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(Reading() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        counter, generator = Counter(), torch.Generator().manual_seed(1)
+        for block in self.layer:
+            counter.training += 1
+            counter.array *= 2
+            block.noise = torch.Generator().manual_seed(2)
+            x = block(x, counter, counter.array, generator)
+        return x * counter.count + torch.rand((), generator=generator)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_recomputation_sees_the_objects_arrays_and_generators_that_its_block_got(recompute: bool) -> None:
+    torch.manual_seed(0)
+    bare = WithObjects()
+    model = wrap(bare, blocks="layer", checkpoint_activation=recompute)
+    for _ in range(2):
+        x = torch.randn(3, WIDTH)
+        losses = [each(x).square().sum() for each in (bare, model)]
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses)
+        assert_equal(bare, model)
+
+
+def test_a_generator_that_is_assigned_after_wrapping_is_rewound(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    bare = WithObjects()
+    model = wrap(nn.Sequential(*bare.layer), tmp_path, blocks=None, num_slices=3)
+    for each in (bare.layer, model):
+        for layer in each:
+            layer.forward = lambda x, layer=layer: Reading.forward(layer, x, Counter(), np.ones(1, np.float32), None)
+            layer.noise = torch.Generator().manual_seed(3)
+    x = torch.randn(3, WIDTH)
+    for each in (nn.Sequential(*bare.layer), model):
+        torch.manual_seed(4)
+        each(x).square().sum().backward()
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+    for ours, theirs in zip(model, bare.layer, strict=True):
+        assert torch.equal(ours.noise.get_state(), theirs.noise.get_state())
 
 
 class Turned(nn.Linear):
