@@ -65,6 +65,7 @@ ORDERS = {
         "slot_sharing",
         "reports",
         "loading",
+        "running",
         "blocks",
         "model",
         "embedding",

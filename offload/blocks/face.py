@@ -41,7 +41,7 @@ from pipe.interception import offered
 from pipe.microbatch import gather_nested, split_nested
 from pipe.nested import map_tensors
 from pipe.recompute.thread_state import lasting_hooks
-from pipe.torch_private import saved_tensor_hooks
+from pipe.torch_private.autograd import saved_tensor_hooks
 
 __all__ = ["ModelWithBlocks", "class_for"]
 

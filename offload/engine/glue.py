@@ -32,7 +32,7 @@ from offload.engine.layouts import refuse_hidden
 from offload.engine.leaf_gradients import LeafBytes, LeafGradients
 from offload.engine.own_attributes import ArgumentsThen, AttributesThen
 from pipe.nested import TreeSpec, flatten, map_distinct, unflatten
-from pipe.torch_private import hidden_hooks
+from pipe.torch_private.autograd import hidden_hooks
 
 __all__ = ["Glue"]
 

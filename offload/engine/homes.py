@@ -34,7 +34,7 @@ from offload.streaming.stored_gradients import regions_of
 from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.statistics import Meter
 from pipe.process import check_process
-from pipe.torch_private import outside_inference_mode
+from pipe.torch_private.autograd import outside_inference_mode
 
 __all__ = ["MovableHomes", "ShardBytes"]
 

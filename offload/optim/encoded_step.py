@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.optim.state_forms import FULL, StateForm, in_full, in_order, is_full, pieces
+from offload.optim.state_forms import FULL, StateForm, in_full, is_full, pieces
+from offload.storage.contract import in_order
 from offload.streaming.weight_forms import WeightForm
 
 __all__ = ["EncodedWeights", "step_encoded"]

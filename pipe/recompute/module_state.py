@@ -35,7 +35,8 @@ from pipe.recompute.attributes import Attributes, Stateful
 from pipe.recompute.first_write import FirstWrites
 from pipe.recompute.generators import held_generators
 from pipe.recompute.module_hooks import Hooks
-from pipe.torch_private import BatchOrInstanceNorm, memory_of
+from pipe.torch_private.modules import BatchOrInstanceNorm
+from pipe.torch_private.tensors import memory_of
 
 __all__ = ["ModuleState", "WatchedModule"]
 

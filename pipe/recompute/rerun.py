@@ -31,7 +31,7 @@ from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.phase import enable_checkpointing
 from pipe.recompute.replay import Replay, autocast_without_cache
-from pipe.torch_private import has_module_hooks
+from pipe.torch_private.modules import has_module_hooks
 
 __all__ = ["RepeatableLayers", "Rerun", "trial"]
 

@@ -23,15 +23,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from pipe.recompute.phase import phase
-from pipe.torch_private import (
-    DISPATCH_MODES,
-    FUNCTION_MODES,
-    ModeStack,
-    SavedTensorHooks,
-    pop_saved_tensor_hooks,
-    saved_tensor_hooks,
-    set_grad_enabled,
-)
+from pipe.torch_private.autograd import SavedTensorHooks, pop_saved_tensor_hooks, saved_tensor_hooks, set_grad_enabled
+from pipe.torch_private.dispatch import DISPATCH_MODES, FUNCTION_MODES, ModeStack
 
 __all__ = ["Autocast", "ThreadState", "close_contexts", "lasting_hooks", "restores_thread_state"]
 

@@ -60,13 +60,13 @@ def test_retrieval_trains_three_ways_to_the_same_losses(monkeypatch: pytest.Monk
 
 
 def test_offload_step_compares_the_streamed_step_with_the_resident_one() -> None:
-    sizes = "--dim 64 --rows 2 --positions 4 --pairs 2 --shards 2 4 --width 64 --block-dim 64 --block-pairs 2"
+    sizes = "--dim 64 --rows 4 --positions 4 --pairs 2 --shards 2 4 --width 64 --small-dim 64 --small-pairs 2"
     assert run_here("offload-step", sizes, "s") in (0, 1)
     assert "median ratio of pairs" in pages("s")
     cases = {case.name: case for outcomes in outcomes_of("s").values() for case in outcomes}
     names = ["4 layers, 2 shards", "4 layers, 4 shards", "1 layer each, 2 shards", "1 layer each, 4 shards"]
     more = ["all in slots", "disk, inputs take gradients", "disk, weights take gradients"]
-    own = ["own forward, 1 chunk", "own forward, 4 chunks"]
+    own = [f"{size}, {chunks}" for size in ("blocks", "small blocks") for chunks in ("1 chunk", "4 chunks")]
     assert [len({*case.result["loads"].values()}) for case in outcomes_of("s")["blocks"]] == [1, 1]
     assert list(cases) == [*own, "time, 8 shards", *names, f"{names[-1]}, allocator as it comes", *more]
     assert cases["all in slots"].values("loads") == [0, 0]
@@ -300,7 +300,7 @@ def test_a_run_that_is_terminated_leaves_no_process_and_no_files(tmp_path: Path)
     command = [sys.executable, "-c", WITHOUT_RATES, "offload-step", *sizes.split()]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert any(line.startswith("own forward, 1 chunk ...") for line in process.stdout)  # the first case is starting
+        assert any(line.startswith("blocks, 1 chunk ...") for line in process.stdout)  # the first case is starting
         while not (children := psutil.Process(process.pid).children()):
             pass
         process.terminate()

@@ -30,7 +30,7 @@ from offload.advise.works import works_of
 from offload.files.tensor_file import TensorFile, write_tensors
 from offload.optim.state_forms import form_of
 from offload.planning.step_model import predict
-from pipe.torch_private import OperationMode
+from pipe.torch_private.dispatch import OperationMode
 
 RATES = Rates(1e11, 1e11, 1e10, 1e9, 1e9, 1e9, 1e9, True, True)
 ADAMW = OptimizerRate("AdamW", 2, 1e9)
