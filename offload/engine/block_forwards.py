@@ -267,6 +267,7 @@ class BlockForwards(MovableHomes):
                     then = self.attributes_then[cell.j] = AttributesThen(
                         list(self.runners[cell.j].modules[0].modules())
                     )
+                    self.runners[cell.j].watched.find_generators()
                 glue.attributes[cell] = then
             yield
 
@@ -311,8 +312,8 @@ class BlockForwards(MovableHomes):
             if not isinstance(x, (Tensor, nn.Module)) and hasattr(x, "get_seq_length") and hasattr(x, "update"):
                 raise ValueError(
                     f"block {self.blocks[j]} gets a cache ({type(x).__name__}) in a forward with gradients, into which "
-                    f"its recomputation would write again; pass use_cache=False, or run the forward under "
-                    f"torch.no_grad()"
+                    f"its recomputation would write again; pass use_cache=False (config.use_cache = False, where the "
+                    f"model does not take that), or run the forward under torch.no_grad()"
                 )
 
     @staticmethod

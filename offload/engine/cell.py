@@ -240,7 +240,7 @@ class ShardRunner:
         def never(_: None) -> Tensor:
             raise used_outside(self.shard.index)
 
-        rerun = self.layers.rerun()
+        rerun = self.layers.rerun(None if callable(boundary) else boundary)
         pack, unpack = uncompiled_hooks(saved or id, never)
         # Unused tensors are replaced by their id: by a function without a frame, so that none is compiled.
         hooks = torch.autograd.graph.saved_tensors_hooks(pack if saved else id, unpack)

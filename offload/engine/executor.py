@@ -152,6 +152,8 @@ class Executor(BackwardPasses):
             with self.public.in_layers():
                 for runner in self.runners:
                     runner.watch()
+        for runner in self.runners:
+            runner.watched.find_generators()
 
     def tape(self, chunks: Sequence[Any], output_fns: Sequence[OutputFn | None] = ()) -> Tape:
         """An empty tape for a forward over ``chunks``, each an (args, kwargs) pair with a function of its output."""
