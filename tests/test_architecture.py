@@ -66,6 +66,7 @@ ORDERS = {
         "slot_sharing",
         "reports",
         "loading",
+        "running",
         "blocks",
         "model",
         "embedding",

@@ -1,5 +1,7 @@
 """Trains one of two models with one option: the encoder of ``retrieval``, or a decoder of the same sources."""
 
+import statistics
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,11 +31,14 @@ OPTIONS = {
     "states-bfloat16": Stored({}, {"states": torch.bfloat16}),
     "states-8bit": Stored({}, {"states": "8bit"}),
     "gradients-bfloat16": Stored({"gradient_dtype": torch.bfloat16}, {}),
-    "states-8bit+gradients-bfloat16": Stored({"gradient_dtype": torch.bfloat16}, {"states": "8bit"}),
+    "weights-split": Stored({"store_dtype": "split"}, {}),
+    "weights-bfloat16": Stored({"store_dtype": torch.bfloat16}, {}),
+    "everything": Stored({"store_dtype": torch.bfloat16, "gradient_dtype": torch.bfloat16}, {"states": "8bit"}),
 }
 MODELS = ("encoder", "decoder")
 HELD_OUT_ROWS = 64  # of the held-out loss, in one batch
 HEAD_CHANNELS = 32
+CURVE = 10  # points of a curve, at which recall is measured
 
 
 @dataclass(frozen=True)
@@ -125,17 +130,22 @@ def train(report: Reporter, which: str, option: str, seed: int, settings: dict[s
         loss.backward()
         return loss.detach()
 
-    losses, gradient_bytes = [], 0
+    descriptions, sources = batches.held_out()
+    losses, seconds, gradient_bytes = [], [], 0
+    recalls: list[tuple[int, float]] = []
     for step in range(chosen.steps):
+        began = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = data.learning_rate_at(step)
         optimizer.zero_grad()
         losses.append(backward(*batches.training(step)).item())
         gradient_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
         optimizer.step()
+        seconds.append(time.perf_counter() - began)
+        if which == "encoder" and (step + 1) % max(1, chosen.steps // CURVE) == 0:
+            recalls.append((step + 1, recall(model, descriptions, sources)))
     optimizer.synchronize()
     model.eval()
-    descriptions, sources = batches.held_out()
     few = descriptions[:HELD_OUT_ROWS], sources[:HELD_OUT_ROWS]
     with torch.no_grad():
         if which == "encoder":
@@ -147,7 +157,10 @@ def train(report: Reporter, which: str, option: str, seed: int, settings: dict[s
         "losses": losses,
         "held_out_loss": held_out_loss.item(),
         "recall": recall(model, descriptions, sources) if which == "encoder" else None,
+        "recalls": recalls,
+        "step_seconds": statistics.median(seconds),
         "parameters": sum(p.numel() for p in model.parameters()),
+        "weight_bytes": sum(value.nbytes for value in model.state_dict().values()),
         "state_bytes": sum(value.nbytes for value in states),
         "gradient_bytes": gradient_bytes,
     }

@@ -38,7 +38,7 @@ class Settings:
     """The cap, the model, its batches, and the number of steps."""
 
     cap: int = option(6144, "MiB of private memory (RLIMIT_DATA) of the capped cases")
-    memory: int = option(1024, "MiB that ours plans its blocks with, beside what is outside of them")
+    memory: int = option(4608, "MiB that ours may use (memory=); the cap holds Python and its libraries as well")
     pairs: tuple[int, ...] = option((32, 256), "pairs of a batch")
     positions: int = option(64, "tokens of a row", least=2)
     chunk: int = option(8, "rows of a chunk, of the methods that cut a batch")

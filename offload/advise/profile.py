@@ -20,7 +20,8 @@ from offload.engine.layouts import bytes_of_boundary
 from offload.planning.memory_profile import SavedTensor
 from pipe.nested import map_tensors, tensors_in
 from pipe.recompute.cheap_ops import CheapRecompute
-from pipe.torch_private import OperationMode, pytree
+from pipe.torch_private.data import pytree
+from pipe.torch_private.dispatch import OperationMode
 
 __all__ = ["profile"]
 

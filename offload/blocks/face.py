@@ -41,7 +41,7 @@ from pipe.interception import offered
 from pipe.microbatch import gather_nested, split_nested
 from pipe.nested import map_tensors
 from pipe.recompute.thread_state import lasting_hooks
-from pipe.torch_private import saved_tensor_hooks
+from pipe.torch_private.autograd import saved_tensor_hooks
 
 __all__ = ["ModelWithBlocks", "class_for"]
 
@@ -309,7 +309,11 @@ class ModelWithBlocks(ReportingModule):
 
     @functools.cached_property
     def _takes_use_cache(self) -> bool:
-        return "use_cache" in inspect.signature(self._kind.forward).parameters
+        # A model with adapters passes keywords on.
+        base_of: Any = getattr(self, "get_base_model", lambda: self)
+        base = base_of()
+        forwards = (self._kind.forward, type(base).forward)
+        return any("use_cache" in inspect.signature(forward).parameters for forward in forwards)
 
     def _check_model(self) -> None:
         if self._casts is not None:

@@ -32,7 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from offload.mesh.notices import Notices
 from offload.mesh.parts import Part
 from offload.storage.contract import bytes_of
-from pipe.torch_private import timeout_of
+from pipe.torch_private.distributed import timeout_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -42,7 +42,7 @@ from offload.streaming.shard import Shard
 from offload.streaming.streamer import Streamer
 from offload.telemetry.statistics import Meter
 from pipe.nested import flatten, map_distinct, unflatten
-from pipe.torch_private import hidden_hooks
+from pipe.torch_private.autograd import hidden_hooks
 
 __all__ = ["CellExecutor", "largest_rows", "requires"]
 

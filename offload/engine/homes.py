@@ -17,8 +17,10 @@ from offload.engine.references import References
 from offload.engine.regroup import looks_across_rows
 from offload.engine.shard_parts import ShardParts
 from offload.engine.steps import Steps
+from offload.engine.stored_form import stored_form
 from offload.engine.weight_writes import AssignedData
 from offload.limits import MemoryLimits
+from offload.planning.explain import Stored
 from offload.planning.peak_memory import OutsideBytes
 from offload.planning.plan import Plan
 from offload.planning.step_model import StepModel
@@ -34,7 +36,7 @@ from offload.streaming.stored_gradients import regions_of
 from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.statistics import Meter
 from pipe.process import check_process
-from pipe.torch_private import outside_inference_mode
+from pipe.torch_private.autograd import outside_inference_mode
 
 __all__ = ["MovableHomes", "ShardBytes"]
 
@@ -235,6 +237,10 @@ class MovableHomes(ExclusivePasses):
         known |= {"slots": self.streamer.slots, "own_slots": self.streamer.own_slots}
         known["buffer_bytes"] = self.streamer.gradient_offload.optimizers.buffer_bytes()
         return step_model(self.shards, self.steps, rows, resting, outside=outside, **known)
+
+    def stored(self) -> Stored | None:
+        """How it stores what it trains; None where no form of fewer bytes is known to work."""
+        return stored_form(self.shards, self.streamer.gradient_offload.optimizers, self._tier)
 
     def bytes_at_home(self) -> int:
         """Bytes of stored parameters and gradients."""

@@ -12,7 +12,8 @@ from torch import nn
 
 from offload.engine.glue import Glue
 from offload.engine.shard_runners import ShardRunners
-from pipe.torch_private import has_backward_hooks, has_hooks
+from pipe.torch_private.autograd import has_hooks
+from pipe.torch_private.modules import has_backward_hooks
 
 __all__ = ["Reach"]
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from offload.streaming.shard import Shard
-from pipe.torch_private import native_uses, storage_uses
+from pipe.torch_private.tensors import native_uses, storage_uses
 
 __all__ = ["References"]
 

@@ -32,7 +32,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch.distributed as dist
 
-from pipe.torch_private import store_of_processes
+from pipe.torch_private.distributed import store_of_processes
 
 __all__ = ["Notices"]
 

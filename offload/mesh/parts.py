@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from offload.planning.partition import aligned
+from offload.storage.contract import in_order
 
 __all__ = ["Cut", "Part", "WholePart", "cuts_between", "offsets_of"]
 
@@ -85,7 +86,7 @@ class Part:
         strides = zip(whole.shape, whole.stride(), self.stride, strict=True)
         if whole.numel() and any(size > 1 and here != there for size, here, there in strides):
             whole = torch.empty_strided(whole.shape, self.stride, dtype=whole.dtype).copy_(whole)
-        return whole.detach().as_strided((whole.numel(),), (1,))
+        return in_order(whole)
 
 
 class WholePart(Part):

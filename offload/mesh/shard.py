@@ -32,7 +32,7 @@ from offload.streaming.materialize import Materializer, Values
 from offload.streaming.quantised import StoredTensor, stored_tensors
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice, layout
-from pipe.torch_private import set_versions
+from pipe.torch_private.autograd import set_versions
 
 if TYPE_CHECKING:
     from offload.optim.update import Update

@@ -33,7 +33,8 @@ from offload.planning.planner import Pass
 from offload.planning.residency import Residency
 from offload.storage.buffer import on_own_storage
 from offload.streaming.slices import Slice
-from pipe.torch_private import has_hooks, native_uses, storage_uses
+from pipe.torch_private.autograd import has_hooks
+from pipe.torch_private.tensors import native_uses, storage_uses
 
 if TYPE_CHECKING:
     from offload.mesh.parts import Part

@@ -22,7 +22,7 @@ from offload.optim.update_blocks import StoredStates, update_block_bytes
 from offload.storage import Block, Tier
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
-from pipe.torch_private import storage_uses
+from pipe.torch_private.tensors import storage_uses
 
 if TYPE_CHECKING:
     from offload.optim.access import OptimizerAccess

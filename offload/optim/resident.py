@@ -19,7 +19,7 @@ from offload.streaming.shard import Shard
 from offload.streaming.slices import layout
 from pipe.stream import current_stream, use_device, use_stream
 from pipe.threads import Threads
-from pipe.torch_private import multiply_all
+from pipe.torch_private.tensors import multiply_all
 
 __all__ = ["ResidentParamBlock", "ResidentParameters"]
 

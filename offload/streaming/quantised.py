@@ -25,7 +25,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from pipe.torch_private import is_traceable_wrapper_subclass, no_subclasses, outside_inference_mode
+from pipe.torch_private.autograd import outside_inference_mode
+from pipe.torch_private.dispatch import is_traceable_wrapper_subclass, no_subclasses
 
 __all__ = [
     "StoredTensor",

@@ -212,7 +212,7 @@ def test_peak_device_bytes_are_those_of_the_formula(shards: int) -> None:
         model(x).pow(2).mean().backward()
     peak = torch.cuda.max_memory_allocated() - before
     assert abs(peak - model.statistics().peak_device_bytes) <= 64 << 20
-    slot = model._executor.streamer._slot_bytes
+    slot = model._executor.streamer.slot_bytes
     assert model.statistics().peak_device_bytes <= 2 * slot + 2 * slot + (1 << 20) + 8 * rows * width * 4
 
 

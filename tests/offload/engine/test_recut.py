@@ -373,6 +373,7 @@ def test_a_gradient_file_for_each_shard_is_made_again_once_the_old_ones_are_empt
 CUTTING = ("engine/recut.py", "engine/shard_parts.py", "streaming/layer_homes.py", "streaming/stored_gradients.py")
 CUTTING += ("engine/executor.py", "engine/references.py", "engine/cell.py", "optim/moves.py", "optim/param_block.py")
 CUTTING += ("optim/disk_update.py", "streaming/slot_pool.py", "streaming/streamer.py", "telemetry/statistics.py")
+CUTTING += ("optim/state_files.py", "engine/backward_passes.py")
 
 
 def test_an_interrupt_at_any_line_leaves_the_old_cuts_or_the_new(tmp_path: Path) -> None:

@@ -287,7 +287,7 @@ def test_an_interrupt_after_the_index_was_replaced_removes_nothing_that_it_names
 
 @pytest.mark.parametrize(
     ("kills", "states"),
-    [(9, "full"), (5, "bfloat16 weights, 8bit"), *(pytest.param(50, s, marks=pytest.mark.slow) for s in STATES)],
+    [(9, "full"), (5, "everything"), *(pytest.param(50, s, marks=pytest.mark.slow) for s in STATES)],
 )
 def test_a_process_killed_at_any_moment_resumes_from_a_whole_checkpoint_to_the_same_weights(
     kills: int, states: str, tmp_path: Path

@@ -193,7 +193,7 @@ def test_a_disk_home_is_read_once_for_update_and_load(tmp_path: Path, monkeypatc
                     (region,) = shard.gradient_regions
                     begin = region.offsets[id(s.parameter)]
                     assert (times("read", region.block)[begin : begin + s.nbytes] == 1).all()
-            for rest in param_block._stored.values():  # the moments
+            for rest in param_block.state_files.places.values():  # the moments
                 here = slice(rest.offset, rest.offset + rest.nbytes)
                 assert (times("read", rest.block)[here] == 1).all()
                 assert (times("write", rest.block)[here] == 1).all()
