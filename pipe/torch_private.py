@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn, overrides
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as BatchOrInstanceNorm
+from torch.nn.utils import parametrize
 from torch.utils import _python_dispatch as dispatch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -39,6 +40,7 @@ __all__ = [
     "SavedTensorHooks",
     "accumulates_everywhere",
     "at_end_of_backward",
+    "caches_parametrizations",
     "global_module_hooks",
     "has_backward_hooks",
     "has_hooks",
@@ -139,6 +141,11 @@ def storage_uses(tensor: Tensor) -> int:
 def native_uses(tensor: Tensor) -> int:
     """The number of owners of a tensor in C++, its Python object included: graphs, and the parameter of a gradient."""
     return int(tensor._use_count())  # type: ignore[attr-defined, unused-ignore]
+
+
+def caches_parametrizations(modules: Iterable[nn.Module]) -> bool:
+    """Whether ``parametrize.cached()`` is in force, and one of the modules has a parametrization."""
+    return bool(parametrize._cache_enabled) and any(map(parametrize.is_parametrized, modules))
 
 
 # --- backward, and hooks of leaves ------------------------------------------------------------------------------------

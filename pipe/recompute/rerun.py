@@ -30,11 +30,25 @@ from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.phase import enable_checkpointing
 from pipe.recompute.replay import Replay, autocast_without_cache
-from pipe.torch_private import has_module_hooks
+from pipe.torch_private import caches_parametrizations, has_module_hooks
 
-__all__ = ["RepeatableLayers", "Rerun", "trial"]
+__all__ = ["RepeatableLayers", "Rerun", "refuse_cached_parametrizations", "trial"]
 
 Call = Callable[[Any], Any]
+
+
+def refuse_cached_parametrizations(modules: Iterable[nn.Module]) -> None:
+    """Raises RuntimeError inside ``parametrize.cached()`` if one of the modules has a parametrization.
+
+    The cache belongs to the process. A second run finds it empty, computes weights again and moves the vectors of a
+    spectral norm once more; or finds weights of a run without gradients; or those of a graph that ended.
+    """
+    if caches_parametrizations(modules):
+        raise RuntimeError(
+            "expected no torch.nn.utils.parametrize.cached() around layers that run again for their gradients or are "
+            "loaded and evicted: the second run would not find what the first one cached; leave the context out, or "
+            "enter it inside a layer's forward"
+        )
 
 
 class Rerun:
@@ -51,6 +65,8 @@ class Rerun:
     def __init__(
         self, watched: WatchedModule | None, devices: Collection[torch.device], attributes: bool = True
     ) -> None:
+        if watched is not None:
+            refuse_cached_parametrizations(module for _, module in watched.modules)
         self.replay = Replay.capture(devices, () if watched is None else watched.generators)
         self.module_state = None if watched is None else ModuleState(watched, attributes=attributes)
         #: Whether the layers write into their input, so that each run needs a copy of it.
