@@ -32,6 +32,7 @@ from offload.engine.raw_chunk import as_call
 from offload.engine.structure import Structure
 from offload.engine.tape import Tape
 from offload.memory import MemoryArguments, least_bytes
+from offload.module import refuse_shallow_copy
 from offload.reports import ReportingModule
 from offload.storage import DiskHome, is_directory
 from offload.streaming.copies import CopiesOfHomes
@@ -363,6 +364,10 @@ class ModelWithBlocks(ReportingModule):
         for name in self._blocks:
             vars(bare.get_submodule(name)).pop("forward", None)
         return bare
+
+    def __copy__(self) -> Any:
+        """Refused: a shallow copy would share parameters, but an executor runs one model."""
+        return refuse_shallow_copy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Another model with homes of its own."""
