@@ -163,12 +163,13 @@ class ModelWithBlocks(ReportingModule):
         offload_device: object,
         resident: str | Sequence[str] | None,
         staying: Collection[nn.Parameter],
+        ranks: int,
         **choices: Any,
     ) -> dict[str, nn.Module] | None:
         limit, dtype = memory.limit_on(self.device), choices["param_dtype"]
         if limit is None or (isinstance(offload_device, DiskHome) and offload_device.keep):
             return None  # a kept home is laid out by the blocks, and opened with any memory
-        given: dict[str, Any] = {"on_disk": is_directory(offload_device), "param_dtype": dtype}
+        given: dict[str, Any] = {"on_disk": is_directory(offload_device), "param_dtype": dtype, "ranks": ranks}
 
         def needed(blocks: Mapping[str, nn.Module], states: int = STATES_EXPECTED) -> int:
             around = modules_outside(model, blocks).values()

@@ -108,7 +108,7 @@ class Executor(BackwardPasses):
             slots=policy.slots or 2,
             lanes=lanes,
             budget_bytes=budget_bytes,
-            own_slots=layers_apart and sharding is None,  # an embedding beside blocks is much larger than they are
+            own_slots=layers_apart,  # an embedding beside blocks is much larger than they are
             **given,
         )
         if sharding is not None:

@@ -71,7 +71,12 @@ class Rerun:
         attributes: bool = True,
         value: Any = None,
     ) -> None:
-from pipe.torch_private.modules import caches_parametrizations, has_module_hooks
+        if watched is not None:
+            refuse_cached_parametrizations(module for _, module in watched.modules)
+        held = [] if watched is None else watched.generators
+        passed = [] if value is None else generators_in(value)
+        more = [each for each in passed if not any(each is known for known in held)]
+        self.replay = Replay.capture(devices, [*held, *more])
         self.module_state = None if watched is None else ModuleState(watched, attributes=attributes)
         #: Whether the layers write into their input, so that each run needs a copy of it.
         self.copies_input = False
