@@ -177,9 +177,6 @@ class OffloadModel(RunningModule):
         quantised = [each.name for each in stored_parts if each.part_of is not None]
         called = getattr(type(self), "_kind", None)  # the class of a model that is called by its own forward
         refused: dict[str, Any] = {"memory_budget=": memory_budget, "a model with quantised weights": quantised or None}
-        refused["gradient_dtype="] = gradient_dtype
-        if called is not None and isinstance(offload_device, DiskHome):
-            refused["DiskHome(keep=True) with blocks="] = offload_device.keep or None
         refused["store_dtype="] = store_dtype
         mesh = check_mesh(mesh, gradient_divide_factor, self.device, refused)
         staying = chosen(named, resident, offload_device, self._names_around())
@@ -187,7 +184,7 @@ class OffloadModel(RunningModule):
         separate([model] if isinstance(model, nn.Module) else named.values())
         plans = num_slices is None and checkpoint_activation is None and mesh is None
         # In another form, values of what streams are not those of what stays.
-        finest = num_slices is None and mesh is None and form is None and gradient_dtype is None
+        finest = num_slices is None and form is None and gradient_dtype is None
         if not isinstance(model, nn.Sequential) if called is None else num_slices is None:
             num_slices = len(named)
         check_choices(num_slices, num_microbatches, param_dtype)
@@ -204,7 +201,8 @@ class OffloadModel(RunningModule):
         )
         recompute = resources.recomputes(checkpoint_activation)
         self._check_splitting(num_microbatches, plans=resources.bounds and recompute)
-        choices |= {"offload_device": offload_device, "resident": resident, "staying": staying}
+        ranks = 1 if mesh is None else mesh.size(mesh.ndim - 1)
+        choices |= {"offload_device": offload_device, "resident": resident, "staying": staying, "ranks": ranks}
         more = self._with_rest(model, resources, **choices) if finest else None
         if more is not None:
             named, num_slices = more, len(more)
@@ -219,8 +217,8 @@ class OffloadModel(RunningModule):
             on_disk=is_directory(offload_device),
             param_dtype=param_dtype,
             outside=bytes_staying(self._around.values(), staying, param_dtype),
-            ranks=1 if mesh is None else mesh.size(mesh.ndim - 1),
-            apart=called is not None and mesh is None,
+            ranks=ranks,
+            apart=called is not None,
             form=form,
         )
         owners = self._owners(model, named)

@@ -53,6 +53,7 @@ from offload.streaming.weight_forms import WeightForm
 from offload.telemetry.statistics import Meter
 from pipe.nested import flatten, tensors_in
 from pipe.recompute.phase import is_recomputing
+from pipe.recompute.rerun import refuse_cached_parametrizations
 
 __all__ = ["Executor"]
 
@@ -107,7 +108,7 @@ class Executor(BackwardPasses):
             slots=policy.slots or 2,
             lanes=lanes,
             budget_bytes=budget_bytes,
-            own_slots=layers_apart and sharding is None,  # an embedding beside blocks is much larger than they are
+            own_slots=layers_apart,  # an embedding beside blocks is much larger than they are
             **given,
         )
         if sharding is not None:
@@ -168,6 +169,10 @@ class Executor(BackwardPasses):
         first = 0 if any(x.requires_grad for x in tensors) else self.first_trainable()
         rows = [largest_rows(leaves) for leaves in inputs]
         records = torch.is_grad_enabled() and (first < len(self.shards) or self.trains_outside)
+        if records:
+            refuse_cached_parametrizations(
+                m for shard in self.shards for layer in shard.layers for m in layer.modules()
+            )
         elements = [sum(x.numel() for x in leaves if isinstance(x, Tensor)) for leaves in inputs]
         self.steps.begin(rows, elements, training=records, idle=not self.waits_for_backward())
         if self.steps.needs_sizes and not self.blocks and not any(isinstance(chunk, RawChunk) for chunk in chunks):

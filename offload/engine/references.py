@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from offload.streaming.graph_references import BY_GRAPHS
 from offload.streaming.shard import Shard
 from pipe.torch_private.tensors import native_uses, storage_uses
 
@@ -51,7 +52,7 @@ class References:
             if parameter not in self._ours:
                 continue  # it stays on the compute device, where updates are never pending
             ours = self._ours[parameter] + held + 1  # ``known`` itself
-            ours += _BY_GRAPHS if native_uses(parameter) > 1 else 0
+            ours += BY_GRAPHS if native_uses(parameter) > 1 else 0
             if sys.getrefcount(parameter) - ours != _UNHELD or weakref.getweakrefcount(parameter):
                 return True
             gradient = parameter.grad
@@ -72,16 +73,6 @@ def _unheld() -> int:
     raise AssertionError
 
 
-def _by_graphs() -> int:
-    """Number of references that any number of graphs hold to a parameter's Python object, in this torch."""
-    parameter = nn.Parameter(torch.ones(1))
-    before = sys.getrefcount(parameter)
-    output = parameter * 1.0
-    after = sys.getrefcount(parameter)
-    del output
-    return after - before
-
-
 def _unheld_gradient() -> int:
     parameter = nn.Parameter(torch.ones(1))
     parameter.grad = torch.ones(1)
@@ -89,7 +80,7 @@ def _unheld_gradient() -> int:
     return sys.getrefcount(gradient)
 
 
-_BY_GRAPHS, _UNHELD_GRADIENT = _by_graphs(), _unheld_gradient()
+_UNHELD_GRADIENT = _unheld_gradient()
 
 #: The count above without other holders: references of the expressions themselves.
 _UNHELD = _unheld()

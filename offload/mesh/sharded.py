@@ -32,7 +32,9 @@ from offload.planning.plan import Kind
 from offload.planning.planner import Pass
 from offload.planning.residency import Residency
 from offload.storage.buffer import on_own_storage
+from offload.streaming.graph_references import BY_GRAPHS
 from offload.streaming.slices import Slice
+from offload.streaming.stored_gradients import set_gradient
 from pipe.torch_private.autograd import has_hooks
 from pipe.torch_private.tensors import native_uses, storage_uses
 
@@ -46,6 +48,8 @@ __all__ = ["ShardedParameters", "ShownParameter", "described"]
 
 #: The actions of a plan that are collectives, or decide what collectives find.
 _COMMON = (Kind.LOAD, Kind.EVICT, Kind.DRAIN, Kind.UPDATE_IN_BACKWARD)
+#: Owners in C++ of a parameter that graphs have: its Python object, and what adds to its gradient.
+_WITH_A_GRAPH = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,8 +191,9 @@ class ShardedParameters(PublicParameters):
             if gradient is None:
                 p.shown.grad = None
             elif self._shown_gradient(p) is not gradient:
-                self._gradients[p.stored] = gradient, self._wrap(gradient.detach(), p.part)
-                p.shown.grad = self._gradients[p.stored][1]
+                part = replace(p.part, dtype=gradient.dtype)
+                self._gradients[p.stored] = gradient, self._wrap(gradient.detach(), part)
+                set_gradient(p.shown, self._gradients[p.stored][1])
                 new.append(p)
         gradient = None
         self._known_gradients.update((p.stored, self._gradient_references(p)) for p in new)
@@ -206,10 +211,10 @@ class ShardedParameters(PublicParameters):
                 p.stored.grad = None
                 self._gradients.pop(p.stored, None)
             elif (known := self._shown_gradient(p)) is not None:
-                p.stored.grad = known
+                set_gradient(p.stored, known)
             else:
                 local = self._local_gradient(p, gradient)
-                p.stored.grad = local
+                set_gradient(p.stored, local)
                 self._gradients[p.stored] = local, gradient
 
     @staticmethod
@@ -235,9 +240,12 @@ class ShardedParameters(PublicParameters):
         optimizers on the home of each shard, by its index.
         """
         now = self._references(known)
+        # A graph, such as that of a loss which is still there, has a leaf but not its value: one more owner in C++. A
+        # graph that has saved the value is another owner.
+        in_graphs = {id(shown): BY_GRAPHS if native_uses(shown) == _WITH_A_GRAPH else 0 for shown in known}
         for key, held in [(id(shown), held) for shown, held in known.items()]:
             count, *others = self._known[key]
-            if now[key] != (count + held, *others):
+            if now[key] != (count + held + in_graphs[key], *others):
                 return True
         for p in (self._by_shown[shown] for shown in known):
             if p.shown.grad is not None and (
@@ -294,10 +302,10 @@ class ShardedParameters(PublicParameters):
     def check_optimizer(self, optimizer: OffloadOptimizer) -> None:
         """Raises TypeError for a class that needs whole parameters, ValueError for states of fewer bytes."""
         factory = optimizer.factory
-        if factory.form is not None:
+        if factory.form is not None and factory.form.together > 1:
             raise ValueError(
-                "states= does not support mesh= yet: the rows of a rank need not be a multiple of the 256 elements "
-                "that share a scale; leave out states="
+                f"states={factory.form.name!r} does not support mesh=: {factory.form.together} elements share a scale, "
+                f"and another number of ranks, which may load a checkpoint, cuts elsewhere; pass states=torch.bfloat16"
             )
         for options in optimizer.options():
             check_elementwise(factory.kind, options, factory.arguments)

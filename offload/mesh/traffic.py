@@ -20,6 +20,7 @@ __all__ = [
     "SentBytes",
     "Traffic",
     "bytes_at_once",
+    "bytes_beside_one_process",
     "piece_bytes",
     "sent_bytes",
     "traffic_of",
@@ -51,6 +52,16 @@ def bytes_at_once(nbytes: int, ranks: int) -> int:
     """
     wanted = -(-nbytes // max(_LEAST_PARTS, _PARTS // ranks))
     return aligned(min(max(wanted, LEAST_AT_ONCE), _MOST_AT_ONCE, nbytes))
+
+
+def bytes_beside_one_process(shard: int, ranks: int) -> int:
+    """Most bytes that a rank holds beside what one process does, for shards of at most ``shard`` bytes.
+
+    What a collective sends and receives, with a copy that gloo makes in a gather, and this rank's parts of the sums of
+    gradients: at most a shard, unless messages of the least size take more.
+    """
+    part = -(-shard // ranks)
+    return max(shard, 3 * ranks * bytes_at_once(part, ranks) + part)
 
 
 def widened(parts: Iterable[Part]) -> list[Part]:

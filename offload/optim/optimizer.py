@@ -95,8 +95,8 @@ class OffloadOptimizer(MovableStates):
         TypeError: if ``model`` or ``optimizer_class`` is of another type; or the class needs a closure, or with
             ``states`` does not update each element by itself.
         ValueError: if hyperparameters are refused by the class, patterns match nothing, or ``max_norm`` is combined
-            with ``update_in_backward`` (the norm is known only after the last gradient), or ``states`` with a mesh; or
-            if the model's ``memory_budget`` is too small for the buffers of updates on disk.
+            with ``update_in_backward`` (the norm is known only after the last gradient), or ``states="8bit"`` with a
+            mesh; or if the model's ``memory_budget`` is too small for the buffers of updates on disk.
 
     On disk a step of Adam with two slots transfers, for each float32 parameter: 8 bytes of weights read, by the load of
     each pass; 4 of its gradient and 8 of its two moments, each written once and read once; and 4 of weights written.

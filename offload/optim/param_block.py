@@ -135,7 +135,7 @@ class ParamBlock(ABC):
         self.proxies = [self.at_rest(s) for s in self.slices]
         form = factory.form
         #: Positions of the parameters whose states are stored in the form.
-        self.encoded = {k for k, s in enumerate(self.slices) if form is not None and form.encodes(s.like())}
+        self.encoded = {k for k, s in enumerate(self.slices) if form is not None and form.encodes(shard.whole_like(s))}
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -76,6 +76,8 @@ class StateForm(ABC):
     name: str
     #: Bytes of a stored state for each element of its parameter.
     element_bytes: float
+    #: Elements that are stored together: which ones these are depends on where a state begins.
+    together = 1
 
     def encodes(self, parameter: Tensor) -> bool:
         """Whether states of a parameter are stored in this form."""
@@ -152,7 +154,7 @@ class _Bfloat16(StateForm):
 class _EightBits(StateForm):
     """States in 8 bits with scales: see :mod:`offload.optim.dynamic_map`."""
 
-    name, element_bytes = "8bit", 1 + 4 / BLOCK
+    name, element_bytes, together = "8bit", 1 + 4 / BLOCK, BLOCK
 
     def allocate(self, key: str, like: Tensor) -> dict[str, Tensor]:
         codes, scales = torch.empty(like.shape, dtype=torch.uint8), torch.empty(_scales_of(like.numel()))

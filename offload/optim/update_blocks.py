@@ -42,7 +42,7 @@ class StoredStates:
         in_pieces = any(shard.formed for shard in shards)
         if form is None:
             return cls(in_pieces=in_pieces)
-        owned = [[(s, form.encodes(s.like())) for s in shard.own] for shard in shards]
+        owned = [[(s, form.encodes(shard.whole_like(s))) for s in shard.own] for shard in shards]
         shares = [form.share(s.full_dtype) for own in owned for s, encoded in own if encoded]
         in_full = (sum(s.full_nbytes for s, encoded in own if not encoded) for own in owned)
         return cls(max(shares, default=1.0), max(in_full, default=0), in_pieces)

@@ -121,7 +121,7 @@ class LayerHomes:
     def round_gradients(self, shards: Iterable[Shard], dtype: torch.dtype, *, accumulates: bool) -> None:
         """Stores gradients of these shards, and of those that are made later, as :class:`.GradientTypes` says."""
         shards = list(shards)
-        own = [s for shard in shards for s in shard.own]
+        own = (pair for shard in shards for pair in zip(shard.own, shard.slices, strict=False))
         self.gradient_types = GradientTypes.of_layers(self.layers, own, dtype, accumulates=accumulates)
         for shard in shards:
             shard.gradient_types = self.gradient_types

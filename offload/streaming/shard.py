@@ -353,6 +353,10 @@ class Shard:
         with outside_inference_mode():
             return region.block, region.offsets[id(s.parameter)], region.view(s)
 
+    def whole_like(self, s: Slice) -> Tensor:
+        """A tensor without memory, like an own parameter, of which other processes may store a part."""
+        return s.like()
+
     def part_at_home(self, position: int, whole: Tensor) -> Tensor:
         """What is stored of a whole parameter, at ``position`` of :attr:`slices`, by this process: all of it."""
         return whole

@@ -31,11 +31,25 @@ from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.phase import enable_checkpointing
 from pipe.recompute.replay import Replay, autocast_without_cache
-from pipe.torch_private.modules import has_module_hooks
+from pipe.torch_private.modules import caches_parametrizations, has_module_hooks
 
-__all__ = ["RepeatableLayers", "Rerun", "trial"]
+__all__ = ["RepeatableLayers", "Rerun", "refuse_cached_parametrizations", "trial"]
 
 Call = Callable[[Any], Any]
+
+
+def refuse_cached_parametrizations(modules: Iterable[nn.Module]) -> None:
+    """Raises RuntimeError inside ``parametrize.cached()`` if one of the modules has a parametrization.
+
+    The cache belongs to the process. A second run finds it empty, computes weights again and moves the vectors of a
+    spectral norm once more; or finds weights of a run without gradients; or those of a graph that ended.
+    """
+    if caches_parametrizations(modules):
+        raise RuntimeError(
+            "expected no torch.nn.utils.parametrize.cached() around layers that run again for their gradients or are "
+            "loaded and evicted: the second run would not find what the first one cached; leave the context out, or "
+            "enter it inside a layer's forward"
+        )
 
 
 class Rerun:
@@ -57,6 +71,8 @@ class Rerun:
         attributes: bool = True,
         value: Any = None,
     ) -> None:
+        if watched is not None:
+            refuse_cached_parametrizations(module for _, module in watched.modules)
         held = [] if watched is None else watched.generators
         passed = [] if value is None else generators_in(value)
         more = [each for each in passed if not any(each is known for known in held)]

@@ -9,11 +9,13 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as BatchOrInstanceNorm
+from torch.nn.utils import parametrize
 
 __all__ = [
     "HOOKS_OF_MODULES",
     "BatchNorm",
     "BatchOrInstanceNorm",
+    "caches_parametrizations",
     "global_module_hooks",
     "has_backward_hooks",
     "has_module_hooks",
@@ -46,3 +48,8 @@ def has_module_hooks(modules: Iterable[nn.Module]) -> bool:
 def has_backward_hooks(modules: Iterable[nn.Module]) -> bool:
     """Whether hooks of one of these modules see gradients of its inputs or outputs."""
     return any(m._backward_hooks or m._backward_pre_hooks for m in modules)
+
+
+def caches_parametrizations(modules: Iterable[nn.Module]) -> bool:
+    """Whether ``parametrize.cached()`` is in force, and one of the modules has a parametrization."""
+    return bool(parametrize._cache_enabled) and any(map(parametrize.is_parametrized, modules))
