@@ -237,7 +237,7 @@ def _libaio(job: _Job, size: str) -> Callable[[], None]:
 
 
 def _liburing(job: _Job, size: str) -> Callable[[], None]:
-    """Into memory of ``bytearray``, since the package takes no other; io_uring."""
+    """Into memory of ``bytearray``, since plain reads of the package take no other; io_uring."""
     library = importlib.import_module("liburing")
     ring, done = library.Ring(), library.Cqe()
     library.io_uring_queue_init(2 * job.at_a_time, ring)
