@@ -1,8 +1,9 @@
 """``transfers``: whether the kernel's asynchronous I/O moves files faster than threads, and huge pages memory.
 
-Cases of a group take turns, so that they share each moment of the disk. A library is worth its dependency from
-:data:`WORTH` on. caio, which is kept best, is not among them: it reads into memory of its own that does not begin on a
-page, so the kernel refuses to move bytes there past the page cache.
+Cases of a group take turns, so that they share each moment of the disk. From :data:`WORTH` on a library is worth a
+trial in whole steps, where its gain may be lost (docs/design.md, "Transfers"). caio, which is kept best, is not among
+them: it reads into memory of its own that does not begin on a page, so the kernel refuses to move bytes there past the
+page cache.
 """
 
 import statistics
@@ -66,14 +67,14 @@ def report(run: Run) -> list[str]:
     sections.append(
         f"The file has {mebibytes(settings.file_bytes)}, and is moved past the page cache. Shards: "
         f"{settings.requests(SHARDS)[1]} requests of {mebibytes(settings.requests(SHARDS)[0])} at a time. Blocks: "
-        f"{settings.requests(BLOCKS)[1]} of {mebibytes(settings.requests(BLOCKS)[0])}. {LIBURING} takes "
-        f"no other memory than that of a bytearray, here in huge pages."
+        f"{settings.requests(BLOCKS)[1]} of {mebibytes(settings.requests(BLOCKS)[0])}. {LIBURING} moves "
+        f"the memory of a bytearray, here in huge pages: its plain reads take no other."
     )
     return sections
 
 
 def bounds(run: Run) -> list[str]:
-    """No library is so much faster that it should be used: in the median of all turns of all groups."""
+    """No library is so much faster that steps should be measured with it: in the median of all turns of all groups."""
     broken = []
     for name in LIBRARIES:
         ratios = _ratios(run, name)

@@ -237,7 +237,7 @@ def _libaio(job: _Job, size: str) -> Callable[[], None]:
 
 
 def _liburing(job: _Job, size: str) -> Callable[[], None]:
-    """Moves requests by io_uring, to and from ``bytearray`` memory: the package takes no other."""
+    """Moves requests by io_uring, to and from ``bytearray`` memory: plain reads of the package take no other."""
     library = importlib.import_module("liburing")
     ring, done = library.Ring(), library.Cqe()
     library.io_uring_queue_init(2 * job.at_a_time, ring)
