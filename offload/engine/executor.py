@@ -35,6 +35,7 @@ from offload.engine.reach import Reach
 from offload.engine.recut import recut
 from offload.engine.shape_inference import inferred_boundaries
 from offload.engine.shard_cells import ShardCells
+from offload.engine.since_forward import buffers_of, check_buffers, frozen, frozen_again, refuse_unrepeatable
 from offload.engine.steps import joined
 from offload.engine.structure import Structure
 from offload.engine.tape import Tape
@@ -57,7 +58,6 @@ from offload.streaming.weight_forms import WeightForm
 from offload.telemetry.statistics import Meter
 from pipe.nested import flatten, tensors_in
 from pipe.recompute.phase import is_recomputing
-from pipe.recompute.rerun import refuse_cached_parametrizations
 
 __all__ = ["Executor"]
 
@@ -174,9 +174,7 @@ class Executor(BlockForwards):
         rows = [largest_rows(leaves) for leaves in inputs]
         records = torch.is_grad_enabled() and (first < len(self.shards) or self.trains_outside)
         if records:
-            refuse_cached_parametrizations(
-                m for shard in self.shards for layer in shard.layers for m in layer.modules()
-            )
+            refuse_unrepeatable(self.shards)
         elements = [sum(x.numel() for x in leaves if isinstance(x, Tensor)) for leaves in inputs]
         self.steps.begin(rows, elements, training=records, idle=not self.waits_for_backward())
         if self.steps.needs_sizes and not self.blocks and not any(isinstance(chunk, RawChunk) for chunk in chunks):
@@ -194,6 +192,8 @@ class Executor(BlockForwards):
             microbatches=len(chunks),
             records=records,
             first=first,
+            frozen=frozen(self.shards) if records and self.recompute else (),
+            buffers=buffers_of(self.shards) if records and self.recompute else (),
             output_fns=output_fns or [None] * len(chunks),
             inputs=inputs,
             rows=rows,
@@ -329,7 +329,12 @@ class Executor(BlockForwards):
         gradients = self._store(gradients=True)
         input_gradients: list[list[Any]] = [[None] * len(leaves) for leaves in tape.inputs]
         measured = self._meter.overheads.in_pass("backward")
-        with contextlib.closing(gradients), self._exclusive_pass(recomputes=self.recompute), measured:
+        with (
+            contextlib.closing(gradients),
+            self._exclusive_pass(recomputes=self.recompute),
+            measured,
+            frozen_again(tape.frozen),
+        ):
             reuses_slots = self._frozen_weights > 0 or self.streamer.slot_pool.shared
             if tape.assignments != self.assigned_data.stores and not reuses_slots:
                 # Slots were loaded by a later forward, during which parameters may have had other values.
@@ -337,6 +342,7 @@ class Executor(BlockForwards):
             resident = self.streamer.resident()
             self.assigned_data.check_unchanged(tape)
             self._cell_executor.check_homes(tape)
+            check_buffers(tape)
             waiting = sum(other is not tape and not other.used for other in self._tapes)
             gradient_offload = self.streamer.gradient_offload
             only = None if accumulate else frozenset(returned)
