@@ -73,11 +73,13 @@ class ModuleAtHome(nn.Module):
         offload_device: object,
         resident: str | Sequence[str] | None,
         staying: Collection[nn.Parameter],
+        ranks: int,
         **choices: Any,
     ) -> dict[str, nn.Module] | None:
         """All layers that stream, where ``memory`` is too small for what is around them; None if it is not.
 
-        Arguments as of :class:`~offload.OffloadModel`; ``staying``: what ``resident`` names.
+        Arguments as of :class:`~offload.OffloadModel`; ``staying``: what ``resident`` names; ``ranks``: processes that
+        store a part each.
         """
         return None
 

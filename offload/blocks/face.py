@@ -42,7 +42,7 @@ from pipe.interception import offered
 from pipe.microbatch import gather_nested, split_nested
 from pipe.nested import map_tensors
 from pipe.recompute.thread_state import lasting_hooks
-from pipe.torch_private import saved_tensor_hooks
+from pipe.torch_private.autograd import saved_tensor_hooks
 
 __all__ = ["ModelWithBlocks", "class_for"]
 
@@ -163,12 +163,13 @@ class ModelWithBlocks(ReportingModule):
         offload_device: object,
         resident: str | Sequence[str] | None,
         staying: Collection[nn.Parameter],
+        ranks: int,
         **choices: Any,
     ) -> dict[str, nn.Module] | None:
         limit, dtype = memory.limit_on(self.device), choices["param_dtype"]
         if limit is None or (isinstance(offload_device, DiskHome) and offload_device.keep):
             return None  # a kept home is laid out by the blocks, and opened with any memory
-        given: dict[str, Any] = {"on_disk": is_directory(offload_device), "param_dtype": dtype}
+        given: dict[str, Any] = {"on_disk": is_directory(offload_device), "param_dtype": dtype, "ranks": ranks}
 
         def needed(blocks: Mapping[str, nn.Module], states: int = STATES_EXPECTED) -> int:
             around = modules_outside(model, blocks).values()
@@ -310,7 +311,11 @@ class ModelWithBlocks(ReportingModule):
 
     @functools.cached_property
     def _takes_use_cache(self) -> bool:
-        return "use_cache" in inspect.signature(self._kind.forward).parameters
+        # A model with adapters passes keywords on.
+        base_of: Any = getattr(self, "get_base_model", lambda: self)
+        base = base_of()
+        forwards = (self._kind.forward, type(base).forward)
+        return any("use_cache" in inspect.signature(forward).parameters for forward in forwards)
 
     def _check_model(self) -> None:
         if self._casts is not None:
