@@ -19,6 +19,7 @@ from offload.engine.cell import Cell
 from offload.engine.follow import Follower, performers
 from offload.engine.reach import Reach
 from offload.engine.shard_cells import ShardCells
+from offload.engine.since_forward import check_buffers, frozen_again
 from offload.engine.steps import joined
 from offload.engine.tape import Tape
 from offload.planning.planner import Pass
@@ -66,7 +67,8 @@ class BackwardPasses(BlockForwards):
         gradients = self._store(gradients=True)
         input_gradients: list[list[Any]] = [[None] * len(leaves) for leaves in tape.inputs]
         measured = self._meter.overheads.in_pass("backward")
-        with contextlib.closing(gradients), self._exclusive_pass(recomputes=self.recompute), measured:
+        running = self._exclusive_pass(recomputes=self.recompute)
+        with contextlib.closing(gradients), running, measured, frozen_again(tape.frozen):
             reuses_slots = self._frozen_weights > 0 or self.streamer.slot_pool.shared
             if tape.assignments != self.assigned_data.stores and not reuses_slots:
                 # Slots were loaded by a later forward, during which parameters may have had other values.
@@ -74,6 +76,7 @@ class BackwardPasses(BlockForwards):
             resident = self.streamer.resident()
             self.assigned_data.check_unchanged(tape)
             self._cell_executor.check_homes(tape)
+            check_buffers(tape)
             waiting = sum(other is not tape and not other.used for other in self._tapes)
             gradient_offload = self.streamer.gradient_offload
             only = None if accumulate else frozenset(returned)

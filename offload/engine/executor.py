@@ -33,6 +33,7 @@ from offload.engine.raw_chunk import RawChunk, versions_of
 from offload.engine.recut import recut
 from offload.engine.shape_inference import inferred_boundaries
 from offload.engine.shard_cells import ShardCells
+from offload.engine.since_forward import buffers_of, frozen, refuse_unrepeatable
 from offload.engine.structure import Structure
 from offload.engine.tape import Tape
 from offload.engine.weight_writes import AssignedData
@@ -53,7 +54,6 @@ from offload.streaming.weight_forms import WeightForm
 from offload.telemetry.statistics import Meter
 from pipe.nested import flatten, tensors_in
 from pipe.recompute.phase import is_recomputing
-from pipe.recompute.rerun import refuse_cached_parametrizations
 
 __all__ = ["Executor"]
 
@@ -170,9 +170,7 @@ class Executor(BackwardPasses):
         rows = [largest_rows(leaves) for leaves in inputs]
         records = torch.is_grad_enabled() and (first < len(self.shards) or self.trains_outside)
         if records:
-            refuse_cached_parametrizations(
-                m for shard in self.shards for layer in shard.layers for m in layer.modules()
-            )
+            refuse_unrepeatable(self.shards)
         elements = [sum(x.numel() for x in leaves if isinstance(x, Tensor)) for leaves in inputs]
         self.steps.begin(rows, elements, training=records, idle=not self.waits_for_backward())
         if self.steps.needs_sizes and not self.blocks and not any(isinstance(chunk, RawChunk) for chunk in chunks):
@@ -190,6 +188,8 @@ class Executor(BackwardPasses):
             microbatches=len(chunks),
             records=records,
             first=first,
+            frozen=frozen(self.shards) if records and self.recompute else (),
+            buffers=buffers_of(self.shards) if records and self.recompute else (),
             output_fns=output_fns or [None] * len(chunks),
             inputs=inputs,
             rows=rows,

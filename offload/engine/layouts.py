@@ -7,16 +7,15 @@ tensors (a subclass, an opaque layout) stay in memory, since their parts are unk
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload.engine.raw_chunk import RawChunk
-from pipe.nested import COMPRESSED, tensors_in
+from offload.engine.raw_chunk import tensors_inside
+from pipe.nested import COMPRESSED
 
 __all__ = ["Parts", "bytes_of_boundary", "fitting", "refuse_hidden", "refuse_strided_nested", "take_apart"]
 
@@ -106,11 +105,7 @@ def refuse_hidden(leaves: Sequence[Any], where: str) -> None:
     Such a graph cannot be cut between shards, since the tensors in the object are unknown.
     """
     for leaf in leaves:
-        if isinstance(leaf, (Tensor, torch.nn.Module, RawChunk, type)):
-            continue
-        members = [getattr(leaf, f.name, None) for f in dataclasses.fields(leaf)] if is_dataclass(leaf) else []
-        members += getattr(leaf, "__dict__", {}).values()
-        if members and any(tensor.requires_grad for tensor in tensors_in(members)):
+        if any(tensor.requires_grad for tensor in tensors_inside(leaf)):
             raise TypeError(
                 f"expected tensors in tuples, lists, dicts or registered containers ({where}), got a "
                 f"{type(leaf).__name__} that holds tensors with gradients; return a tuple or a dict, or register the "

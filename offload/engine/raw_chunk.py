@@ -6,21 +6,50 @@ runs; random numbers drawn for it are a part of the cell, and are replayed with 
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipe.nested import map_tensors, parts_of, tensors_in
 
-__all__ = ["LazyInput", "RawChunk", "as_call", "versions_of"]
+__all__ = ["LazyInput", "RawChunk", "as_call", "tensors_inside", "versions_of"]
 
 
-def versions_of(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """Version counters of the tensors among these leaves that have one."""
-    return tuple(leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference())
+class _Version:
+    """A tensor inside an object and its version counter; equal to those of the same tensor, unchanged."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = None if tensor.is_inference() else tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Version) and self.tensor is other.tensor and self.version == other.version
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def tensors_inside(leaf: Any) -> list[Tensor]:
+    """The tensors in an object that is no registered container (a dataclass)."""
+    if isinstance(leaf, (Tensor, torch.nn.Module, LazyInput, type)):
+        return []
+    members = [getattr(leaf, f.name, None) for f in dataclasses.fields(leaf)] if dataclasses.is_dataclass(leaf) else []
+    return list(tensors_in([*members, *getattr(leaf, "__dict__", {}).values()]))
+
+
+def versions_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """What tells that tensors of these leaves, or in objects among them, were changed or replaced."""
+    versions: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            versions += [] if leaf.is_inference() else [leaf._version]
+        else:
+            versions += map(_Version, tensors_inside(leaf))
+    return tuple(versions)
 
 
 class LazyInput(ABC):

@@ -66,7 +66,7 @@ class CellRecords:
     inputs: list[list[Any]] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     input_specs: list[TreeSpec] = field(default_factory=list)
-    input_versions: list[tuple[int, ...]] = field(default_factory=list)
+    input_versions: list[tuple[Any, ...]] = field(default_factory=list)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -88,6 +88,10 @@ class Tape(CellRecords):
     assignments: int = 0
     #: Elements of the input, for each micro-batch.
     elements: list[int] = field(default_factory=list)
+    #: The parameters that took no gradient in the forward, where cells are recomputed.
+    frozen: Sequence[nn.Parameter] = ()
+    #: The buffers of the forward, likewise.
+    buffers: Sequence[Tensor] = ()
     #: While the forward runs: new numbers of shards, from old to new, that its plan does not know yet.
     moved: Sequence[Mapping[int, int]] = ()
     #: The plan of the forward, until the backward.
@@ -170,6 +174,7 @@ class Tape(CellRecords):
         """Frees the tape."""
         self.boundaries.close()
         self.cells.clear()
+        self.buffers = ()
         self.kept.clear()
         if self.glue is not None:
             self.glue.close()

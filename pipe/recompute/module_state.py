@@ -321,6 +321,16 @@ class ModuleState:
         """After :meth:`record_changes`: whether the forward wrote any buffer."""
         return bool(self._buffers)
 
+    @property
+    def written_since(self) -> list[str]:
+        """Names of the buffers that the forward only read, and that were written in place since, with values lost."""
+        return [
+            repr(name)
+            for _, name, epoch in self._epochs
+            if epoch.value is None and epoch.version is not None and (tensor := epoch.tensor()) is not None
+            if tensor._version != epoch.version
+        ]
+
     def take_back(self) -> None:
         """After :meth:`record_changes`: restores the values from before the forward in the buffers that it wrote."""
         for owner, name, value in self._buffers:
@@ -351,6 +361,11 @@ class ModuleState:
             if strict:
                 self._check()
             read = [(owner, name, epoch.value) for owner, name, epoch in self._epochs if epoch.value is not None]
+            for owner, name, epoch in self._epochs:  # buffers that other code replaced, if they are kept
+                now, tensor = owner._buffers.get(name), epoch.tensor()
+                if epoch.value is None and now is not tensor and now is not None and tensor is not None:
+                    before.append((owner._buffers, name, now))
+                    owner._buffers[name] = tensor
             for owner, name, snapshot in [*self._buffers, *read]:
                 before.append((owner._buffers, name, owner._buffers[name]))
                 owner._buffers[name] = snapshot.clone()  # a retained graph may need the snapshot again

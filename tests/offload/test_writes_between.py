@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -201,3 +202,96 @@ def test_a_layer_that_gives_its_weight_data_of_another_type_is_refused(home: str
     with pytest.raises(ValueError, match=r"expected data of torch\.float32"):
         model(batch())
     assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+class Scaled(nn.Module):
+    """Reads a buffer without saving it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) * self.scale.clone())
+
+
+def scaled() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Scaled(), Scaled(), Scaled())
+
+
+def test_a_buffer_that_is_replaced_before_the_backward_is_the_old_one_in_the_recomputation() -> None:
+    bare, model = scaled(), OffloadModel(scaled(), "cpu", num_slices=3, checkpoint_activation=True)
+    for run in (bare, model):
+        loss = run(torch.ones(4, 8)).sum()
+        layer = run.get_submodule("1")
+        layer.scale = layer.scale * 3  # type: ignore[operator]
+        loss.backward()
+        run(torch.ones(4, 8)).sum().backward()
+        assert torch.equal(layer.scale, torch.full((8,), 3.0))  # type: ignore[arg-type]
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), bare.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+def test_a_buffer_that_is_written_before_the_backward_is_refused_before_anything_ran() -> None:
+    model = OffloadModel(scaled(), "cpu", num_slices=3, checkpoint_activation=True)
+    loss = model(torch.ones(4, 8)).sum()
+    model.get_buffer("1.scale").mul_(3)
+    with pytest.raises(RuntimeError, match="buffer 'scale' of shard 1 was written in place"):
+        loss.backward()
+    assert all(p.grad is None for p in model.parameters())
+    model(torch.ones(4, 8)).sum().backward()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_parameter_that_is_thawed_before_the_backward_gets_no_gradient(recompute: bool) -> None:
+    bare, model = scaled(), OffloadModel(scaled(), "cpu", num_slices=3, checkpoint_activation=recompute)
+    for run in (bare, model):
+        weight = run.get_parameter("1.linear.weight").requires_grad_(False)
+        loss = run(torch.ones(4, 8)).sum()
+        weight.requires_grad_(True)
+        loss.backward()
+        assert weight.grad is None
+        assert weight.requires_grad
+    for p, q in zip(model.parameters(), bare.parameters(), strict=True):
+        assert p.grad is q.grad is None or torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass
+class Batch:
+    x: Tensor
+
+
+class Opens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.linear(batch.x)
+
+
+@pytest.mark.parametrize("how", ["replaced", "written"])
+def test_a_tensor_in_an_object_that_is_the_input_is_compared_too(how: str) -> None:
+    model = OffloadModel([Opens(), nn.Linear(8, 8)], "cpu", checkpoint_activation=True)
+    given = Batch(torch.ones(4, 8))
+    loss = model(given).sum()
+    if how == "replaced":
+        given.x = torch.zeros(4, 8)
+    else:
+        given.x.zero_()
+    with pytest.raises(RuntimeError, match="an input of the model"):
+        loss.backward()
+    model(given).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of the import
+def test_optimizers_that_step_on_nodes_of_the_graph_are_refused() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
+
+    model = OffloadModel(scaled(), "cpu", num_slices=3, checkpoint_activation=False)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    with pytest.raises(RuntimeError, match="update_in_backward=True"):
+        model(torch.ones(4, 8))
+    with torch.no_grad():
+        model(torch.ones(4, 8))
