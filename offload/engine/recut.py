@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offload.streaming.formed_weights import seal
 from offload.streaming.moves import HomeInUseError, home_in_use
 from offload.streaming.shard import Shard
 from offload.streaming.stored_gradients import regions_of
 from pipe.process import check_process
-from pipe.torch_private import outside_inference_mode
+from pipe.torch_private.autograd import outside_inference_mode
 
 if TYPE_CHECKING:
     from offload.engine.executor import Executor
@@ -134,4 +135,4 @@ def _enter(shard: Shard) -> None:
     for s in shard.own:
         s.point_to(shard.home_view(s))
     if shard.formed:
-        shard.seal()
+        seal(shard)

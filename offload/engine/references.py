@@ -19,7 +19,7 @@ from torch import nn
 
 from offload.streaming.graph_references import BY_GRAPHS
 from offload.streaming.shard import Shard
-from pipe.torch_private import native_uses, storage_uses
+from pipe.torch_private.tensors import native_uses, storage_uses
 
 __all__ = ["References"]
 
@@ -66,7 +66,7 @@ class References:
 
 
 def _unheld() -> int:
-    """Counts of ``sys.getrefcount`` in the loop above besides the known references, in this Python."""
+    """How many references ``sys.getrefcount`` counts in the loop above besides the known ones, in this Python."""
     held = {nn.Parameter(torch.empty(0)): 1}
     for parameter, ours in held.items():
         return sys.getrefcount(parameter) - ours

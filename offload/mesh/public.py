@@ -111,7 +111,7 @@ class PublicParameters:
         """Called at the beginning of a step."""
 
     def local(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """What is stored of parameters that users see, without what another process counts in a norm."""
+        """The stored parameters that this process counts in a norm; one process counts those that are stored whole."""
         return list(parameters)
 
     def total_norm(self, norm: Tensor) -> Tensor:

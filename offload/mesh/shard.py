@@ -32,7 +32,7 @@ from offload.streaming.materialize import Materializer, Values
 from offload.streaming.quantised import StoredTensor, stored_tensors
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice, layout
-from pipe.torch_private import set_versions
+from pipe.torch_private.autograd import set_versions
 
 if TYPE_CHECKING:
     from offload.optim.update import Update
@@ -70,7 +70,7 @@ class MeshShard(Shard):
         return sum(p.nbytes for p in reduced if p.requires_grad)
 
     def versions(self) -> tuple[int, ...]:
-        """Of each parameter, the sum of the counters of all tensors through which it can be written."""
+        """The version of each parameter: the sum of the counters of all tensors through which it can be written."""
         return tuple(
             here.parameter._version + self._versions_at_home(there.parameter)
             for here, there in zip(self.slices, self.at_home, strict=True)

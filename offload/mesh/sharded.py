@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack
 
 from offload.mesh.elementwise import check_elementwise
 from offload.mesh.parts import WholePart
@@ -32,10 +31,12 @@ from offload.mesh.public import PublicParameters
 from offload.planning.plan import Kind
 from offload.planning.planner import Pass
 from offload.planning.residency import Residency
+from offload.storage.buffer import on_own_storage
 from offload.streaming.graph_references import BY_GRAPHS
 from offload.streaming.slices import Slice
 from offload.streaming.stored_gradients import set_gradient
-from pipe.torch_private import has_hooks, native_uses, storage_uses
+from pipe.torch_private.autograd import has_hooks
+from pipe.torch_private.tensors import native_uses, storage_uses
 
 if TYPE_CHECKING:
     from offload.mesh.parts import Part
@@ -106,7 +107,9 @@ class ShardedParameters(PublicParameters):
         ]
 
     def _new(self, stored: nn.Parameter, whole: nn.Parameter, part: Part) -> nn.Parameter:
-        shown = nn.Parameter(self._wrap(_by_itself(stored.detach()), part), stored.requires_grad)
+        # ``async_save`` of torch copies storages: of a view it would copy the home of the whole shard, and it fails for
+        # a DTensor whose local part does not begin with its storage.
+        shown = nn.Parameter(self._wrap(on_own_storage(stored.detach()), part), stored.requires_grad)
         vars(shown).update({key: value for key, value in vars(whole).items() if key not in vars(shown)})
         return shown
 
@@ -169,7 +172,7 @@ class ShardedParameters(PublicParameters):
 
     @contextlib.contextmanager
     def in_layers(self) -> Iterator[None]:
-        """The same in a pass: other ranks are told if it fails."""
+        """A context in which layers hold whole parameters in a pass: other ranks are told if it fails."""
         with self.whole():
             try:
                 yield
@@ -217,7 +220,7 @@ class ShardedParameters(PublicParameters):
     @staticmethod
     @torch.no_grad()
     def _references(tensors: Iterable[Any]) -> dict[int, tuple[int, ...]]:
-        """By identity of each DTensor: numbers of references to it, and to its local part and by views of that."""
+        """References to each DTensor, and to its local part and by views of that; by ``id`` of the DTensor."""
         found: dict[int, tuple[int, ...]] = {}
         for tensor in tensors:
             local = tensor.to_local()
@@ -333,7 +336,7 @@ class ShardedParameters(PublicParameters):
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim() and value.shape == p.stored.shape:
                 if key not in known or known[key][0] is not value:
-                    known[key] = value, self._wrap(_by_itself(value), replace(p.part, dtype=value.dtype))
+                    known[key] = value, self._wrap(on_own_storage(value), replace(p.part, dtype=value.dtype))
                 shown[key] = known[key][1]
             else:
                 shown[key] = value
@@ -356,13 +359,3 @@ class ShardedParameters(PublicParameters):
 def described(part: Part) -> str:
     """A parameter in one word."""
     return f"{part.name}{list(part.shape)}{str(part.dtype).removeprefix('torch.')}".replace(" ", "")
-
-
-def _by_itself(tensor: Tensor) -> Tensor:
-    """The same memory as a storage of its own, which begins at the first element.
-
-    ``async_save`` of torch copies storages: of a view it would copy the home of the whole shard, and it fails for a
-    DTensor whose local part does not begin with its storage.
-    """
-    alone: Tensor = from_dlpack(tensor)
-    return alone

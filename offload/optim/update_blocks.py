@@ -37,7 +37,7 @@ class StoredStates:
 
     @classmethod
     def of(cls, form: StateForm | None, shards: Iterable[Shard]) -> StoredStates:
-        """Of the parameters of shards."""
+        """The sizes of the states of all parameters of some shards."""
         shards = list(shards)
         in_pieces = any(shard.formed for shard in shards)
         if form is None:
@@ -69,7 +69,7 @@ def update_block_bytes(
 
 
 def update_block_bytes_of(largest: int, limit_bytes: float = math.inf, stored: StoredStates = StoredStates()) -> int:
-    """The same where the largest shard stores so many bytes of parameters."""
+    """As :func:`update_block_bytes`, where the largest shard stores so many bytes of parameters."""
     update_block = min(MAX_BLOCK_BYTES, max(1, largest // BLOCKS_PER_SHARD // BLOCK_GRAIN_BYTES) * BLOCK_GRAIN_BYTES)
     update_block = min(update_block, whole_pages(largest) or update_block)
     while stored.buffer_bytes(update_block) > limit_bytes and update_block > PAGE_BYTES:

@@ -18,7 +18,7 @@ from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.streaming.quantised import stored_tensors
 from offload.streaming.slices import Slice
-from pipe.torch_private import storage_uses
+from pipe.torch_private.tensors import storage_uses
 
 if TYPE_CHECKING:
     from offload.streaming.shard import Shard

@@ -199,7 +199,7 @@ class Meter:
         return self.cells[kind, shard]
 
     def _only_counts(self, kind: str, other: str, shard: int) -> bool:
-        """Whether a kind of cell was measured in a step that nothing disturbed, but not another one."""
+        """Whether ``kind`` was measured in a step that nothing disturbed, and the ``other`` kind of cell was not."""
         clocks = self.cells.get((kind, shard)), self.cells.get((other, shard))
         return [clock is not None and clock.counts for clock in clocks] == [True, False]
 
