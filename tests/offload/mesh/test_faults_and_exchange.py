@@ -152,7 +152,7 @@ def test_tables_whose_rows_are_dealt_to_ranks_train_as_in_one_process(parts: dic
     assert not any(claims.values()), "\n".join(f"{name}: {text}" for name, text in claims.items() if text)
 
 
-@pytest.mark.parametrize("case", ["one matrix", "several"])
+@pytest.mark.parametrize("case", ["one matrix", "several, updated"])
 def test_rank_takes_at_most_one_gathered_shard_beside_one_process(parts: dict[str, Any], case: str) -> None:
     found = parts["peak_worker"][case]
     if not found["alone"]:
