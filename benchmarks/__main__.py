@@ -26,7 +26,7 @@ BENCHMARKS = {  # name -> the question
     "train-overlap": "with a slow loader, slow embedding rows and compute: how near is a step to its slowest part?",
     "pipe-ladder": "beside torchgpipe and fairscale, what do time, memory and bubble of our pipe come to?",
     "gradcache-batch": "how large may an exact contrastive batch be in fixed memory, and what do its chunks cost?",
-    "fewer-bytes": "states and gradients of fewer bytes: what loss and recall do they end at, beside exact training?",
+    "fewer-bytes": "weights, states and gradients of fewer bytes: what loss and recall do they end at, beside exact?",
     "qwen-embedding": "train the architecture of Qwen3-Embedding-0.6B under a memory cap: who can, and in what time?",
     "mesh": "several ranks train one model, beside FSDP2 and DeepSpeed: memory of a rank, time, bytes from others?",
     "scale": "a step of N ranks predicted from one process; on paper, what bounds 70 B parameters on 1,024 ranks?",
@@ -39,7 +39,7 @@ PACKAGES = {
     "frontier": ("matplotlib",),
     "retrieval": ("numpy", "tokenizers"),
     "build-huge": ("numpy",),
-    "fewer-bytes": ("numpy", "tokenizers"),
+    "fewer-bytes": ("matplotlib", "numpy", "tokenizers"),
 }
 #: Pages with claims, in the order of the README's table.
 CLAIMED = ["optimizer-billion", "optimizer-billion-kept", "optimizer", "build-huge", "offload-step", "memory-latency"]

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipe.torch_private import pytree
+from pipe.torch_private.data import pytree
 
 __all__ = ["map_tensors", "tensors_in"]
 

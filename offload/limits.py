@@ -65,7 +65,7 @@ class Grant:
 
 
 def _share(place: torch.device, grants: list[Grant]) -> int:
-    """What each ``"auto"`` among these grants gets."""
+    """Bytes for each ``"auto"`` among these grants."""
     pool = AUTO_SHARE * free_bytes(place) / (_ranks() if place.type == "cpu" else 1)  # each has its own accelerator
     for one in grants:
         held = one._held()
@@ -125,12 +125,12 @@ class MemoryLimits:
 
     @property
     def device_bytes(self) -> int:
-        """On the compute device."""
+        """Bytes that the model may hold on the compute device."""
         return self.device.nbytes
 
     @property
     def host_bytes(self) -> int:
-        """In host memory."""
+        """Bytes that the model may hold in host memory."""
         return self.host.nbytes
 
     def release(self) -> None:

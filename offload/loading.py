@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from offload.files.empty_weights import build_model, names_with_prefix
+from offload.files.empty_weights import build_model
 from offload.files.pretrained import KeyMap, Pretrained
+from offload.files.transformers_names import names_of_transformers
 from offload.reports import ReportingModule
 
 __all__ = ["LoadingModule"]
@@ -50,9 +51,9 @@ class LoadingModule(ReportingModule):
                 model without arguments. None: the class that ``config.json`` names (``architectures``).
             dtype: type of the parameters of a class of transformers; None: that of its configuration. Values are
                 converted as they are read.
-            key_map, strict: see :class:`~offload.Pretrained`. Without ``key_map``, names are mapped where only the
-                model or only the files have a head around a base model of transformers (``model.layers.0`` and
-                ``layers.0``); the files' head is skipped then.
+            key_map, strict: see :class:`~offload.Pretrained`. Without ``key_map``, names are mapped as transformers
+                maps them: those of older releases, and where only the model or only the files have a head around a
+                base model (``model.layers.0`` and ``layers.0``); the files' head is skipped then.
             options: further arguments of the :class:`~offload.OffloadModel`, such as ``blocks``.
 
         Returns:
@@ -61,12 +62,13 @@ class LoadingModule(ReportingModule):
 
         Raises:
             FileNotFoundError, ValueError: see :class:`~offload.Pretrained`: every missing and unexpected name and every
-                other shape is listed. Nothing was stored then.
+                other shape is listed. Or if transformers would convert values as it loads (experts that it merges).
+                Nothing was stored then.
             ImportError: if a class of transformers is needed and transformers is not installed.
         """
         bare = build_model(Path(path), model, dtype)
         if key_map is None:
-            key_map = names_with_prefix(bare, [name for name, _, _ in Pretrained(path).headers()])
+            key_map = names_of_transformers(bare, [name for name, _, _ in Pretrained(path).headers()])
         pretrained = Pretrained(path, key_map=key_map, strict=strict)
         make: Callable[..., M] = cls
         return make(bare, device, offload_device, pretrained=pretrained, **options)

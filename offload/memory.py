@@ -13,6 +13,7 @@ from torch import nn
 from offload.arguments import layer_bytes
 from offload.limits import MemoryLimits, check_place, limits_of, numbers_of
 from offload.mesh.sharding import least_of_ranks
+from offload.mesh.traffic import bytes_beside_one_process
 from offload.planning.budget import SMALLEST_BOUNDARIES, Layout, fit, parse_bytes, requirement
 from offload.planning.partition import SMALLEST_SHARD_BYTES, cut_layers, merge_small_layers
 from offload.policy import DEFAULT_MEMORY, MemoryPolicy, policy_of, warn_of_old_keywords
@@ -134,10 +135,10 @@ class _Needs:
         return slots + self.outside + (self.stored if self.on_host else 0) + self._buffers(cuts)
 
     def _buffers(self, cuts: Sequence[int]) -> int:
-        """With several ranks: a shard that is gathered, and gradients of one that arrive."""
+        """With several ranks: what their collectives take."""
         ends = list(itertools.accumulate(cuts))
         each = (sum(self._at_home[end - count : end]) for end, count in zip(ends, cuts, strict=True))
-        return 0 if self._ranks == 1 else 2 * max(each, default=0)
+        return 0 if self._ranks == 1 else bytes_beside_one_process(max(each, default=0), self._ranks)
 
     def finest(self) -> list[int]:
         """The cuts that need least: a shard for each layer, or one, which needs one slot."""
@@ -153,10 +154,11 @@ def least_bytes(
     on_disk: bool,
     param_dtype: torch.dtype | None,
     outside: int,
+    ranks: int,
 ) -> int:
     """The least bytes on the compute device for blocks that are a shard each. Arguments as of :func:`layout_of`."""
     of_model: dict[str, Any] = {"device": device, "on_disk": on_disk, "param_dtype": param_dtype, "outside": outside}
-    return _Needs(layers, memory.policy.slots or 2, **of_model, ranks=1, apart=True, form=None)([1] * len(layers))
+    return _Needs(layers, memory.policy.slots or 2, **of_model, ranks=ranks, apart=True, form=None)([1] * len(layers))
 
 
 def layout_of(

@@ -4,37 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from offload.arguments import (
     check_choices,
     check_gradient_dtype,
     check_separate,
     compute_device,
-    names_given,
     names_taken,
 )
 from offload.blocks.face import class_for
 from offload.blocks.find import Blocks
-from offload.engine.autograd import attach
 from offload.engine.executor import Executor
 from offload.engine.outside import bytes_staying
-from offload.engine.prediction import measured_activations
-from offload.engine.raw_chunk import RawChunk, as_call
-from offload.engine.regroup import RegroupedTape, by_chunk, join_chunks, rows_together, split_output
-from offload.engine.tape import Tape
 from offload.files.pretrained import Pretrained
 from offload.limits import MemoryLimits
-from offload.loading import LoadingModule
 from offload.memory import layout_of, limits_for, memory_of
 from offload.mesh.sharding import Sharding, check_mesh, open_home
 from offload.optim.access import OptimizerAccess
 from offload.persistence import PersistentHome
 from offload.policy import MemoryPolicy
+from offload.running import RunningModule
 from offload.storage import DiskHome, is_directory
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import open_lanes
@@ -42,11 +36,7 @@ from offload.streaming.quantised import check_storable, separate, stored_tensors
 from offload.streaming.resident import chosen, chosen_form
 from offload.streaming.rollback import Rollback
 from offload.telemetry.statistics import Meter
-from pipe.interception import offered
-from pipe.microbatch import gather_nested, split_nested
-from pipe.nested import map_tensors
 from pipe.process import finalize_here
-from pipe.torch_private import outside_of_compiled_graphs
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -54,7 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["OffloadModel"]
 
 
-class OffloadModel(LoadingModule):
+class OffloadModel(RunningModule):
     """A model that trains on a device whose memory cannot hold it: an ``nn.Sequential``, or any with a list of blocks.
 
     The layers are cut into shards. Shards are stored in host memory or in files, and are loaded to the compute device
@@ -187,9 +177,6 @@ class OffloadModel(LoadingModule):
         quantised = [each.name for each in stored_parts if each.part_of is not None]
         called = getattr(type(self), "_kind", None)  # the class of a model that is called by its own forward
         refused: dict[str, Any] = {"memory_budget=": memory_budget, "a model with quantised weights": quantised or None}
-        refused["gradient_dtype="] = gradient_dtype
-        if called is not None and isinstance(offload_device, DiskHome):
-            refused["DiskHome(keep=True) with blocks="] = offload_device.keep or None
         refused["store_dtype="] = store_dtype
         mesh = check_mesh(mesh, gradient_divide_factor, self.device, refused)
         staying = chosen(named, resident, offload_device, self._names_around())
@@ -197,7 +184,7 @@ class OffloadModel(LoadingModule):
         separate([model] if isinstance(model, nn.Module) else named.values())
         plans = num_slices is None and checkpoint_activation is None and mesh is None
         # In another form, values of what streams are not those of what stays.
-        finest = num_slices is None and mesh is None and form is None and gradient_dtype is None
+        finest = num_slices is None and form is None and gradient_dtype is None
         if not isinstance(model, nn.Sequential) if called is None else num_slices is None:
             num_slices = len(named)
         check_choices(num_slices, num_microbatches, param_dtype)
@@ -214,7 +201,8 @@ class OffloadModel(LoadingModule):
         )
         recompute = resources.recomputes(checkpoint_activation)
         self._check_splitting(num_microbatches, plans=resources.bounds and recompute)
-        choices |= {"offload_device": offload_device, "resident": resident, "staying": staying}
+        ranks = 1 if mesh is None else mesh.size(mesh.ndim - 1)
+        choices |= {"offload_device": offload_device, "resident": resident, "staying": staying, "ranks": ranks}
         more = self._with_rest(model, resources, **choices) if finest else None
         if more is not None:
             named, num_slices = more, len(more)
@@ -229,8 +217,8 @@ class OffloadModel(LoadingModule):
             on_disk=is_directory(offload_device),
             param_dtype=param_dtype,
             outside=bytes_staying(self._around.values(), staying, param_dtype),
-            ranks=1 if mesh is None else mesh.size(mesh.ndim - 1),
-            apart=called is not None and mesh is None,
+            ranks=ranks,
+            apart=called is not None,
             form=form,
         )
         owners = self._owners(model, named)
@@ -251,7 +239,6 @@ class OffloadModel(LoadingModule):
             "resident": resident,
         }
         self._num_microbatches = num_microbatches
-        #: Names of the arguments of layers after the first.
         self._taken_later = {name for layer in layers[1:] for name in names_taken(layer)}
         self._meter = Meter(self.device)
         sharding = None if mesh is None else Sharding(mesh, gradient_divide_factor, self._meter)
@@ -306,98 +293,6 @@ class OffloadModel(LoadingModule):
     def __new__(cls, model: Any = None, *args: Any, blocks: Blocks | None = None, **kwargs: Any) -> Any:
         """An object of this class; for a model that is called by its own forward, of one that is the model's, too."""
         return super().__new__(class_for(cls, model, blocks))
-
-    # --- running ------------------------------------------------------------------------------------------------
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Calls the first layer with these arguments, each further layer with the result of the one before.
-
-        Tensors may be nested in tuples, lists and dicts; with several micro-batches all of them are split along
-        dimension 0, and outputs are concatenated again. Tensors on other devices are copied to the compute device.
-
-        ``torch.compile`` of this model, or of a module that contains it, breaks the graph here: a compiled graph would
-        take the weights of a slot for constants. Layers that were compiled themselves (``layer.compile()``) stay
-        compiled.
-        """
-        if torch.compiler.is_compiling():
-            return self._run_outside_of_compiled_graphs(*inputs, **kwargs)
-        return self._run(inputs, kwargs)
-
-    @outside_of_compiled_graphs
-    def _run_outside_of_compiled_graphs(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self._run(inputs, kwargs)
-
-    def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._check_arguments(inputs, kwargs)
-        chunks = split_nested((inputs, kwargs), self._microbatches_of((inputs, kwargs)))
-        answered = offered(self, chunks)
-        if answered is not None:
-            return gather_nested(answered)
-        tape = self._executor.tape(chunks)
-        outputs = self._executor.forward(tape, chunks)
-        return attach(self._executor, tape, outputs, (inputs, kwargs)) if tape.records else gather_nested(outputs)
-
-    def _check_arguments(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raises TypeError for an argument that later layers also have: only the first layer would get it."""
-        if len(inputs) > 1 or kwargs:
-            shared = names_given(next(self.children()), inputs, kwargs) & self._taken_later
-            if shared:
-                raise TypeError(
-                    f"only the first layer gets the arguments of the call, each further one the result of the one "
-                    f"before, but {', '.join(sorted(shared))} would be missing in later layers, which take it as well; "
-                    f"let layers pass on a tuple or dict, or bind the argument (functools.partial) in each layer"
-                )
-
-    def forward_chunks(
-        self,
-        chunks: Sequence[Any],
-        *,
-        output_fn: Callable[[Any], Any] | None = None,
-        input_fn: Callable[[Any], Any] | None = None,
-    ) -> tuple[list[Any], Tape | RegroupedTape]:
-        """Runs many chunks through each shard, and leaves the backward to the caller.
-
-        Args:
-            chunks: each a tensor, or (args, kwargs) for the first layer. Each chunk is one micro-batch.
-            output_fn: applied to each chunk's output, as a part of the last shard: it is replayed with it, and the
-                gradients are then those of its result.
-            input_fn: makes a tensor or (args, kwargs) of each chunk, which then may be any object, as a part of the
-                first shard: its result exists while the cell runs, and is recomputed for the backward. The result gets
-                no gradient, and its chunks do not run together.
-
-        Returns:
-            The outputs, detached, in the order of the chunks; and the tape, whose ``backward(output_gradients)``
-            accumulates the parameters' gradients. Whatever the number of chunks, a pass loads each shard once.
-        """
-        if isinstance(chunks, Tensor) or not isinstance(chunks, Sequence) or not chunks:
-            raise ValueError(
-                f"expected a sequence of at least one chunk, got {type(chunks).__name__}; cut a batch with "
-                f"batch.split(rows), for example"
-            )
-        if input_fn is not None:
-            calls: list[Any] = [RawChunk(i, chunk, input_fn) for i, chunk in enumerate(chunks)]
-        else:
-            calls = [as_call(i, chunk) for i, chunk in enumerate(chunks)]
-        groups, rows = calls, [[0]] * len(calls)
-        per_row, runners = self._meter.activation_bytes_per_row, self._executor.runners
-        most_rows = rows_together(self._policy, self._executor.cell_bytes(), per_row, self._layers(), runners)
-        if most_rows > 1 and input_fn is None:
-            groups, rows = join_chunks(calls, most_rows)
-        output_fns = [output_fn and by_chunk(output_fn, sizes) for sizes in rows]
-        tape = self._executor.tape(groups, output_fns)
-        outputs = self._executor.forward(tape, groups)
-        if len(groups) == len(calls):
-            return outputs, tape
-        pieces = [piece for output, sizes in zip(outputs, rows, strict=True) for piece in split_output(output, sizes)]
-        return pieces, RegroupedTape(tape, rows, pieces)
-
-    def activation_bytes(self, chunk: Any, *, output_fn: Callable[[Any], Any] | None = None) -> int:
-        """Bytes that autograd saves for a chunk in the shard that saves most: the activations of one cell in backward.
-
-        Runs the chunk forward once, and leaves buffers and generators unchanged. 0 if no parameter takes a gradient.
-        """
-        call = map_tensors(Tensor.clone, as_call(0, chunk))  # of a view, the whole base would be counted
-        return measured_activations(self._executor, call, output_fn)
 
     # --- other parts of the package ------------------------------------------------------------------------------
 

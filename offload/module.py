@@ -15,7 +15,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar, overload
+from typing import Any, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from offload.streaming.quantised import is_wrapped, with_parts
 from offload.streaming.stored_values import StoredValues, defers_values, stored_values, values_in_full
 from pipe.nested import parts_of
 
-__all__ = ["ModuleAtHome"]
+__all__ = ["ModuleAtHome", "refuse_shallow_copy"]
 
 M = TypeVar("M", bound="ModuleAtHome")
 
@@ -73,11 +73,13 @@ class ModuleAtHome(nn.Module):
         offload_device: object,
         resident: str | Sequence[str] | None,
         staying: Collection[nn.Parameter],
+        ranks: int,
         **choices: Any,
     ) -> dict[str, nn.Module] | None:
         """All layers that stream, where ``memory`` is too small for what is around them; None if it is not.
 
-        Arguments as of :class:`~offload.OffloadModel`; ``staying``: what ``resident`` names.
+        Arguments as of :class:`~offload.OffloadModel`; ``staying``: what ``resident`` names; ``ranks``: processes that
+        store a part each.
         """
         return None
 
@@ -246,6 +248,10 @@ class ModuleAtHome(nn.Module):
             "make one where they see several GPUs: let them see one (CUDA_VISIBLE_DEVICES=0)"
         )
 
+    def __copy__(self) -> Any:
+        """Refused: a shallow copy would share parameters, but an executor runs one model."""
+        return refuse_shallow_copy()
+
     def __deepcopy__(self: M, memo: dict[int, Any]) -> M:
         """Another model with homes of its own."""
         self._refuse_copies()
@@ -286,6 +292,14 @@ class ModuleAtHome(nn.Module):
         if isinstance(value, (nn.Module, nn.Parameter)) and "_executor" in self.__dict__:
             raise TypeError(f"cannot add {name} to an OffloadModel: its layers are fixed when it is made")
         super().__setattr__(name, value)
+
+
+def refuse_shallow_copy() -> NoReturn:
+    """Raises TypeError for ``copy.copy`` of a model."""
+    raise TypeError(
+        "cannot copy an OffloadModel by copy.copy(): the copy would share parameters, whose homes belong to one model; "
+        "use the model itself, or copy.deepcopy() for another one with homes of its own"
+    )
 
 
 def _rebuild(kind: Any, layers: Any, cuts: list[int], arguments: dict[str, Any], state: dict[str, Any]) -> Any:

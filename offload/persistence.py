@@ -103,7 +103,9 @@ class PersistentHome:
         for path, module in self._around.items():
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
-                    yield f"{path}.{key}".lstrip("."), tensor
+                    # With a mesh, users see DTensors of what each rank stores whole.
+                    local = getattr(tensor, "to_local", None)
+                    yield f"{path}.{key}".lstrip("."), tensor if local is None else local()
 
     @property
     def keeps(self) -> bool:

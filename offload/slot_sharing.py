@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 
 from offload.module import ModuleAtHome
-from offload.streaming.streamer import Streamer
+from offload.streaming.slot_pool import share_slots
 
 __all__ = ["SlotSharingModule"]
 
@@ -33,9 +33,7 @@ class SlotSharingModule(ModuleAtHome):
         models = [m for stage in stages for m in stage if isinstance(m, SlotSharingModule)]
         if any(m._executor.public.sharded for m in models):
             raise ValueError("models with mesh= cannot share slots yet: leave out share_slots, or mesh=")
-        Streamer.share_slots(
-            [[m._executor.streamer for m in stage if isinstance(m, SlotSharingModule)] for stage in stages]
-        )
+        share_slots([[m._executor.streamer for m in stage if isinstance(m, SlotSharingModule)] for stage in stages])
 
     def frozen_weights(self) -> contextlib.AbstractContextManager[None]:
         """A context in which no code changes parameters, so that loaded shards are reused by the next call.

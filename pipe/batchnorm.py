@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812, RUF100
 
 from pipe.recompute.phase import is_recomputing
-from pipe.torch_private import BatchNorm
+from pipe.torch_private.modules import BatchNorm
 
 __all__ = ["DeferredBatchNorm", "mini_batch"]
 

@@ -44,7 +44,7 @@ from pipe.recompute.module_state import WatchedModule
 from pipe.recompute.phase import enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing
 from pipe.recompute.rerun import Rerun
 from pipe.recompute.thread_state import restores_thread_state
-from pipe.torch_private import accumulates_everywhere
+from pipe.torch_private.autograd import accumulates_everywhere
 
 __all__ = [
     "Checkpoint",

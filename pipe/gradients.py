@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from pipe.torch_private import HiddenHooks
+from pipe.torch_private.autograd import HiddenHooks
 
 __all__ = ["StepGradients", "parameters_of"]
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipe.torch_private import is_traceable_wrapper_subclass, pytree
+from pipe.torch_private.data import pytree
+from pipe.torch_private.dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "COMPRESSED",

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipe.torch_private import outside_inference_mode, without_modes
+from pipe.torch_private.autograd import outside_inference_mode
+from pipe.torch_private.dispatch import without_modes
 
 __all__ = ["get_phony"]
 

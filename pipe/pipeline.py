@@ -55,7 +55,7 @@ from pipe.schedule import StageAction, clock_cycles, coming_turns, forward_clock
 from pipe.skip.namespace import Key
 from pipe.stage import Stage
 from pipe.stream import AbstractStream, current_stream, use_device
-from pipe.torch_private import in_backward
+from pipe.torch_private.autograd import in_backward
 from pipe.worker import Task, task_runner
 
 __all__ = ["Pipeline", "clock_cycles", "copy", "depend", "wait"]

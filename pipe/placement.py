@@ -20,7 +20,7 @@ from pipe.skip.layout import inspect_skip_layout
 from pipe.skip.skippable import verify_skippables
 from pipe.stage import Stage
 from pipe.stream import normalize_device
-from pipe.torch_private import BatchNorm
+from pipe.torch_private.modules import BatchNorm
 from pipe.turn import takers_in, takes_turns
 
 __all__ = [

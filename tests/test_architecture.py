@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -65,6 +66,7 @@ ORDERS = {
         "slot_sharing",
         "reports",
         "loading",
+        "running",
         "blocks",
         "model",
         "embedding",
@@ -182,6 +184,25 @@ def test_no_floor_imports_one_above_it(floor: str) -> None:
         f"{path}:{line} imports {name}" for path in modules(floor) for name, line in imports(path) if name in above
     ]
     assert not wrong
+
+
+#: Imported, in functions, by what is of use only with these packages; torch's exchange with NumPy, if that is imported.
+OPTIONAL = {
+    "gradcache/jax.py": {"jax"},
+    "offload/advise/config.py": {"transformers"},
+    "offload/files/state_file.py": {"from_numpy", "numpy"},
+    "offload/telemetry/memory_report.py": {"matplotlib"},
+    "offload/telemetry/timeline.py": {"matplotlib"},
+}
+
+
+def test_packages_run_with_torch_and_psutil_alone() -> None:
+    """As ``install_requires`` says. Torch does not require NumPy, but its conversions from and to NumPy do."""
+    for path in [path for floor in FLOORS for path in modules(floor)]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        others = {name for name, _ in imports(path)} - sys.stdlib_module_names - {*FLOORS, "torch", "psutil"}
+        exchanges = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & {"from_numpy", "numpy"}
+        assert others | exchanges == OPTIONAL.get(str(path.relative_to(ROOT)), set()), path
 
 
 @pytest.mark.parametrize("floor", FLOORS)

@@ -148,10 +148,11 @@ class Scenario:
     def __name__(self) -> str:
         return self.run.__name__
 
-    def __call__(self, *arguments: object) -> None:
+    def assert_passes(self, *arguments: object) -> None:
+        """Runs it: the scenario asserts what it is named after."""
         self.run(*arguments)
 
-    def fails(self, *arguments: object) -> None:
+    def assert_fails(self, *arguments: object) -> None:
         """Asserts that it fails as announced."""
         with pytest.raises(self.errors, match="|".join(self.messages)):
             self.run(*arguments)

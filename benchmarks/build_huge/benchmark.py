@@ -1,7 +1,8 @@
 """``build-huge``: builds, loads and trains a model whose parameters alone exceed the memory cap of its process.
 
-Three cases train the same model from the same files, a step of each in a round. The resident one without a cap gives
+Four cases train the same model from the same files, a step of each in a round. The resident one without a cap gives
 the reference losses; the resident one under the cap fails; the offloaded one must train under the cap to these losses.
+The fourth stores fewer bytes: it must train under the cap, with a loss that falls.
 """
 
 import statistics
@@ -17,6 +18,9 @@ from benchmarks.harness.table import at_most, case_table, limit_columns, mebibyt
 from benchmarks.models.work import adamw_bytes, gradient_bytes
 
 REFERENCE, CAPPED, OFFLOADED = "resident, no cap", "resident, capped", "offloaded, capped"
+FEWER = "offloaded, fewer bytes, capped"
+#: Most time of a step to that of the resident one without a cap.
+MOST_TIMES = {OFFLOADED: 2.0, FEWER: 1.1}
 LIMIT = (
     "The limit of a step counts a forward and a backward with nothing recomputed, AdamW's reads and writes in memory, "
     "and the bytes that the offloaded model reads from files and writes there. The resident model without a cap has "
@@ -27,6 +31,10 @@ MOVED = (
     "model counts it. The least is what any order of work moves that keeps as much as the cap in memory (without "
     "clipping, gradients need not be stored). The kernel's count is that of calls (`/proc/self/io`), beside ours."
 )
+FEWER_WORDS = (
+    f"{FEWER.capitalize()}: weights in bfloat16, rounded stochastically, and states in 8 bits; no gradients: "
+    "both offloaded cases update in backward. `python -m benchmarks fewer-bytes` measures what that costs in accuracy."
+)
 TOLERANCE = 1e-5  # of a loss, relative to that of the resident model
 COUNTS_DIFFER = 0.02  # the kernel's count of bytes and ours
 #: glibc raises the size from which blocks are mapped, and then keeps what was freed in its heap, which the cap counts.
@@ -34,7 +42,7 @@ GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 
 
 def measure(run: Run) -> None:
-    """One group of three."""
+    """Runs the three cases as one group."""
     settings, parameters = run.settings, run.settings.parameter_bytes / 4
     stored = write_weights(run.folder / "weights", settings)
     run.facts |= {
@@ -44,8 +52,10 @@ def measure(run: Run) -> None:
     }
     work = {"flops": settings.training_flops, "copied_bytes": gradient_bytes(parameters) + adamw_bytes(parameters)}
     cases = []
-    for name, offloaded, capped in ((REFERENCE, False, False), (CAPPED, False, True), (OFFLOADED, True, True)):
-        how = {"offloaded": offloaded, "capped": capped, "settings": asdict(settings)}
+    for name in (REFERENCE, CAPPED, OFFLOADED, FEWER):
+        capped = name != REFERENCE
+        how = {"offloaded": name in MOST_TIMES, "capped": capped, "settings": asdict(settings)}
+        how |= {"fewer": True} if name == FEWER else {}
         environment = GIVE_BACK if capped else {}
         cases.append(Case(name, "benchmarks.build_huge.workload:train", how, environment, work=work))
     run.group("training", cases, "rounds", turns=settings.steps)
@@ -70,21 +80,24 @@ def report(run: Run) -> list[str]:
         **_byte_columns(run),
         "losses": lambda o: _died(o) or ", ".join(f"{loss:.6f}" for loss in o.values("loss")),
     }
-    return [case_table(run.outcomes, columns), LIMIT, MOVED]
+    words = [FEWER_WORDS] if any(outcome.name == FEWER for outcome in run.outcomes) else []
+    return [case_table(run.outcomes, columns), LIMIT, MOVED, *words]
 
 
 def _byte_columns(run: Run) -> dict[str, Callable[[Outcome], str]]:
     """Bytes that a step moves, of each parameter; the least that are possible under the cap; and the kernel's count."""
     parameters = run.settings.parameter_bytes / 4
-    least = run.settings.stored.least(run.settings.cap << 20, clips=False)
 
-    def shown(show: Callable[[float], str]) -> Callable[[Outcome], str]:
-        return lambda o: show(_moved(o)) if _counts(o) else "-"
+    def least(outcome: Outcome) -> float:
+        return run.settings.stored(fewer=outcome.name == FEWER).least(run.settings.cap << 20, clips=False)
+
+    def shown(show: Callable[[Outcome], str]) -> Callable[[Outcome], str]:
+        return lambda o: show(o) if _counts(o) else "-"
 
     return {
-        "moved B/parameter": shown(lambda moved: f"{moved / parameters:.1f}"),
-        "least": shown(lambda moved: f"{least / parameters:.1f}"),
-        "to the least": shown(lambda moved: f"{moved / least:.2f}" if least else "-"),
+        "moved B/parameter": shown(lambda o: f"{_moved(o) / parameters:.1f}"),
+        "least": shown(lambda o: f"{least(o) / parameters:.1f}"),
+        "to the least": shown(lambda o: f"{_moved(o) / least(o):.2f}" if least(o) else "-"),
         "kernel's count": lambda o: f"{_kernel_to_ours(o):.3f}" if _counts(o) else "-",
     }
 
@@ -111,33 +124,54 @@ def _died(outcome: Outcome) -> str:
 
 
 def bounds(run: Run) -> list[str]:
-    """Under the cap only the offloaded model trains, to the losses of the resident one."""
-    reference, resident, offloaded = (run.find(name) for name in (REFERENCE, CAPPED, OFFLOADED))
-    broken = [f"{outcome.name}: {_died(outcome)}" for outcome in (reference, offloaded) if _died(outcome)]
+    """Under the cap only the offloaded models train, the exact one to the losses of the resident one; both in time."""
+    reference, resident = run.find(REFERENCE), run.find(CAPPED)
+    ours = [outcome for name in MOST_TIMES if (outcome := run.find(name)) is not None]
+    broken = [f"{outcome.name}: {_died(outcome)}" for outcome in (reference, *ours) if _died(outcome)]
     if not _died(resident):
         broken.append("the resident model must not fit under the cap, but it trained")
-    if _died(offloaded) or _died(reference):
+    if _died(reference):
         return broken
-    if _counts(offloaded) and "read" in offloaded.steps[0]:
-        apart = abs(_kernel_to_ours(offloaded) - 1)
-        broken += at_most(
-            "the difference of the kernel's count of bytes from ours", apart, COUNTS_DIFFER, "{:.1%}".format
-        )
-    broken += at_most("the peak under the cap", offloaded.peak_bytes, run.settings.cap << 20, mebibytes)
-    losses = offloaded.values("loss")
+    for outcome in ours:
+        if not _died(outcome):
+            broken += [f"{outcome.name}: {line}" for line in _broken_by(outcome, run.settings.cap << 20)]
+            if outcome.name == OFFLOADED:
+                pairs = zip(outcome.values("loss"), reference.values("loss"), strict=True)
+                apart = max(abs(a - b) / abs(b) for a, b in pairs)
+                what = "the difference of losses from the resident model's"
+                broken += at_most(what, apart, TOLERANCE, "{:.1e}".format)
+    return broken
+
+
+def _broken_by(outcome: Outcome, cap_bytes: int) -> list[str]:
+    """Of an offloaded case that trained: what does not hold of its bytes, its peak, its losses and its time."""
+    broken: list[str] = []
+    if _counts(outcome) and "read" in outcome.steps[0]:
+        apart = abs(_kernel_to_ours(outcome) - 1)
+        what = "the difference of the kernel's count of bytes from ours"
+        broken += at_most(what, apart, COUNTS_DIFFER, "{:.1%}".format)
+    broken += at_most("the peak under the cap", outcome.peak_bytes, cap_bytes, mebibytes)
+    losses = outcome.values("loss")
     if len(losses) > 1 and not losses[-1] < losses[0]:
         broken.append(f"the loss must fall, went from {losses[0]:.6f} to {losses[-1]:.6f}")
-    apart = max(abs(a - b) / abs(b) for a, b in zip(losses, reference.values("loss"), strict=True))
-    return broken + at_most("the difference of losses from the resident model's", apart, TOLERANCE, "{:.1e}".format)
+    if outcome.reference:
+        what = "the time of a step to the resident one's"
+        broken += at_most(what, outcome.ratio(), MOST_TIMES[outcome.name], "{:.2f}".format)
+    return broken
 
 
 def claims(run: Run) -> list[Claim]:
-    """The offloaded model under the cap beside the resident one without."""
-    ours, theirs = run.find(OFFLOADED), run.find(REFERENCE)
-    size = mebibytes(run.settings.parameter_bytes)
+    """The offloaded models under the cap beside the resident one without."""
+    theirs, size = run.find(REFERENCE), mebibytes(run.settings.parameter_bytes)
     set_up = f"build, load and train {size} of parameters under a hard cap of {run.settings.cap} MiB"
     peer = "all in memory, no cap (dies under the cap)"
-    return [Claim(set_up, peer, ours.ratios(), ours.peak_bytes / theirs.peak_bytes)]
+    set_ups = {OFFLOADED: set_up, FEWER: "the same, with weights in bfloat16 and states in 8 bits"}
+    found = {words: run.find(name) for name, words in set_ups.items()}
+    return [
+        Claim(words, peer, ours.ratios(), ours.peak_bytes / theirs.peak_bytes)
+        for words, ours in found.items()
+        if ours is not None and not _died(ours)
+    ]
 
 
 BENCHMARK = Benchmark(Settings, measure, report, bounds, claims)

@@ -20,6 +20,7 @@ from offload import OffloadModel, OffloadOptimizer, load_pretrained
 from offload.planning.least_bytes import StoredBytes
 
 LEARNING_RATE = 3e-4
+STATES_8BIT = 1 + 4 / 256  # bytes of an element: its code, and a scale for 256 of them
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Settings:
     memory: int = option(0, "MiB for which the offloaded model plans; 0: it plans nothing", least=0)
 
     def wrong(self) -> str:
-        """A model that fits answers nothing."""
+        """Why these settings cannot be run; empty if they can: the model has to exceed the cap."""
         if not sys.platform.startswith("linux"):
             return f"expected Linux, whose RLIMIT_DATA counts mappings too, got {sys.platform}"
         if self.parameter_bytes > self.cap << 20:
@@ -46,18 +47,18 @@ class Settings:
 
     @property
     def parameter_bytes(self) -> int:
-        """Of all parameters, in float32."""
+        """Bytes of all parameters, in float32."""
         return 4 * self.blocks * (8 * self.dim**2 + 7 * self.dim)
 
-    @property
-    def stored(self) -> StoredBytes:
-        """What is stored of the model between its uses."""
-        states = 2 * self.parameter_bytes
-        return StoredBytes(weights=self.parameter_bytes, gradients=self.parameter_bytes, states=states)
+    def stored(self, *, fewer: bool) -> StoredBytes:
+        """Bytes that are stored between uses, by kind; ``fewer``: bfloat16 weights, states in 8 bits."""
+        elements = self.parameter_bytes / 4
+        weight, state = (2.0, STATES_8BIT) if fewer else (4.0, 4.0)
+        return StoredBytes(weights=weight * elements, gradients=4 * elements, states=2 * state * elements)
 
     @property
     def training_flops(self) -> float:
-        """Of the matrix products of a forward and a backward, nothing recomputed."""
+        """Operations of the matrix products of a forward and a backward, nothing recomputed."""
         return 3 * 2.0 * self.rows * 8 * self.dim**2 * self.blocks
 
     def build(self) -> nn.Sequential:
@@ -115,17 +116,22 @@ def _resident(settings: Settings, weights: Path) -> tuple[nn.Module, torch.optim
     return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
 
-def _offloaded(settings: Settings, weights: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _offloaded(settings: Settings, weights: Path, *, fewer: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The same model stored in files: each block is a shard, read directly from the files of the weights."""
-    home = weights.with_name("home")
+    home = weights.with_name("home-fewer" if fewer else "home")
     memory = settings.memory << 20 or None
     layers = list(settings.build())
-    model = OffloadModel(layers, "cpu", home, checkpoint_activation=True, pretrained=weights, memory=memory)
+    how: dict[str, Any] = {"checkpoint_activation": True, "pretrained": weights, "memory": memory}
+    model = OffloadModel(layers, "cpu", home, store_dtype=torch.bfloat16 if fewer else None, **how)
+    states = "8bit" if fewer else None
     # Nothing is clipped: gradients need not be stored, and the weights are in their slot.
-    return model, OffloadOptimizer(model, torch.optim.AdamW, lr=LEARNING_RATE, update_in_backward=True)
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=LEARNING_RATE, update_in_backward=True, states=states)
+    return model, optimizer
 
 
-def train(report: Reporter, settings: dict[str, Any], offloaded: bool, capped: bool) -> dict[str, Any]:
+def train(
+    report: Reporter, settings: dict[str, Any], offloaded: bool, capped: bool, fewer: bool = False
+) -> dict[str, Any]:
     """Builds the model, loads it from ``weights``, and takes a step in each turn; memory may end it at any time."""
     chosen = Settings(**settings)
     report.phase(FLOOR)
@@ -134,7 +140,8 @@ def train(report: Reporter, settings: dict[str, Any], offloaded: bool, capped: b
             cap_memory(chosen.cap << 20)
         report.phase("build")
         started = time.perf_counter()
-        model, optimizer = (_offloaded if offloaded else _resident)(chosen, Path("weights"))
+        weights = Path("weights")
+        model, optimizer = _offloaded(chosen, weights, fewer=fewer) if offloaded else _resident(chosen, weights)
         seconds = time.perf_counter() - started
         report.phase("steps")
         generator = torch.Generator().manual_seed(0)

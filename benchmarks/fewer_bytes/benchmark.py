@@ -1,25 +1,27 @@
 """``fewer-bytes``: what the options that store fewer bytes cost in accuracy, each beside exact training.
 
-Losses and recall are compared with the spread of the seeds of exact training. Time is not: the models are small.
+Losses and recall are compared with the spread of the seeds of exact training. Time is not: the models are small. The
+picture shows the curves of each option beside those of exact training.
 """
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from benchmarks.fewer_bytes.methods import EXACT, Settings
+from benchmarks.fewer_bytes.methods import CURVE, EXACT, Settings
 from benchmarks.harness.benchmark import Benchmark, Run
 from benchmarks.harness.case import Case, Outcome
+from benchmarks.harness.plot import Point
 from benchmarks.harness.table import markdown_table
 from benchmarks.retrieval.corpus import build_corpus
 from benchmarks.retrieval.methods import RECALL_AT
 from benchmarks.retrieval.workload import write_tokens
 
 SHARE, SPREADS = 0.10, 2.0  # of exact training: of its mean, and of the standard deviation of its seeds
-CURVE = 10  # points
+SMOOTHED = 50  # points of a curve of losses, each the mean of as many steps
 WORDS = (
     "Mean and standard deviation of the seeds. The loss at the end is that of the last tenth of the steps. Bytes are "
-    "what is stored between uses of each parameter, states and gradients, small tensors in full included."
+    "what is stored between uses of each parameter, weights, states and gradients, small tensors in full included."
 )
 
 
@@ -56,13 +58,13 @@ def values(outcomes: Sequence[Outcome], name: str) -> list[float]:
 
 
 def compared(which: str) -> dict[str, str]:
-    """What is compared: names of results, and their titles."""
+    """The results that are compared: their names and titles."""
     found = {"loss": "loss at the end", "held_out_loss": "held-out loss"}
     return found | ({"recall": f"recall@{RECALL_AT}"} if which == "encoder" else {})
 
 
 def report(run: Run) -> list[str]:
-    """For each model a table of the ends, and one of the curves."""
+    """Two tables for each model: results at the end of training, and losses over the steps."""
     settings, sections = run.settings, [WORDS]
     size = max(1, settings.steps // CURVE)
     for which in settings.models:
@@ -71,7 +73,7 @@ def report(run: Run) -> list[str]:
             outcomes = outcomes_of(run, which, option)
             if len(outcomes) < 2:
                 continue
-            stored = (values(outcomes, name)[0] for name in ("state_bytes", "gradient_bytes"))
+            stored = (values(outcomes, name)[0] for name in ("weight_bytes", "state_bytes", "gradient_bytes"))
             cells = [f"{nbytes / values(outcomes, 'parameters')[0]:.2f}" for nbytes in stored]
             for name in compared(which):
                 each = values(outcomes, name)
@@ -80,10 +82,35 @@ def report(run: Run) -> list[str]:
             losses = [statistics.fmean(step) for step in zip(*values(outcomes, "losses"), strict=True)]
             means = [statistics.fmean(losses[k : k + size]) for k in range(0, size * CURVE, size) if k < len(losses)]
             curves.append([option, *(f"{mean:.3f}" for mean in means)])
-        sections += [f"## {which}", markdown_table(["", "states B", "gradients B", *compared(which).values()], rows)]
+        titles = ["", "weights B", "states B", "gradients B", *compared(which).values()]
+        sections += [f"## {which}", markdown_table(titles, rows)]
         ends = [f"to {min(k + size, settings.steps)}" for k in range(0, size * CURVE, size) if k < settings.steps]
         sections += ["Loss, the mean of the seeds and of the steps", markdown_table(["", *ends], curves)]
+        slowest = max((o.result["step_seconds"] for o in run.groups[which] if o.result is not None), default=0.0)
+        sections.append(f"{settings.steps} steps, of {slowest:.2f} s in the slowest run (median of its steps).")
     return sections
+
+
+def curves(run: Run) -> dict[str, dict[str, list[list[Point]]]]:
+    """Losses of each model, and recall of the encoder, as (step, value): a curve for each seed of each option."""
+    size = max(1, run.settings.steps // SMOOTHED)
+
+    def smoothed(losses: list[float]) -> list[Point]:
+        parts = [losses[k : k + size] for k in range(0, len(losses) - size + 1, size)]
+        return [(k * size + (size + 1) / 2, statistics.fmean(part)) for k, part in enumerate(parts)]
+
+    found: dict[str, dict[str, list[list[Point]]]] = {}
+    for which in run.settings.models:
+        done = {option: outcomes_of(run, which, option) for option in run.settings.options}
+        found[f"{which}: loss"] = {
+            option: [smoothed(o.result["losses"]) for o in each] for option, each in done.items()
+        }
+        if which == "encoder":
+            recalls = {
+                option: [[tuple(point) for point in o.result["recalls"]] for o in each] for option, each in done.items()
+            }
+            found[f"{which}: {compared(which)['recall']}"] = recalls
+    return found
 
 
 def bounds(run: Run) -> list[str]:
@@ -100,4 +127,6 @@ def bounds(run: Run) -> list[str]:
     return broken
 
 
-BENCHMARK = Benchmark(Settings, measure, report, bounds, rates=lambda settings: {"threads": 1})
+BENCHMARK = Benchmark(
+    Settings, measure, report, bounds, curves=lambda run: (EXACT, curves(run)), rates=lambda settings: {"threads": 1}
+)

@@ -1,5 +1,7 @@
 """Trains one of two models with one option: the encoder of ``retrieval``, or a decoder of the same sources."""
 
+import statistics
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,16 +31,19 @@ OPTIONS = {
     "states-bfloat16": Stored({}, {"states": torch.bfloat16}),
     "states-8bit": Stored({}, {"states": "8bit"}),
     "gradients-bfloat16": Stored({"gradient_dtype": torch.bfloat16}, {}),
-    "states-8bit+gradients-bfloat16": Stored({"gradient_dtype": torch.bfloat16}, {"states": "8bit"}),
+    "weights-split": Stored({"store_dtype": "split"}, {}),
+    "weights-bfloat16": Stored({"store_dtype": torch.bfloat16}, {}),
+    "everything": Stored({"store_dtype": torch.bfloat16, "gradient_dtype": torch.bfloat16}, {"states": "8bit"}),
 }
 MODELS = ("encoder", "decoder")
 HELD_OUT_ROWS = 64  # of the held-out loss, in one batch
 HEAD_CHANNELS = 32
+CURVE = 10  # points of a curve, at which recall is measured
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One run."""
+    """Models, options, seeds and sizes of a run."""
 
     dim: int = option(64, "channels of both models", multiple=64)
     depth: int = option(2, "blocks")
@@ -52,11 +57,11 @@ class Settings:
     options: tuple[str, ...] = option(tuple(OPTIONS), "which options to compare", choices=tuple(OPTIONS))
 
     def wrong(self) -> str:
-        """Others are compared with exact training."""
+        """Why these settings cannot be run; empty if they can: all options are compared with exact training."""
         return "" if EXACT in self.options else f"expected {EXACT!r} among the options, got {list(self.options)}"
 
     def of_retrieval(self, seed: int) -> workload.Settings:
-        """The same for the data of ``retrieval``."""
+        """These settings as those of ``retrieval``, whose data the encoder is trained on."""
         ours = {k: v for k, v in asdict(self).items() if k not in ("seeds", "models", "options")}
         return replace(workload.Settings(), **ours, seed=seed, dropout=0.0)
 
@@ -97,7 +102,7 @@ def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def train(report: Reporter, which: str, option: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """One run over homes in host memory, which round as files do: its losses, and what it has learnt."""
+    """Trains once over homes in host memory, which round as files do; returns losses and scores."""
     from gradcache import GradCache
     from gradcache.loss import SimpleContrastiveLoss
     from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
@@ -125,17 +130,22 @@ def train(report: Reporter, which: str, option: str, seed: int, settings: dict[s
         loss.backward()
         return loss.detach()
 
-    losses, gradient_bytes = [], 0
+    descriptions, sources = batches.held_out()
+    losses, seconds, gradient_bytes = [], [], 0
+    recalls: list[tuple[int, float]] = []
     for step in range(chosen.steps):
+        began = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = data.learning_rate_at(step)
         optimizer.zero_grad()
         losses.append(backward(*batches.training(step)).item())
         gradient_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
         optimizer.step()
+        seconds.append(time.perf_counter() - began)
+        if which == "encoder" and (step + 1) % max(1, chosen.steps // CURVE) == 0:
+            recalls.append((step + 1, recall(model, descriptions, sources)))
     optimizer.synchronize()
     model.eval()
-    descriptions, sources = batches.held_out()
     few = descriptions[:HELD_OUT_ROWS], sources[:HELD_OUT_ROWS]
     with torch.no_grad():
         if which == "encoder":
@@ -147,7 +157,10 @@ def train(report: Reporter, which: str, option: str, seed: int, settings: dict[s
         "losses": losses,
         "held_out_loss": held_out_loss.item(),
         "recall": recall(model, descriptions, sources) if which == "encoder" else None,
+        "recalls": recalls,
+        "step_seconds": statistics.median(seconds),
         "parameters": sum(p.numel() for p in model.parameters()),
+        "weight_bytes": sum(value.nbytes for value in model.state_dict().values()),
         "state_bytes": sum(value.nbytes for value in states),
         "gradient_bytes": gradient_bytes,
     }

@@ -72,7 +72,7 @@ class Settings:
     )
 
     def wrong(self) -> str:
-        """Why a run is impossible."""
+        """Why these settings cannot be run; empty if they can."""
         if self.work == CONTRASTIVE and self.rows % self.chunk:
             return f"expected pairs that are a multiple of --chunk {self.chunk}, got --rows {self.rows}"
         return ""
@@ -121,7 +121,7 @@ def peak_of(outcome: Outcome, phase: str = STEPS) -> int:
 
 
 def is_ours(outcome: Outcome) -> bool:
-    """Whether ``memory=`` was set."""
+    """Whether a case sets ``memory=``: it is an OffloadModel."""
     return outcome.name.startswith("ours")
 
 
@@ -139,18 +139,18 @@ def goal_of(outcome: Outcome) -> float | None:
 
 
 def loss_difference(outcome: Outcome, reference: Outcome) -> float:
-    """Of the last step that both have taken, relative; NaN without steps."""
+    """Relative difference of two losses, at the last step that both cases have taken; NaN without steps."""
     both = list(zip(outcome.values("loss"), reference.values("loss"), strict=False))
     return abs(both[-1][0] - both[-1][1]) / abs(both[-1][1]) if both else math.nan
 
 
 def _measured(run: Run) -> list[Outcome]:
-    """Of the steps in turn, those with a result."""
+    """The cases of the group that ran in turn, without those that gave no result."""
     return [outcome for outcome in run.groups.get(IN_TURN, ()) if outcome.result is not None and outcome.steps]
 
 
 def report(run: Run) -> list[str]:
-    """One table, and what did not fit."""
+    """One table, and the cases that did not fit in memory."""
     settings, work, outcomes = run.settings, work_of(run.settings), run.groups.get(IN_TURN, [])
     sections = [
         f"{work.blocks} blocks of {work.dim} channels, {work.tokens:,} tokens a step, fp32; "

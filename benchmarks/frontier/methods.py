@@ -66,32 +66,32 @@ class Work:
 
     @property
     def stack(self) -> Training:
-        """Of ``training``."""
+        """The blocks and batches of work ``training``."""
         return Training(self.blocks, self.dim, self.rows, self.positions, seed=self.seed)
 
     @property
     def shape(self) -> Shape:
-        """Of ``contrastive``."""
+        """The encoder, pairs and chunks of work ``contrastive``."""
         sizes = (self.vocabulary, self.positions, self.dim, self.blocks, self.rows, self.chunk)
         return Shape(*sizes, kept=0, graphs=0, together=0, seed=self.seed)
 
     @property
     def trains(self) -> bool:
-        """Whether this is ``training``."""
+        """Whether the work is ``training``."""
         return self.kind == TRAINING
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return self.stack.tokens if self.trains else self.shape.tokens
 
     @property
     def training_flops(self) -> float:
-        """Of a forward and a backward, nothing recomputed."""
+        """Operations of a forward and a backward, nothing recomputed."""
         return self.stack.training_flops if self.trains else self.shape.training_flops
 
     def build(self) -> nn.Sequential:
-        """The same layers for the same work."""
+        """Builds the layers, the same for the same work."""
         return self.stack.build() if self.trains else self.shape.build()
 
     def build_in_parts(self) -> tuple[nn.Sequential, Iterator[dict[str, Tensor]]]:

@@ -39,7 +39,7 @@ class Settings:
     stem: str = option("gpu", "the parts write STEM-PART.md, .jsonl and .png")
 
     def wrong(self) -> str:
-        """A machine without a GPU."""
+        """Why these settings cannot be run; empty if they can: a GPU is needed."""
         if self.dry_run or torch.cuda.is_available():
             return ""
         return "expected a CUDA device, and there is none; --dry-run runs the same parts on the CPU"

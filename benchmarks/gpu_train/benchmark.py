@@ -42,14 +42,14 @@ class Settings:
     only: tuple[str, ...] = option(("",), "only cases with one of these in their names")
 
     def wrong(self) -> str:
-        """A device that this machine does not have."""
+        """Why these settings cannot be run; empty if they can: this machine may lack the device."""
         if torch.device(self.device).type != "cuda" or torch.cuda.is_available():
             return ""
         return f"expected a device of this machine, got device={self.device!r}; --device cpu runs anywhere"
 
 
 def measure(run: Run) -> None:
-    """One group, each case alone on the device."""
+    """Runs all cases as one group, each alone on the device."""
     settings = run.settings
     stack = Stack(settings.layers, settings.dim, settings.rows, settings.positions)
     cases = []
@@ -97,7 +97,7 @@ def _seconds(outcome: Outcome) -> float:
 
 
 def _moved(outcome: Outcome) -> dict[str, float]:
-    """What ours has moved between host and device."""
+    """Bytes that ours has moved between host and device, in words."""
     step = outcome.steps[-1]
     moved = {"loaded_bytes": "bytes_loaded", "drained_bytes": "bytes_stored"}
     return {kind: step[counter] for kind, counter in moved.items() if counter in step}

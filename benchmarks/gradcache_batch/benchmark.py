@@ -67,7 +67,7 @@ class Settings:
 
 
 def measure(run: Run) -> None:
-    """Time, peaks, growing batches, chunks, the loss."""
+    """Runs the groups of cases: times, peaks, growing batches, numbers of chunks, the loss alone."""
     settings = run.settings
 
     def cases(methods: Sequence[str], function: str, shape: Shape, *environment: Any, **how: Any) -> list[Case]:

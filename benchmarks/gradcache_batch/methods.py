@@ -80,12 +80,12 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return 2 * self.pairs * self.positions
 
     @property
     def training_flops(self) -> float:
-        """Of the blocks' matrix products in a forward and a backward, nothing recomputed."""
+        """Operations of the blocks' matrix products in a forward and a backward, nothing recomputed."""
         return 3 * self.depth * block_flops(self.dim, self.tokens, self.positions)
 
 
@@ -108,7 +108,7 @@ def _in_one_piece(model: nn.Module) -> Step:
 
 
 class _ChunkByChunk(GradCache):
-    """GradCache without its fused walk: a replaced hook around the model is called for every chunk."""
+    """A GradCache that runs both passes chunk by chunk, because a subclass replaces one of its hooks."""
 
     def model_call(self, model: nn.Module, model_input: Any) -> Any:
         return super().model_call(model, model_input)
@@ -148,7 +148,7 @@ def _cached(encoder: nn.Sequential, shape: Shape, home: Path, checkpointed: bool
 
 
 def _ours(encoder: nn.Sequential, shape: Shape, home: Path, together: bool) -> Made:
-    """Fused over the layers, which are in memory; ``together``: several chunks at a time."""
+    """GradCache layer by layer over an encoder in memory; ``together``: several chunks at a time."""
     memory = MemoryPolicy(boundary_bytes=shape.kept * MEBIBYTE, join_chunks=together)
     return encoder, GradCache([encoder, encoder], shape.chunk, _tiled_loss(), memory=memory)
 
@@ -314,7 +314,7 @@ def sketch(model: nn.Module) -> list[float]:
 
 
 def _take(model: nn.Module, step: Step, rows: tuple[Tensor, Tensor]) -> dict[str, float]:
-    """The loss of a step, and what the step took."""
+    """Runs a step; reports its loss, its time and its bytes."""
     model.zero_grad()
     loss, values = measure(lambda: step(*rows).item(), model)
     return {"loss": loss, **values}

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from benchmarks.harness.case import Case, Outcome
 from benchmarks.harness.environment import environment_facts, filesystem_of
 from benchmarks.harness.limits import measure_rates
-from benchmarks.harness.plot import Point, draw
+from benchmarks.harness.plot import Point, draw, draw_curves
 from benchmarks.harness.schedule import run_group
 from benchmarks.harness.settings import settings_of
 
@@ -38,7 +38,7 @@ class Run:
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """Those of all groups."""
+        """The outcomes of all groups."""
         return [outcome for outcomes in self.groups.values() for outcome in outcomes]
 
     def find(self, name: str, group: str | None = None) -> Outcome | None:
@@ -58,7 +58,7 @@ class Claim(NamedTuple):
     middle: Callable[[Sequence[float]], float] = statistics.median
 
     def cells(self) -> list[str]:
-        """Of the row, without the link to its page."""
+        """The cells of the row, without the link to its page."""
         time = f"{self.middle(self.times):.2f} ({min(self.times):.2f} to {max(self.times):.2f})"
         return [self.set_up, self.beside, time, "-" if self.memory is None else f"{self.memory:.2f}{self.counted}"]
 
@@ -73,6 +73,8 @@ class Benchmark:
     bounds: Callable[[Run], list[str]]  #: those that do not hold, a line each; every case of ours has a result
     claims: Callable[[Run], list[Claim]] = lambda run: []
     points: Callable[[Run], dict[str, Point]] | None = None  #: of the picture: memory (MiB) and time (ratio) by method
+    #: Of another picture: a reference, and by quantity and method the curves of each run.
+    curves: Callable[[Run], tuple[str, Mapping[str, Mapping[str, Sequence[Sequence[Point]]]]]] | None = None
     rates: Callable[[Any], Mapping[str, Any]] = lambda settings: {}  #: arguments of ``measure_rates``
 
 
@@ -136,10 +138,14 @@ def publish(name: str, question: str, benchmark: Benchmark, run: Run, out: Path 
     print("\n" + "\n\n".join(filter(None, sections)) + "\n")
     if out is not None:
         sections.append("".join(f"* does not hold: {line}\n" for line in broken).strip() or "All bounds hold.")
-        if benchmark.points:
+        if benchmark.points or benchmark.curves:
             note = "\n".join(run.facts[fact] for fact in ("command", "machine", "date"))
-            axes = ("peak memory above the libraries, MiB", "time of a step, to the reference")
-            draw(out.with_name(f"{out.name}.png"), question, benchmark.points(run), *axes, note)
+            picture = out.with_name(f"{out.name}.png")
+            if benchmark.points:
+                axes = ("peak memory above the libraries, MiB", "time of a step, to the reference")
+                draw(picture, question, benchmark.points(run), *axes, note)
+            if benchmark.curves:
+                draw_curves(picture, question, *benchmark.curves(run), note)
             sections.append(f"![{name}]({out.name}.png)")
         rows = [f"| {fact} | {f'`{words}`' if fact == 'command' else words} |" for fact, words in run.facts.items()]
         header = [f"# {name}", question[:1].upper() + question[1:], "\n".join(["| | |", "|---|---|", *rows])]

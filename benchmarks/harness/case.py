@@ -63,7 +63,7 @@ class Outcome:
 
     @property
     def name(self) -> str:
-        """The case's."""
+        """The name of the case."""
         return self.case.name
 
     @property

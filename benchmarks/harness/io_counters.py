@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def measure(step: Callable[[], T], model: object = None, device: str = "cpu") -> tuple[T, dict[str, float]]:
-    """What ``step`` returns, and what it took: seconds and processor time, bytes, and what an OffloadModel counted."""
+    """Runs ``step``; returns its result, and its seconds, processor time, bytes and counts of an OffloadModel."""
     wait = (lambda: None) if device == "cpu" else partial(importlib.import_module("torch").cuda.synchronize, device)
     before = _counts(model)
     wait()
@@ -44,7 +44,7 @@ def counts_of(model: object) -> dict[str, Any]:
 
 
 def _counts(model: object) -> dict[str, float]:
-    """What the model has counted, and what this process has moved, where the kernel counts that."""
+    """Counts so far: those of the model, and bytes that this process has moved, where the kernel counts them."""
     found = {name: count for name, count in counts_of(model).items() if name in COUNTED}
     with contextlib.suppress(AttributeError, psutil.Error):
         io = psutil.Process().io_counters()

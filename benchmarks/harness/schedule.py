@@ -48,7 +48,7 @@ def run_group(
 
 
 def _start(case: Case, folder: str | Path, warmup: int, stack: contextlib.ExitStack) -> CaseProcess:
-    """Started one after the other: building takes time and memory, too."""
+    """Starts the cases one after the other: building takes time and memory, too."""
     process = stack.enter_context(CaseProcess(case, folder))
     process.start()
     for _ in range(warmup):
@@ -58,7 +58,7 @@ def _start(case: Case, folder: str | Path, warmup: int, stack: contextlib.ExitSt
 
 
 def _round(processes: Sequence[CaseProcess], k: int) -> None:
-    """One turn of each. Beside each step the times of the first one's are kept, also beside the first one's own."""
+    """Runs one turn of each case, and stores the first case's times of this round beside those of every case."""
     begin = k % len(processes)
     taken = {process: process.turn() for process in (*processes[begin:], *processes[:begin])}
     step = taken[processes[0]] or {}

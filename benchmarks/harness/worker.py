@@ -17,13 +17,13 @@ from benchmarks.harness.memory import memory_of
 
 
 class Reporter:
-    """What a case tells its parent while it runs."""
+    """Reports steps, phases and results of a case to the process that started it, as JSON lines."""
 
     def __init__(self, descriptor: int) -> None:
         self._lines = os.fdopen(descriptor, "w", encoding="utf-8", buffering=1)
 
     def event(self, event: str, value: Any = None) -> None:
-        """One line; ``value`` is JSON."""
+        """Writes one line; ``value`` is JSON."""
         self._lines.write(json.dumps([event, value]) + "\n")
 
     def turns(self) -> Iterator[int]:
@@ -37,7 +37,7 @@ class Reporter:
             k += 1
 
     def step(self, **values: Any) -> None:
-        """One step is done, and this is what it measured."""
+        """Reports that one step is done, with what was measured in it."""
         self.event("step", values)
 
     def phase(self, name: str) -> None:

@@ -84,7 +84,7 @@ def measure(run: Run) -> None:
 
 
 def _ours(most: int, layer_bytes: int) -> list[Named]:
-    """Each setting of OffloadModel changed in turn: home, slices, keep or checkpoint, micro-batches, slots, budget."""
+    """The cases of OffloadModel: each changes one of home, slices, recomputation, micro-batches, slots and budget."""
     half, few = most // 2, most // 4
     chosen: dict[str, dict[str, Any]] = {}
     slices = {"host, keep": (few,), "host, checkpoint": (few, most), "disk, keep": (few, most)}

@@ -235,7 +235,7 @@ def train(report: Reporter, asked_after: int, **how: Any) -> dict[str, Any]:
 
 
 def in_use(report: Reporter, **how: Any) -> dict[str, Any]:
-    """One step, for its peak, after another that allocates what is allocated once, in a heap that returns memory."""
+    """Measures the peak of one step, after a step that allocates everything that later ones reuse."""
     prepared, batch = _build(report, METHODS, _step, **how)
     for phase in ("a first step", "steps"):
         report.phase(phase)

@@ -47,7 +47,7 @@ class Settings:
     methods: tuple[str, ...] = option((DISK, HOST, *OTHERS, ALONE), "which run", choices=tuple(NAMES))
 
     def wrong(self) -> str:
-        """Ranks with unequal rows would need weights of their losses."""
+        """Why these settings cannot be run, or nothing: losses of unequal rows would need weights."""
         if self.rows % self.ranks == 0:
             return ""
         return f"expected as many rows on each rank, got rows={self.rows} with ranks={self.ranks}"
@@ -59,7 +59,7 @@ class Settings:
 
 
 def measure(run: Run) -> None:
-    """All in turn with ours on disk."""
+    """Runs all cases in turn with ours on disk."""
     settings, training = run.settings, run.settings.training
     run.facts["model"] = (
         f"{training.blocks} blocks of {training.dim} channels, {training.parameters / 1e6:.1f} M parameters, float32; "

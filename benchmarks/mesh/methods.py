@@ -38,7 +38,7 @@ class Training(Stack):
 
     @property
     def options(self) -> dict[str, float]:
-        """Of AdamW."""
+        """The arguments of AdamW."""
         return {"lr": self.learning_rate, "weight_decay": self.weight_decay}
 
 
@@ -48,7 +48,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Method(NamedTuple):
-    """One way to train."""
+    """A model that is ready to train, and the function that runs a step."""
 
     step: Callable[[Tensor, Tensor], float]  #: rows of this rank and their targets to their loss
     model: object = None  #: an OffloadModel, which counts what it does

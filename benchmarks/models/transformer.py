@@ -103,7 +103,7 @@ class Stack:
             return Block(self.dim, self.dropout, k, scale=(2 * self.blocks) ** -0.5)
 
     def build(self) -> nn.Sequential:
-        """All blocks, the same for the same stack."""
+        """Builds all blocks, the same for the same stack."""
         return nn.Sequential(*(self.block(k) for k in range(self.blocks)))
 
     def batch(self, step: int = 0) -> Any:
@@ -123,7 +123,7 @@ class Stack:
 
     @property
     def tokens(self) -> int:
-        """Of one batch."""
+        """Tokens of one batch."""
         return self.rows * self.positions
 
     @property
@@ -133,10 +133,10 @@ class Stack:
 
     @property
     def forward_flops(self) -> float:
-        """Of the matrix products of a forward."""
+        """Operations of the matrix products of a forward."""
         return self.blocks * block_flops(self.dim, self.tokens, self.positions)
 
     @property
     def training_flops(self) -> float:
-        """Of a forward and a backward with nothing recomputed: three forwards."""
+        """Operations of a forward and a backward with nothing recomputed: three forwards."""
         return 3 * self.forward_flops

@@ -4,8 +4,8 @@ One case takes steps of the resident and of the streamed model in turn, for the 
 the streamed step that waits for copies. Others stream models of more and more shards, for their peaks: once the same
 layers cut finer, once deeper models out of the same shards. With a slot for each shard and a home in memory nothing
 moves, which leaves the price of the engine. With few rows only the disk counts, and passes are measured against plain
-reads of the same files. In short steps a model that calls its blocks itself (``blocks=``) takes turns with an
-``nn.Sequential`` of the same blocks.
+reads of the same files. A model that calls its blocks itself (``blocks=``) takes turns with an ``nn.Sequential`` of the
+same blocks: of the model that is timed, and of one so small that the price of a call shows.
 
 glibc keeps freed blocks in its heap, and keeps more of them the more shards there are. The peaks are therefore measured
 with a fixed ``MALLOC_MMAP_THRESHOLD_``, which returns large blocks at once and takes time; one more case shows the
@@ -40,19 +40,19 @@ class Settings:
     """Sizes, and the number of pairs."""
 
     dim: int = option(512, "channels", multiple=64)
-    rows: int = option(32, "rows of the batch")
+    rows: int = option(32, "rows of the batch", least=4)
     positions: int = option(64, "tokens of a row")
     shards: tuple[int, ...] = option((4, 8, 16), "each a multiple of the one before")
     pairs: int = option(9, "interleaved pairs of steps")
     boundary_bytes: int = option(16 << 20, "activations between shards that stay in memory")
     width: int = option(4096, "channels of the layers that wait for the disk")
     only_blocks: bool = option(False, "measures a model's own forward beside an nn.Sequential, and nothing else")
-    block_dim: int = option(128, "channels of the blocks that these two share", multiple=64)
-    block_rows: int = option(8, "rows of their batch", least=4)
-    block_pairs: int = option(99, "interleaved pairs of their steps")
+    small_dim: int = option(128, "channels of the smaller blocks that these two share", multiple=64)
+    small_rows: int = option(8, "rows of their batch", least=4)
+    small_pairs: int = option(99, "interleaved pairs of their steps")
 
     def wrong(self) -> str:
-        """What no run could compare."""
+        """Why these settings cannot be run; empty if they can: numbers of shards have to divide the next one."""
         if any(larger % smaller or larger == smaller for smaller, larger in itertools.pairwise(self.shards)):
             return f"expected numbers of shards, each a multiple of the one before, got shards={self.shards}"
         return ""
@@ -78,18 +78,19 @@ def measure(run: Run) -> None:
         steps = 2 if blocks > 1 else 2 * layers // shards
         return case(name, "peak", shards, blocks, *environment, steps=steps)
 
-    small = {"dim": settings.block_dim, "rows": settings.block_rows, "shards": TIMED_SHARDS, "blocks": 1}
-    small |= {"positions": settings.positions, "boundary_bytes": settings.boundary_bytes}
-    how = {"shape": small, "pairs": settings.block_pairs, "warmup": 4}
-    work = {"flops": stack_of(small).training_flops}
-    chunked = {1: "own forward, 1 chunk", 4: "own forward, 4 chunks"}
-    run.group(
-        "blocks",
-        [
-            Case(name, f"{METHODS}:time_blocks", {**how, "chunks": chunks}, work=work)
-            for chunks, name in chunked.items()
-        ],
-    )
+    def own_forward(name: str, dim: int, rows: int, pairs: int, chunks: int) -> Case:
+        shape = {"dim": dim, "rows": rows, "shards": TIMED_SHARDS, "blocks": 1}
+        shape |= {"positions": settings.positions, "boundary_bytes": settings.boundary_bytes}
+        arguments = {"shape": shape, "pairs": pairs, "warmup": 4, "chunks": chunks}
+        work = {"flops": stack_of(shape).training_flops}
+        return Case(name, f"{METHODS}:time_blocks", arguments, work=work)
+
+    for group, *size in (
+        ("blocks", settings.dim, settings.rows, settings.pairs),
+        ("small blocks", settings.small_dim, settings.small_rows, settings.small_pairs),
+    ):
+        names = {chunks: f"{group}, {chunks} chunk{'s' * (chunks > 1)}" for chunks in (1, 4)}
+        run.group(group, [own_forward(name, *size, chunks) for chunks, name in names.items()])
     if settings.only_blocks:
         return
     timed = {"pairs": settings.pairs, "warmup": 2}
@@ -152,6 +153,7 @@ def report(run: Run) -> list[str]:
         **limit_columns(run.rates),
     }
     blocks = {
+        "channels": lambda o: str(o.case.arguments["shape"]["dim"]),
         "tokens": lambda o: f"{o.result['tokens']:,}",
         "nn.Sequential": lambda o: f"{1e3 * o.median('sequential'):.1f} ms",
         "own forward": lambda o: f"{1e3 * o.median('blocks'):.1f} ms",
@@ -160,7 +162,8 @@ def report(run: Run) -> list[str]:
         **limit_columns(run.rates, seconds=lambda o: o.median("blocks")),
     }
     words = "A model that calls its blocks itself, beside an `nn.Sequential` of them, both stored in host memory:"
-    own = [words, case_table(groups["blocks"], blocks)] if groups.get("blocks") else []
+    both = [*groups.get("blocks", []), *groups.get("small blocks", [])]
+    own = [words, case_table(both, blocks)] if both else []
     if run.settings.only_blocks:
         return own
     return [
@@ -182,7 +185,10 @@ def _held(outcome: Outcome) -> int:
 
 
 def bounds(run: Run) -> list[str]:
-    """Writes compete with reads, so only a pass without them is held to the bandwidth of reads."""
+    """Writes compete with reads, so only a pass without them is held to the bandwidth of reads.
+
+    A call of a block costs a time that does not depend on its size, so small blocks are shown and not held to a ratio.
+    """
     groups = run.groups
     broken: list[str] = []
     for outcome in groups.get("blocks", []):

@@ -134,7 +134,7 @@ def report(run: Run) -> list[str]:
 
 
 def _pair(run: Run) -> tuple[Outcome | None, Outcome | None]:
-    """Ours and DeepSpeed, where they ran."""
+    """The outcomes of ours and of DeepSpeed, where they ran."""
     theirs = next((outcome for outcome in run.outcomes if outcome.case.peer and outcome.result is not None), None)
     return run.find(NAMES[FROM_META]) or run.find(NAMES[DISK]), theirs
 

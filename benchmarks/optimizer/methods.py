@@ -43,7 +43,7 @@ class Training(Stack):
 
     @property
     def options(self) -> dict[str, float]:
-        """Of AdamW."""
+        """The arguments of AdamW."""
         return {"lr": self.learning_rate, "weight_decay": self.weight_decay}
 
 
@@ -53,7 +53,7 @@ def loss_of(output: State, target: Tensor) -> Tensor:
 
 
 class Method(NamedTuple):
-    """One way to train."""
+    """A model that is ready to train, and the function that runs a step."""
 
     step: Callable[[State, Tensor], float]  #: state and target to the loss; may leave an update to the next step
     parameters: Callable[[], Iterable[tuple[str, Tensor]]]  #: names and values, with every update applied
@@ -206,7 +206,7 @@ def train(report: Reporter, method: str, training: dict[str, Any], save_after: i
 
 
 def greatest_difference(path: Path, other: Path) -> float:
-    """Of any tensor of two saved models: length of the difference relative to the length of the first.
+    """The greatest relative difference of any tensor of two saved models: its length to that of the first tensor.
 
     Raises:
         ValueError: if they are not the same tensors by name.

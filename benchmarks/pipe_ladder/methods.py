@@ -44,7 +44,7 @@ class Settings:
     threads: int = option(1, "threads of torch's kernels")
 
     def wrong(self) -> str:
-        """More micro-batches than rows."""
+        """Why these settings cannot be run; empty if they can: more micro-batches than rows."""
         wrong = max(self.chunks) > self.rows
         return f"expected from 1 to {self.rows} micro-batches, got chunks={self.chunks}" if wrong else ""
 
@@ -64,12 +64,12 @@ class Settings:
 
     @property
     def parameters(self) -> int:
-        """Numbers in all blocks: two matrices, their biases, a norm."""
+        """Elements of all parameters: in each block two matrices, their biases, a norm."""
         return self.blocks * (8 * self.dim**2 + 7 * self.dim)
 
     @property
     def training_flops(self) -> float:
-        """Of the matrix products of a forward and a backward, nothing recomputed; the batch needs no gradient."""
+        """Operations of a forward and a backward, nothing recomputed; the batch needs no gradient."""
         return 2.0 * self.rows * (3 * 8 * self.dim**2 * self.blocks - 4 * self.dim**2)
 
     @property

@@ -53,7 +53,7 @@ def work_of(model: str) -> Work:
 
 
 def grid(memory: int, least: int, splits: int) -> list[dict[str, int]]:
-    """Fields of a policy: slots, shards in memory beside graphs, gradients that wait or do not; or none of these."""
+    """The points of the grid: slots, shards in memory beside graphs, gradients that wait or not; fields of a policy."""
     free, everything = max(0, memory - least), 1 << 40
     shares = [(free * k // splits, free * (splits - k) // splits) for k in range(splits + 1)] + [(0, 0)]
     points = []
@@ -120,7 +120,7 @@ def _named(step: dict[str, Any]) -> str:
 
 
 def _timed(run: Run) -> Iterator[tuple[str, list[Outcome]]]:
-    """The groups of steps in turn."""
+    """The groups of cases whose steps ran in turn."""
     for name, outcomes in run.groups.items():
         if outcomes and outcomes[0].name == CHOSEN:
             yield name, outcomes

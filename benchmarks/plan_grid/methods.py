@@ -11,7 +11,7 @@ STEPS, COUNTED = 4, 2
 
 
 def walk(report: Reporter, work: dict[str, Any], memory: int, points: list[dict[str, int]]) -> dict[str, Any]:
-    """For each of the ``points``, which are fields of a :class:`~offload.MemoryPolicy`, a model and a few steps."""
+    """Runs a few steps of a model for each of ``points``: fields of a :class:`~offload.MemoryPolicy`."""
     chosen = Work(**work)
     warm(OURS, chosen, {})
     for fields in points:

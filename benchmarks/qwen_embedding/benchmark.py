@@ -38,7 +38,7 @@ class Settings:
     """The cap, the model, its batches, and the number of steps."""
 
     cap: int = option(6144, "MiB of private memory (RLIMIT_DATA) of the capped cases")
-    memory: int = option(1024, "MiB that ours plans its blocks with, beside what is outside of them")
+    memory: int = option(4608, "MiB that ours may use (memory=); the cap holds Python and its libraries as well")
     pairs: tuple[int, ...] = option((32, 256), "pairs of a batch")
     positions: int = option(64, "tokens of a row", least=2)
     chunk: int = option(8, "rows of a chunk, of the methods that cut a batch")
@@ -49,7 +49,7 @@ class Settings:
     capped_only: bool = option(False, "leaves out the reference without a cap")
 
     def wrong(self) -> str:
-        """A model that fits answers nothing."""
+        """Why these settings cannot be run; empty if they can: the training states have to exceed the cap."""
         if STATE_BYTES * self.model.parameters > self.cap << 20:
             return ""
         return (
@@ -59,7 +59,7 @@ class Settings:
 
     @property
     def model(self) -> Model:
-        """Its sizes."""
+        """The sizes of the model."""
         return Model(self.blocks, self.width, self.vocabulary)
 
 

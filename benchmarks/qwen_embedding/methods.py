@@ -163,7 +163,7 @@ def deepspeed(chunk: int, memory: int) -> Made:
 
 
 def ours(chunk: int, memory: int) -> Made:
-    """The blocks, their gradients and moments in files, chunks past each block in one visit."""
+    """GradCache over an OffloadModel: blocks, gradients and moments in files, all chunks past a block in one visit."""
     from gradcache import GradCache
     from gradcache.loss import SimpleContrastiveLoss
     from offload import OffloadModel, OffloadOptimizer

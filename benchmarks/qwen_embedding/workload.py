@@ -30,12 +30,12 @@ class Model:
 
     @property
     def heads(self) -> int:
-        """Of queries; keys and values have half as many, or one."""
+        """Heads of the queries; keys and values have half as many, or one."""
         return max(1, self.width // 64)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the parameters of one block."""
+        """Shapes of the parameters of one block."""
         queries, keys = HEAD_CHANNELS * self.heads, HEAD_CHANNELS * max(1, self.heads // 2)
         wide, attention, perceptron = 3 * self.width, "self_attn", "mlp"
         return {
@@ -63,7 +63,7 @@ class Model:
         return self.blocks * self.block_parameters + (self.vocabulary + 1) * self.width
 
     def training_flops(self, rows: int, positions: int) -> float:
-        """Of the matrix products of a forward and a backward, nothing recomputed, and of the attention's."""
+        """Operations of the matrix products and the attention in a forward and a backward, nothing recomputed."""
         tokens = float(rows * positions)
         scores = 4.0 * positions * HEAD_CHANNELS * self.heads
         return 3 * self.blocks * tokens * (2.0 * self.block_parameters + scores)
@@ -75,7 +75,7 @@ class Model:
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """``config.json`` of transformers."""
+        """The fields of transformers' ``config.json``."""
         return {
             "architectures": ["Qwen3Model"],
             "model_type": "qwen3",

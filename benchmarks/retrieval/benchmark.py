@@ -58,7 +58,7 @@ def measure(run: Run) -> None:
 
 
 def _together(case: Case, settings: Settings) -> Case:
-    """A case of one process over several ranks; its work is that of one of them."""
+    """A copy of a case of one process that runs over several ranks; its work is that of one of them."""
     work = {kind: amount / settings.ranks for kind, amount in case.work.items()}
     arguments = {**case.arguments, "together": True}
     return replace(case, name=_name_of_ranks(settings), arguments=arguments, work=work, ranks=settings.ranks)

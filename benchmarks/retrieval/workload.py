@@ -45,7 +45,7 @@ SOURCE_CHARACTERS = 1_500  # of each function: more than enough to fill the posi
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. Rows are pairs; every row is a description and a source."""
+    """The sizes of a run. Rows are pairs; every row is a description and a source."""
 
     dim: int = option(512, "channels of the encoder", multiple=64)
     depth: int = option(6, "transformer blocks")
@@ -67,7 +67,7 @@ class Settings:
     ranks: int = option(RANKS, "processes that train one more case together, as many as torchrun starts; 1: no such")
 
     def wrong(self) -> str:
-        """More slices than layers, or ranks than rows."""
+        """Why these settings cannot be run; empty if they can: more slices than layers, or more ranks than rows."""
         most = self.depth + 2
         if self.slices > most:
             return f"expected at most {most} slices, one a layer, got slices={self.slices}"
@@ -77,7 +77,7 @@ class Settings:
 
     @property
     def training_steps(self) -> int:
-        """Of each method."""
+        """Training steps of each method."""
         return max(MINIMUM_STEPS, PAIRS_SEEN // self.batch) if self.steps is None else self.steps
 
     @property
@@ -87,7 +87,7 @@ class Settings:
 
     @property
     def training_flops(self) -> float:
-        """Of the matrix products of a forward and a backward, padding included, nothing recomputed.
+        """Operations of a forward and a backward, padding included, nothing recomputed.
 
         Blocks and projection of both sides, and the scores of all rows against all rows; a backward is two forwards.
         """

@@ -34,7 +34,7 @@ GIGA = 1e9
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured, and the machines on paper."""
+    """The stack that is measured, and the machines for which steps are predicted."""
 
     ranks: tuple[int, ...] = option((2, 4), "processes of the measured cases", least=2)
     blocks: int = option(6, "transformer blocks; each is a shard", least=2)

@@ -47,7 +47,7 @@ class Decoder:
 
     @property
     def parameters(self) -> int:
-        """Elements of all."""
+        """Number of elements of all parameters."""
         return sum(elements(shapes) for shapes in self.shards)
 
 
@@ -56,7 +56,7 @@ LARGE = Decoder(blocks=80, width=8192, inner=28672, key_heads=8, head=128, vocab
 
 
 def elements(shapes: Sequence[Shape]) -> int:
-    """Of all of them."""
+    """Number of elements of parameters of these shapes."""
     return sum(math.prod(shape) for shape in shapes)
 
 
@@ -93,7 +93,7 @@ class Step(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """What takes longest."""
+        """The name of the part of the step that takes longest."""
         return max(self.seconds, key=lambda part: self.seconds[part])
 
     @property
@@ -103,7 +103,7 @@ class Step(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of the step in which layers compute."""
+        """The share of the step in which layers compute."""
         return self.forecast.compute_seconds / self.total
 
 

@@ -39,7 +39,7 @@ class Settings:
 
     @property
     def training_flops(self) -> float:
-        """Of the matrix products of a forward and a backward of the dense part."""
+        """Operations of the dense part's matrix products in a forward and a backward."""
         return 3 * 2.0 * self.bags * self.width * (self.table_dim + self.width + 1)
 
 
@@ -61,7 +61,7 @@ class _Model(nn.Module):
 
 
 class _Together(list[torch.optim.Optimizer]):
-    """Several optimizers as one."""
+    """Several optimizers as one, for a pipeline that takes one."""
 
     def zero_grad(self) -> None:
         for optimizer in self:
@@ -143,7 +143,7 @@ class _Movable(dict[str, Tensor]):
 
 
 def _torchrec(workload: Workload) -> Any:
-    """Its base pipeline: the sparse one wants tables that torchrec itself has sharded."""
+    """torchrec's base pipeline: its sparse one needs tables that torchrec itself has sharded."""
     from torchrec.distributed.train_pipeline import TrainPipelineBase
     from torchrec.streamable import Pipelineable
 

@@ -83,7 +83,7 @@ def bounds(run: Run) -> list[str]:
 
 
 def _ratios(run: Run, name: str) -> list[float]:
-    """Of the groups that move a file."""
+    """Time ratios of one method to the first one of its group, in the groups that move a file."""
     return [r for o in run.outcomes if o.name == name and o.case.target == FILE for r in o.ratios()]
 
 

@@ -60,7 +60,7 @@ class Settings:
         return self.block_bytes, CONCURRENT_CALLS
 
     def wrong(self) -> str:
-        """Why a run is impossible."""
+        """Why these settings cannot be run; empty if they can."""
         for size in (SHARDS, BLOCKS):
             nbytes, at_a_time = self.requests(size)
             if self.file_bytes % (nbytes * at_a_time):
@@ -70,7 +70,7 @@ class Settings:
 
 @dataclass
 class _Job:
-    """One method's file and memory."""
+    """The file and the memory of one method."""
 
     path: Path
     nbytes: int
@@ -82,7 +82,7 @@ class _Job:
 
     @property
     def slots(self) -> list[memoryview]:
-        """Memory of each request at a time."""
+        """The memory of each of the requests that run at the same time."""
         return [view_memory(part) for part in self.memory.split(self.request)]
 
     def ranges(self, size: str) -> list[list[int]]:
@@ -105,7 +105,7 @@ class _Job:
 def measure_file(
     report: Reporter, *, settings: dict[str, Any], engine: str, size: str, write: bool, huge: bool = True
 ) -> dict[str, Any]:
-    """One method: moves the file once in a turn.
+    """Times one method, which reads or writes the whole file in each turn.
 
     Raises:
         CannotRunError: without direct I/O.
@@ -129,7 +129,7 @@ def measure_file(
 
 
 def measure_memory(report: Reporter, *, settings: dict[str, Any], work: str, huge: bool) -> dict[str, Any]:
-    """Fills new memory, or copies what is there, once in a turn."""
+    """Times, in each turn, a write to newly allocated memory or a copy between two buffers, in huge or small pages."""
     nbytes = Settings(**settings).memory_bytes
     make = host_buffer if huge else _small_pages
     source, target = (make(nbytes).fill_(k) for k in range(2))
@@ -153,7 +153,7 @@ def measure_memory(report: Reporter, *, settings: dict[str, Any], work: str, hug
 
 
 def _small_pages(nbytes: int) -> torch.Tensor:
-    """As :func:`host_buffer`, but in pages of the usual size."""
+    """Memory like that of :func:`host_buffer`, but in pages of the usual size."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
@@ -219,7 +219,7 @@ def _keep_busy(
 
 
 def _libaio(job: _Job, size: str) -> Callable[[], None]:
-    """Into our memory. The package calls the system's ``libaio.so.1`` through ctypes."""
+    """Moves requests by libaio, to and from our memory. The package calls ``libaio.so.1`` through ctypes."""
     library = importlib.import_module("libaio")
     context = library.AIOContext(job.at_a_time)
     mode = library.AIOBLOCK_MODE_WRITE if job.write else library.AIOBLOCK_MODE_READ
@@ -237,7 +237,7 @@ def _libaio(job: _Job, size: str) -> Callable[[], None]:
 
 
 def _liburing(job: _Job, size: str) -> Callable[[], None]:
-    """Into memory of ``bytearray``, since plain reads of the package take no other; io_uring."""
+    """Moves requests by io_uring, to and from ``bytearray`` memory: plain reads of the package take no other."""
     library = importlib.import_module("liburing")
     ring, done = library.Ring(), library.Cqe()
     library.io_uring_queue_init(2 * job.at_a_time, ring)
@@ -261,7 +261,7 @@ def _liburing(job: _Job, size: str) -> Callable[[], None]:
 
 
 def _huge(nbytes: int) -> bytearray:
-    """A ``bytearray`` in huge pages, as :func:`host_buffer` is: what is cut off at its begin is not moved."""
+    """A ``bytearray`` that begins on a huge page and is in huge pages, as memory of :func:`host_buffer` is."""
     buffer = bytearray(nbytes + HUGE_BYTES)
     del buffer[: -_address(buffer) % HUGE_BYTES]
     del buffer[nbytes:]

@@ -110,7 +110,7 @@ class CachedGISTEmbedLoss(CachedLoss):
             ]
 
     def _decoded(self, chunk: Any) -> Any:
-        """The guide's features of the texts of a mini-batch."""
+        """The texts of a mini-batch, decoded and tokenized again for the guide."""
         tokens = chunk[0][0]["input_ids"]
         tokenizer: Any = unwrapped(self.model).tokenizer
         guide: Any = unwrapped(self.guide)

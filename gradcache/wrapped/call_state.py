@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from gradcache.context_managers import device_of
 from pipe.recompute.first_write import FirstWrites
 from pipe.recompute.thread_state import ThreadState
-from pipe.torch_private import DISPATCH_MODES, saved_tensor_hooks, transform_of_functions_under_way
+from pipe.torch_private.autograd import saved_tensor_hooks
+from pipe.torch_private.dispatch import DISPATCH_MODES
+from pipe.torch_private.tracing import transform_of_functions_under_way
 
 __all__ = ["CallState", "Observer", "set_modes", "why_not_deferred"]
 

@@ -8,11 +8,14 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
+from offload.advise.forms import STATES, advise_forms
 from offload.advise.prediction import Situation, advise, shards_of
 from offload.advise.rates import existing_folder, measure_optimizer, measure_rates
 from offload.advise.report import Report
@@ -21,11 +24,11 @@ from offload.advise.works import widest_product, works_of
 from offload.arguments import compute_device
 from offload.machine import free_bytes
 from offload.planning.budget import parse_bytes
+from offload.planning.byte_forms import ByteForm
 
 __all__ = ["main", "report_of"]
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-_STATES: dict[str, Any] = {"full": None, "bfloat16": torch.bfloat16, "8bit": "8bit"}
 #: Tokens of a row, where neither is given.
 _MOST_POSITIONS = 512
 
@@ -34,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program."""
+        """Prints the message in one line and exits with status 2."""
         self.exit(2, f"{self.prog}: {message}\n")
 
 
@@ -57,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--input", help="shape of a batch of numbers for module:function, such as 8,3,224,224")
     parser.add_argument("--microbatches", type=int, default=1, help="parts of a batch (1)")
     parser.add_argument("--optimizer", default="AdamW", help="a class of torch.optim (AdamW)")
-    parser.add_argument("--states", choices=_STATES, default="full", help="how its states are stored (full)")
+    parser.add_argument("--states", choices=STATES, default="full", help="how its states are stored (full)")
     parser.add_argument("--device", default="cpu", help="that computes (cpu)")
     parser.add_argument("--home", default="./home", help="directory for the files of the model (./home)")
     parser.add_argument("--dtype", choices=_DTYPES, help="in which layers compute, if not in that of the parameters")
@@ -97,7 +100,8 @@ def report_of(arguments: argparse.Namespace) -> Report:
     count = arguments.microbatches
     rows = [batch // count + (i < batch % count) for i in range(count)]
     works = works_of(outline, shards, rows=rows[0], positions=positions, row_shape=shape and shape[1:])
-    optimizer = measure_optimizer(arguments.optimizer, _STATES[arguments.states])
+    shards = replace(shards, form=ByteForm(states=arguments.states))
+    optimizer = measure_optimizer(arguments.optimizer, STATES[arguments.states])
     home = Path(arguments.home)
     try:
         rates = measure_rates(
@@ -112,11 +116,16 @@ def report_of(arguments: argparse.Namespace) -> Report:
     except OSError as error:
         raise ValueError(f"--home: cannot write in {arguments.home!r}: {error}; pass another directory") from error
     situation = Situation(shards, works, rows, optimizer, rates, device.type == "cpu")
+    advices = advise(situation, limit)
+    named = dict(advices)
+    offered = named["given"] if named["given"].prediction is not None else named["least"]
+    forms = advise_forms(situation, offered, partial(measure_optimizer, arguments.optimizer))
     return Report(
         what=arguments.what,
         outline=outline,
         situation=situation,
-        advices=advise(situation, limit),
+        advices=advices,
+        forms=forms,
         tokens=tokens,
         positions=positions,
         device=str(device),

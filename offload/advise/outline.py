@@ -30,7 +30,7 @@ class ParameterShape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes at home."""
+        """Bytes in storage."""
         return self.elements * self.dtype.itemsize
 
     def slot_bytes(self, dtype: torch.dtype | None) -> int:
@@ -41,7 +41,7 @@ class ParameterShape:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer, as OffloadModel gets it."""
+    """One of the layers that are passed to OffloadModel."""
 
     name: str
     own: tuple[ParameterShape, ...]
@@ -54,7 +54,7 @@ class Layer:
 
     @property
     def parameters(self) -> tuple[ParameterShape, ...]:
-        """All that it uses."""
+        """The parameters that the layer uses, also those that an earlier one stores."""
         return (*self.own, *self.borrowed)
 
     def slot_bytes(self, dtype: torch.dtype | None) -> int:

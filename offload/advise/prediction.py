@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from offload.advise.outline import Layer, Outline
+from offload.advise.outline import Layer, Outline, ParameterShape
 from offload.advise.rates import OptimizerRate, Rates
 from offload.advise.work import Work
 from offload.engine.steps import BUFFERS_SHARE
 from offload.optim.update_blocks import update_block_bytes_of
+from offload.planning.byte_forms import ByteForm
 from offload.planning.memory_profile import MemoryProfile
 from offload.planning.partition import SMALLEST_SHARD_BYTES, merge_small_layers
 from offload.planning.peak_memory import StepBytes
@@ -24,7 +25,7 @@ from offload.planning.simulate import Costs
 from offload.planning.step_model import Prediction, StepModel
 from offload.telemetry.contention import PRIOR
 
-__all__ = ["Advice", "Shards", "advise", "bound_of", "shards_of"]
+__all__ = ["Advice", "Moved", "Shards", "Situation", "advise", "bound_of", "moved_by", "shards_of"]
 
 
 #: Searches for a plan that takes less than the leanest one.
@@ -38,29 +39,58 @@ class Shards:
     cuts: Sequence[int]
     layers: Sequence[Sequence[Layer]]
     param_dtype: torch.dtype | None
+    #: How homes store what trains.
+    form: ByteForm = field(default_factory=ByteForm)
+
+    @property
+    def takes_forms(self) -> bool:
+        """Whether weights can be stored in a form: all of them are float32."""
+        return all(p.dtype is torch.float32 for layers in self.layers for layer in layers for p in layer.parameters)
+
+    @property
+    def casts(self) -> bool:
+        """Whether slots hold another type than loads read."""
+        return self.param_dtype is not (None if self.form.weights == "full" else torch.bfloat16)
+
+    @property
+    def slot_keeps_weights(self) -> bool:
+        """Whether an update may take weights from a slot."""
+        return not self.casts or (self.form.weights != "full" and self.param_dtype in (None, torch.float32))
 
     @property
     def slot_bytes(self) -> list[int]:
-        """In a slot."""
+        """Bytes of each shard in a slot."""
         return [sum(layer.slot_bytes(self.param_dtype) for layer in layers) for layers in self.layers]
 
     @property
     def loaded_bytes(self) -> list[int]:
-        """Read by a load, in the types of homes."""
-        return [sum(p.nbytes for layer in layers for p in layer.parameters) for layers in self.layers]
+        """Bytes that each load reads from storage."""
+        in_full = (sum(p.nbytes for layer in layers for p in layer.parameters) for layers in self.layers)
+        return [math.ceil(self.form.load_share * nbytes) for nbytes in in_full]
 
     @property
     def home_bytes(self) -> list[int]:
-        """Stored weights."""
-        return [sum(p.slot_bytes(None) for layer in layers for p in layer.own) for layers in self.layers]
+        """Bytes of each shard's stored weights."""
+        in_full = (sum(p.slot_bytes(None) for layer in layers for p in layer.own) for layers in self.layers)
+        return [math.ceil(self.form.weight_share * nbytes) for nbytes in in_full]
 
     @property
     def gradient_bytes(self) -> list[int]:
-        """Gradients of what is trained, in the types of homes."""
+        """Bytes of each shard's stored gradients; frozen parameters have none."""
         return [sum(p.nbytes for layer in layers for p in layer.parameters if p.trainable) for layers in self.layers]
 
+    @property
+    def stored_gradient_bytes(self) -> list[int]:
+        """Bytes of each shard's gradients as stored: those of tied parameters, which several layers add to, in full."""
+        tied = {p.shape for layers in self.layers for layer in layers for p in layer.borrowed}
+
+        def stored(p: ParameterShape) -> int:
+            return p.nbytes if p.shape in tied else math.ceil(self.form.gradient_share * p.nbytes)
+
+        return [sum(stored(p) for layer in layers for p in layer.parameters if p.trainable) for layers in self.layers]
+
     def state_bytes(self, states: float) -> list[int]:
-        """Of an optimizer with so many bytes of states for each byte of a parameter."""
+        """Bytes of each shard's optimizer states, for so many bytes of states for each byte of a parameter."""
         trained = [sum(p.nbytes for layer in layers for p in layer.own if p.trainable) for layers in self.layers]
         return [math.ceil(states * nbytes) for nbytes in trained]
 
@@ -81,8 +111,33 @@ def shards_of(outline: Outline, param_dtype: torch.dtype | None) -> Shards:
 
 
 @dataclass(frozen=True)
+class Moved:
+    """Bytes that are read from homes and written there; states, which are both, may bypass the page cache alone."""
+
+    read: float = 0.0
+    written: float = 0.0
+    states: float = 0.0
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(self.read + other.read, self.written + other.written, self.states + other.states)
+
+    @property
+    def nbytes(self) -> float:
+        """All of them."""
+        return self.read + self.written + 2 * self.states
+
+    def seconds_reading(self, rates: Rates) -> float:
+        """At these rates of the disk."""
+        return self.read / rates.read_bytes + self.states / rates.states_read_bytes
+
+    def seconds_writing(self, rates: Rates) -> float:
+        """The same of writing."""
+        return self.written / rates.write_bytes + self.states / rates.states_write_bytes
+
+
+@dataclass(frozen=True)
 class Advice:
-    """The plan of one limit of memory."""
+    """The fastest plan within one memory limit, or that there is none."""
 
     limit_bytes: int
     #: None where nothing fits.
@@ -123,20 +178,20 @@ class Situation:
             forward=forward,
             backward=[a + b for a, b in zip(forward, kept, strict=True)],
             kept_backward=kept,
-            drain=[nbytes * slowest_back for nbytes in gradient_bytes],
-            update=[nbytes * self._update_seconds_per_byte for nbytes in gradient_bytes],
+            drain=[nbytes * slowest_back for nbytes in shards.stored_gradient_bytes],
+            update=[self._update_seconds(j) for j in range(count)],
             resting_update=[nbytes / self.optimizer.bytes_per_second for nbytes in gradient_bytes],
             boundary=[share * nbytes * slowest_back for nbytes in boundaries],
             contention=PRIOR if self.on_host else 0.0,
-            updates_fill_slots=self.on_host and shards.param_dtype is None,
+            updates_fill_slots=self._fills_slots,
         )
         buffers = 0
         if self.optimizer.states and self.on_host:
-            largest = max(shards.home_bytes, default=0)
-            stored = self.optimizer.stored
+            largest = max(replace(shards, form=ByteForm()).home_bytes, default=0)
+            stored = replace(self.optimizer.stored, in_pieces=shards.form.weights != "full")
             buffers = stored.buffer_bytes(update_block_bytes_of(largest, limit_bytes // BUFFERS_SHARE, stored))
         resting = zip(shards.home_bytes, shards.state_bytes(self.optimizer.states), strict=True)
-        movable = self.on_host and shards.param_dtype is None
+        movable = self.on_host and not shards.casts
         return StepModel(
             shards=count,
             first=first,
@@ -161,13 +216,25 @@ class Situation:
     def _seconds(self, flops: float, nbytes: float) -> float:
         return flops / self.rates.flops + nbytes / self.rates.touched_bytes
 
+    def update_bytes(self, shard: int) -> Moved:
+        """What the update of a shard moves; its weights are those of the load that follows, if a slot keeps them."""
+        in_full, form = self.shards.gradient_bytes[shard], self.shards.form
+        weights = form.lower_share + (0.0 if self._fills_slots else form.load_share)
+        return Moved(
+            read=self.shards.stored_gradient_bytes[shard] + weights * in_full,
+            written=form.weight_share * in_full,
+            states=self.optimizer.states * in_full,
+        )
+
     @property
-    def _update_seconds_per_byte(self) -> float:
-        """Of a byte of gradients: reading it and the states, writing weights and states, beside the arithmetic."""
-        rates, states = self.rates, self.optimizer.states
-        reads = 1 / rates.read_bytes + states / rates.states_read_bytes
-        writes = 1 / rates.write_bytes + states / rates.states_write_bytes
-        return max(1 / self.optimizer.bytes_per_second, reads + writes)
+    def _fills_slots(self) -> bool:
+        return self.on_host and self.shards.slot_keeps_weights
+
+    def _update_seconds(self, shard: int) -> float:
+        """Of reading and writing for the update of a shard, or of its arithmetic, whichever takes longer."""
+        moved, rates = self.update_bytes(shard), self.rates
+        seconds = moved.seconds_reading(rates) + moved.seconds_writing(rates)
+        return max(self.shards.gradient_bytes[shard] / self.optimizer.bytes_per_second, seconds)
 
     def at(self, limit_bytes: int) -> Advice:
         """The fastest plan that fits in a limit."""
@@ -205,7 +272,7 @@ class Situation:
             return error.least_bytes
 
     def most_bytes(self) -> int:
-        """What the fastest plan takes where memory has no limit."""
+        """Bytes that the fastest plan takes if memory has no limit."""
         limit = 1 << 62
         return search(self.step_model(limit), limit).best.memory_bytes
 
@@ -217,29 +284,36 @@ def advise(situation: Situation, limit_bytes: int) -> list[tuple[str, Advice]]:
     return [(name, situation.at(limit)) for name, limit in rows]
 
 
+def moved_by(situation: Situation, advice: Advice) -> tuple[Moved, Moved]:
+    """What loads and drains of a step read and write, and what its updates do; boundaries do not count."""
+    prediction = advice.prediction
+    assert prediction is not None
+    choice, shards = prediction.choice, situation.shards
+    kinds = {kind: [a.shard for a in prediction.plan.actions if a.kind is kind] for kind in Kind}
+    stored, loaded = shards.stored_gradient_bytes, shards.loaded_bytes
+    drained = (j for j in kinds[Kind.DRAIN] if j not in choice.in_memory | choice.waiting)
+    copies = Moved(read=sum(loaded[j] for j in kinds[Kind.LOAD]), written=sum(stored[j] for j in drained))
+    updates = Moved()
+    for j in kinds[Kind.UPDATE]:
+        if j not in choice.in_memory:
+            each = situation.update_bytes(j)
+            updates += replace(each, read=each.read - (stored[j] if j in choice.waiting else 0))
+    return copies, updates
+
+
 def bound_of(situation: Situation, advice: Advice) -> str:
     """Which of compute, reads, writes and updates takes longest."""
     prediction = advice.prediction
     assert prediction is not None
-    costs = situation.step_model(advice.limit_bytes).costs
-    choice = prediction.choice
-    rates, states = situation.rates, situation.optimizer.states
-    moved = {kind: [a.shard for a in prediction.plan.actions if a.kind is kind] for kind in Kind}
-    still = choice.in_memory | choice.waiting
-    gradients = situation.shards.gradient_bytes
-    updated = [j for j in moved[Kind.UPDATE] if j not in choice.in_memory]
-    reading = sum(costs.load[j] for j in moved[Kind.LOAD]) + sum(
-        gradients[j] * (states / rates.states_read_bytes + (0 if j in choice.waiting else 1 / rates.read_bytes))
-        for j in updated
-    )
-    writing = sum(costs.drain[j] for j in moved[Kind.DRAIN] if j not in still) + sum(
-        gradients[j] * (states / rates.states_write_bytes + 1 / rates.write_bytes) for j in updated
-    )
-    updating = sum(gradients[j] for j in moved[Kind.UPDATE]) / situation.optimizer.bytes_per_second
+    copies, updates = moved_by(situation, advice)
+    rates, gradients = situation.rates, situation.shards.gradient_bytes
+    link = rates.to_device_bytes or math.inf
+    copying = replace(rates, read_bytes=min(rates.read_bytes, link), write_bytes=min(rates.write_bytes, link))
+    updated = (action.shard for action in prediction.plan.actions if action.kind is Kind.UPDATE)
     found = {
         "compute": prediction.compute_seconds,
-        "reading": reading,
-        "writing": writing,
-        "updating": updating,
+        "reading": copies.seconds_reading(copying) + updates.seconds_reading(rates),
+        "writing": copies.seconds_writing(copying) + updates.seconds_writing(rates),
+        "updating": sum(gradients[j] for j in updated) / situation.optimizer.bytes_per_second,
     }
     return max(found, key=lambda name: found[name])

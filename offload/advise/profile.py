@@ -20,7 +20,8 @@ from offload.engine.layouts import bytes_of_boundary
 from offload.planning.memory_profile import SavedTensor
 from pipe.nested import map_tensors, tensors_in
 from pipe.recompute.cheap_ops import CheapRecompute
-from pipe.torch_private import OperationMode, pytree
+from pipe.torch_private.data import pytree
+from pipe.torch_private.dispatch import OperationMode
 
 __all__ = ["profile"]
 
@@ -66,7 +67,7 @@ class _Operations(OperationMode):
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Calls the CPU's fused attention, under its own conditions."""
+    """Runs ``scaled_dot_product_attention`` as the CPU's fused kernel wherever a CPU would, also on the meta device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -119,7 +120,7 @@ class _Saved:
         return tensor
 
     def saved_tensors(self, elsewhere: Collection[StorageWeakRef], *, kept: bool = False) -> list[SavedTensor]:
-        """In the order of backward, of a recomputed cell or of one whose graph is ``kept``.
+        """The saved tensors in the order in which backward uses them; ``kept``: of a cell whose graph is kept.
 
         What is in ``elsewhere`` is not freed by the cell.
         """

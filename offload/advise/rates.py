@@ -13,7 +13,8 @@ from typing import Any, cast
 
 import torch
 
-from offload.optim.encoded_step import step_encoded
+from offload.mesh.elementwise import check_elementwise
+from offload.optim.encoded_step import EncodedWeights, step_encoded
 from offload.optim.param_block import ELEMENTWISE
 from offload.optim.state_forms import StateForm, form_of
 from offload.optim.update_blocks import StoredStates
@@ -21,6 +22,7 @@ from offload.storage.buffer import host_buffer
 from offload.storage.page_cache import CACHE_HOLDS, CACHE_PAYS_UP_TO, PageCache, available_bytes
 from offload.storage.staging import Link
 from offload.storage.transfer import Transfers
+from offload.streaming.weight_forms import WeightForm, weight_form_of
 
 __all__ = ["OptimizerRate", "Rates", "measure_optimizer", "measure_rates"]
 
@@ -37,7 +39,7 @@ UPDATE_ELEMENTS = 2 << 20
 
 @dataclass(frozen=True)
 class OptimizerRate:
-    """One class of ``torch.optim``."""
+    """The measured speed of one ``torch.optim`` class, and the size of its states."""
 
     name: str
     #: Elements of states for each element of a parameter.
@@ -59,7 +61,7 @@ class OptimizerRate:
 
     @property
     def described(self) -> str:
-        """The states, for people."""
+        """The states in words."""
         return f"{self.count} states of {self.name}" + ("" if self.form is None else f" in {self.form.name}")
 
     @property
@@ -87,14 +89,16 @@ class Rates:
     to_device_bytes: float | None = None
 
     def fields(self) -> dict[str, float | bool | None]:
-        """By name."""
+        """All rates by their names."""
         return asdict(self)
 
 
-def measure_optimizer(name: str, states: torch.dtype | str | None = None) -> OptimizerRate:
-    """Makes and runs a class of ``torch.optim`` on one block, its states stored as in ``OffloadOptimizer(states=)``.
+def measure_optimizer(
+    name: str, states: torch.dtype | str | None = None, weights: torch.dtype | str | None = None
+) -> OptimizerRate:
+    """Makes and runs a class of ``torch.optim`` on one block, stored as ``states=`` and ``store_dtype=`` say.
 
-    Raises ValueError if the name is none.
+    Raises ValueError if the name is none, or the class cannot store its states so.
     """
     kind = getattr(torch.optim, name, None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer):
@@ -110,18 +114,32 @@ def measure_optimizer(name: str, states: torch.dtype | str | None = None) -> Opt
     state = optimizer.state[weight].values()
     elements = sum(t.numel() for t in state if isinstance(t, torch.Tensor) and t.numel() > 1)
     form, elementwise = form_of(states), kind in ELEMENTWISE
+    if form is not None:
+        try:
+            check_elementwise(kind, {}, {"lr": 1e-3}, f"with states={states!r} matrices are updated in parts")
+        except TypeError as error:
+            raise ValueError(f"--states: {error}") from error
+    encoded = {} if (stored := weight_form_of(weights)) is None else {0: _encoded(stored, weight)}
 
     def step() -> None:
-        if form is None:
+        if form is None and not encoded:
             optimizer.step()
         else:
-            for _ in step_encoded(optimizer, [weight], [0], form, elementwise=elementwise):
+            states_in_form = [] if form is None else [0]
+            for _ in step_encoded(optimizer, [weight], states_in_form, form, elementwise=elementwise, weights=encoded):
                 pass
 
     if form is not None:
         form.encode(optimizer.state[weight], weight)
     each = _seconds(step, None)
     return OptimizerRate(name, -(-elements // weight.numel()), weight.nbytes / each, form)
+
+
+def _encoded(form: WeightForm, weight: torch.Tensor) -> EncodedWeights:
+    upper = torch.empty(weight.numel(), dtype=torch.bfloat16)
+    lower = torch.empty(weight.numel(), dtype=torch.int16) if form.exact else None
+    form.encode(weight.detach().view(-1), upper, lower)
+    return EncodedWeights(form, upper, lower, None, weight.detach(), step=1, name="weight", begin=0)
 
 
 def measure_rates(

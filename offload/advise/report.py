@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from offload.advise.forms import FormAdvice
 from offload.advise.outline import Outline
 from offload.advise.prediction import Advice, Situation, bound_of
 from offload.advise.sources import names_of_layers
+from offload.planning.byte_forms import ByteForm
 from offload.telemetry.memory_report import describe
 
 __all__ = ["Report"]
@@ -49,10 +51,12 @@ class Report:
     #: Free bytes of the memory that layers compute in, and of the disk.
     free_bytes: int
     disk_free_bytes: int
+    #: Where the disk bounds the plan: the first as it is, the others in fewer bytes.
+    forms: Sequence[FormAdvice] = ()
 
     @property
     def home_bytes(self) -> int:
-        """Of all files: weights, gradients, optimizer states."""
+        """Bytes of all files: weights, gradients, optimizer states."""
         shards = self.situation.shards
         return sum(shards.home_bytes) + sum(shards.gradient_bytes) + sum(shards.state_bytes(self._states))
 
@@ -63,6 +67,10 @@ class Report:
     @property
     def lines(self) -> list[str]:
         """Python that makes model and optimizer, with the least memory where the given one is too small."""
+        return self.lines_in(self.situation.shards.form)
+
+    def lines_in(self, form: ByteForm) -> list[str]:
+        """The same for a model that is stored in this form."""
         named = dict(self.advices)
         fits = named["given"].prediction is not None
         memory = self.memory if fits else f"{-(-named['least'].limit_bytes >> 20)}MiB"
@@ -77,10 +85,11 @@ class Report:
             lines.append(f"# layers: a list of {len(self.outline.layers)}: {names_of_layers(self.outline)}")
         if not fits:
             lines.append(f"# {self.memory} is too little: this is the least")
-        lines.append(f"model = OffloadModel({arguments}{self.outline.arguments})")
-        chosen = {"full": "", "8bit": ', states="8bit"'}.get(form := self.situation.optimizer.stored_as)
-        chosen = f", states=torch.{form}" if chosen is None else chosen
-        lines.append(f"optimizer = OffloadOptimizer(model, torch.optim.{self.optimizer}{chosen}, lr=1e-3)")
+        of_model, of_optimizer = (
+            f", {text}" if text else "" for text in (form.model_arguments, form.optimizer_arguments)
+        )
+        lines.append(f"model = OffloadModel({arguments}{self.outline.arguments}{of_model})")
+        lines.append(f"optimizer = OffloadOptimizer(model, torch.optim.{self.optimizer}{of_optimizer}, lr=1e-3)")
         return lines
 
     def fields(self) -> dict[str, Any]:
@@ -104,8 +113,20 @@ class Report:
                 "bytes_per_second": self.situation.optimizer.bytes_per_second,
             },
             "limits": [self._fields_of(name, advice) for name, advice in self.advices],
+            "forms": [self._fields_of_form(each) for each in self.forms],
             "assumptions": self.outline.assumptions,
             "lines": self.lines,
+        }
+
+    def _fields_of_form(self, each: FormAdvice) -> dict[str, Any]:
+        return {
+            "store_dtype": each.form.weights,
+            "gradient_dtype": each.form.gradients,
+            "states": each.form.states,
+            "seconds": each.advice.seconds,
+            "moved_bytes": each.moved_bytes,
+            "home_bytes": each.home_bytes,
+            "lines": self.lines_in(each.form),
         }
 
     def _fields_of(self, name: str, advice: Advice) -> dict[str, Any]:
@@ -140,6 +161,7 @@ class Report:
             "",
             *self._table(),
             "",
+            *self._form_table(),
             *(f"assumed: {assumption}" for assumption in self.outline.assumptions),
             "assumed: without your loss, and with nothing else running",
             "",
@@ -165,6 +187,22 @@ class Report:
             "  ".join([row[0].rjust(widths[0]), row[1].ljust(widths[1]), *(row[k].rjust(widths[k]) for k in (2, 3))])
             + f"  {row[4].ljust(widths[4])}  {row[5]}"
             for row in cells
+        ]
+
+    def _form_table(self) -> list[str]:
+        """What fewer bytes would cost, where the disk is the bound."""
+        if len(self.forms) < 2:
+            return []
+        limit = size(self.forms[0].advice.limit_bytes)
+        rows = [("s/step", "B/parameter moved", "home", "")]
+        for each in self.forms:
+            moved = each.moved_bytes / self.outline.elements
+            rows.append((f"{each.advice.seconds:.3g}", f"{moved:.1f}", size(each.home_bytes), each.form.arguments))
+        widths = [max(len(row[k]) for row in rows) for k in range(3)]
+        return [
+            f"the disk is the bound at {limit}; stored in fewer bytes (values are rounded: measure your accuracy):",
+            *("  ".join([*(row[k].rjust(widths[k]) for k in range(3)), row[3]]).rstrip() for row in rows),
+            "",
         ]
 
     def _short(self, advice: Advice) -> str:

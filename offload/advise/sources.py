@@ -26,7 +26,7 @@ _KINDS = "a safetensors file or index, a config.json, a directory of one of thes
 
 
 def outline_of(what: str, stored_dtype: torch.dtype) -> Outline:
-    """What is known of ``WHAT``.
+    """The layers of the model that the argument ``WHAT`` of the command line names.
 
     Args:
         what: a path, or ``module:function``.
@@ -60,7 +60,7 @@ def _outline_of_path(path: Path, dtype: torch.dtype) -> Outline:
 
 
 def _outline_of_files(path: Path, folder: Path, dtype: torch.dtype) -> Outline:
-    """Only the headers are read."""
+    """The layers of the tensors in safetensors files, from their headers."""
     shapes = [
         ParameterShape(name, shape, dtype if kind.is_floating_point else kind, kind.is_floating_point)
         for name, shape, kind in Pretrained(path).headers()

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from offload.engine.block_forwards import BlockForwards
-from pipe.torch_private import outside_of_compiled_graphs
+from pipe.torch_private.tracing import outside_of_compiled_graphs
 
 __all__ = ["Body", "StreamedForward"]
 

@@ -32,6 +32,7 @@ from offload.engine.raw_chunk import as_call
 from offload.engine.structure import Structure
 from offload.engine.tape import Tape
 from offload.memory import MemoryArguments, least_bytes
+from offload.module import refuse_shallow_copy
 from offload.reports import ReportingModule
 from offload.storage import DiskHome, is_directory
 from offload.streaming.copies import CopiesOfHomes
@@ -41,7 +42,7 @@ from pipe.interception import offered
 from pipe.microbatch import gather_nested, split_nested
 from pipe.nested import map_tensors
 from pipe.recompute.thread_state import lasting_hooks
-from pipe.torch_private import saved_tensor_hooks
+from pipe.torch_private.autograd import saved_tensor_hooks
 
 __all__ = ["ModelWithBlocks", "class_for"]
 
@@ -162,12 +163,13 @@ class ModelWithBlocks(ReportingModule):
         offload_device: object,
         resident: str | Sequence[str] | None,
         staying: Collection[nn.Parameter],
+        ranks: int,
         **choices: Any,
     ) -> dict[str, nn.Module] | None:
         limit, dtype = memory.limit_on(self.device), choices["param_dtype"]
         if limit is None or (isinstance(offload_device, DiskHome) and offload_device.keep):
             return None  # a kept home is laid out by the blocks, and opened with any memory
-        given: dict[str, Any] = {"on_disk": is_directory(offload_device), "param_dtype": dtype}
+        given: dict[str, Any] = {"on_disk": is_directory(offload_device), "param_dtype": dtype, "ranks": ranks}
 
         def needed(blocks: Mapping[str, nn.Module], states: int = STATES_EXPECTED) -> int:
             around = modules_outside(model, blocks).values()
@@ -309,7 +311,11 @@ class ModelWithBlocks(ReportingModule):
 
     @functools.cached_property
     def _takes_use_cache(self) -> bool:
-        return "use_cache" in inspect.signature(self._kind.forward).parameters
+        # A model with adapters passes keywords on.
+        base_of: Any = getattr(self, "get_base_model", lambda: self)
+        base = base_of()
+        forwards = (self._kind.forward, type(base).forward)
+        return any("use_cache" in inspect.signature(forward).parameters for forward in forwards)
 
     def _check_model(self) -> None:
         if self._casts is not None:
@@ -359,6 +365,10 @@ class ModelWithBlocks(ReportingModule):
         for name in self._blocks:
             vars(bare.get_submodule(name)).pop("forward", None)
         return bare
+
+    def __copy__(self) -> Any:
+        """Refused: a shallow copy would share parameters, but an executor runs one model."""
+        return refuse_shallow_copy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Another model with homes of its own."""

@@ -16,7 +16,7 @@ Blocks = str | Sequence[str] | type[nn.Module]
 
 @dataclass(frozen=True)
 class BlockNames:
-    """The names of the blocks themselves, in order: of a model that is copied, for example."""
+    """The ``blocks`` argument of a copied model: the name of each block, in order."""
 
     names: tuple[str, ...]
 

@@ -31,7 +31,7 @@ _SETTING = ("set_input_embeddings", "set_output_embeddings")
 
 
 def methods_refused(model: nn.Module) -> dict[str, Callable[..., Any]]:
-    """By name: what stands in for the methods of ``model`` that would replace modules or parameters.
+    """Functions that refuse, by the names of the methods of ``model`` that would replace modules or parameters.
 
     Among them those of another object that a model passes on, as a model with adapters does.
     """

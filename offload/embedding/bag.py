@@ -25,7 +25,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,12 +33,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from offload.embedding.row_owners import AskedRows, RowOwners, check_alone, follow_optimizers
+from offload.embedding.row_owners import RowOwners, check_alone, follow_optimizers
+from offload.embedding.row_reader import RowReader, RowRequest
 from offload.mesh.sharding import check_mesh
 from offload.storage import open_tier
 from pipe.process import check_process
-from pipe.train.batch import record_stream
-from pipe.train.lane import ThreadLane, Ticket, fence
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -65,39 +64,10 @@ class EmbeddingStatistics:
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """The distinct rows of one batch, copied to the device; with a mesh those of this rank's that all ranks need."""
-
-    rows: Tensor  # (k,) int64 on the host: row numbers, sorted, distinct
-    used: int  # distinct indices of the batch; 0 if it has none, while a lookup needs at least one row
-    values: Tensor  # (k, dim) on the device; with a mesh on the host
-    positions: Tensor  # the input's shape, on the device: position among the distinct indices of each index
-    padding: int | None  # position of the padding row there
-    asked: AskedRows | None = None  # with a mesh
-
-
-@dataclass(eq=False)
-class _Request:
-    """The arguments of one forward and its rows, while they are read."""
-
-    offsets: Tensor | None
-    per_sample_weights: Tensor | None
-    ticket: Ticket[_Rows]
-    version: int  # of the table when the read was submitted
-    refreshes: int
-    touched: list[Tensor] = field(default_factory=list)  # rows whose update the read may have missed
-
-    def wait(self) -> _Request:
-        """Waits for the rows. (The protocol's first wait does nothing: see :class:`_Started`.)"""
-        self.ticket.wait()
-        return self
-
-
-@dataclass(frozen=True)
 class _Started:
-    request: _Request
+    request: RowRequest
 
-    def wait(self) -> _Request:
+    def wait(self) -> RowRequest:
         return self.request
 
 
@@ -186,21 +156,13 @@ class OffloadEmbeddingBag(nn.Module):
             self._followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
             follow_optimizers(self.weight, self.check_optimizer)
         self._made_in = os.getpid()
-        self._open_lane()
-        self._outstanding: weakref.WeakSet[_Request] = weakref.WeakSet()
-        self._unapplied: list[tuple[int, Tensor]] = []  # (version of the table, rows) of gradients
-        self._refreshes = 0
-        self._rows_read = self._rows_refreshed = 0
+        self._reader = RowReader(num_embeddings, self.padding_idx, self._owners, self.device)
         self.reset_parameters()
 
     @property
     def is_shared(self) -> bool:
         """Whether its rows are dealt to several ranks, so that each forward and each backward is a collective."""
         return self._owners is not None
-
-    def _open_lane(self) -> None:
-        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._lane = ThreadLane("embedding-rows", stream)
 
     def reset_parameters(self) -> None:
         """Initialises the table with the same random numbers as ``torch.nn.EmbeddingBag``."""
@@ -216,10 +178,10 @@ class OffloadEmbeddingBag(nn.Module):
 
     def refresh(self) -> None:
         """Declares that ``weight`` was written to: rows of batches in flight are read again."""
-        self._refreshes += 1
+        self._reader.refresh()
 
     def create_context(self) -> None:
-        """None: the request holds all state of one forward."""
+        """Returns None: the request holds all state of one forward."""
 
     def input_dist(
         self, ctx: None, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
@@ -231,68 +193,13 @@ class OffloadEmbeddingBag(nn.Module):
                 f"{input.dtype}"
             )
         check_process(self._made_in, "this OffloadEmbeddingBag")
-        version = self.weight._version
-        # A gradient older than the table's last change has been applied, so the read below includes it.
-        self._unapplied = [(seen, rows) for seen, rows in self._unapplied if seen >= version]
-        before = fence(self.device)
-        request = _Request(
-            offsets,
-            per_sample_weights,
-            self._lane.submit(lambda: self._read(input, before)),
-            version,
-            self._refreshes,
-            [rows for _, rows in self._unapplied],
-        )
-        self._outstanding.add(request)
-        return _Started(request)
+        return _Started(self._reader.begin(self.weight, input, offsets, per_sample_weights))
 
-    def _read(self, input: Tensor, before: Ticket[None]) -> _Rows:
-        """In the I/O thread: gathers the distinct rows of a batch and copies them to the device."""
-        # Without this wait, the indices are read before the copy that writes them has run.
-        before.wait()
-        record_stream(input, self._lane.stream)
-        distinct, positions = torch.unique(input, return_inverse=True)
-        rows = distinct.to("cpu", torch.int64)
-        used = rows.numel()
-        error = None
-        if used and (int(rows[0]) < 0 or int(rows[-1]) >= self.num_embeddings):
-            error = IndexError(
-                f"expected indices from 0 to {self.num_embeddings - 1}, got {int(rows[0])} to {int(rows[-1])}"
-            )
-        asked = None if self._owners is None else self._owners.ask(rows, error)
-        if error is not None:
-            raise error
-        padding = None
-        if self.padding_idx is not None:
-            found = int(torch.searchsorted(rows, self.padding_idx))
-            padding = found if found < len(rows) and int(rows[found]) == self.padding_idx else None
-        if asked is not None:
-            return _Rows(asked.rows, used, self._gather(asked.rows), positions, padding, asked)
-        if not used:
-            rows = torch.zeros(1, dtype=torch.int64)  # a lookup needs a table with at least one row
-        values = self._gather(rows).to(self.device, non_blocking=True)
-        return _Rows(rows, used, values, positions.to(self.device), padding)
-
-    def _gather(self, rows: Tensor) -> Tensor:
-        """Rows of the table, in page-locked host memory if the device is an accelerator."""
-        table = self.weight.detach()
-        staging = torch.empty(len(rows), self.embedding_dim, dtype=table.dtype, pin_memory=self.device.type == "cuda")
-        torch.index_select(table, 0, rows, out=staging)
-        return staging
-
-    def compute_and_output_dist(self, ctx: None, dist_input: _Request) -> Tensor:
+    def compute_and_output_dist(self, ctx: None, dist_input: RowRequest) -> Tensor:
         """Waits for the rows and looks up."""
         request = dist_input
-        self._outstanding.discard(request)
-        batch = request.ticket.wait()
-        if self._lane.stream is not None:
-            record_stream([batch.values, batch.positions], torch.cuda.current_stream(self.device))
-        self._rows_read += len(batch.rows)
-        self._refresh_stale(request, batch)
-        values = batch.values
-        if self._owners is not None and batch.asked is not None:
-            values = self._owners.fetch(batch.asked, values)
-        take = partial(self._take_gradient, batch.rows, batch.used, batch.asked)
+        batch, values = self._reader.collect(self.weight, request)
+        take = partial(self._reader.take_gradient, self.weight, batch.rows, batch.used, batch.asked)
         table: Tensor = _Lookup.apply(self.weight, values, take)  # type: ignore[no-untyped-call]
         return F.embedding_bag(
             batch.positions,
@@ -303,35 +210,6 @@ class OffloadEmbeddingBag(nn.Module):
             include_last_offset=self.include_last_offset,
             padding_idx=batch.padding,
         )
-
-    def _refresh_stale(self, request: _Request, batch: _Rows) -> None:
-        """Reads rows again that changed during or after the read."""
-        if request.refreshes != self._refreshes:
-            stale = torch.arange(len(batch.rows))
-        elif self.weight._version != request.version and request.touched:
-            stale = torch.isin(batch.rows, torch.cat(request.touched)).nonzero().squeeze(1)
-        else:
-            return
-        if len(stale):
-            fresh = self._gather(batch.rows[stale])
-            self._rows_read += len(stale)
-            self._rows_refreshed += len(stale)
-            batch.values.index_copy_(0, stale.to(self.device), fresh.to(self.device, non_blocking=True))
-
-    def _take_gradient(
-        self, rows: Tensor, used: int, asked: AskedRows | None, gradient: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The rows of the stored table that get a gradient, sorted and distinct, and these gradients."""
-        values = gradient[:used].to("cpu")
-        if self._owners is not None and asked is not None:
-            values = self._owners.sum_gradients(asked, values)
-        else:
-            rows = rows[:used]
-        # An update may follow at any time.
-        self._unapplied.append((self.weight._version, rows))
-        for request in list(self._outstanding):
-            request.touched.append(rows)
-        return rows, values
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Looks up bags of rows; see ``torch.nn.EmbeddingBag``."""
@@ -362,9 +240,9 @@ class OffloadEmbeddingBag(nn.Module):
 
     def statistics(self) -> EmbeddingStatistics:
         """Rows and bytes copied to the device."""
-        row_bytes = self.embedding_dim * self.weight.element_size()
         received = 0 if self._owners is None else self._owners.bytes_received
-        return EmbeddingStatistics(self._rows_read, self._rows_refreshed, self._rows_read * row_bytes, received)
+        rows_read, row_bytes = self._reader.rows_read, self.embedding_dim * self.weight.element_size()
+        return EmbeddingStatistics(rows_read, self._reader.rows_refreshed, rows_read * row_bytes, received)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -390,7 +268,7 @@ class OffloadEmbeddingBag(nn.Module):
             if self._owners is not None:
                 raise ValueError(f"mesh= computes on the CPU only as yet, got device={str(probe.device)!r}")
             self.device = probe.device
-            self._open_lane()
+            self._reader.read_to(self.device)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadEmbeddingBag:

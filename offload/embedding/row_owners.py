@@ -32,7 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from offload.mesh.notices import Notices
 from offload.mesh.parts import Part
 from offload.storage.contract import bytes_of
-from pipe.torch_private import timeout_of
+from pipe.torch_private.distributed import timeout_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -67,7 +67,7 @@ def follow_optimizers(table: Tensor, check: Callable[[torch.optim.Optimizer], No
 
 
 def check_tables(optimizer: torch.optim.Optimizer) -> None:
-    """Calls what the tables of an optimizer have for it."""
+    """Calls the checks that :func:`follow_optimizers` registered for tables among the optimizer's parameters."""
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         found = _checks.get(parameter)
         check = None if found is None else found()
@@ -170,13 +170,13 @@ class RowOwners:
         return AskedRows(to_each, from_each, local, positions)
 
     def fetch(self, asked: AskedRows, values: Tensor) -> Tensor:
-        """The rows that this rank asked for, of the owners' ``values`` of :attr:`AskedRows.rows`; at least one."""
+        """Receives the rows that this rank asked for, at least one, and sends ``values``, of :attr:`AskedRows.rows`."""
         sent = values[asked.positions]
         received = self._exchange("exchanging rows", sent, asked.wanted, asked.asked)
         return received if len(received) else received.new_zeros(1, self.part.shape[1])
 
     def sum_gradients(self, asked: AskedRows, gradient: Tensor) -> Tensor:
-        """Of ``gradient``, of the rows that this rank asked for: the means at their owners, of :attr:`AskedRows.rows`.
+        """Sends ``gradient``, of the rows that this rank asked for; returns the means for :attr:`AskedRows.rows`.
 
         Added in rank order, in float32 at least: the same bits in each run.
         """
@@ -254,7 +254,7 @@ class RowOwners:
 
 
 def _changed(optimizer: Any, parameter: Tensor, state_dict: dict[str, Any], change: Any) -> dict[str, Any]:
-    """The same dict with the states of one parameter changed."""
+    """A copy of ``state_dict`` in which ``change`` was applied to the states of one parameter."""
     ours = [p for group in optimizer.param_groups for p in group["params"]]
     theirs = [key for group in state_dict["param_groups"] for key in group["params"]]
     states = dict(state_dict["state"])

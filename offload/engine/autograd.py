@@ -17,14 +17,14 @@ from pipe.checkpoint import refuse_double_backward
 from pipe.microbatch import gather_nested
 from pipe.nested import flatten, tensors_in, unflatten
 from pipe.phony import get_phony
-from pipe.torch_private import (
+from pipe.torch_private.autograd import (
     accumulates_everywhere,
     has_hooks,
     is_requested,
     keeps_graph,
     run_hooks_with_gradient_only,
-    with_subclasses,
 )
+from pipe.torch_private.dispatch import with_subclasses
 
 __all__ = ["attach"]
 

@@ -8,8 +8,9 @@
                            and so on for all blocks of the shard
     for chunk i:           its forward has ended
 
-One chunk runs in the caller's thread: each call of a block runs at once. More of them are suspended
-(:mod:`offload.engine.suspend`). The graph of the code between blocks is in :mod:`offload.engine.glue`.
+One chunk runs in the caller's thread: each call of a block runs at once (:mod:`offload.engine.block_walk`). More of
+them are suspended (:mod:`offload.engine.suspended_walk`). The graph of the code between blocks is in
+:mod:`offload.engine.glue`.
 """
 
 from __future__ import annotations
@@ -24,17 +25,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from offload.engine.block_walk import BlockWalk, CellSteps, fail, sent
-from offload.engine.call_order import comes_next, out_of_order
+from offload.engine.block_walk import BlockWalk, CellSteps
 from offload.engine.cell import Cell
 from offload.engine.glue import Glue
 from offload.engine.homes import MovableHomes
 from offload.engine.layouts import bytes_of_boundary
 from offload.engine.leaf_gradients import LeafBytes
 from offload.engine.outside import outside_bytes
-from offload.engine.own_attributes import AttributesThen, OwnAttributes
+from offload.engine.own_attributes import AttributesThen
 from offload.engine.state_before import StateBefore
-from offload.engine.suspend import BlockCall, Result, SuspendedForward
+from offload.engine.suspended_walk import SuspendedWalk
 from offload.engine.weight_writes import AssignedData, find_writes
 from offload.planning.peak_memory import OutsideBytes
 from offload.streaming.shard import Shard
@@ -132,7 +132,8 @@ class BlockForwards(MovableHomes):
         return self.run_alone(j, args, kwargs) if call is None else call(j, args, kwargs)
 
     @contextlib.contextmanager
-    def _calling(self, call: Callable[[int, tuple[Any, ...], Mapping[str, Any]], Any]) -> Iterator[None]:
+    def calling(self, call: Callable[[int, tuple[Any, ...], Mapping[str, Any]], Any]) -> Iterator[None]:
+        """A context in which ``call`` runs the blocks that a forward in this thread calls."""
         before, self._local.call = self._local.call, call
         try:
             yield
@@ -153,7 +154,7 @@ class BlockForwards(MovableHomes):
         walk = BlockWalk(self, self._glue(1))
         before = StateBefore(self.device)
         try:
-            with self._calling(walk.call):
+            with self.calling(walk.call):
                 result = forward(walk.glue.begin(0, inputs))
             return walk.end(result)
         except BaseException as error:
@@ -163,81 +164,7 @@ class BlockForwards(MovableHomes):
 
     def run_many(self, forward: Forward, chunks: Sequence[Any]) -> tuple[Tape, list[Any]]:
         """Runs the forwards of many chunks."""
-        glue, n, own = self._glue(len(chunks)), len(self.blocks), OwnAttributes(len(chunks))
-        outside = self.modules_outside()
-        inside = {runner: list(runner.modules[0].modules()) for runner in self.runners}
-        everywhere = [*outside, *itertools.chain(*inside.values())]
-        tape: Tape | None = None
-
-        def expected(i: int, j: int, state: BlockCall | Result) -> BlockCall:
-            # The first chunk comes to each block before the others, which have to follow it.
-            if i == 0 and isinstance(state, BlockCall):
-                comes_next(self, j, state.j, tape, records=glue.records)
-            call = self._expected(state, j, records=glue.records)
-            glue.contexts[i] = self._as_called(call, own.running(i, inside[self.runners[j]]))
-            return call
-
-        def suspended(i: int) -> SuspendedForward:
-            def run(call: Callable[..., Any]) -> Any:
-                with self._calling(call):
-                    return forward(glue.begin(i, chunks[i]))
-
-            return SuspendedForward(run, self.device)
-
-        forwards: list[SuspendedForward] = []
-        steps: CellSteps | None = None
-        try:
-            forwards = [suspended(i) for i in range(len(chunks))]
-            calls = []
-            for i, each in enumerate(forwards):
-                with own.running(i, everywhere):
-                    state = each.start()
-                calls.append(expected(i, 0, state))
-            tape = self.block_tape(
-                glue, [(call.args, call.kwargs) for call in calls], [call.settings.grad for call in calls]
-            )
-            del calls, state
-            steps = self.forward_steps(tape)
-            cell, output = next(steps)
-            while True:
-                left = self.leave(tape, cell, output)
-                with own.running(cell.i, outside):
-                    state = forwards[cell.i].resume(left)
-                del left, output
-                if cell.j + 1 < n:
-                    call = expected(cell.i, cell.j + 1, state)
-                    grad = call.settings.grad
-                    entering = self.enter(tape, cell.i, cell.j + 1, call.args, call.kwargs, grad=grad)
-                    del call
-                elif isinstance(state, Result):
-                    entering = self.finish(tape, cell.i, state.value)
-                else:
-                    raise out_of_order(self, state.j, n, records=glue.records)
-                del state
-                following, outputs = sent(steps, entering)
-                if following is None:
-                    return tape, outputs
-                cell, output = following
-        except BaseException as error:
-            fail(steps, error)
-            raise
-        finally:
-            for each in forwards:
-                each.cancel()
-
-    def _expected(self, state: BlockCall | Result, j: int, *, records: bool) -> BlockCall:
-        if isinstance(state, Result):
-            raise out_of_order(self, None, j, records=records)
-        if self.places[state.j] != j:
-            raise out_of_order(self, state.j, j, records=records)
-        return state
-
-    @staticmethod
-    @contextlib.contextmanager
-    def _as_called(call: BlockCall, attributes: contextlib.AbstractContextManager[None]) -> Iterator[None]:
-        """A context with the settings and attributes that the call of a block was made with."""
-        with attributes, call.settings.again():
-            yield
+        return SuspendedWalk(self, self._glue(len(chunks)), forward, chunks).run()
 
     def run_alone(self, j: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs block number ``j`` by itself, without a graph: its shard is loaded for this call."""
@@ -340,6 +267,7 @@ class BlockForwards(MovableHomes):
                     then = self.attributes_then[cell.j] = AttributesThen(
                         list(self.runners[cell.j].modules[0].modules())
                     )
+                    self.runners[cell.j].watched.find_generators()
                 glue.attributes[cell] = then
             yield
 
@@ -384,13 +312,13 @@ class BlockForwards(MovableHomes):
             if not isinstance(x, (Tensor, nn.Module)) and hasattr(x, "get_seq_length") and hasattr(x, "update"):
                 raise ValueError(
                     f"block {self.blocks[j]} gets a cache ({type(x).__name__}) in a forward with gradients, into which "
-                    f"its recomputation would write again; pass use_cache=False, or run the forward under "
-                    f"torch.no_grad()"
+                    f"its recomputation would write again; pass use_cache=False (config.use_cache = False, where the "
+                    f"model does not take that), or run the forward under torch.no_grad()"
                 )
 
     @staticmethod
     def why_it_streams(names: Sequence[str]) -> str:
-        """For errors: what to do about modules of these names that nobody has named."""
+        """Words for an error: why modules ``names``, which the user did not name, stream, and how to keep them."""
         if not names:
             return ""
         patterns = [f"{name}.*" for name in names]

@@ -83,7 +83,7 @@ class BlockWalk:
 
 
 def sent(steps: CellSteps, entering: Any) -> tuple[tuple[Cell, Any] | None, list[Any]]:
-    """The next cell and its output; or None, and the outputs of the pass, at its end.
+    """Sends a pass what enters its next shard; returns its next cell and output, or None and all outputs at its end.
 
     A function, since an interrupt at the ``try`` itself would not reach an ``except`` around it.
     """
@@ -94,7 +94,7 @@ def sent(steps: CellSteps, entering: Any) -> tuple[tuple[Cell, Any] | None, list
 
 
 def fail(steps: CellSteps | None, error: BaseException) -> None:
-    """Ends a pass with an error, which the pass may have raised itself."""
+    """Throws an error into a pass, so that it cleans up; the pass may have raised that error itself."""
     if steps is not None:
         try:
             steps.throw(error)

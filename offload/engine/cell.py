@@ -34,7 +34,9 @@ from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.replay import Replay
 from pipe.recompute.rerun import RepeatableLayers, Rerun
-from pipe.torch_private import hidden_hooks, storage_uses, uncompiled_hooks
+from pipe.torch_private.autograd import hidden_hooks
+from pipe.torch_private.tensors import storage_uses
+from pipe.torch_private.tracing import uncompiled_hooks
 
 __all__ = ["Cell", "OutputFn", "ShardRunner"]
 
@@ -238,7 +240,7 @@ class ShardRunner:
         def never(_: None) -> Tensor:
             raise used_outside(self.shard.index)
 
-        rerun = self.layers.rerun()
+        rerun = self.layers.rerun(None if callable(boundary) else boundary)
         pack, unpack = uncompiled_hooks(saved or id, never)
         # Unused tensors are replaced by their id: by a function without a frame, so that none is compiled.
         hooks = torch.autograd.graph.saved_tensors_hooks(pack if saved else id, unpack)

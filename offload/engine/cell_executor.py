@@ -42,7 +42,7 @@ from offload.streaming.shard import Shard
 from offload.streaming.streamer import Streamer
 from offload.telemetry.statistics import Meter
 from pipe.nested import flatten, map_distinct, unflatten
-from pipe.torch_private import hidden_hooks
+from pipe.torch_private.autograd import hidden_hooks
 
 __all__ = ["CellExecutor", "largest_rows", "requires"]
 
@@ -69,7 +69,7 @@ class CellExecutor:
         self._lending = {owner.index for runner in runners for owner, _ in runner.shard.loans}
 
     def renumber(self) -> None:
-        """Called when the runners were put in another order, and their shards have other numbers. Idempotent."""
+        """Updates the numbers of shards after runners were put in another order. Idempotent."""
         self.shards[:] = ShardRunners.by_shard(self._runners)
         self._home_checksums.sort(key=lambda checksums: checksums.shard.index)
         self._lending = {owner.index for runner in self._runners for owner, _ in runner.shard.loans}
@@ -370,7 +370,7 @@ def _check_same(tape: CellRecords, cell: Cell, outputs: Sequence[Any]) -> None:
 
 
 def _source(tape: CellRecords, cell: Cell, boundary: Any) -> tuple[CellInput, Any]:
-    """The begin of a cell's graph, and the boundary as a part of that graph."""
+    """A new first node for a cell's graph, and the boundary with its tensors replaced by outputs of that node."""
     leaves, spec = flatten(boundary)
     source = CellInput(leaves, tape.requires.get(cell, [False] * len(leaves)), cell.j)
     return source, unflatten(list(source.leaves), spec)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipe.phony import get_phony
-from pipe.torch_private import will_run
+from pipe.torch_private.autograd import will_run
 
 __all__ = ["CellInput", "used_outside"]
 

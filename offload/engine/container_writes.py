@@ -14,7 +14,7 @@ _IMMUTABLE = (Tensor, bool, int, float, str, type(None))
 
 
 class ContainerWrites:
-    """What the containers of an (args, kwargs) pair held before a block ran."""
+    """The contents of lists and dicts in an (args, kwargs) pair before a block ran."""
 
     def __init__(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         args, kwargs = call
@@ -22,7 +22,7 @@ class ContainerWrites:
         self._before = flatten(self._containers) if self._containers else None
 
     def refuse(self, block: str) -> None:
-        """Raises RuntimeError if they hold anything else now."""
+        """Raises RuntimeError if the contents have changed."""
         if self._before is None:
             return
         leaves, spec = flatten(self._containers)

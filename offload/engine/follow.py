@@ -95,7 +95,7 @@ class Follower:
     def follow_cells(
         self, actions: Iterable[Action], visit: Callable[[int], contextlib.AbstractContextManager[object]]
     ) -> Generator[Any, Any, None]:
-        """The same, where the performers of cells are generators: yields what they yield."""
+        """Performs actions whose performers of cells are generators: yields what they yield."""
         for j, group in itertools.groupby(_with_visits(actions), key=lambda pair: pair[0]):
             with contextlib.nullcontext() if j is None else visit(j):
                 for _, action in group:

@@ -17,7 +17,7 @@ Guarantees
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -30,9 +30,9 @@ from offload.engine.glue_pieces import ChunkPieces, Entered, PassedCall, Shared,
 from offload.engine.inputs import refuse_transforms
 from offload.engine.layouts import refuse_hidden
 from offload.engine.leaf_gradients import LeafBytes, LeafGradients
-from offload.engine.own_attributes import AttributesThen
+from offload.engine.own_attributes import ArgumentsThen, AttributesThen
 from pipe.nested import TreeSpec, flatten, map_distinct, unflatten
-from pipe.torch_private import hidden_hooks
+from pipe.torch_private.autograd import hidden_hooks
 
 __all__ = ["Glue"]
 
@@ -81,6 +81,8 @@ class Glue:
         self.contexts: dict[int, contextlib.AbstractContextManager[object]] = {}
         #: The attributes of each block in the forward of each chunk.
         self.attributes: dict[tuple[int, int], AttributesThen] = {}
+        #: The objects among its arguments.
+        self._arguments: dict[tuple[int, int], ArgumentsThen] = {}
         self._leaf_gradients = LeafGradients(made)
         #: The leaves that several pieces reach.
         self._in_several: set[Tensor] = set()
@@ -92,10 +94,15 @@ class Glue:
         """The context in which the next block of a chunk runs."""
         return self.contexts.pop(i, contextlib.nullcontext())
 
-    def as_then(self, cell: tuple[int, int], *, consume: bool) -> contextlib.AbstractContextManager[object]:
-        """The context of a recomputation of block ``j`` for chunk ``i``: its attributes are those of the forward."""
-        then = self.attributes.pop(cell, None) if consume else self.attributes.get(cell)
-        return contextlib.nullcontext() if then is None else then.again()
+    @contextlib.contextmanager
+    def as_then(self, cell: tuple[int, int], *, consume: bool) -> Iterator[None]:
+        """The context of a recomputation of block ``j`` for chunk ``i``: attributes are those of the forward."""
+        with contextlib.ExitStack() as stack:
+            for known in (self.attributes, self._arguments):
+                then = known.pop(cell, None) if consume else known.get(cell)
+                if then is not None:
+                    stack.enter_context(then.again())
+            yield
 
     def begin(self, i: int, inputs: Any) -> Any:
         """The inputs of a chunk as the begin of its graph."""
@@ -118,6 +125,9 @@ class Glue:
         chunk = self._chunks[i]
         leaves, spec = flatten(call)
         refuse_hidden(leaves, f"an argument of block {j}")
+        then = ArgumentsThen.of(leaves)
+        if then is not None:
+            self._arguments[j, i] = then
         requires = [grad and isinstance(x, Tensor) and x.requires_grad for x in leaves]
         self._find_leaves(chunk, j, (x for x in leaves if grad and isinstance(x, Tensor)))
         uses = chunk.uses[j] = []
@@ -135,7 +145,8 @@ class Glue:
         if x.layout is not torch.strided or type(detached) is not Tensor or not x.numel():
             return detached
         version = None if x.is_inference() else x._version
-        place = x.untyped_storage().data_ptr(), x.storage_offset(), tuple(x.shape), x.stride(), x.dtype
+        view = x.storage_offset(), tuple(x.shape), x.stride(), x.dtype, x.is_conj(), x.is_neg()
+        place = x.untyped_storage().data_ptr(), view
         known = chunk.entered.get(place)
         if known is None or known.storage.expired() or known.version != version:
             chunk.entered[place] = Entered(len(chunk.shared), StorageWeakRef(x.untyped_storage()), version)
@@ -232,7 +243,9 @@ class Glue:
         if id(leaf) in self._within:
             raise RuntimeError(
                 f"parameter {self._within[id(leaf)]} of a block is used by code outside of that block, where "
-                f"it is not on the compute device and its gradient would be lost; leave its block out of ``blocks``"
+                f"it is not on the compute device and its gradient would be lost; leave its block out of ``blocks``. "
+                f"If that code uses a result that the block keeps (an attribute, a tensor that a hook took), let the "
+                f"block return it, or detach it"
             )
         chunk.leaves.setdefault(leaf, j)
         chunk.nodes.setdefault(leaf, node)
@@ -368,6 +381,7 @@ class Glue:
         self._chunks = [ChunkPieces(inputs=leaves) for leaves in self.inputs]
         self._leaf_gradients.clear()
         self.attributes.clear()
+        self._arguments.clear()
 
 
 def _leaf_of(node: Node) -> Any:

@@ -39,7 +39,7 @@ def gradients_there(shards: Iterable[Shard]) -> dict[str, frozenset[int]]:
 
 
 def gradient_bytes(shard: Shard) -> int:
-    """Of all weights of a shard, in the types of their homes."""
+    """Bytes of the gradients of all weights of a shard, in the types of their homes."""
     return sum(s.full_nbytes for s in shard.at_home if s.parameter.requires_grad)
 
 

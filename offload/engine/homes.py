@@ -17,8 +17,10 @@ from offload.engine.references import References
 from offload.engine.regroup import looks_across_rows
 from offload.engine.shard_parts import ShardParts
 from offload.engine.steps import Steps
+from offload.engine.stored_form import stored_form
 from offload.engine.weight_writes import AssignedData
 from offload.limits import MemoryLimits
+from offload.planning.explain import Stored
 from offload.planning.peak_memory import OutsideBytes
 from offload.planning.plan import Plan
 from offload.planning.step_model import StepModel
@@ -34,7 +36,7 @@ from offload.streaming.stored_gradients import regions_of
 from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.statistics import Meter
 from pipe.process import check_process
-from pipe.torch_private import outside_inference_mode
+from pipe.torch_private.autograd import outside_inference_mode
 
 __all__ = ["MovableHomes", "ShardBytes"]
 
@@ -55,7 +57,7 @@ class ShardBytes:
 
     @property
     def total(self) -> int:
-        """All together."""
+        """The sum of all three."""
         return self.weights + self.gradients + self.states
 
 
@@ -99,7 +101,7 @@ class MovableHomes(ExclusivePasses):
         return ShardParts.make(self, shards, self._tier, before)
 
     def use(self, parts: ShardParts) -> None:
-        """Runs these parts from now on. Idempotent."""
+        """Replaces the parts of the engine that depend on how the model is cut into shards. Idempotent."""
         # One list for streamer, gradient offload, assigned data and optimizers.
         self.shards[:] = parts.shards
         read_current_values(parts.shards)
@@ -171,7 +173,7 @@ class MovableHomes(ExclusivePasses):
         return self.device.type == "cpu" and shard.index in wanted and shard.may_bind_in_place
 
     def _is_where(self, shard: Shard, wanted: Collection[int]) -> bool:
-        """Whether a shard is there already where it is to be, if those ``wanted`` rest in memory."""
+        """Whether a shard need not move if exactly the shards ``wanted`` are to be stored in memory."""
         moves = self._tier.blocking_io and shard.home is not None and (shard.index in wanted) == shard.blocking_io
         return not moves and shard.in_place == self._in_place(shard, wanted)
 
@@ -235,6 +237,10 @@ class MovableHomes(ExclusivePasses):
         known |= {"slots": self.streamer.slots, "own_slots": self.streamer.own_slots}
         known["buffer_bytes"] = self.streamer.gradient_offload.optimizers.buffer_bytes()
         return step_model(self.shards, self.steps, rows, resting, outside=outside, **known)
+
+    def stored(self) -> Stored | None:
+        """How it stores what it trains; None where no form of fewer bytes is known to work."""
+        return stored_form(self.shards, self.streamer.gradient_offload.optimizers, self._tier)
 
     def bytes_at_home(self) -> int:
         """Bytes of stored parameters and gradients."""

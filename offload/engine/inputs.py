@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from offload.engine.layouts import refuse_hidden, refuse_strided_nested
-from pipe.torch_private import transform_under_way
+from pipe.torch_private.tracing import transform_under_way
 
 __all__ = ["check_inputs", "refuse_transforms"]
 

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from offload.engine.steps import Steps
+from offload.mesh.shard import MeshShard
 from offload.planning.peak_memory import OutsideBytes, StepBytes
 from offload.planning.simulate import Costs, Overheads
 from offload.planning.slot_sizes import slot_sizes
 from offload.planning.step_model import StepModel
 from offload.storage import Tier
 from offload.streaming.shard import Shard
-from offload.telemetry.statistics import UPDATE_IN_MEMORY, Meter
+from offload.telemetry.statistics import REDUCTION, UPDATE_IN_MEMORY, Meter
 
 __all__ = ["step_model"]
 
@@ -49,7 +50,9 @@ def step_model(
     mean_rows = sum(rows) / len(rows)
     loads = [sum(s.nbytes for s in shard.at_home) for shard in shards]
     gradient_bytes = [sum(s.full_nbytes for s in shard.at_home if s.parameter.requires_grad) for shard in shards]
-    each = {lane: meter.copy_seconds_per_byte(lane) for lane in ("load", "drain", "update", "boundary")}
+    each = {lane: meter.copy_seconds_per_byte(lane) for lane in ("load", "drain", "update", "boundary", REDUCTION)}
+    # Of whole gradients, which ranks reduce. A load is measured with what it gathers.
+    reduced_bytes = [shard.reduced_bytes if isinstance(shard, MeshShard) else 0 for shard in shards]
     in_memory = meter.copy_seconds_per_byte(UPDATE_IN_MEMORY) or each["update"] * UPDATE_SHARE_IN_MEMORY
     in_files = each["update"] or in_memory / UPDATE_SHARE_IN_MEMORY
     boundaries = steps.sizes(rows)
@@ -66,6 +69,7 @@ def step_model(
         kept_backward=list(map(min, kept, backward)),
         contention=share,
         drain=[nbytes * each["drain"] for nbytes in gradient_bytes],
+        reduce=[nbytes * each[REDUCTION] for nbytes in reduced_bytes] if any(reduced_bytes) else (),
         update=[nbytes * (in_files if tier.blocking_io else in_memory) for nbytes in gradient_bytes],
         resting_update=[nbytes * in_memory for nbytes in gradient_bytes],
         updated_at_step=frozenset() if tier.blocking_io else frozenset(range(len(shards))),

@@ -30,7 +30,7 @@ from offload.engine.gradients_held import gradient_bytes, gradients_there, unown
 from offload.engine.least_limit import too_little
 from offload.engine.step_memory import StepMemory
 from offload.limits import MemoryLimits
-from offload.planning.explain import explain
+from offload.planning.explain import explain, fewer_bytes
 from offload.planning.search import Found, NothingFitsError, fill, least_bytes, search
 from offload.planning.step_model import Choice, Given, Prediction, StepModel, predict
 from offload.policy import MemoryPolicy
@@ -344,6 +344,7 @@ class MemoryPlanner:
             outside=executor.outside_bytes(),
             runner_up=None if self._found is None else self._found.runner_up,
             parts=parts,
+            fewer_bytes=fewer_bytes(known, predicted, executor.stored()),
             more=more,
             more_limit_bytes=more_limit,
             measured_course=self._memory.course,

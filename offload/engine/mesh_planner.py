@@ -64,7 +64,7 @@ class MeshMemoryPlanner(MemoryPlanner):
             )
 
     def _tells(self, rows: Sequence[int]) -> float:
-        """Whether this rank needs another plan."""
+        """The number that tells the other ranks whether this one needs another plan."""
         stepped = self._awaited != self._streamer.gradient_offload.optimizers.awaits_states()
         if not (self._due or stepped) and self._steps_done:
             try:

@@ -26,7 +26,7 @@ def _values(
     adapters: Iterable[nn.Parameter],
     dtype: torch.dtype | None,
 ) -> int:
-    """Of parameters, of those around blocks also as the type of a forward, and of buffers of ``modules``."""
+    """Bytes of parameters, of their casts to the type of a forward, and of the buffers of ``modules``."""
     buffers = {x: None for module in modules for x in module._buffers.values() if x is not None}
     cast = [p for p in around if dtype is not None and p.is_floating_point() and p.dtype != dtype]
     casts = 0 if dtype is None else sum(p.numel() * dtype.itemsize for p in cast)

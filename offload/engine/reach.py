@@ -12,14 +12,15 @@ from torch import nn
 
 from offload.engine.glue import Glue
 from offload.engine.shard_runners import ShardRunners
-from pipe.torch_private import has_backward_hooks, has_hooks
+from pipe.torch_private.autograd import has_hooks
+from pipe.torch_private.modules import has_backward_hooks
 
 __all__ = ["Reach"]
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Where a backward ends."""
+    """The first shard and block that a backward runs, from the last one down."""
 
     #: The first shard that runs; the number of shards if none does.
     shard: int
@@ -38,7 +39,7 @@ class Reach:
         *,
         to_inputs: bool,
     ) -> Reach:
-        """Of a backward of a forward whose first shard with a graph is ``first``.
+        """The reach of a backward; ``first``: the first shard of its forward with a graph.
 
         ``requested``: the only parameters that get a gradient; None: all get one. ``to_inputs``: the inputs, too.
         Raises RuntimeError where hooks of modules would run that autograd does not run.
@@ -62,7 +63,10 @@ class Reach:
 
 
 def _refuse_hooks(shards: Sequence[ShardRunners], glue: Glue, entered: int) -> None:
-    """A block computes the gradients of all that enters it; autograd, of what leads to requested parameters."""
+    """Refuses backward hooks that would also run for gradients that plain autograd does not compute.
+
+    A block computes the gradients of all that enters it; autograd, only of what leads to requested parameters.
+    """
     for each in shards:
         for block, runner in zip(each.steps, each.runners, strict=True):
             if block >= entered and glue.several_enter(block) and has_backward_hooks(_modules(runner.modules)):
@@ -74,7 +78,10 @@ def _refuse_hooks(shards: Sequence[ShardRunners], glue: Glue, entered: int) -> N
 
 
 def _refuse_others(shards: Sequence[ShardRunners], requested: Collection[nn.Parameter] | None) -> None:
-    """Gradients of parameters that a block uses by no argument are added to ``.grad`` by autograd, block by block."""
+    """Refuses hooks on, and requests for, gradients of parameters that blocks use by no argument.
+
+    Autograd adds these to ``.grad`` block by block, so that a hook or a request would see only a part.
+    """
     for runner in (runner for each in shards for runner in each.runners):
         for p in runner.other_parameters if runner.others else ():
             if has_hooks(p) or (requested is not None and p in requested):

@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offload.streaming.formed_weights import seal
 from offload.streaming.moves import HomeInUseError, home_in_use
 from offload.streaming.shard import Shard
 from offload.streaming.stored_gradients import regions_of
 from pipe.process import check_process
-from pipe.torch_private import outside_inference_mode
+from pipe.torch_private.autograd import outside_inference_mode
 
 if TYPE_CHECKING:
     from offload.engine.executor import Executor
@@ -59,8 +60,11 @@ def recut(executor: Executor, cuts: Sequence[int]) -> None:
         raise RuntimeError("expected no running forward or backward, but the model was to be cut otherwise within one")
     if executor.blocks:
         raise RuntimeError("expected a model whose layers are called in order: the blocks of others are their shards")
-    if not executor.layer_homes.places:
-        raise RuntimeError("expected homes that are laid out layer by layer: with mesh= each shard has one of its own")
+    if executor.public.sharded:
+        raise RuntimeError(
+            "expected a model without mesh=: what users see of its parameters belongs to its shards; make another one "
+            "with the same kept home, or from a checkpoint"
+        )
     if executor.resident is not None:
         raise RuntimeError("expected a model all of whose parameters stream, not one with resident=")
     if executor.streamer.slot_pool.shared:
@@ -131,4 +135,4 @@ def _enter(shard: Shard) -> None:
     for s in shard.own:
         s.point_to(shard.home_view(s))
     if shard.formed:
-        shard.seal()
+        seal(shard)

@@ -17,8 +17,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from offload.streaming.graph_references import BY_GRAPHS
 from offload.streaming.shard import Shard
-from pipe.torch_private import native_uses, storage_uses
+from pipe.torch_private.tensors import native_uses, storage_uses
 
 __all__ = ["References"]
 
@@ -51,7 +52,7 @@ class References:
             if parameter not in self._ours:
                 continue  # it stays on the compute device, where updates are never pending
             ours = self._ours[parameter] + held + 1  # ``known`` itself
-            ours += _BY_GRAPHS if native_uses(parameter) > 1 else 0
+            ours += BY_GRAPHS if native_uses(parameter) > 1 else 0
             if sys.getrefcount(parameter) - ours != _UNHELD or weakref.getweakrefcount(parameter):
                 return True
             gradient = parameter.grad
@@ -65,21 +66,11 @@ class References:
 
 
 def _unheld() -> int:
-    """Counts of ``sys.getrefcount`` in the loop above besides the known references, in this Python."""
+    """How many references ``sys.getrefcount`` counts in the loop above besides the known ones, in this Python."""
     held = {nn.Parameter(torch.empty(0)): 1}
     for parameter, ours in held.items():
         return sys.getrefcount(parameter) - ours
     raise AssertionError
-
-
-def _by_graphs() -> int:
-    """Number of references that any number of graphs hold to a parameter's Python object, in this torch."""
-    parameter = nn.Parameter(torch.ones(1))
-    before = sys.getrefcount(parameter)
-    output = parameter * 1.0
-    after = sys.getrefcount(parameter)
-    del output
-    return after - before
 
 
 def _unheld_gradient() -> int:
@@ -89,7 +80,7 @@ def _unheld_gradient() -> int:
     return sys.getrefcount(gradient)
 
 
-_BY_GRAPHS, _UNHELD_GRADIENT = _by_graphs(), _unheld_gradient()
+_UNHELD_GRADIENT = _unheld_gradient()
 
 #: The count above without other holders: references of the expressions themselves.
 _UNHELD = _unheld()

@@ -20,7 +20,7 @@ from offload.engine.tape import Tape
 from offload.policy import MemoryPolicy
 from pipe.microbatch import gather_nested
 from pipe.nested import flatten, tensors_in, unflatten
-from pipe.torch_private import BatchNorm
+from pipe.torch_private.modules import BatchNorm
 
 if TYPE_CHECKING:
     from offload.engine.cell import ShardRunner

@@ -30,7 +30,9 @@ from offload.streaming.shard import Shard
 from pipe.nested import parts_of
 from pipe.recompute.cheap_ops import CheapRecompute, Kept, Made
 from pipe.recompute.thread_state import lasting_hooks
-from pipe.torch_private import is_traceable_wrapper_subclass, negative_view, uncompiled_hooks
+from pipe.torch_private.dispatch import is_traceable_wrapper_subclass
+from pipe.torch_private.tensors import negative_view
+from pipe.torch_private.tracing import uncompiled_hooks
 
 __all__ = ["MemoryProfileRecorder", "storages_of", "weights_by_reference"]
 

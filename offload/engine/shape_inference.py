@@ -17,7 +17,8 @@ from offload.engine.layouts import bytes_of_boundary
 from offload.streaming.stored_values import stored_values
 from pipe.nested import map_tensors, tensors_in
 from pipe.recompute.thread_state import restores_thread_state
-from pipe.torch_private import has_module_hooks, without_modes
+from pipe.torch_private.dispatch import without_modes
+from pipe.torch_private.modules import has_module_hooks
 
 __all__ = ["inferred_boundaries"]
 

@@ -17,7 +17,7 @@ from offload.planning.plan import Plan
 from offload.planning.residency import Key, Residency
 from pipe.nested import TreeSpec, flatten, unflatten
 from pipe.recompute.rerun import Rerun
-from pipe.torch_private import has_hooks
+from pipe.torch_private.autograd import has_hooks
 
 if TYPE_CHECKING:
     from offload.engine.executor import Executor

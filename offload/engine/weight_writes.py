@@ -31,10 +31,11 @@ from torch import Tensor
 
 from offload.storage.buffer import host_buffer, view_memory
 from offload.storage.contract import bytes_of
+from offload.streaming.formed_weights import check_seal
 from offload.streaming.lane import error_context
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
-from pipe.torch_private import storage_uses
+from pipe.torch_private.tensors import storage_uses
 
 if TYPE_CHECKING:
     from offload.engine.tape import Tape
@@ -142,7 +143,7 @@ class AssignedData:
                 parameters that only an optimizer of this package writes (``store_dtype``).
         """
         for shard in self._shards:
-            shard.check_seal()
+            check_seal(shard)
         owners = [*self._shards, *self._lenders]
         found = [(shard, s) for shard in owners for s in shard.assigned()]
         if found:

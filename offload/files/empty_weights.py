@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from offload.files.pretrained import KeyMap
+from offload.files.transformers_names import keep_wide
 from offload.storage.buffer import empty_on_host
 
-__all__ = ["build_model", "init_empty_weights", "names_with_prefix"]
+__all__ = ["build_model", "init_empty_weights"]
 
 
 class _EmptyOnHost(TorchFunctionMode):
@@ -97,23 +97,6 @@ def build_model(folder: Path, model: Callable[[], nn.Module] | None, dtype: torc
         built: Any = from_config(config) if dtype is None else from_config(config, dtype=dtype)
     if (folder / "generation_config.json").exists() and built.can_generate():
         built.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    keep_wide(built, built.dtype)
     made: nn.Module = built.eval()
     return made
-
-
-def names_with_prefix(model: nn.Module, stored: Collection[str]) -> KeyMap | None:
-    """Maps ``stored`` names to those of ``model`` where only one of the two has a head around the base model.
-
-    Models of transformers name the base model inside of one with a head: ``base_model_prefix``. From a checkpoint with
-    a head a base model takes what is below the prefix, and the head is skipped. None: names are the same.
-    """
-    prefix = getattr(model, "base_model_prefix", None)
-    if not isinstance(prefix, str) or not prefix:
-        return None
-    names, begin = {*model.state_dict(keep_vars=True)}, f"{prefix}."
-    headed = any(name.startswith(begin) for name in names)
-    if headed == any(name.startswith(begin) for name in stored):
-        return None
-    if headed:
-        return lambda name: name if name in names else begin + name
-    return lambda name: name.removeprefix(begin) if name.startswith(begin) or name in names else None

@@ -27,7 +27,7 @@ class Link:
     latency_seconds: float = 0.0
 
     def seconds(self, ranks: int, sent: int) -> float:
-        """Of collectives in which each rank sends so many bytes to each other one; nothing for one rank."""
+        """Seconds of collectives in which each rank sends so many bytes to each other one; 0 for one rank."""
         if ranks == 1 or not sent:
             return 0.0
         others = (ranks - 1) * sent / self.bytes_per_second + ranks * sent / self.copied_per_second

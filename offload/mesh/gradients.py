@@ -36,6 +36,7 @@ from offload.planning.partition import aligned
 from offload.streaming.gradient_offload import GradientOffload
 from offload.streaming.lane import Arrival, error_context
 from offload.streaming.shard import Shard
+from offload.telemetry.statistics import REDUCTION
 
 if TYPE_CHECKING:
     from offload.mesh.shard import MeshShard
@@ -82,7 +83,7 @@ class MeshGradientOffload(GradientOffload):
         storing = [] if self._updates else [arrival for arrival, _, _ in self._drains]
 
         def reduce() -> None:
-            with self._meter.on_lane("drain", f"R{shard.index}", self._reducing):
+            with self._meter.on_lane("drain", f"R{shard.index}", self._reducing, kind=REDUCTION):
                 _reduce(cast("MeshShard", shard), gradients, parts, self._ranks, storing)
 
         arrival = self._ranks.lane.submit(f"R{shard.index}", reduce)

@@ -32,7 +32,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch.distributed as dist
 
-from pipe.torch_private import store_of_processes
+from pipe.torch_private.distributed import store_of_processes
 
 __all__ = ["Notices"]
 
@@ -113,7 +113,7 @@ class Notices:
     # --- what this rank tells -------------------------------------------------------------------------------------
 
     def doing(self, what: str) -> None:
-        """Sets what this rank answers. All ranks go on together, so what it raised before is past."""
+        """Sets what this rank answers when others ask what it is doing, and withdraws notices of earlier exceptions."""
         self._answers.doing = what
         if self._raised:
             self._raised = False
@@ -153,7 +153,7 @@ class Notices:
         ) from error
 
     def told(self, ranks: Sequence[int]) -> str:
-        """What ranks raised in the last call; empty if none did."""
+        """Exceptions that ranks raised in the last call, in words; empty if there were none."""
         with suppress(Exception):
             return self._raised_by(ranks)
         return ""

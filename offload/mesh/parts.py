@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from offload.planning.partition import aligned
+from offload.storage.contract import in_order
 
 __all__ = ["Cut", "Part", "WholePart", "cuts_between", "offsets_of"]
 
@@ -85,7 +86,7 @@ class Part:
         strides = zip(whole.shape, whole.stride(), self.stride, strict=True)
         if whole.numel() and any(size > 1 and here != there for size, here, there in strides):
             whole = torch.empty_strided(whole.shape, self.stride, dtype=whole.dtype).copy_(whole)
-        return whole.detach().as_strided((whole.numel(),), (1,))
+        return in_order(whole)
 
 
 class WholePart(Part):
@@ -131,16 +132,16 @@ class Cut:
         return stored[self.first : min(self.last, part.stored_elements(rank))]
 
     def sent(self, part: Part, rank: int, memory: Tensor) -> Tensor:
-        """The elements that ``rank`` stores, in a range of bytes, of which ``memory`` has the beginning."""
+        """A view of the elements that ``rank`` stores, in the ``memory`` of a range of bytes that is sent."""
         stored = part.stored_elements(rank)
         count = min(self.last, stored) - min(self.first, stored)
         return memory[self.place : self.place + count * part.dtype.itemsize].view(part.dtype)
 
 
 def cuts_between(parts: Sequence[Part], offsets: Sequence[int], begin: int, end: int, head: int = 0) -> Iterator[Cut]:
-    """What the bytes ``[begin, end)``, behind ``head`` others, have of ``parts`` at these ``offsets``.
+    """Which elements of ``parts``, stored at these ``offsets``, are in the bytes ``[begin, end)``.
 
-    Both are multiples of the size of any element.
+    Both are multiples of the size of any element. ``head``: bytes that precede them where they are copied to.
     """
     for number, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
         elements = 0 if isinstance(part, WholePart) else part.rows * part.row_elements

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from offload.mesh.elementwise import check_elementwise
+from offload.mesh.traffic import Traffic
 from offload.planning.planner import Pass
 from offload.streaming.slices import Slice
 
 if TYPE_CHECKING:
     from offload.mesh.ranks import Ranks
     from offload.optim.optimizer import OffloadOptimizer
+    from offload.planning.plan import Plan
 
 __all__ = ["PublicParameters"]
 
@@ -77,6 +79,10 @@ class PublicParameters:
     def compare_calls(self, position: int, name: str) -> None:
         """Called when the first forward calls the block ``name`` after ``position`` others."""
 
+    def traffic(self, plan: Plan) -> Traffic:
+        """Bytes that this process receives from others in a step, without what an optimizer sends."""
+        return Traffic(0, 0, 0)
+
     def compare(self, what: str, number: float) -> list[float]:
         """The ``number`` of each rank, at a point that all of them reach: the begin of ``what``."""
         return [number]
@@ -105,7 +111,7 @@ class PublicParameters:
         """Called at the beginning of a step."""
 
     def local(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """What is stored of parameters that users see, without what another process counts in a norm."""
+        """The stored parameters that this process counts in a norm; one process counts those that are stored whole."""
         return list(parameters)
 
     def total_norm(self, norm: Tensor) -> Tensor:

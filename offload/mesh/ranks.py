@@ -45,7 +45,7 @@ from offload.mesh.notices import Notices
 from offload.mesh.traffic import MESSAGE_BYTES
 from offload.storage.buffer import host_buffer
 from offload.streaming.lane import Arrival, ThreadCopyLane
-from pipe.torch_private import timeout_of
+from pipe.torch_private.distributed import timeout_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -23,13 +23,15 @@ from offload.mesh.pieces import gather_parts
 from offload.mesh.ranks import Ranks
 from offload.mesh.shard import without_memory
 from offload.mesh.sharded import ShardedParameters, ShownParameter, described
-from offload.mesh.traffic import bytes_at_once
+from offload.mesh.traffic import Traffic, bytes_beside_one_process, sent_bytes, traffic_of
+from offload.planning.plan import BACKWARD_CELLS
 from offload.streaming.lane import error_context
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 
 if TYPE_CHECKING:
     from offload.mesh.shard import MeshShard
+    from offload.planning.plan import Plan
 
 __all__ = ["MeshParameters", "ReplicatedGradients", "resident_parts"]
 
@@ -92,6 +94,16 @@ class ReplicatedGradients:
             else:
                 p.grad.add_(mean)
 
+    def received(self) -> tuple[int, int]:
+        """Bytes that a rank receives in one call of :meth:`reduce`: of means that it gathers, and of gradients."""
+        parts = [part for p, part in self._parts.items() if p.requires_grad]
+        if not parts:
+            return 0, 0
+        sent, ranks = sent_bytes(parts, [True] * len(parts)), self._ranks
+        others, replicas = ranks.count - 1, ranks.replicas - 1
+        sums = sum(sent.to_replicas(ranks.replicas)) if replicas else 0
+        return others * sent.gathered, others * sent.reduced + replicas * sums
+
     def _means(
         self, trained: Sequence[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor]
     ) -> list[tuple[nn.Parameter, Tensor]]:
@@ -128,17 +140,8 @@ class MeshParameters(ShardedParameters):
     ) -> None:
         super().__init__(shards, ranks, resident)
         self._replicated = self._replicated_now()
-        #: Of one shard: what a collective sends and receives, and a copy of that which gloo makes in a gather; the
-        #: whole gradients that are being reduced, and this rank's parts of their sums.
-        self.buffer_bytes = max(
-            (
-                3 * ranks.count * bytes_at_once(shard.part_bytes, ranks.count)
-                + sum(p.nbytes for p in shard.parameters)
-                + shard.part_bytes
-                for shard in shards
-            ),
-            default=0,
-        )
+        largest = max((sum(p.nbytes for p in shard.parameters) for shard in shards), default=0)
+        self.buffer_bytes = bytes_beside_one_process(largest, ranks.count)
 
     def _replicated_now(self) -> ReplicatedGradients:
         return ReplicatedGradients(
@@ -188,6 +191,17 @@ class MeshParameters(ShardedParameters):
     def compare_calls(self, position: int, name: str) -> None:
         """Compares the order of calls of blocks over all ranks. Raises RuntimeError on all if it differs."""
         self._ranks.agree("a call of a block in the first forward", f"{name} after {position} others")
+
+    def traffic(self, plan: Plan) -> Traffic:
+        """See :meth:`PublicParameters.traffic`."""
+        shards = [sent_bytes(shard.parts, [s.parameter.requires_grad for s in shard.slices]) for shard in self._shards]
+        found = traffic_of(plan, shards, self._ranks.count, self._ranks.replicas)
+        if not any(action.kind in BACKWARD_CELLS for action in plan.actions):
+            return found
+        gathered, reduced = self._replicated.received()
+        return replace(
+            found, bytes_gathered=found.bytes_gathered + gathered, bytes_reduced=found.bytes_reduced + reduced
+        )
 
     def compare(self, what: str, number: float) -> list[float]:
         """See :meth:`PublicParameters.compare`. Raises RuntimeError on all ranks if they begin different calls."""

@@ -32,7 +32,7 @@ from offload.streaming.materialize import Materializer, Values
 from offload.streaming.quantised import StoredTensor, stored_tensors
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice, layout
-from pipe.torch_private import set_versions
+from pipe.torch_private.autograd import set_versions
 
 if TYPE_CHECKING:
     from offload.optim.update import Update
@@ -63,8 +63,14 @@ class MeshShard(Shard):
         """Never: an update of this rank's part cannot take it from the slot of the next load."""
         return False
 
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of the whole gradients that ranks reduce."""
+        reduced = (p for p, part in zip(self.parameters, self.parts, strict=True) if not isinstance(part, WholePart))
+        return sum(p.nbytes for p in reduced if p.requires_grad)
+
     def versions(self) -> tuple[int, ...]:
-        """Of each parameter, the sum of the counters of all tensors through which it can be written."""
+        """The version of each parameter: the sum of the counters of all tensors through which it can be written."""
         return tuple(
             here.parameter._version + self._versions_at_home(there.parameter)
             for here, there in zip(self.slices, self.at_home, strict=True)
@@ -102,6 +108,11 @@ class MeshShard(Shard):
         for cut in cuts_between(loaned, offsets, begin, begin + memory.numel()):
             part, (owner, there) = loaned[cut.number], self.loans[cut.number]
             cut.sent(part, rank, memory).copy_(cut.at_rank(part, rank, part.flat(owner.home_view(there))))
+
+    def whole_like(self, s: Slice) -> Tensor:
+        """See :meth:`.Shard.whole_like`: what is decided by it is decided alike on all ranks."""
+        part = next(part for part, each in zip(self.parts, self.own, strict=False) if each.parameter is s.parameter)
+        return torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device="meta")
 
     def part_at_home(self, position: int, whole: Tensor) -> Tensor:
         """The rows of a whole parameter that this rank stores."""
@@ -178,7 +189,7 @@ class MeshHomes(LayerHomes):
     def shard(self, index: int, first: int, count: int, stored: dict[nn.Parameter, tuple[Shard, Slice]]) -> MeshShard:
         """See :meth:`.LayerHomes.shard`; ``stored`` is by whole parameter."""
         layers = [module for _, module in self.layers[first : first + count]]
-        shard = MeshShard(index, first, layers, tier=self.tier, ranks=self.ranks)
+        shard = MeshShard(index, first, layers, tier=self.tier, ranks=self.ranks, gradient_types=self.gradient_types)
         places = [s for layer in self.places[first : first + count] for s in layer]
         used = {each.parameter: each for layer in self.used[first : first + count] for each in layer}
         own = [p for p in used if p not in stored]

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack
 
 from offload.mesh.elementwise import check_elementwise
 from offload.mesh.parts import WholePart
@@ -32,8 +31,12 @@ from offload.mesh.public import PublicParameters
 from offload.planning.plan import Kind
 from offload.planning.planner import Pass
 from offload.planning.residency import Residency
+from offload.storage.buffer import on_own_storage
+from offload.streaming.graph_references import BY_GRAPHS
 from offload.streaming.slices import Slice
-from pipe.torch_private import has_hooks, native_uses, storage_uses
+from offload.streaming.stored_gradients import set_gradient
+from pipe.torch_private.autograd import has_hooks
+from pipe.torch_private.tensors import native_uses, storage_uses
 
 if TYPE_CHECKING:
     from offload.mesh.parts import Part
@@ -45,6 +48,8 @@ __all__ = ["ShardedParameters", "ShownParameter", "described"]
 
 #: The actions of a plan that are collectives, or decide what collectives find.
 _COMMON = (Kind.LOAD, Kind.EVICT, Kind.DRAIN, Kind.UPDATE_IN_BACKWARD)
+#: Owners in C++ of a parameter that graphs have: its Python object, and what adds to its gradient.
+_WITH_A_GRAPH = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +107,9 @@ class ShardedParameters(PublicParameters):
         ]
 
     def _new(self, stored: nn.Parameter, whole: nn.Parameter, part: Part) -> nn.Parameter:
-        shown = nn.Parameter(self._wrap(_by_itself(stored.detach()), part), stored.requires_grad)
+        # ``async_save`` of torch copies storages: of a view it would copy the home of the whole shard, and it fails for
+        # a DTensor whose local part does not begin with its storage.
+        shown = nn.Parameter(self._wrap(on_own_storage(stored.detach()), part), stored.requires_grad)
         vars(shown).update({key: value for key, value in vars(whole).items() if key not in vars(shown)})
         return shown
 
@@ -165,7 +172,7 @@ class ShardedParameters(PublicParameters):
 
     @contextlib.contextmanager
     def in_layers(self) -> Iterator[None]:
-        """The same in a pass: other ranks are told if it fails."""
+        """A context in which layers hold whole parameters in a pass: other ranks are told if it fails."""
         with self.whole():
             try:
                 yield
@@ -184,8 +191,9 @@ class ShardedParameters(PublicParameters):
             if gradient is None:
                 p.shown.grad = None
             elif self._shown_gradient(p) is not gradient:
-                self._gradients[p.stored] = gradient, self._wrap(gradient.detach(), p.part)
-                p.shown.grad = self._gradients[p.stored][1]
+                part = replace(p.part, dtype=gradient.dtype)
+                self._gradients[p.stored] = gradient, self._wrap(gradient.detach(), part)
+                set_gradient(p.shown, self._gradients[p.stored][1])
                 new.append(p)
         gradient = None
         self._known_gradients.update((p.stored, self._gradient_references(p)) for p in new)
@@ -203,16 +211,16 @@ class ShardedParameters(PublicParameters):
                 p.stored.grad = None
                 self._gradients.pop(p.stored, None)
             elif (known := self._shown_gradient(p)) is not None:
-                p.stored.grad = known
+                set_gradient(p.stored, known)
             else:
                 local = self._local_gradient(p, gradient)
-                p.stored.grad = local
+                set_gradient(p.stored, local)
                 self._gradients[p.stored] = local, gradient
 
     @staticmethod
     @torch.no_grad()
     def _references(tensors: Iterable[Any]) -> dict[int, tuple[int, ...]]:
-        """By identity of each DTensor: numbers of references to it, and to its local part and by views of that."""
+        """References to each DTensor, and to its local part and by views of that; by ``id`` of the DTensor."""
         found: dict[int, tuple[int, ...]] = {}
         for tensor in tensors:
             local = tensor.to_local()
@@ -232,9 +240,12 @@ class ShardedParameters(PublicParameters):
         optimizers on the home of each shard, by its index.
         """
         now = self._references(known)
+        # A graph, such as that of a loss which is still there, has a leaf but not its value: one more owner in C++. A
+        # graph that has saved the value is another owner.
+        in_graphs = {id(shown): BY_GRAPHS if native_uses(shown) == _WITH_A_GRAPH else 0 for shown in known}
         for key, held in [(id(shown), held) for shown, held in known.items()]:
             count, *others = self._known[key]
-            if now[key] != (count + held, *others):
+            if now[key] != (count + held + in_graphs[key], *others):
                 return True
         for p in (self._by_shown[shown] for shown in known):
             if p.shown.grad is not None and (
@@ -291,10 +302,10 @@ class ShardedParameters(PublicParameters):
     def check_optimizer(self, optimizer: OffloadOptimizer) -> None:
         """Raises TypeError for a class that needs whole parameters, ValueError for states of fewer bytes."""
         factory = optimizer.factory
-        if factory.form is not None:
+        if factory.form is not None and factory.form.together > 1:
             raise ValueError(
-                "states= does not support mesh= yet: the rows of a rank need not be a multiple of the 256 elements "
-                "that share a scale; leave out states="
+                f"states={factory.form.name!r} does not support mesh=: {factory.form.together} elements share a scale, "
+                f"and another number of ranks, which may load a checkpoint, cuts elsewhere; pass states=torch.bfloat16"
             )
         for options in optimizer.options():
             check_elementwise(factory.kind, options, factory.arguments)
@@ -325,7 +336,7 @@ class ShardedParameters(PublicParameters):
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim() and value.shape == p.stored.shape:
                 if key not in known or known[key][0] is not value:
-                    known[key] = value, self._wrap(_by_itself(value), replace(p.part, dtype=value.dtype))
+                    known[key] = value, self._wrap(on_own_storage(value), replace(p.part, dtype=value.dtype))
                 shown[key] = known[key][1]
             else:
                 shown[key] = value
@@ -348,13 +359,3 @@ class ShardedParameters(PublicParameters):
 def described(part: Part) -> str:
     """A parameter in one word."""
     return f"{part.name}{list(part.shape)}{str(part.dtype).removeprefix('torch.')}".replace(" ", "")
-
-
-def _by_itself(tensor: Tensor) -> Tensor:
-    """The same memory as a storage of its own, which begins at the first element.
-
-    ``async_save`` of torch copies storages: of a view it would copy the home of the whole shard, and it fails for a
-    DTensor whose local part does not begin with its storage.
-    """
-    alone: Tensor = from_dlpack(tensor)
-    return alone

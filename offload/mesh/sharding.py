@@ -114,7 +114,7 @@ class Sharding:
 
     @property
     def name(self) -> str:
-        """Which part of the model this rank stores."""
+        """A name for the part of the model that this rank stores."""
         return self._name(self.ranks.rank, self.ranks.replica)
 
     def _name(self, rank: int, replica: int) -> str:

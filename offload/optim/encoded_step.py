@@ -1,6 +1,6 @@
 """Runs ``optimizer.step()`` where states or weights are encoded: decoded before, and encoded again afterwards.
 
-Only some 10,000 elements at a time are decoded, where the class is known to update each element by itself. So states in
+Only 131,072 elements at a time are decoded, where the class is known to update each element by itself. So states in
 full take no memory that counts, and they are still in the processor's cache when the update reads them.
 """
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.optim.state_forms import FULL, StateForm, in_full, in_order, is_full, pieces
+from offload.optim.state_forms import FULL, StateForm, in_full, is_full, pieces
+from offload.storage.contract import in_order
 from offload.streaming.weight_forms import WeightForm
 
 __all__ = ["EncodedWeights", "step_encoded"]

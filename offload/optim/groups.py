@@ -151,7 +151,7 @@ class GroupChanges:
         return index in self._changes
 
     def of(self, index: int) -> dict[str, Any]:
-        """What a param block of group ``index`` wrote in this step."""
+        """The hyperparameters that a param block of group ``index`` wrote in this step, with their values."""
         return self._changes.get(index, {})
 
     def publish(

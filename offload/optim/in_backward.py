@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from offload.optim.decision import mark
 from offload.optim.groups import GroupChanges
 from offload.streaming.lane import Arrival
 from offload.streaming.shard import Shard
@@ -128,7 +129,7 @@ class InBackward:
         assert self._updated is not None
         self._updated.append(shard.index)  # first: after an interrupt the shard counts as updated
         update.letter = "V"
-        optimizer.mark(shard, update)
+        mark(shard, update)
         for param_block in optimizer.param_blocks[shard]:
             for parameter in param_block.parameters:
                 parameter.grad = None

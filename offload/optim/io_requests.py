@@ -20,12 +20,10 @@ from torch import Tensor
 
 from offload.planning.partition import aligned
 from offload.storage import Block
-from pipe.torch_private import outside_inference_mode
 
 __all__ = [
     "Copy",
     "Read",
-    "StateSlice",
     "UpdateBlock",
     "Write",
     "adjacent",
@@ -105,7 +103,7 @@ def write_together(group: Sequence[Write]) -> None:
 
 
 def _runs(members: Iterable[P], belong: Callable[[P, P], bool]) -> Iterator[list[P]]:
-    """Splits a sequence between neighbours that do not ``belong`` together."""
+    """Groups consecutive members: a new group begins where two neighbours do not ``belong`` together."""
     run: list[P] = []
     for member in members:
         if run and not belong(run[-1], member):
@@ -126,35 +124,6 @@ def _is_contiguous(first: Write, second: Write) -> bool:
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return False
     return b.data_ptr() - a.data_ptr() == second.offset - first.offset
-
-
-@dataclass(frozen=True)
-class StateSlice:
-    """The location of a state tensor in its file."""
-
-    block: Block
-    offset: int
-    nbytes: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    #: Elements of the parameter for each entry of the state.
-    per: int = 1
-
-    def span(self, update_block: UpdateBlock) -> tuple[int, int]:
-        """Offset and size in bytes, within the state, of what belongs to a block of the parameter."""
-        if update_block.end is None:
-            return 0, self.nbytes
-        begin, end = (-(-element // self.per) for element in (update_block.begin, update_block.end))
-        return begin * self.dtype.itemsize, (end - begin) * self.dtype.itemsize
-
-    def view(self) -> Tensor:
-        """The state as a tensor on its file, without a copy."""
-        # Not an autograd view, which would reference its base: references to the storage of a block are counted.
-        block = self.block.tensor
-        offset = (block.storage_offset() + self.offset) // self.dtype.itemsize
-        with outside_inference_mode():
-            return torch.empty(0, dtype=self.dtype).set_(block.untyped_storage(), offset, self.shape, self.stride)
 
 
 @dataclass(frozen=True)

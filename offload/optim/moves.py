@@ -22,7 +22,7 @@ from offload.optim.update_blocks import StoredStates, update_block_bytes
 from offload.storage import Block, Tier
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
-from pipe.torch_private import storage_uses
+from pipe.torch_private.tensors import storage_uses
 
 if TYPE_CHECKING:
     from offload.optim.access import OptimizerAccess
@@ -119,7 +119,7 @@ class MovableStates(Optimizer):
         return _nbytes(self._state_tensors(self.param_blocks.get(shard, ())))
 
     def resident_state_bytes(self) -> int:
-        """The same of the parameters that stay on the compute device."""
+        """Bytes of the states of parameters that stay on the compute device; 0 before their first update."""
         return _nbytes(self._state_tensors(self._resident.blocks))
 
     def states_in_use(self, shard: Shard) -> bool:
@@ -127,7 +127,7 @@ class MovableStates(Optimizer):
         stored = 1 if shard.blocking_io else 0  # the block itself
 
         def shared(shards: Iterable[Shard]) -> bool:
-            """Whether they are on memory with more users than the states of these shards."""
+            """Whether the memory of the shard's states has more references than the states of ``shards`` explain."""
             known = [value for each in shards for value in self._state_tensors(self.param_blocks.get(each, ()))]
             ours = Counter(value.untyped_storage().data_ptr() for value in known if not value.is_sparse)
             own = self._state_tensors(self.param_blocks.get(shard, ()))

@@ -7,6 +7,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.optim.clipping import clip_coefficient
+from offload.optim.decision import StepDecision
 from offload.optim.groups import GroupChanges, check_choices, options_of, placeholder, resolve_groups
 from offload.optim.in_backward import InBackward
 from offload.optim.io_buffers import IOBufferPool
@@ -26,7 +28,6 @@ from offload.optim.update_blocks import StoredStates, update_block_bytes
 from offload.planning.budget import parse_bytes
 from offload.policy import warn_of_old_keywords
 from offload.storage.state_views import on_own_storages
-from offload.streaming.grad_norm import detach_norm
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import CopyLane, ThreadCopyLane
 from offload.streaming.shard import Shard
@@ -94,8 +95,8 @@ class OffloadOptimizer(MovableStates):
         TypeError: if ``model`` or ``optimizer_class`` is of another type; or the class needs a closure, or with
             ``states`` does not update each element by itself.
         ValueError: if hyperparameters are refused by the class, patterns match nothing, or ``max_norm`` is combined
-            with ``update_in_backward`` (the norm is known only after the last gradient), or ``states`` with a mesh; or
-            if the model's ``memory_budget`` is too small for the buffers of updates on disk.
+            with ``update_in_backward`` (the norm is known only after the last gradient), or ``states="8bit"`` with a
+            mesh; or if the model's ``memory_budget`` is too small for the buffers of updates on disk.
 
     On disk a step of Adam with two slots transfers, for each float32 parameter: 8 bytes of weights read, by the load of
     each pass; 4 of its gradient and 8 of its two moments, each written once and read once; and 4 of weights written.
@@ -214,41 +215,22 @@ class OffloadOptimizer(MovableStates):
         updates = ((shard, self.update(shard, options, coefficient)) for shard in in_order)
         decided = [(shard, update) for shard, update in updates if update is not None]
         resident = self._resident.jobs(options, coefficient)
-        number = self.steps + 1
-
-        def decide() -> None:
-            """Makes all updates pending. Idempotent, for a second call after an exception in the first."""
-            self._resident.run(resident, self._finish_job)
-            for shard, update in decided:
-                if shard.pending is not update and not (update.done or update.withdrawn):
-                    self.mark(shard, update)
-            # The next forward loads the shards in their order.
-            for (_, update), (_, following) in itertools.pairwise(decided):
-                update.following = following
-            self.steps = number
-            if self.in_backward is not None:
-                self.in_backward.close()
-
+        decision = StepDecision(self, decided, resident, partial(self._resident.run, resident, self._finish_job))
         if not self.steps:
             # Without this, free memory would stay beside the states that are made now, of which no plan knows yet.
             return_freed_memory()
         try:
-            self._run_sparse(decided)
-            self._resident.run(resident, self._finish_job)
+            decision.run_at_once()
         except BaseException as error:
             self._resident.wait_idle()
-            begun = any(job.done or job.scaled for job in resident)
-            if not begun and all(update.unapplied or update.withdrawn for _, update in decided):
+            if not decision.begun:
                 raise
-            decide()  # a step is applied as a whole: updates that began are finished, the others follow
+            decision.decide()  # a step is applied as a whole: updates that began are finished, the others follow
             if not isinstance(error, OSError):
                 raise
             # A failed read or write is repeated before the next access, as with all pending updates.
-        self.access.commit(decide)
-        for shard, update in decided:
-            # Homes in host memory are updated in place, so the update can run at once.
-            if not (shard.blocking_io or update.done):
-                update.start()
+        self.access.commit(decision.decide)
+        decision.start()
         if at_once or self._group_changes.expected:
             self._synchronize()
         if self._group_changes.expected:
@@ -403,32 +385,6 @@ class OffloadOptimizer(MovableStates):
         self.publish(job.param_block)
         if job.group_changes is not None:
             self._group_changes.publish(self.param_groups, job.param_block.group, job.group_changes, job.options)
-
-    @staticmethod
-    def mark(shard: Shard, update: Update) -> None:
-        """Makes an update pending. Increments the version of its parameters, although they are written later."""
-        for job in update.tasks:
-            for parameter, gradient in zip(job.param_block.parameters, job.gradients, strict=True):
-                if gradient is not None:
-                    # Without this, a clipped gradient that is not zeroed would keep its norm from before.
-                    detach_norm(gradient)
-                    torch.autograd.graph.increment_version(parameter)
-        if shard.formed:
-            shard.seal()
-        shard.pending = update
-
-    def _run_sparse(self, updates: list[tuple[Shard, Update]]) -> None:
-        """Runs updates with sparse gradients at once: most classes refuse them, which ``step()`` must raise."""
-        for shard, update in updates:
-            if not any(job.sparse for job in update.tasks):
-                continue
-            self.mark(shard, update)
-            try:
-                update.start().synchronize()
-            except Exception:
-                if update.unapplied:
-                    update.withdraw()
-                raise
 
 
 def _check_model(model: Any, kind: Any) -> None:

@@ -22,10 +22,12 @@ from torch.optim import Optimizer
 from offload.optim.encoded_step import EncodedWeights, step_encoded
 from offload.optim.groups import copied_options, options_of, same_option
 from offload.optim.io_requests import Copy, UpdateBlock, Write
-from offload.optim.state_forms import StateForm, fitting_form, hold, in_order, release
+from offload.optim.state_forms import StateForm, fitting_form, hold, release
+from offload.storage.contract import in_order
+from offload.streaming.formed_weights import formed_values, lower_part
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
-from pipe.torch_private import multiply_all
+from pipe.torch_private.tensors import multiply_all
 
 __all__ = ["ELEMENTWISE", "HostParamBlock", "OptimizerFactory", "ParamBlock", "PartialUpdateError", "UpdateJob"]
 
@@ -133,7 +135,7 @@ class ParamBlock(ABC):
         self.proxies = [self.at_rest(s) for s in self.slices]
         form = factory.form
         #: Positions of the parameters whose states are stored in the form.
-        self.encoded = {k for k, s in enumerate(self.slices) if form is not None and form.encodes(s.like())}
+        self.encoded = {k for k, s in enumerate(self.slices) if form is not None and form.encodes(shard.whole_like(s))}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -141,7 +143,7 @@ class ParamBlock(ABC):
         return [s.parameter for s in self.slices]
 
     def at_rest(self, s: Slice) -> Tensor:
-        """What the proxy of a parameter is between updates."""
+        """The tensor that the proxy of a parameter refers to between updates."""
         if s.form is None:
             return self.shard.home_view(s).detach()
         return torch.zeros((), dtype=s.full_dtype).expand(s.parameter.shape)
@@ -158,7 +160,7 @@ class ParamBlock(ABC):
         if self.factory.kind in ELEMENTWISE and self.factory.kind is not torch.optim.Adagrad:
             formed = []
         for s, p in formed:
-            p.data = self.shard.values(s)
+            p.data = formed_values(self.shard, s)
         try:
             yield
         finally:
@@ -360,7 +362,7 @@ class HostParamBlock(ParamBlock):
             k: EncodedWeights(
                 form=s.form,
                 upper=in_order(self.shard.home_view(s)),
-                lower=self.shard.lower_part(s),
+                lower=lower_part(self.shard, s),
                 wide=None,
                 like=s.like(),
                 step=job.step,

@@ -19,7 +19,7 @@ from offload.streaming.shard import Shard
 from offload.streaming.slices import layout
 from pipe.stream import current_stream, use_device, use_stream
 from pipe.threads import Threads
-from pipe.torch_private import multiply_all
+from pipe.torch_private.tensors import multiply_all
 
 __all__ = ["ResidentParamBlock", "ResidentParameters"]
 
@@ -55,7 +55,7 @@ class ResidentParamBlock(ParamBlock):
             self._release()
 
     def _release(self) -> None:
-        """Leaves shapes and types."""
+        """Frees the gradients and values of the optimizer's own parameters, which keep their shapes and types."""
         for proxy in self.proxies:
             proxy.grad = None
             proxy.data = torch.empty((), dtype=proxy.dtype, device=proxy.device).expand(proxy.shape)

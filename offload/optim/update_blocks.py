@@ -37,12 +37,12 @@ class StoredStates:
 
     @classmethod
     def of(cls, form: StateForm | None, shards: Iterable[Shard]) -> StoredStates:
-        """Of the parameters of shards."""
+        """The sizes of the states of all parameters of some shards."""
         shards = list(shards)
         in_pieces = any(shard.formed for shard in shards)
         if form is None:
             return cls(in_pieces=in_pieces)
-        owned = [[(s, form.encodes(s.like())) for s in shard.own] for shard in shards]
+        owned = [[(s, form.encodes(shard.whole_like(s))) for s in shard.own] for shard in shards]
         shares = [form.share(s.full_dtype) for own in owned for s, encoded in own if encoded]
         in_full = (sum(s.full_nbytes for s, encoded in own if not encoded) for own in owned)
         return cls(max(shares, default=1.0), max(in_full, default=0), in_pieces)
@@ -69,7 +69,7 @@ def update_block_bytes(
 
 
 def update_block_bytes_of(largest: int, limit_bytes: float = math.inf, stored: StoredStates = StoredStates()) -> int:
-    """The same where the largest shard stores so many bytes of parameters."""
+    """As :func:`update_block_bytes`, where the largest shard stores so many bytes of parameters."""
     update_block = min(MAX_BLOCK_BYTES, max(1, largest // BLOCKS_PER_SHARD // BLOCK_GRAIN_BYTES) * BLOCK_GRAIN_BYTES)
     update_block = min(update_block, whole_pages(largest) or update_block)
     while stored.buffer_bytes(update_block) > limit_bytes and update_block > PAGE_BYTES:

@@ -9,15 +9,20 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from offload.planning.byte_forms import ByteForm
 from offload.planning.search import NothingFitsError, search
+from offload.planning.simulate import Costs
 from offload.planning.step_model import Choice, Prediction, StepModel, predicted_seconds
 
-__all__ = ["Part", "explain", "lost_by"]
+__all__ = ["FewerBytes", "Part", "Stored", "explain", "fewer_bytes", "lost_by"]
+
+#: Share of a step that waits for copies and updates, from which on fewer bytes are offered.
+WAITS = 0.1
 
 
 @dataclass(frozen=True)
 class Part:
-    """One choice of a plan."""
+    """One choice of a plan, with the bytes that it takes and the seconds that it saves."""
 
     #: What was chosen, in words.
     what: str
@@ -25,6 +30,63 @@ class Part:
     nbytes: int
     #: Predicted seconds that a step would take more without it, all else unchanged; negative where it costs time.
     seconds: float
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a model stores what it trains, and what of it can have another form."""
+
+    form: ByteForm
+    #: States of the optimizer for each parameter.
+    states: float
+    takes_weights: bool
+
+
+@dataclass(frozen=True)
+class FewerBytes:
+    """What another form of stored weights, gradients or states would change."""
+
+    #: Arguments of the model and of the optimizer.
+    what: str
+    #: Bytes of a parameter that a step moves if it keeps nothing in memory: now, and in this form.
+    now: float
+    then: float
+    #: Predicted seconds that a step would take less at most: conversions between forms do not count.
+    seconds: float
+
+
+def fewer_bytes(model: StepModel | None, predicted: Prediction | None, stored: Stored | None) -> Sequence[FewerBytes]:
+    """The forms of fewer bytes that would make a step faster, where it waits for copies and updates."""
+    if model is None or predicted is None or stored is None:
+        return ()
+    if predicted.wait_seconds + _tail(predicted) < WAITS * predicted.seconds:
+        return ()
+    now, found = predicted_seconds(model, predicted.choice), []
+    states, stores = stored.states, not model.updates["updates"]
+    for form in stored.form.smaller(states=stored.states > 0, weights=stored.takes_weights):
+        choice = predicted.choice
+        if form.weights != stored.form.weights:  # layers compute in another type, and so not with homes in memory
+            least = min(model.least_slots, model.shards)
+            choice = replace(choice, in_memory=frozenset(), slots=max(choice.slots, least))
+        costs = _in_form(model.costs, stored.form, form, states=states, stores_gradients=stores)
+        saved = now - predicted_seconds(replace(model, costs=costs), choice)
+        if saved > 0:
+            before, after = (f.bytes_of_a_step(states, stores_gradients=stores) for f in (stored.form, form))
+            found.append(FewerBytes(form.arguments, before, after, saved))
+    return found
+
+
+def _in_form(costs: Costs, now: ByteForm, form: ByteForm, *, states: float, stores_gradients: bool) -> Costs:
+    """Measured seconds, of as many fewer bytes; an update takes no less than in memory."""
+    share = form.share_of_update(states, stores_gradients=stores_gradients)
+    share /= now.share_of_update(states, stores_gradients=stores_gradients)
+    resting = costs.resting_update or costs.update
+    return replace(
+        costs,
+        load=[seconds * form.load_share / now.load_share for seconds in costs.load],
+        drain=[seconds * form.gradient_share / now.gradient_share for seconds in costs.drain],
+        update=[max(min(a, b), share * a) for a, b in zip(costs.update, resting, strict=True)],
+    )
 
 
 def explain(

@@ -44,7 +44,7 @@ class OutsideBytes:
 
     @property
     def gradients(self) -> int:
-        """Of one backward."""
+        """Bytes of the gradients that one backward makes."""
         return sum(self.made_before.values()) + sum(self.made_in.values())
 
     def rise(self, j: int, *, several: bool) -> int:

@@ -118,7 +118,7 @@ class Pass:
         return (tuple(loads.ahead(position)) for position in range(begin, len(self.order)))
 
     def renumbered(self, moved: Mapping[int, int]) -> Pass:
-        """The same pass where shards have other numbers: from old to new ones, of those that differ."""
+        """A copy of the pass for other numbers of shards: from old to new ones, of those that differ."""
 
         def new(shards: Collection[int]) -> frozenset[int]:
             return frozenset(moved.get(j, j) for j in shards)
@@ -287,7 +287,7 @@ class _LoadsOfStep:
 def _loads_of(
     shards: int, slots: int, first: int, training: bool, in_memory: frozenset[int], pending: frozenset[int]
 ) -> _LoadsOfStep:
-    """The same for all plans of a search that differ in kept graphs, boundaries and waiting gradients only."""
+    """The loads and evictions of a step, cached for all plans of a search that agree in them."""
     forward = Pass(
         shards=shards,
         microbatches=1,

@@ -100,7 +100,7 @@ class Residency:
             check_boundaries(self._largest, self._budget_bytes)
 
     def grow(self, key: Key, nbytes: int, uses: Sequence[int]) -> None:
-        """The cell that reads a boundary has added to it, or made it; it now has these bytes, and these uses."""
+        """Updates the bytes and the uses of a boundary to which the cell that reads it has added, or which it made."""
         boundary = self._all.setdefault(key, _Boundary(key, nbytes, deque(uses)))
         boundary.nbytes, boundary.uses, boundary.written = nbytes, deque(uses), False
         self._count(nbytes)
@@ -167,7 +167,7 @@ class Residency:
         return actions
 
     def _last_used(self, new: _Boundary | None) -> _Boundary | None:
-        """Of the boundaries in memory that are not being read back, except ``new``, the one with the last use."""
+        """The boundary in memory with the last use, except ``new`` and those that are being read back."""
         found, aside = None, None
         while self._order and found is None:
             use, _, boundary = self._order[0]

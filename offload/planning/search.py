@@ -120,7 +120,7 @@ def _most(
 
 
 def fill(model: StepModel, choice: Choice, limit_bytes: float) -> Choice:
-    """With the slots and shards in memory of ``choice``: boundaries, kept graphs and waiting gradients that fit.
+    """Adds the boundaries, kept graphs and waiting gradients that fit to the slots and shards in memory of ``choice``.
 
     Raises:
         NothingFitsError: if the step does not fit without any of them.

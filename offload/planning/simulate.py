@@ -30,7 +30,7 @@ class Overheads:
     norm: Sequence[float] = ()
 
     def before(self, in_memory: Iterable[int]) -> float:
-        """Of the optimizer's step, before a forward."""
+        """Seconds of the optimizer's step, before a forward."""
         return self.step + (sum(self.norm[j] for j in in_memory) if self.norm else 0.0)
 
 
@@ -92,7 +92,7 @@ def simulate(plan: Plan, costs: Costs) -> Forecast:
 
 
 def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
-    """The same for a plan that needs no proof, since :func:`~offload.planning.planner.plan_step` made it."""
+    """As :func:`simulate`, without validation: :func:`~offload.planning.planner.plan_step` made the plan."""
     loading = filling = draining = moving = waited = computed = 0.0
     overheads = costs.overheads
     compute = updating = other = overheads.before(plan.in_memory)
@@ -220,7 +220,7 @@ _LOAD, _DRAIN, _UPDATE, _FILL = range(4)
 
 
 class _Lanes:
-    """When lanes are busy, and how much longer cells take then."""
+    """The spans in which lanes are busy, and how much longer cells take beside them."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
@@ -228,13 +228,13 @@ class _Lanes:
         self._spans: tuple[deque[tuple[float, float, float]], ...] = (deque(), deque(), deque(), deque())
 
     def busy(self, begin: float, end: float, lane: int, share: float | None = None) -> float:
-        """A lane is busy in this span, which follows its earlier ones; returns its end."""
+        """Records a span in which a lane is busy, after its earlier ones; returns the end of the span."""
         if self._costs.contention and end > begin:
             self._spans[lane].append((begin, end, self._costs.contention if share is None else share))
         return end
 
     def updates(self, begin: float, end: float, resting: float) -> float:
-        """The same of an update; ``resting``: its seconds in memory, in which it computes as layers do."""
+        """Records an update in the same way; ``resting``: its seconds in memory, in which it computes as layers do."""
         share = self._costs.update_contention
         if share and end > begin:
             share *= min(1.0, resting / (end - begin))

@@ -49,7 +49,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Given:
-    """Choices that are made already; None: the search makes them. Bytes are limits of what they name."""
+    """Choices that are fixed before the search; None: the search chooses. Bytes are upper limits."""
 
     slots: int | None = None
     resident_bytes: int | None = None
@@ -183,7 +183,7 @@ def _plan(model: StepModel, choice: Choice) -> Plan:
 
 
 def costs_of(model: StepModel, choice: Choice) -> Costs:
-    """Gradients that wait in memory are not written, and their updates do not read them."""
+    """The costs of a choice: gradients that wait in memory are not written, and their updates do not read them."""
     still = choice.in_memory | choice.waiting
     if not still:
         return model.costs

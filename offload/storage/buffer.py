@@ -17,6 +17,7 @@ import warnings
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from pipe.process import finalize_here
 
@@ -77,10 +78,11 @@ def device_buffer(nbytes: int, device: torch.device) -> Tensor:
     return host_buffer(nbytes) if device.type == "cpu" else torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def on_own_storage(flat: Tensor) -> Tensor:
-    """A tensor on the same host memory whose storage begins at the first byte of ``flat``, and keeps it alive."""
-    # Through NumPy: no operation of torch makes a storage in the middle of another one.
-    return torch.from_numpy(flat.numpy())
+def on_own_storage(tensor: Tensor) -> Tensor:
+    """The same tensor on the same host memory, whose storage begins at its first element and keeps the memory alive."""
+    # Only an exchange of memory with another library makes a storage in the middle of another one; here both are torch.
+    alone: Tensor = from_dlpack(tensor)
+    return alone
 
 
 def view_memory(tensor: Tensor) -> memoryview:

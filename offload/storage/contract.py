@@ -12,12 +12,17 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "Scratch", "Tier", "bytes_of"]
+__all__ = ["Block", "Scratch", "Tier", "bytes_of", "in_order"]
+
+
+def in_order(dense: Tensor) -> Tensor:
+    """The elements of a dense tensor (any strides without holes) in the order of its memory, flat; no copy."""
+    return dense.detach().as_strided((dense.numel(),), (1,))
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """A flat uint8 view of a dense tensor (any strides without holes); no copy."""
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    flat = in_order(tensor)
     return torch.view_as_real(flat).view(-1).view(torch.uint8) if flat.is_complex() else flat.view(torch.uint8)
 
 

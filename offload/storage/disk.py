@@ -190,7 +190,7 @@ class DiskTier(Tier):
         return block
 
     def scratch(self) -> Scratch | None:
-        """Unlinked files."""
+        """Storage of boundaries in unlinked files."""
         return DiskScratch(self.name, self.folders, self, self._device, self.transfers)
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ class HostTier(Tier):
             page_lock(block.tensor, label)
 
     def scratch(self) -> Scratch | None:
-        """None on the CPU: boundaries are in host memory already."""
+        """Page-locked memory for boundaries of a device; None on the CPU, where they are in host memory already."""
         return HostScratch(self._device) if self._device.type == "cuda" else None
 
 

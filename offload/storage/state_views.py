@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offload.storage.buffer import on_own_storage
 from offload.storage.contract import bytes_of
-from pipe.torch_private import is_traceable_wrapper_subclass
+from pipe.torch_private.dispatch import is_traceable_wrapper_subclass
 
 __all__ = ["on_own_storages"]
 

@@ -19,10 +19,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -37,6 +37,8 @@ STRIPE_BYTES = 8 << 20
 
 #: Linux's, which :mod:`mmap` does not name.
 _MAP_FIXED = 0x10
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Extent(NamedTuple):
@@ -57,7 +59,7 @@ class Stripes:
     stripe_bytes: int = field(default_factory=lambda: STRIPE_BYTES)
 
     def extents(self, begin: int, end: int) -> Iterator[Extent]:
-        """Where bytes ``[begin, end)`` are."""
+        """The file, and the offset in it, of each run of the bytes ``[begin, end)``."""
         if self.count == 1:
             yield Extent(0, begin, end, 0)
             return
@@ -111,11 +113,11 @@ class StoredFile:
 
 
 def named(paths: Sequence[Path]) -> str:
-    """Directories for people."""
+    """Directories as errors name them."""
     return ", ".join(repr(str(path)) for path in paths)
 
 
-def _mmap(address: int, nbytes: int, protection: int, flags: int, descriptor: int, offset: int) -> int | None:
+def _mmap(address: int | None, nbytes: int, protection: int, flags: int, descriptor: int, offset: int) -> int | None:
     """The system call, which :mod:`mmap` does not offer for an address."""
     call = ctypes.CDLL(None, use_errno=True).mmap
     call.restype = ctypes.c_void_p
@@ -124,17 +126,26 @@ def _mmap(address: int, nbytes: int, protection: int, flags: int, descriptor: in
     return mapped
 
 
+def _munmap(address: int, nbytes: int) -> None:
+    """The system call."""
+    call = ctypes.CDLL(None).munmap
+    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    call(address, nbytes)
+
+
 def _addresses(nbytes: int) -> Tensor:
-    """A range of addresses; what is mapped there is unmapped with the tensor.
+    """A range of addresses; what is mapped there is unmapped with the tensor. Raises OSError.
 
     They are reserved as pages that may only be read: these count as memory nowhere, however many they are.
     """
-    import numpy
-
-    region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
-    pages = numpy.frombuffer(region, numpy.uint8)
-    writable = {**pages.__array_interface__, "data": (pages.ctypes.data, False)}
-    return torch.from_numpy(numpy.asarray(SimpleNamespace(owner=pages, __array_interface__=writable)))
+    address = _mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if address is None or address == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot reserve {nbytes:,} bytes of addresses: {os.strerror(number)}")
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    # Not at exit of the interpreter: threads may still use the tensor then.
+    weakref.finalize(memory, _munmap, address, nbytes).atexit = False
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _map_striped(file: StoredFile, nbytes: int) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipe.torch_private import OperationMode
+from pipe.torch_private.dispatch import OperationMode
 
 __all__ = ["Cast", "Casts", "CastsSeen"]
 

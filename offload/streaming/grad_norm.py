@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from offload.storage.contract import in_order
+
 __all__ = ["attach_norm", "attached_norm", "detach_norm", "norm_of", "norm_of_pieces", "pieces_of", "total_norm"]
 
 #: Elements of a gradient that are rounded at a time: few megabytes, and few calls of a disk.
@@ -25,7 +27,7 @@ _ATTRIBUTE = "_gradstream_norm"
 
 def pieces_of(gradient: Tensor) -> Iterator[Tensor]:
     """Parts of a dense gradient that are rounded and stored one after the other; flat."""
-    flat = gradient.detach().as_strided((gradient.numel(),), (1,))
+    flat = in_order(gradient)
     return iter(flat.split(PIECE) if flat.numel() else (flat,))
 
 

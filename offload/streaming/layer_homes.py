@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.storage.buffer import PAGE_BYTES, empty_on_host, whole_pages
+from offload.streaming.formed_weights import formed_values, seal, store_formed
 from offload.streaming.materialize import Materializer, Values
 from offload.streaming.quantised import StoredTensor, stored_tensors
 from offload.streaming.shard import Shard
@@ -120,7 +121,7 @@ class LayerHomes:
     def round_gradients(self, shards: Iterable[Shard], dtype: torch.dtype, *, accumulates: bool) -> None:
         """Stores gradients of these shards, and of those that are made later, as :class:`.GradientTypes` says."""
         shards = list(shards)
-        own = [s for shard in shards for s in shard.own]
+        own = (pair for shard in shards for pair in zip(shard.own, shard.slices, strict=False))
         self.gradient_types = GradientTypes.of_layers(self.layers, own, dtype, accumulates=accumulates)
         for shard in shards:
             shard.gradient_types = self.gradient_types
@@ -136,7 +137,7 @@ class LayerHomes:
         return [*shard.own, *(replace(s, offset=end + s.offset) for s in borrowed)], end + more
 
     def lent(self) -> dict[nn.Parameter, tuple[Shard, Slice]]:
-        """The parameters that are stored elsewhere."""
+        """Parameters of these layers that the shard of resident parameters stores, with their owner and place."""
         return {} if self.resident is None else {s.parameter: (self.resident, s) for s in self.resident.own}
 
     def cut(self, cuts: Sequence[int]) -> Iterator[Shard]:
@@ -159,7 +160,7 @@ class FormedWeights:
                 p.data = empty_on_host(p)  # what a file replaces is still needed if the construction fails
         for owner, s in shard.loans:
             if s.form is not None and not materializer.idle:  # a module may initialise a tied parameter again
-                s.point_to(owner.values(s))
+                s.point_to(formed_values(owner, s))
                 self._stored.append((owner, s))
         for s in shard.formed:
             if materializer.is_in_place(s.parameter):
@@ -168,13 +169,13 @@ class FormedWeights:
     def store(self) -> None:
         """Stores the values that the parameters have now."""
         for owner, s in self._stored:
-            owner.set_values(s, s.parameter.detach())
+            store_formed(owner, s, s.parameter.detach())
             gradient, s.parameter.grad = s.parameter.grad, None
             home = owner.home_view(s)
             s.point_to(home)
             set_gradient(s.parameter, None if gradient is None else gradient.to(home.device))
         for owner in dict.fromkeys(owner for owner, _ in self._stored):
-            owner.seal()
+            seal(owner)
 
 
 def make_shards(

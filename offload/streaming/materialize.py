@@ -60,7 +60,7 @@ class Materializer:
             self.allocate_module(".".join(filter(None, (name, path))), module)
 
     def allocate_module(self, path: str, module: nn.Module) -> None:
-        """The same for a module without its children."""
+        """Replaces the meta tensors of one module, but not those of its children; raises as :meth:`allocate` does."""
         if self._replace(module):
             if not callable(getattr(module, "reset_parameters", None)):
                 raise ValueError(
@@ -86,7 +86,7 @@ class Materializer:
 
     @property
     def idle(self) -> bool:
-        """Whether :meth:`fill` has nothing to do."""
+        """Whether all parameters have their values, so that :meth:`fill` would do nothing."""
         return not (self._uninitialised or self._unread)
 
     def fill(self) -> None:

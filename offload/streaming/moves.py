@@ -27,7 +27,8 @@ from offload.storage.contract import bytes_of
 from offload.streaming.optimizers import Optimizers
 from offload.streaming.shard import Shard
 from offload.streaming.stored_gradients import GradientRegion
-from pipe.torch_private import outside_inference_mode, storage_uses
+from pipe.torch_private.autograd import outside_inference_mode
+from pipe.torch_private.tensors import storage_uses
 
 __all__ = ["HomeInUseError", "Move", "NewMemory", "home_in_use", "move_homes", "prepare_move"]
 

@@ -25,7 +25,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from pipe.torch_private import is_traceable_wrapper_subclass, no_subclasses, outside_inference_mode
+from pipe.torch_private.autograd import outside_inference_mode
+from pipe.torch_private.dispatch import is_traceable_wrapper_subclass, no_subclasses
 
 __all__ = [
     "StoredTensor",
@@ -95,7 +96,7 @@ def is_taken_apart(parameter: nn.Parameter, owners: Sequence[nn.Module] = ()) ->
 
 
 def part_names(module: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """By name of each quantised parameter of a module: its parts, by name (empty for the parameter's own bytes)."""
+    """The parts of each quantised parameter of a module, by its name; an empty name is the parameter's own bytes."""
     found: dict[str, dict[str, Tensor]] = {}
     for path, owner in module.named_modules():
         for key, p in owner._parameters.items():

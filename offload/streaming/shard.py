@@ -28,20 +28,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.storage import Block, Tier
-from offload.storage.buffer import host_buffer
 from offload.streaming.casts import Casts
 from offload.streaming.quantised import refresh
-from offload.streaming.slices import Slice
+from offload.streaming.slices import Slice, read_converted
 from offload.streaming.stored_gradients import GradientRegion, GradientTypes, set_gradient
-from pipe.torch_private import outside_inference_mode, set_versions, storage_uses
+from pipe.torch_private.autograd import outside_inference_mode, set_versions
+from pipe.torch_private.tensors import storage_uses
 
 if TYPE_CHECKING:
     from offload.optim.update import Update
 
 __all__ = ["Shard", "State"]
-
-#: Bytes of a home that are read and converted at a time.
-_WINDOW_BYTES = 8 << 20
 
 
 class State(enum.Enum):
@@ -111,6 +108,11 @@ class Shard:
     def quantised(self) -> list[nn.Parameter]:
         """The parameters that the layers use of which slices are parts."""
         return list(dict.fromkeys(s.part_of for s in self.slices if s.part_of is not None))
+
+    @property
+    def formed(self) -> list[Slice]:
+        """The own parameters that are stored in a form."""
+        return [s for s in self.own if s.form is not None]
 
     @property
     def trainable(self) -> bool:
@@ -205,30 +207,12 @@ class Shard:
             here.view(slot).copy_(owner.home_view(there), non_blocking=True)
 
     def fill_own(self, slot: Tensor) -> None:
-        """The same of the own parameters alone."""
+        """Copies the stored bytes of the own parameters into ``slot``, without those that other shards store."""
         if self.home is not None and not self.casts:
             self.home.read_into(slot)
-        elif self.home is not None and self.blocking_io and slot.device.type == "cpu":
-            self._fill_in_windows(self.home, slot)
         elif self.home is not None:
-            source = self.home.staged()
-            for there, here in zip(self.own, self.slices, strict=False):
-                here.view(slot).copy_(there.view(source), non_blocking=True)
-
-    def _fill_in_windows(self, home: Block, slot: Tensor) -> None:
-        """Converts what is read, a part at a time: a copy of the home would take as much memory as half the slot."""
-        window = host_buffer(min(_WINDOW_BYTES, home.nbytes))
-        pairs = list(zip(self.own, self.slices, strict=False))
-        for begin in range(0, home.nbytes, _WINDOW_BYTES):
-            part = window[: min(_WINDOW_BYTES, home.nbytes - begin)]
-            home.read_into(part, begin)
-            for there, here in pairs:
-                first, end = max(there.offset, begin), min(there.offset + there.nbytes, begin + part.numel())
-                if first < end:
-                    elements = slice(
-                        (first - there.offset) // there.dtype.itemsize, (end - there.offset) // there.dtype.itemsize
-                    )
-                    _flat(here.view(slot))[elements] = part[first - begin : end - begin].view(there.dtype)
+            places = list(zip(self.own, self.slices, strict=False))
+            read_converted(self.home, places, slot, in_windows=self.blocking_io and slot.device.type == "cpu")
 
     def bind(self) -> int:
         """LOADED -> BOUND: parameters are on the device without gradients. Returns the number of new views."""
@@ -369,6 +353,10 @@ class Shard:
         with outside_inference_mode():
             return region.block, region.offsets[id(s.parameter)], region.view(s)
 
+    def whole_like(self, s: Slice) -> Tensor:
+        """A tensor without memory, like an own parameter, of which other processes may store a part."""
+        return s.like()
+
     def part_at_home(self, position: int, whole: Tensor) -> Tensor:
         """What is stored of a whole parameter, at ``position`` of :attr:`slices`, by this process: all of it."""
         return whole
@@ -384,53 +372,6 @@ class Shard:
                 f"with store_dtype= only an OffloadOptimizer writes parameters; make the model without store_dtype"
             )
 
-    # --- weights that are stored in a form ---------------------------------------------------------------------------
-
-    @property
-    def formed(self) -> list[Slice]:
-        """The own parameters that are stored in a form."""
-        return [s for s in self.own if s.form is not None]
-
-    def lower_part(self, s: Slice) -> Tensor | None:
-        """The lower halves of an own parameter, int16, in the order of its memory; None if they are not stored."""
-        return None if self.lower is None else self.lower.tensor[s.offset : s.offset + s.nbytes].view(torch.int16)
-
-    def values(self, s: Slice) -> Tensor:
-        """A copy of the values of an own parameter that is stored in a form, in the parameter's own type."""
-        assert s.form is not None
-        found = torch.empty_strided(s.parameter.shape, s.stride, dtype=s.full_dtype)
-        s.form.decode(_flat(self.home_view(s)), self.lower_part(s), _flat(found))
-        return found
-
-    def set_values(self, s: Slice, values: Tensor) -> None:
-        """Stores values of an own parameter in its form."""
-        assert s.form is not None
-        dense = torch.empty_strided(s.parameter.shape, s.stride, dtype=s.full_dtype).copy_(values)
-        s.form.encode(_flat(dense), _flat(self.home_view(s)), self.lower_part(s))
-
-    def seal(self) -> None:
-        """Notes that the parameters have the values that are stored."""
-        self.sealed = tuple(s.parameter._version for s in self.formed)
-
-    def check_seal(self) -> None:
-        """Raises RuntimeError if other code has written to parameters that are stored in a form."""
-        if self.sealed is None or self.state is State.BOUND:
-            return
-        for s, version in zip(self.formed, self.sealed, strict=True):
-            assert self.home is not None
-            if s.parameter.data_ptr() != self.home.tensor.data_ptr() + s.offset:
-                s.point_to(self.home_view(s))
-                raise RuntimeError(
-                    f"other data was assigned to parameter {s.name}, but with store_dtype= only an OffloadOptimizer "
-                    f"writes parameters; the assignment was dropped. Load values by load_state_dict()"
-                )
-            if s.parameter._version != version:
-                raise RuntimeError(
-                    f"parameter {s.name} was written in place, but with store_dtype= only an OffloadOptimizer writes "
-                    f"parameters: what was written is not a value of its form. Load values by load_state_dict() or "
-                    f"load_checkpoint()"
-                )
-
     def owner_of(self, position: int) -> tuple[Shard, Slice]:
         """The shard that stores the parameter at ``position`` of :attr:`slices`, and its slice there."""
         borrowed = position - len(self.own)
@@ -440,8 +381,3 @@ class Shard:
 def _widens(there: Slice, here: Slice) -> bool:
     """Whether a slot holds bfloat16 values of a form as float32."""
     return there.form is not None and here.dtype == torch.float32
-
-
-def _flat(dense: Tensor) -> Tensor:
-    """The elements of a dense tensor in the order of its memory; no copy."""
-    return dense.detach().as_strided((dense.numel(),), (1,))

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from offload.planning.partition import aligned
+from offload.storage import Block
+from offload.storage.buffer import host_buffer
+from offload.storage.contract import in_order
 from offload.streaming.quantised import StoredTensor
 from offload.streaming.weight_forms import WeightForm
 
-__all__ = ["Slice", "layout"]
+__all__ = ["Slice", "layout", "read_converted"]
+
+#: Bytes of a block that are read and converted at a time.
+_WINDOW_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -99,3 +105,30 @@ def layout(
         slices.append(Slice(each.name, parameter, end, nbytes, stride, kind, each.part_of, each.aliases, used))
         end += aligned(nbytes)
     return slices, end
+
+
+def read_converted(block: Block, places: Sequence[tuple[Slice, Slice]], to: Tensor, *, in_windows: bool) -> None:
+    """Copies parameters of a block to other memory (flat, uint8), where they have other types.
+
+    Args:
+        block: from which they are read.
+        places: of each parameter, in the block and in ``to``.
+        to: on any device.
+        in_windows: read and convert a part at a time: a copy of the block would take as much memory as half of ``to``.
+    """
+    if not in_windows:
+        source = block.staged()
+        for there, here in places:
+            here.view(to).copy_(there.view(source), non_blocking=True)
+        return
+    window = host_buffer(min(_WINDOW_BYTES, block.nbytes))
+    for begin in range(0, block.nbytes, _WINDOW_BYTES):
+        part = window[: min(_WINDOW_BYTES, block.nbytes - begin)]
+        block.read_into(part, begin)
+        for there, here in places:
+            first, end = max(there.offset, begin), min(there.offset + there.nbytes, begin + part.numel())
+            if first < end:
+                elements = slice(
+                    (first - there.offset) // there.dtype.itemsize, (end - there.offset) // there.dtype.itemsize
+                )
+                in_order(here.view(to))[elements] = part[first - begin : end - begin].view(there.dtype)

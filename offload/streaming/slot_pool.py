@@ -25,12 +25,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.storage.buffer import device_buffer
 from offload.telemetry.statistics import Meter
-from pipe.torch_private import outside_inference_mode, storage_uses
+from pipe.torch_private.autograd import outside_inference_mode
+from pipe.torch_private.tensors import storage_uses
 
 if TYPE_CHECKING:
     from offload.streaming.streamer import Streamer
 
-__all__ = ["SlotPool"]
+__all__ = ["SlotPool", "share_slots"]
 
 
 class SlotPool:
@@ -79,8 +80,13 @@ class SlotPool:
         finally:
             self._computing = None
 
-    def acquire_slot(self, meter: Meter) -> Tensor:
-        """Acquires a slot for the computing model."""
+    def acquire_slot(self, meter: Meter, nbytes: int) -> Tensor:
+        """Acquires a slot for a shard of the computing model; for one that is larger than a slot, a buffer of its own.
+
+        The buffer is freed when it is released.
+        """
+        if nbytes > self.slot_bytes:
+            return self._allocate_own(meter, nbytes)
         if self._free is None:
             # Without this, slots allocated inside inference mode could never be filled outside it.
             with outside_inference_mode():
@@ -92,8 +98,7 @@ class SlotPool:
             pass
         return self._free.pop()
 
-    def acquire_own(self, meter: Meter, nbytes: int) -> Tensor:
-        """Allocates a buffer for a shard that is larger than a slot. It is freed when it is released."""
+    def _allocate_own(self, meter: Meter, nbytes: int) -> Tensor:
         meter.begin_buffer(nbytes)
         with outside_inference_mode():
             slot = device_buffer(nbytes, self._device)
@@ -142,7 +147,7 @@ class SlotPool:
         return any(slot is each for each, _ in self._own)
 
     def _free_own(self) -> None:
-        """Frees the buffers of single shards."""
+        """Frees buffers that belong to one shard, which is larger than a slot."""
         while self._own:
             slot, meter = self._own.pop()
             meter.release(slot.numel())
@@ -175,3 +180,20 @@ class SlotPool:
         if self.slot_users and self.slot_users[0] is not slot_user:
             following = self.slot_users[self.slot_users.index(slot_user) - 1]
             following.prefetch(following.backward_order)
+
+
+def share_slots(stages: Sequence[Sequence[Streamer]]) -> None:
+    """Gives streamers of one device a common pool: those of a stage compute together, stages in turns.
+
+    Its size is that of the largest turn, plus one slot for the next turn if that turn holds all its shards.
+    """
+    streamers = [streamer for stage in stages for streamer in stage]
+    slots = 0
+    for stage in stages:
+        held = sum(streamer.most_slots for streamer in stage)
+        keeps_all = held == sum(len(streamer.shards) for streamer in stage)
+        slots = max(slots, held + (keeps_all and len(stages) > 1))
+    slot_bytes = max(streamer.slot_bytes for streamer in streamers)
+    slot_pool = SlotPool(streamers[0].device, slots, slot_bytes, streamers)
+    for streamer in streamers:
+        streamer.use_slots(slot_pool)

@@ -18,7 +18,7 @@ from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.streaming.quantised import stored_tensors
 from offload.streaming.slices import Slice
-from pipe.torch_private import storage_uses
+from pipe.torch_private.tensors import storage_uses
 
 if TYPE_CHECKING:
     from offload.streaming.shard import Shard
@@ -53,17 +53,30 @@ class GradientTypes:
     dtype: torch.dtype | None = None
     #: Whether later backwards may add to rounded gradients, which rounds the sum once more.
     accumulates: bool = False
-    #: The parameters whose gradients are rounded, by their identity, since all references to parameters are counted.
+    #: The parameters whose gradients are rounded, as layers use them and as they are stored; by their identity, since
+    #: all references to parameters are counted.
     rounded: frozenset[int] = frozenset()
 
     @classmethod
     def of_layers(
-        cls, layers: Iterable[tuple[str, nn.Module]], own: Iterable[Slice], dtype: torch.dtype, *, accumulates: bool
+        cls,
+        layers: Iterable[tuple[str, nn.Module]],
+        own: Iterable[tuple[Slice, Slice]],
+        dtype: torch.dtype,
+        *,
+        accumulates: bool,
     ) -> GradientTypes:
-        """The types for the parameters ``own`` of ``layers``: floating-point gradients are rounded to ``dtype``."""
+        """The types for parameters of ``layers``: floating-point gradients are rounded to ``dtype``.
+
+        ``own``: each as it is stored, and as layers use it, which differ with a mesh.
+        """
         uses = Counter(id(each.parameter) for name, layer in layers for each in stored_tensors([(name, layer)]))
-        wide = (s for s in own if s.full_dtype.is_floating_point and s.full_dtype.itemsize > dtype.itemsize)
-        return cls(dtype, accumulates, frozenset(id(s.parameter) for s in wide if uses[id(s.parameter)] == 1))
+        rounded: set[int] = set()
+        for there, here in own:
+            wide = there.full_dtype.is_floating_point and there.full_dtype.itemsize > dtype.itemsize
+            if wide and uses[id(here.parameter)] == 1:
+                rounded |= {id(there.parameter), id(here.parameter)}
+        return cls(dtype, accumulates, frozenset(rounded))
 
     def rounds(self, s: Slice) -> bool:
         """Whether the gradient of a parameter is rounded."""

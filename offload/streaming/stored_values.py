@@ -24,6 +24,7 @@ from offload.planning.partition import aligned
 from offload.storage import Tier
 from offload.storage.buffer import host_buffer
 from offload.storage.contract import bytes_of
+from offload.streaming.formed_weights import formed_values, seal, store_formed
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 
@@ -75,7 +76,7 @@ class StoredValues:
 
     def detach(self) -> Tensor:
         """A copy of the values."""
-        values = self._shard.values(self._slice)
+        values = formed_values(self._shard, self._slice)
         return values.to(self.dtype)
 
     def read_from(self, read_into: Callable[[Tensor], None]) -> None:
@@ -86,9 +87,9 @@ class StoredValues:
 
     def write(self, values: Tensor) -> None:
         """Stores values of any type, rounded to the nearest where the form is not exact."""
-        self._shard.set_values(self._slice, values)
+        store_formed(self._shard, self._slice, values)
         torch.autograd.graph.increment_version(self._slice.parameter)
-        self._shard.seal()
+        seal(self._shard)
 
 
 def note_owner(shard: Shard) -> None:
@@ -129,7 +130,7 @@ def stored_values(tensor: Any) -> StoredValues | None:
 
 
 def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Raises for an optimizer that would write parameters itself."""
+    """Raises RuntimeError for an optimizer that would write parameters itself."""
     if getattr(optimizer, "updates_homes", False):
         return
     if any(_owner_of(p) is not None for group in optimizer.param_groups for p in group["params"]):

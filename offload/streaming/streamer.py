@@ -33,7 +33,7 @@ from offload.streaming.lane import Arrival, CopyLanes, error_context
 from offload.streaming.shard import Shard, State
 from offload.streaming.slot_pool import SlotPool
 from offload.telemetry.statistics import Meter
-from pipe.torch_private import storage_uses
+from pipe.torch_private.tensors import storage_uses
 
 if TYPE_CHECKING:
     from offload.optim.update import Update
@@ -62,13 +62,14 @@ class Streamer:
         #: Slots that passes use; fewer where fewer shards are loaded.
         self.slots = self.most_slots = min(slots, len(shards))
         self._wanted_slots = slots
-        self._device = device
+        self.device = device
         self._tier = tier
         self._lanes = lanes
         self._meter = meter
-        self._slot_bytes = self._size_of_slots(self.slots)
+        #: Of each slot, for passes with all slots.
+        self.slot_bytes = self._size_of_slots(self.slots)
         #: The slots, of this model alone or shared with models that compute in turns.
-        self.slot_pool = SlotPool(device, self.slots, self._slot_bytes)
+        self.slot_pool = SlotPool(device, self.slots, self.slot_bytes)
         self._loads: dict[int, Arrival] = {}
         self._collected: dict[int, list[Tensor | None]] = {}
         #: The shards whose layers may write to their weights, as of their last visit.
@@ -97,7 +98,7 @@ class Streamer:
         """Called when :attr:`shards` are others over the same layers, between passes: slots are made for these."""
         self.gradient_offload.waiting = None
         self.most_slots = min(self._wanted_slots, len(self.shards))
-        self._slot_bytes = self._size_of_slots(self.most_slots)
+        self.slot_bytes = self._size_of_slots(self.most_slots)
         self.homes_moved()
 
     def prepare_renumbering(self, moved: Mapping[int, int]) -> Callable[[], None]:
@@ -144,12 +145,6 @@ class Streamer:
         sizes = [shard.slot_bytes for shard in self.shards]
         return slot_sizes(sizes, slots, in_memory=in_memory, apart=self.own_slots)[0]
 
-    def _acquire(self, j: int) -> Tensor:
-        nbytes = self.shards[j].slot_bytes
-        if nbytes > self.slot_pool.slot_bytes:
-            return self.slot_pool.acquire_own(self._meter, nbytes)
-        return self.slot_pool.acquire_slot(self._meter)
-
     def pending(self) -> frozenset[int]:
         """The shards that must be updated before they are loaded, or used in place."""
         return frozenset(shard.index for shard in self.shards if shard.pending is not None)
@@ -160,7 +155,7 @@ class Streamer:
             if (pending := self.shards[j].pending) is not None:
                 pending.start()
             return
-        self._updating[j] = self._start_update(j, self._acquire(j))
+        self._updating[j] = self._start_update(j)
 
     def update_in_backward(self, j: int) -> None:
         """Starts the update of shard ``j`` with the gradients just drained, in its slot where that is safe."""
@@ -175,14 +170,16 @@ class Streamer:
         )
         self.gradient_offload.update(shard, shard.slot if in_slot else None)
 
-    def _start_update(self, j: int, slot: Tensor) -> tuple[Tensor, Update | None, list[Arrival]]:
+    def _start_update(self, j: int, slot: Tensor | None = None) -> tuple[Tensor, Update | None, list[Arrival]]:
+        if slot is None:
+            slot = self.slot_pool.acquire_slot(self._meter, self.shards[j].slot_bytes)
         pending = self.shards[j].pending  # read once: a thread may reset it at any time
         free = None if self.gradient_offload.is_updated(slot) else slot
         return slot, pending, [] if pending is None else [pending.start(free)]
 
     def load(self, j: int) -> None:
         """Starts to copy shard ``j`` into a free slot."""
-        updating = self._updating.pop(j, None) or self._start_update(j, self._acquire(j))
+        updating = self._updating.pop(j, None) or self._start_update(j)
         self._fill(j, *updating)
 
     def _fill(self, j: int, slot: Tensor, pending: Update | None, arrivals: list[Arrival]) -> None:
@@ -247,25 +244,12 @@ class Streamer:
         if referenced and warn:
             _warn_of_view(j, slot)
 
-    @staticmethod
-    def share_slots(stages: Sequence[Sequence[Streamer]]) -> None:
-        """Gives streamers of one device a common slot pool: those of a stage compute together, stages in turns.
-
-        Its size is that of the largest turn, plus one slot for the next turn if that turn holds all its shards.
-        """
-        streamers = [streamer for stage in stages for streamer in stage]
-        slots = 0
-        for stage in stages:
-            held = sum(streamer.most_slots for streamer in stage)
-            keeps_all = held == sum(len(streamer.shards) for streamer in stage)
-            slots = max(slots, held + (keeps_all and len(stages) > 1))
-        slot_bytes = max(streamer._slot_bytes for streamer in streamers)
-        slot_pool = SlotPool(streamers[0]._device, slots, slot_bytes, streamers)
-        for streamer in streamers:
-            streamer.release()
-            if not streamer.slot_pool.shared:
-                streamer.slot_pool.free_memory()
-            streamer.slot_pool = slot_pool
+    def use_slots(self, slot_pool: SlotPool) -> None:
+        """Computes in slots of this pool from now on, between passes."""
+        self.release()
+        if not self.slot_pool.shared:
+            self.slot_pool.free_memory()
+        self.slot_pool = slot_pool
 
     @property
     def backward_order(self) -> Sequence[int]:
@@ -322,7 +306,7 @@ class Streamer:
                 # Update lane -> compute. Without this, layers read weights from before the optimizer's step.
                 pending.start().wait()
         home = shard.home
-        slot = device_buffer(shard.slot_bytes, self._device) if copied or home is None else home.tensor
+        slot = device_buffer(shard.slot_bytes, self.device) if copied or home is None else home.tensor
         if copied and home is not None:
             home.read_into(slot)
         shard.load(slot)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from offload.planning.explain import Part, lost_by
+from offload.planning.explain import FewerBytes, Part, lost_by
 from offload.planning.peak_memory import OutsideBytes
 from offload.planning.step_model import Choice, Prediction
 
@@ -36,6 +36,8 @@ class MemoryReport:
     more_limit_bytes: int = 0
     #: What each choice of the present plan takes and saves.
     parts: Sequence[Part] = ()
+    #: What storing fewer bytes would change, where a step waits for copies.
+    fewer_bytes: Sequence[FewerBytes] = ()
     #: Measured bytes at the end of each cell of the last step that was measured so.
     measured_course: Sequence[int] = ()
     #: What stays on the compute device and belongs to no shard.
@@ -101,6 +103,13 @@ class MemoryReport:
                 f"with {_mib(self.more_limit_bytes)}: {self.more.seconds:.3g} s, {max(0.0, gain):.3g} s less "
                 f"({describe(self.more.choice)})"
             )
+        if self.fewer_bytes:
+            lines += ["", "this step waits for copies; stored in fewer bytes, with values that are rounded:"]
+        lines += [
+            f"{each.what}: {each.then:.1f} bytes of a parameter a step in place of {each.now:.1f} (without what memory "
+            f"keeps), {_saves(each.seconds)} at most"
+            for each in self.fewer_bytes
+        ]
         return lines
 
     def plot(self, path: str | os.PathLike[str]) -> None:

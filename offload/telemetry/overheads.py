@@ -47,7 +47,7 @@ class OverheadMeter:
             clock.begin_step(disturbed=disturbed)
 
     def seconds_each(self, kind: str) -> float:
-        """Of a span: for each cell, for each byte, or of one step; 0 before a step that nothing disturbed.
+        """Seconds of a kind of span for each cell, for each byte, or in one step; 0 before an undisturbed step.
 
         The first step and those that measure memory take several times as long here.
         """
@@ -73,7 +73,7 @@ class OverheadMeter:
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
-        """What happens inside is not counted in a span around it."""
+        """A context whose time is not counted in the span around it."""
         began = time.perf_counter()
         try:
             yield

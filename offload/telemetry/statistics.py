@@ -15,10 +15,12 @@ from offload.telemetry.contention import Contention
 from offload.telemetry.overheads import OverheadMeter
 from offload.telemetry.trace import Tracer
 
-__all__ = ["UPDATE_IN_MEMORY", "Meter", "Statistics"]
+__all__ = ["REDUCTION", "UPDATE_IN_MEMORY", "Meter", "Statistics"]
 
 #: Updates of shards that rest in memory, which read and write no files.
 UPDATE_IN_MEMORY = "update in memory"
+#: Sums of whole gradients over ranks, before each rank stores its part.
+REDUCTION = "reduction"
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Meter:
         self.held_bytes = 0
         self._peak = 0
         #: Time that copies take on their lanes, for their bytes.
-        self._lane_clocks = {lane: Clock(device) for lane in ("load", "drain", "boundary")}
+        self._lane_clocks = {lane: Clock(device) for lane in ("load", "drain", "boundary", REDUCTION)}
         # An optimizer works on the host, whatever the layers compute on.
         self._lane_clocks |= {kind: Clock(torch.device("cpu")) for kind in ("update", UPDATE_IN_MEMORY)}
 
@@ -197,7 +199,7 @@ class Meter:
         return self.cells[kind, shard]
 
     def _only_counts(self, kind: str, other: str, shard: int) -> bool:
-        """Whether a kind of cell was measured in a step that nothing disturbed, but not another one."""
+        """Whether ``kind`` was measured in a step that nothing disturbed, and the ``other`` kind of cell was not."""
         clocks = self.cells.get((kind, shard)), self.cells.get((other, shard))
         return [clock is not None and clock.counts for clock in clocks] == [True, False]
 

@@ -22,7 +22,7 @@ from pipe.nested import map_tensors, tensors_in
 from pipe.recompute.replay import Replay
 from pipe.skip.namespace import Key
 from pipe.skip.tracker import SkipTracker, use_skip_tracker
-from pipe.torch_private import memory_of
+from pipe.torch_private.tensors import memory_of
 
 __all__ = ["profile_sizes", "profile_times"]
 

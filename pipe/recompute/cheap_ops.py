@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipe.nested import parts_of
-from pipe.torch_private import OperationMode, pytree
+from pipe.torch_private.data import pytree
+from pipe.torch_private.dispatch import OperationMode
 
 __all__ = ["CheapRecompute", "Kept", "Made"]
 

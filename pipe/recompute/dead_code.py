@@ -34,7 +34,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipe.torch_private import OperationMode, saved_tensor_hooks
+from pipe.torch_private.autograd import saved_tensor_hooks
+from pipe.torch_private.dispatch import OperationMode
 
 __all__ = [
     "DETACH",

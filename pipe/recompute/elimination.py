@@ -25,7 +25,8 @@ from torch import Tensor
 
 from pipe.nested import tensors_in
 from pipe.recompute.dead_code import DETACH, DROPOUT, EMPTY, IN_PLACE, VIEWS, DeadCode, needs_gradient, tensors_of
-from pipe.torch_private import OperationMode, no_torch_function, pytree
+from pipe.torch_private.data import pytree
+from pipe.torch_private.dispatch import OperationMode, no_torch_function
 
 __all__ = [
     "LeftOut",

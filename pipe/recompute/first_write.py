@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from pipe.recompute.dead_code import tensors_of
-from pipe.torch_private import OperationMode, memory_of
+from pipe.torch_private.dispatch import OperationMode
+from pipe.torch_private.tensors import memory_of
 
 __all__ = ["FirstWrites"]
 

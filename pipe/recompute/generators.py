@@ -5,7 +5,7 @@ other numbers in a recomputation, unless that generator is found and rewound lik
 
 :func:`held_generators` finds ``torch.Generator``, ``random.Random``, ``numpy.random.Generator`` and
 ``numpy.random.RandomState`` as an attribute of a module, or as an element of a list, tuple, set or dict that is an
-attribute. Other generators (an attribute of an attribute, a closure) are not found.
+attribute; :func:`generators_in` finds those among arguments. Others (an attribute of an attribute, a closure) are not.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipe.nested import LEAVES, flatten
 from pipe.recompute import numpy_state
 
-__all__ = ["Generator", "generators_of", "held_generators"]
+__all__ = ["Generator", "generators_in", "generators_of", "held_generators"]
 
 # The attributes of every module: containers of modules, tensors and hooks.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -78,6 +79,13 @@ def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
                 members = value.values() if isinstance(value, dict) else value
                 found.update((id(member), member) for member in members if isinstance(member, kinds))
     # SystemRandom has no state.
+    return [generator for generator in found.values() if not isinstance(generator, random.SystemRandom)]
+
+
+def generators_in(value: Any) -> list[Any]:
+    """The generators among the leaves of a nested value, such as the arguments of a call, each once."""
+    kinds = _kinds()
+    found = {id(x): x for x in flatten(value)[0] if type(x) not in LEAVES and isinstance(x, kinds)}
     return [generator for generator in found.values() if not isinstance(generator, random.SystemRandom)]
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from pipe.torch_private import HOOKS_OF_MODULES, global_module_hooks
+from pipe.torch_private.modules import HOOKS_OF_MODULES, global_module_hooks
 
 __all__ = ["EngineHook", "HookAttributes", "Hooks"]
 

@@ -35,7 +35,8 @@ from pipe.recompute.attributes import Attributes, Stateful
 from pipe.recompute.first_write import FirstWrites
 from pipe.recompute.generators import held_generators
 from pipe.recompute.module_hooks import Hooks
-from pipe.torch_private import BatchOrInstanceNorm, memory_of
+from pipe.torch_private.modules import BatchOrInstanceNorm
+from pipe.torch_private.tensors import memory_of
 
 __all__ = ["ModuleState", "WatchedModule"]
 
@@ -106,11 +107,14 @@ class WatchedModule:
         # Buffers whose values were compared, with the mode: a comparison waits for the device, so it is done once.
         self.compared: set[tuple[_Known, bool]] = set()
         self.stateful = Stateful(self.modules)
-        #: Random generators that the modules hold themselves.
-        self.generators = held_generators(inner for _, inner in self.modules)
+        self.find_generators()
         self.devices = {p.device for _, p in self.parameters} | {b.device for b in module.buffers()}
         # Writes of compiled code cannot be detected in advance.
         self.compiled = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for _, m in self.modules)
+
+    def find_generators(self) -> None:
+        """Finds the random generators that the modules hold themselves, which may be assigned at any time."""
+        self.generators = held_generators(inner for _, inner in self.modules)
 
     def members(self) -> list[Any]:
         """The present parameters and children of each module."""

@@ -13,7 +13,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from pipe.torch_private import in_backward
+from pipe.torch_private.autograd import in_backward
 
 __all__ = ["enable_checkpointing", "enable_recomputing", "is_checkpointing", "is_recomputing", "phase"]
 

@@ -26,15 +26,30 @@ from torch import Tensor, nn
 from pipe.nested import map_distinct, tensors_in
 from pipe.recompute.dead_code import DeadCode, Listener
 from pipe.recompute.elimination import leaving_out, stop_leaving_out
+from pipe.recompute.generators import generators_in
 from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.phase import enable_checkpointing
 from pipe.recompute.replay import Replay, autocast_without_cache
-from pipe.torch_private import has_module_hooks
+from pipe.torch_private.modules import caches_parametrizations, has_module_hooks
 
-__all__ = ["RepeatableLayers", "Rerun", "trial"]
+__all__ = ["RepeatableLayers", "Rerun", "refuse_cached_parametrizations", "trial"]
 
 Call = Callable[[Any], Any]
+
+
+def refuse_cached_parametrizations(modules: Iterable[nn.Module]) -> None:
+    """Raises RuntimeError inside ``parametrize.cached()`` if one of the modules has a parametrization.
+
+    The cache belongs to the process. A second run finds it empty, computes weights again and moves the vectors of a
+    spectral norm once more; or finds weights of a run without gradients; or those of a graph that ended.
+    """
+    if caches_parametrizations(modules):
+        raise RuntimeError(
+            "expected no torch.nn.utils.parametrize.cached() around layers that run again for their gradients or are "
+            "loaded and evicted: the second run would not find what the first one cached; leave the context out, or "
+            "enter it inside a layer's forward"
+        )
 
 
 class Rerun:
@@ -44,14 +59,24 @@ class Rerun:
         watched: the modules that run; None if not known.
         devices: the devices that they run on.
         attributes: whether plain attributes of the modules are restored as well.
+        value: the input of the modules, which may hold random generators.
     """
 
     __slots__ = ("copies_input", "copy", "dead_code", "module_state", "replay")
 
     def __init__(
-        self, watched: WatchedModule | None, devices: Collection[torch.device], attributes: bool = True
+        self,
+        watched: WatchedModule | None,
+        devices: Collection[torch.device],
+        attributes: bool = True,
+        value: Any = None,
     ) -> None:
-        self.replay = Replay.capture(devices, () if watched is None else watched.generators)
+        if watched is not None:
+            refuse_cached_parametrizations(module for _, module in watched.modules)
+        held = [] if watched is None else watched.generators
+        passed = [] if value is None else generators_in(value)
+        more = [each for each in passed if not any(each is known for known in held)]
+        self.replay = Replay.capture(devices, [*held, *more])
         self.module_state = None if watched is None else ModuleState(watched, attributes=attributes)
         #: Whether the layers write into their input, so that each run needs a copy of it.
         self.copies_input = False
@@ -153,9 +178,9 @@ class RepeatableLayers:
         self.devices = devices
         self.inputs = InputWrites("a layer") if inputs is None else inputs
 
-    def rerun(self, *, attributes: bool = True) -> Rerun:
-        """To be called just before a first run that is to be repeated; ``attributes``: see :class:`Rerun`."""
-        rerun = Rerun(self.watched, self.devices, attributes)
+    def rerun(self, value: Any = None, *, attributes: bool = True) -> Rerun:
+        """To be called just before a first run that is to be repeated; the arguments: see :class:`Rerun`."""
+        rerun = Rerun(self.watched, self.devices, attributes, value)
         rerun.copy = self.inputs.copy
         return rerun
 

@@ -1,4 +1,4 @@
-"""Saves and restores torch's thread-local settings: grad mode, autocast, saved-tensor hooks, dispatch modes.
+"""Saves and restores torch's thread-local settings (grad mode, autocast, hooks, modes) and context variables.
 
 A forward that runs in a worker thread, or again inside backward, would run under torch's defaults instead of the
 contexts that the user entered around the call, and silently compute another result. :class:`ThreadState` saves the
@@ -13,24 +13,18 @@ This is the only module that changes torch's mode stacks and default hooks.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType, MethodType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from pipe.recompute.phase import phase
-from pipe.torch_private import (
-    DISPATCH_MODES,
-    FUNCTION_MODES,
-    ModeStack,
-    SavedTensorHooks,
-    pop_saved_tensor_hooks,
-    saved_tensor_hooks,
-    set_grad_enabled,
-)
+from pipe.torch_private.autograd import SavedTensorHooks, pop_saved_tensor_hooks, saved_tensor_hooks, set_grad_enabled
+from pipe.torch_private.dispatch import DISPATCH_MODES, FUNCTION_MODES, ModeStack
 
 __all__ = ["Autocast", "ThreadState", "close_contexts", "lasting_hooks", "restores_thread_state"]
 
@@ -86,6 +80,8 @@ class ThreadState:
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
     phase: tuple[bool, bool]
+    #: Of :mod:`contextvars`. Not compared: a copy differs from every other one.
+    variables: contextvars.Context = field(compare=False)
 
     @classmethod
     def capture(cls, device_types: Iterable[str] = ()) -> ThreadState:
@@ -100,6 +96,7 @@ class ThreadState:
             function_modes=tuple(FUNCTION_MODES.active()),
             dispatch_modes=tuple(DISPATCH_MODES.active()),
             phase=(phase.checkpointing, phase.recomputing),
+            variables=contextvars.copy_context(),
         )
 
     @contextlib.contextmanager
@@ -126,6 +123,7 @@ class ThreadState:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
             _enter(stack, FUNCTION_MODES, self.function_modes)
             _enter(stack, DISPATCH_MODES, self.dispatch_modes)
+            _enter_variables(stack, self.variables)
             yield
 
     def restore(self) -> None:
@@ -157,6 +155,21 @@ def _enter(stack: contextlib.ExitStack, kind: ModeStack, modes: tuple[Any, ...])
     for mode in modes:
         if id(mode) not in active:
             stack.enter_context(kind.pushed(mode))
+
+
+_UNSET: Any = object()
+
+
+def _enter_variables(stack: contextlib.ExitStack, then: contextvars.Context) -> None:
+    """Sets the context variables of this thread to their values in ``then``."""
+    now = contextvars.copy_context()
+    for variable in {**then, **now}:
+        try:  # one that was not set then had its default, which an empty context shows
+            value = then[variable] if variable in then else contextvars.Context().run(variable.get)
+        except LookupError:
+            continue  # it has none
+        if value is not now.get(variable, _UNSET):
+            stack.callback(variable.reset, variable.set(value))
 
 
 def restores_thread_state(function: Callable[P, R]) -> Callable[P, R]:

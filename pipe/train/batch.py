@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipe.torch_private import pytree
+from pipe.torch_private.data import pytree
 
 __all__ = ["PathStep", "follow", "move", "pageable_bytes", "record_stream", "walk"]
 

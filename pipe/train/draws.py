@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from pipe.recompute.replay import Replay
-from pipe.torch_private import DataLoaderIterator
+from pipe.torch_private.data import DataLoaderIterator
 
 __all__ = ["Draws"]
 

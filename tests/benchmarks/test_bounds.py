@@ -288,6 +288,13 @@ def built(name: str, *losses: float, peak: int = 10, **result: Any) -> Outcome:
     return outcome(name, {"load_seconds": 1.0, **result}, steps=[{"loss": loss} for loss in losses], peaks={"a": peak})
 
 
+def slower(name: str, ratio: float) -> Outcome:
+    found = built(name, 2.0, 1.0)
+    found.steps = [{**step, "seconds": ratio} for step in found.steps]
+    found.reference = [{"seconds": 1.0}] * 2
+    return found
+
+
 TRAINED = [built("offloaded, capped", 2.0, 1.0), built("resident, no cap", 2.0, 1.0)]
 
 
@@ -300,6 +307,17 @@ TRAINED = [built("offloaded, capped", 2.0, 1.0), built("resident, no cap", 2.0, 
         ([built("offloaded, capped", 2.0, 2.0), built("resident, no cap", 2.0, 2.0)], ["the loss must fall"]),
         ([TRAINED[0], built("resident, no cap", 2.0, 1.1)], ["the difference of losses"]),
         ([outcome("offloaded, capped", failure="killed"), TRAINED[1]], ["killed"]),
+        ([slower("offloaded, capped", 2.0), slower("offloaded, fewer bytes, capped", 1.1), TRAINED[1]], []),
+        (
+            [slower("offloaded, capped", 2.1), TRAINED[1]],
+            ["the time of a step to the resident one's must be at most 2.00"],
+        ),
+        ([TRAINED[0], slower("offloaded, fewer bytes, capped", 1.2), TRAINED[1]], ["must be at most 1.10, is 1.20"]),
+        ([*TRAINED, built("offloaded, fewer bytes, capped", 2.0, 2.0)], ["fewer bytes, capped: the loss must fall"]),
+        (
+            [*TRAINED, built("offloaded, fewer bytes, capped", out_of_memory="x")],
+            ["fewer bytes, capped: out of memory"],
+        ),
     ],
 )
 def test_build_huge(outcomes: list[Outcome], complaints: list[str]) -> None:

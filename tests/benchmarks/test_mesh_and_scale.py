@@ -28,7 +28,7 @@ def without_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.harness.benchmark.measure_rates", lambda *_, **__: (RATES, "of no machine"))
 
 
-def told(benchmark: Benchmark, run: Run, *complaints: str) -> None:
+def assert_complaints(benchmark: Benchmark, run: Run, *complaints: str) -> None:
     broken = broken_bounds(benchmark, run)
     assert len(broken) == len(complaints), broken
     assert all(complaint in line for line, complaint in zip(broken, complaints, strict=True)), broken
@@ -74,10 +74,12 @@ def test_a_rank_of_ours_needs_the_losses_of_one_process_its_own_bytes_and_a_thir
 
     alone, others = rank(ALONE, 90), rank(FSDP, 30, seconds=0.5)
     good = run(rank(DISK, 10, **counted(1010.0)), others, alone)
-    told(mesh.BENCHMARK, good)
-    told(mesh.BENCHMARK, run(rank(DISK, 11, **counted(1000.0)), others, alone), "memory of ours")
-    told(mesh.BENCHMARK, run(rank(DISK, 10, **counted(1100.0)), others, alone), "what sockets receive")
-    told(mesh.BENCHMARK, run(rank(DISK, 10, loss=2.1, **counted(1000.0)), others, alone), "difference of losses")
+    assert_complaints(mesh.BENCHMARK, good)
+    assert_complaints(mesh.BENCHMARK, run(rank(DISK, 11, **counted(1000.0)), others, alone), "memory of ours")
+    assert_complaints(mesh.BENCHMARK, run(rank(DISK, 10, **counted(1100.0)), others, alone), "what sockets receive")
+    assert_complaints(
+        mesh.BENCHMARK, run(rank(DISK, 10, loss=2.1, **counted(1000.0)), others, alone), "difference of losses"
+    )
     (claim,) = mesh.BENCHMARK.claims(good)
     assert (claim.times, claim.memory) == ([2.0, 2.0], 1 / 3)
     page = "\n".join(mesh.BENCHMARK.report(good))
@@ -121,9 +123,9 @@ def test_ranks_are_predicted_from_one_process_and_their_collectives() -> None:
     found.groups["alone"] = [alone]
     assert scale.predicted(found, ranks) == pytest.approx(expected)
     alone.steps = [{"seconds": scale.predicted(found, alone), **dict.fromkeys(received, 0)}]
-    told(scale.BENCHMARK, found)
+    assert_complaints(scale.BENCHMARK, found)
     ranks.steps = [{**ranks.steps[0], "bytes_reduced": 0, "seconds": 1.2 * expected}]
-    told(scale.BENCHMARK, found, "expected to receive", "the error of the predicted time")
+    assert_complaints(scale.BENCHMARK, found, "expected to receive", "the error of the predicted time")
 
 
 def test_seventy_billion_parameters_are_bound_by_the_disk_on_one_rank_and_by_the_link_on_many() -> None:

@@ -35,13 +35,14 @@ from tests.offload.zoo import WIDTH, build
 #: of homes; and actions of the system by which a save becomes durable.
 KINDS = ("forward", "backward", "load", "drain", "update", "arithmetic", "read", "write", "save")
 
-#: How an optimizer stores its states, and how homes store weights.
-STATES: dict[str, tuple[Any, Any]] = {
-    "full": (None, None),
-    "bfloat16": (torch.bfloat16, None),
-    "8bit": ("8bit", None),
-    "split weights": (None, "split"),
-    "bfloat16 weights, 8bit": ("8bit", torch.bfloat16),
+#: How an optimizer stores its states, and how homes store weights and gradients.
+STATES: dict[str, tuple[Any, Any, Any]] = {
+    "full": (None, None, None),
+    "bfloat16": (torch.bfloat16, None, None),
+    "8bit": ("8bit", None, None),
+    "split weights": (None, "split", None),
+    "bfloat16 gradients": (None, None, torch.bfloat16),
+    "everything": ("8bit", torch.bfloat16, torch.bfloat16),
 }
 
 Outcome = tuple[dict[str, int], str]
@@ -125,9 +126,10 @@ def train(folder: Path, home: str, slices: int, steps: int, states: str, fatal: 
     Returns the number of events of each kind, and a hash of all that training has changed.
     """
     torch.manual_seed(0)
-    states_form, store_dtype = STATES[states]
+    states_form, store_dtype, gradient_dtype = STATES[states]
     layers = build(["linear", "dropout", "batchnorm", "linear"])
-    model = OffloadModel(layers, "cpu", home, slices, checkpoint_activation=True, store_dtype=store_dtype)
+    how: dict[str, Any] = {"store_dtype": store_dtype, "gradient_dtype": gradient_dtype}
+    model = OffloadModel(layers, "cpu", home, slices, checkpoint_activation=True, **how)
     state_forms.LEAST_ELEMENTS = WIDTH * WIDTH
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01, max_norm=0.5, states=states_form)
     begin = load_checkpoint(folder, model, optimizer).step if (folder / "model.safetensors.index.json").exists() else 0

@@ -162,28 +162,28 @@ class Pair:
             with torch.no_grad():
                 results.append(run(x))
             module.train()
-        self.close(results[1], results[0])
+        self.assert_close(results[1], results[0])
 
     def schedule(self) -> None:
         for schedule in self.schedules:
             schedule.step()
 
     def look(self) -> None:
-        self.compare()
+        self.assert_equal()
 
-    def close(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    def assert_close(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
         """1e-6 of the largest number of a tensor; or nothing at all."""
         atol = 0.0 if self.exact else 1e-6 * max(1.0, float(expected.detach().abs().max()))
         torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
 
-    def compare(self) -> None:
+    def assert_equal(self) -> None:
         for (name, b), c in zip(self.bare.named_parameters(), self.model.parameters(), strict=True):
-            self.close(c, b)
+            self.assert_close(c, b)
             assert (b.grad is None) == (c.grad is None), name
             if b.grad is not None:
-                self.close(c.grad, b.grad)
+                self.assert_close(c.grad, b.grad)
 
-    def compare_states(self) -> None:
+    def assert_equal_states(self) -> None:
         expected, actual = self.plain.state_dict(), self.ours.state_dict()
         assert actual["param_groups"] == expected["param_groups"]
         assert actual["state"].keys() == expected["state"].keys(), "states of other parameters"
@@ -193,7 +193,7 @@ class Pair:
             found = stored if self.states is None else in_full(stored, parameters[key].detach())
             assert found.keys() == state.keys()
             for name, value in state.items():
-                self.close(torch.as_tensor(found[name]), torch.as_tensor(value))
+                self.assert_close(torch.as_tensor(found[name]), torch.as_tensor(value))
 
 
 def pending(model: OffloadModel) -> list[int]:

@@ -5,11 +5,12 @@ Each test names its twin, which makes the same claim on any machine.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,7 @@ def test_peak_device_bytes_are_those_of_the_formula(shards: int) -> None:
         model(x).pow(2).mean().backward()
     peak = torch.cuda.max_memory_allocated() - before
     assert abs(peak - model.statistics().peak_device_bytes) <= 64 << 20
-    slot = model._executor.streamer._slot_bytes
+    slot = model._executor.streamer.slot_bytes
     assert model.statistics().peak_device_bytes <= 2 * slot + 2 * slot + (1 << 20) + 8 * rows * width * 4
 
 
@@ -235,6 +236,16 @@ def stepped(recompute: bool, boundary_bytes: int | None) -> Callable[[], None]:
     return step
 
 
+@contextlib.contextmanager
+def assert_no_synchronisation() -> Iterator[None]:
+    """Torch raises where the host waits for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 MODES = pytest.mark.parametrize(("recompute", "boundary_bytes"), [(True, None), (True, 0), (False, None)])
 
 
@@ -242,11 +253,8 @@ MODES = pytest.mark.parametrize(("recompute", "boundary_bytes"), [(True, None), 
 def test_the_host_never_synchronises_in_the_loop(recompute: bool, boundary_bytes: int | None) -> None:
     """Twin: test_every_wait.py, the_host_waits_at_the_end_of_a_pass_and_never_before."""
     step = stepped(recompute, boundary_bytes)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with assert_no_synchronisation():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @MODES

@@ -152,8 +152,8 @@ def test_clipped_updates_and_updates_in_backward_are_those_of_the_plain_optimize
     keep(pair.model, [1])
     for action in ("step", "zero", "backward", "step", "zero", "eval"):
         pair.do(action)
-    pair.compare()
-    pair.compare_states()
+    pair.assert_equal()
+    pair.assert_equal_states()
 
 
 def test_a_shard_in_memory_is_neither_loaded_nor_in_a_slot(home: str) -> None:
@@ -485,13 +485,13 @@ def test_shards_that_are_cast_or_borrow_still_have_slots(tmp_path: Path) -> None
         assert in_memory(pair.model) == [True] * 4
         for action in ("backward", "step", "zero", "backward", "step", "zero", "eval"):
             pair.do(action)
-        pair.compare()
+        pair.assert_equal()
         loads = {action.shard for action in pair.model.plan().actions if action.kind is Kind.LOAD}
         assert loads == {0, 1, 2, 3} - expected
         keep(pair.model, [0])
         for action in ("backward", "step", "zero", "eval"):
             pair.do(action)
-        pair.compare()
+        pair.assert_equal()
 
 
 class Drifting(nn.Module):

@@ -43,7 +43,7 @@ LOOPS = st.fixed_dictionaries(
 )
 
 
-def check(loop: dict[str, Any]) -> None:
+def check_peak(loop: dict[str, Any]) -> None:
     if not anonymous_bytes():
         pytest.skip("needs a system with /proc")
     with tempfile.TemporaryDirectory() as folder:
@@ -74,10 +74,10 @@ def check(loop: dict[str, Any]) -> None:
     ids=str,
 )
 def test_the_peak_stays_within_the_limit(loop: dict[str, Any]) -> None:
-    check(PLAIN | loop)
+    check_peak(PLAIN | loop)
 
 
 @settings(max_examples=3, derandomize=True)
 @given(LOOPS)
 def test_the_peak_of_any_loop_stays_within_the_limit(loop: dict[str, Any]) -> None:
-    check(loop)
+    check_peak(loop)

@@ -211,7 +211,7 @@ def peak(depth: int, slices: int, tmp_path: Path) -> tuple[int, int]:
         memory=MemoryPolicy.fixed(boundary_bytes=2048),
     )
     model(batch(64)).sum().backward()
-    return model.statistics().peak_device_bytes, model._executor.streamer._slot_bytes
+    return model.statistics().peak_device_bytes, model._executor.streamer.slot_bytes
 
 
 def test_the_peak_is_a_formula_without_the_number_of_shards(tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_an_exception_in_a_layer_leaves_the_model_usable(home: str, error: BaseE
     failing.error = None
     error.__traceback__ = None  # it holds the frames, which hold the loss, which holds its tape
     assert at_home(model)
-    assert model._meter.held_bytes <= model._executor.streamer.slots * model._executor.streamer._slot_bytes
+    assert model._meter.held_bytes <= model._executor.streamer.slots * model._executor.streamer.slot_bytes
     for p, q in zip(bare.parameters(), model.parameters(), strict=True):
         assert torch.equal(p, q)
     model.zero_grad()

@@ -60,7 +60,7 @@ def test_an_optimizer_that_is_forgotten_in_the_middle_of_a_backward_updates_all_
     pair.plain.zero_grad()
     gc.collect()
     assert optimizer() is None
-    pair.compare()
+    pair.assert_equal()
 
 
 def test_norms_are_no_longer_computed(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_what_it_decided_is_applied_and_then_threads_and_files_end(tmp_path: Pat
             thread.join(timeout=60)
             assert not thread.is_alive()
     assert not list(tmp_path.rglob("*states*"))
-    pair.compare()
+    pair.assert_equal()
 
 
 def test_states_that_are_replaced_leave_no_files_behind(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import copy
 import re
 import tempfile
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.engine.gradients_held import accumulates_in_memory
 from offload.engine.memory_planner import MemoryPlanner
+from offload.planning.byte_forms import ByteForm
+from offload.planning.explain import FewerBytes
 from offload.streaming.heap import anonymous_bytes
 from offload.streaming.shard import Shard
 
@@ -276,12 +279,22 @@ def test_kept_graphs_do_not_hold_the_copies_that_their_cells_used(tmp_path: Path
 def test_the_report_names_each_choice_and_what_more_memory_would_buy(tmp_path: Path) -> None:
     model = OffloadModel(stack(), "cpu", tmp_path / "home", memory="64MiB")
     assert "when one training step has been measured" in str(model.memory_report())
-    train(model, OffloadOptimizer(model, torch.optim.AdamW), 6)
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW)
+    train(model, optimizer, 6)
     text = str(model.memory_report())
     for words in ("64 MiB on cpu", "predicted", "measured", "slots", "keep theirs", "wait in memory", "with 80 MiB"):
         assert words in text, text
     assert "saves" in text
     report = model.memory_report()
+    fewer = FewerBytes('states="8bit"', 36.0, 24.1, 0.5)
+    assert 'states="8bit": 24.1 bytes of a parameter a step in place of 36.0' in str(
+        replace(report, fewer_bytes=[fewer])
+    )
+    stored = model._executor.stored()
+    assert stored is not None
+    assert stored.form == ByteForm()
+    assert stored.states == pytest.approx(2.0, rel=0.01)
+    assert stored.takes_weights
     assert report.predicted is not None
     assert len(report.measured_course) == len(report.predicted.course)  # one for each cell
     report.plot(tmp_path / "memory.png")

@@ -506,6 +506,7 @@ class TestModules:
         model.eval()
         model.train()
         y.sum().backward()
+        assert model[0].weight.grad is not None
 
 
 @pytest.mark.cuda

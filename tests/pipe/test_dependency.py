@@ -10,20 +10,9 @@ import torch
 from pipe import phony as phonies
 from pipe.dependency import Fork, fork, join
 from pipe.phony import get_phony
+from tests.pipe.test_checkpoint import Log
 
 CPU = torch.device("cpu")
-
-
-class Log(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, log: Any, name: Any, x: Any) -> Any:
-        ctx.log, ctx.name = log, name
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        ctx.log.append(ctx.name)
-        return None, None, gradient
 
 
 def test_a_phony_has_no_elements_and_is_made_once() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -158,8 +159,11 @@ def test_a_pipe_that_was_evaluated_first_learns_anew_in_training(two_devices: li
     x = torch.randn(2, WIDTH)
     pipe.eval()(x)
     pipe.train()
-    pipe(x)  # no warning
-    pipe.train_step(x, x, nn.MSELoss())
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        pipe(x)
+        pipe.train_step(x, x, nn.MSELoss())
+    assert not given
 
 
 def test_tasks_in_order_begin_when_the_one_before_has_ended() -> None:

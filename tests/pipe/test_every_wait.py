@@ -329,13 +329,13 @@ def test_no_wait_is_forgotten() -> None:
 
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
 def test_with_all_waits(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    SCENARIOS[name](monkeypatch)
+    SCENARIOS[name].assert_passes(monkeypatch)
 
 
 @pytest.mark.parametrize("wait", sorted(TABLE))
 def test_without_this_wait(wait: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     take_out(SITES[wait], monkeypatch, STAND_INS.get(wait))
-    TABLE[wait].fails(monkeypatch)
+    TABLE[wait].assert_fails(monkeypatch)
 
 
 def test_every_used_value_has_a_stand_in() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipe.nested import flatten, map_tensors, tensors_in, unflatten
-from pipe.torch_private import pytree
+from pipe.torch_private.data import pytree
 
 Point = namedtuple("Point", "x y")
 

@@ -36,9 +36,15 @@ def test_one_device_has_one_worker_and_tasks_keep_their_order() -> None:
 
 
 def test_workers_of_different_devices_run_at_the_same_time() -> None:
-    barrier = threading.Barrier(2, timeout=60)
+    barrier, met = threading.Barrier(2, timeout=60), []
+
+    def meet() -> Any:
+        met.append(barrier.wait())
+        return Batch(0)
+
     with task_runner([CPU, META]) as run:
-        run([(0, task(lambda: Batch(barrier.wait()))), (1, task(lambda: Batch(barrier.wait())))])
+        run([(0, task(meet)), (1, task(meet))])
+    assert sorted(met) == [0, 1]
 
 
 @pytest.mark.parametrize("error", [ValueError("a"), SystemExit(1), KeyboardInterrupt(), GeneratorExit()])

@@ -30,7 +30,7 @@ from offload.advise.works import works_of
 from offload.files.tensor_file import TensorFile, write_tensors
 from offload.optim.state_forms import form_of
 from offload.planning.step_model import predict
-from pipe.torch_private import OperationMode
+from pipe.torch_private.dispatch import OperationMode
 
 RATES = Rates(1e11, 1e11, 1e10, 1e9, 1e9, 1e9, 1e9, True, True)
 ADAMW = OptimizerRate("AdamW", 2, 1e9)
@@ -377,7 +377,8 @@ def rates_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is measured."""
     monkeypatch.setattr("offload.advise.__main__.measure_rates", lambda *args, **kwargs: RATES)
     monkeypatch.setattr(
-        "offload.advise.__main__.measure_optimizer", lambda name, states: replace(ADAMW, form=form_of(states))
+        "offload.advise.__main__.measure_optimizer",
+        lambda name, states, weights=None: replace(ADAMW, form=form_of(states)),
     )
 
 
@@ -567,6 +568,66 @@ def test_states_of_fewer_bytes_take_less_of_home_buffers_and_time(
     names["model"].close()
 
 
+#: Forms of fewer bytes, as their arguments, and the bytes of a parameter that a step of Adam without clipping moves.
+BYTES_MOVED = {
+    ("full", "full", "full"): 36,
+    ("full", "full", "bfloat16"): 28,
+    ("full", "full", "8bit"): 24 + 1 / 16,
+    ("split", "full", "full"): 34,
+    ("bfloat16", "full", "full"): 30,
+    ("full", "bfloat16", "full"): 32,
+    ("bfloat16", "bfloat16", "8bit"): 14 + 1 / 16,
+}
+
+
+def test_where_the_disk_is_the_bound_each_form_of_fewer_bytes_is_offered_with_its_seconds_bytes_and_lines(
+    builders: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("deep.py").write_text(
+        "from torch import nn\ndef layers(): return [nn.Linear(512, 512, bias=False) for _ in range(12)]\n", "utf-8"
+    )
+    slow = replace(RATES, read_bytes=1e7, write_bytes=1e7, states_read_bytes=1e7, states_write_bytes=1e7)
+    monkeypatch.setattr("offload.advise.__main__.measure_rates", lambda *args, **kwargs: slow)
+    monkeypatch.setattr(
+        "offload.advise.__main__.measure_optimizer",
+        lambda name, states, weights=None: replace(ADAMW, form=form_of(states)),
+    )
+    how = ("deep:layers", "--tokens", "8", "--memory")
+    limits = {limit["name"]: limit for limit in advice_as_fields(capsys, *how, "1GiB")["limits"]}
+    given = f"{limits['least']['limit_bytes'] + (4 << 20)}"  # conversions take buffers
+    found = advice_as_fields(capsys, *how, given)
+    assert {limit["name"]: limit for limit in found["limits"]}["given"]["bound"] in ("reading", "writing")
+    forms = {(each["store_dtype"], each["gradient_dtype"], each["states"]): each for each in found["forms"]}
+    exact = forms["full", "full", "full"]
+    assert exact["lines"] == found["lines"]
+    assert [*forms] == [*BYTES_MOVED]
+    for form, each in forms.items():
+        most = BYTES_MOVED[form] * found["parameters"]
+        assert 0.6 * most <= each["moved_bytes"] < most  # some of it stays in slots and in memory
+        # Weights in a form cannot rest in memory where layers compute in float32, and are loaded instead.
+        assert each["seconds"] < exact["seconds"] or each is exact or form[1:] == ("full", "full")
+        assert each["home_bytes"] <= exact["home_bytes"]
+        names: dict[str, Any] = {}
+        exec("\n".join(each["lines"]), names)
+        names["model"](torch.zeros(1, 512)).sum().backward()
+        names["optimizer"].step()
+        names["model"].close()
+    assert main([*how, given]) == 0
+    shown = capsys.readouterr().out
+    assert "the disk is the bound" in shown
+    assert 'store_dtype=torch.bfloat16, gradient_dtype=torch.bfloat16, states="8bit"' in shown
+    assert advice_as_fields(capsys, *how, "1GiB")["forms"] == []  # all of it in memory
+
+
+def test_states_that_a_class_cannot_store_are_refused_in_one_line(
+    builders: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.advise.__main__.measure_rates", lambda *args, **kwargs: RATES)
+    how = [f"{builders}:layers", "--tokens", "8", "--memory", "1GiB", "--optimizer", "Adafactor", "--states", "8bit"]
+    assert main(how) == 2
+    assert "Adafactor updates a matrix differently" in capsys.readouterr().err
+
+
 def test_a_missing_argument_is_one_line() -> None:
     command = [sys.executable, "-m", "offload.advise", "x", "--tokens", "8"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -585,7 +646,9 @@ def test_states_of_an_optimizer_are_counted_by_running_it(name: str, states: int
 
 @pytest.mark.parametrize(("states", "each"), [("8bit", (1 + 1 / 64) / 2), (torch.bfloat16, 1)])
 def test_states_of_fewer_bytes_are_measured_as_they_are_stored(states: Any, each: float) -> None:
-    assert measure_optimizer("AdamW", states).states == each
+    found = measure_optimizer("AdamW", states, "split")
+    assert found.states == each
+    assert found.bytes_per_second > 0
 
 
 def test_rates_are_positive_and_the_file_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import threading
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -252,6 +254,158 @@ def test_a_recomputation_reads_the_attributes_that_its_forward_set() -> None:
         assert each.layer[1].factor == float(second.max())
     for p, q in zip(bare.parameters(), model.parameters(), strict=True):
         assert close(p.grad, q.grad)
+
+
+SCOPE: ContextVar[float] = ContextVar("scope", default=1.0)
+
+
+class Scoped(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) * SCOPE.get()).tanh()
+
+
+class WithScopes(nn.Module):
+    """Sets a context variable around each block, to a value of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(Scoped() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = float(x.detach().max())
+        for k, block in enumerate(self.layer):
+            token = SCOPE.set(scale + k)
+            x = block(x)
+            SCOPE.reset(token)
+        return x
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_context_variables_reach_blocks_and_recomputations_as_the_forward_of_their_chunk_set_them(
+    recompute: bool,
+) -> None:
+    torch.manual_seed(0)
+    bare = WithScopes()
+    model = wrap(bare, blocks="layer", checkpoint_activation=recompute)
+    chunks = [torch.randn(3, WIDTH) for _ in range(3)]
+    for count in (1, 3):
+        expected = [bare(chunk) for chunk in chunks[:count]]
+        outputs, tape = model.forward_chunks(chunks[:count])
+        assert all(torch.equal(a, b) for a, b in zip(expected, outputs, strict=True))
+        sum(output.square().sum() for output in expected).backward()
+        tape.backward([2 * output for output in outputs])
+        for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+            assert close(p.grad, q.grad)
+    assert SCOPE.get() == 1.0
+
+
+class Counter:
+    """An argument of blocks that keeps a number, and an array of NumPy beside it."""
+
+    def __init__(self) -> None:
+        self.count, self.array = 1.0, np.ones(WIDTH, dtype=np.float32)
+        self.training = 1.0  # modules have an attribute of this name
+
+
+class Reading(nn.Linear):
+    """Reads objects that it gets, and changes one of them."""
+
+    noise: torch.Generator | None = None
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, counter: Counter, array: Any, generator: torch.Generator | None) -> Tensor:
+        counter.count *= 1.5
+        x = super().forward(x) * counter.count * counter.training * torch.from_numpy(array.copy())
+        return (x + torch.rand(x.shape, generator=generator) + torch.rand(x.shape, generator=self.noise)).sin()
+
+
+class WithObjects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(Reading() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        counter, generator = Counter(), torch.Generator().manual_seed(1)
+        for block in self.layer:
+            counter.training += 1
+            counter.array *= 2
+            block.noise = torch.Generator().manual_seed(2)
+            x = block(x, counter, counter.array, generator)
+        return x * counter.count + torch.rand((), generator=generator)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_recomputation_sees_the_objects_arrays_and_generators_that_its_block_got(recompute: bool) -> None:
+    torch.manual_seed(0)
+    bare = WithObjects()
+    model = wrap(bare, blocks="layer", checkpoint_activation=recompute)
+    for _ in range(2):
+        x = torch.randn(3, WIDTH)
+        losses = [each(x).square().sum() for each in (bare, model)]
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses)
+        assert_equal(bare, model)
+
+
+def test_a_generator_that_is_assigned_after_wrapping_is_rewound(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    bare = WithObjects()
+    model = wrap(nn.Sequential(*bare.layer), tmp_path, blocks=None, num_slices=3)
+    for each in (bare.layer, model):
+        for layer in each:
+            layer.forward = lambda x, layer=layer: Reading.forward(layer, x, Counter(), np.ones(1, np.float32), None)
+            layer.noise = torch.Generator().manual_seed(3)
+    x = torch.randn(3, WIDTH)
+    for each in (nn.Sequential(*bare.layer), model):
+        torch.manual_seed(4)
+        each(x).square().sum().backward()
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+    for ours, theirs in zip(model, bare.layer, strict=True):
+        assert torch.equal(ours.noise.get_state(), theirs.noise.get_state())
+
+
+class Turned(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, forth: Tensor, back: Tensor) -> Tensor:
+        turned = torch.view_as_complex(super().forward(x).view(len(x), -1, 2))
+        return x + torch.view_as_real(turned * forth + turned.square() * back).reshape_as(x)
+
+
+class WithTables(nn.Module):
+    """Gives its blocks a table and another view of the same memory: its conjugate, or a negative imaginary part."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.ModuleList(Turned() for _ in range(3)), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = torch.polar(torch.ones(WIDTH // 2), torch.arange(WIDTH // 2) / 3)
+        tables = (table, table.conj()) if self.kind == "conjugate" else (table.imag, table.conj().imag)
+        for block in self.layer:
+            x = block(x, *tables)
+        return x
+
+
+@pytest.mark.parametrize("kind", ["conjugate", "negative"])
+def test_views_of_one_memory_that_enter_blocks_are_told_apart(kind: str) -> None:
+    torch.manual_seed(0)
+    bare = WithTables(kind)
+    model = wrap(bare, blocks="layer")
+    x = torch.randn(3, WIDTH)
+    losses = [each(x).square().sum() for each in (bare, model)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    assert_equal(bare, model)
 
 
 def test_a_block_that_calls_the_model_is_refused() -> None:

@@ -41,13 +41,7 @@ _seen: set[tuple[str, int]] = set()
 class BlocksRun(Run):
     def __init__(self, name: str) -> None:
         self.arguments, self.kind = CHOICES[name]
-        self.make()
-        self.expected = [self.values()]
-        for k in range(3):
-            self.step(k)
-            self.expected.append(self.values())
-        self.make()
-        self.step(0)
+        self.run_without_interrupt()
 
     def make(self) -> None:
         arguments = {"checkpoint_activation": True, **self.arguments}

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gradcache import GradCache
@@ -180,7 +181,7 @@ def wrap(bare: nn.Module, blocks: Any, home: Any = "cpu", *, recompute: bool = T
     return OffloadModel(copy.deepcopy(bare), "cpu", home, **choices)
 
 
-def steps(bare: Any, model: Any, family: Family) -> None:
+def assert_steps_equal(bare: Any, model: Any, family: Family) -> None:
     for k in range(2):
         found = []
         for each in (bare, model):
@@ -201,7 +202,7 @@ def test_steps_are_those_of_the_plain_model(family: Family, recompute: bool) -> 
     model = wrap(bare, family.blocks, recompute=recompute)
     assert isinstance(model, type(bare))
     assert list(model.state_dict()) == list(bare.state_dict())
-    steps(bare, model, family)
+    assert_steps_equal(bare, model, family)
 
 
 @everywhere
@@ -224,7 +225,7 @@ def test_several_blocks_a_shard_with_adapters_are_bit_equal(family: Family) -> N
     bare = lora(make(family))
     model = wrap(bare, _blocks_in(bare, family.blocks), num_slices=2)
     assert len(model._executor.shards) == 2
-    steps(bare, model, family)
+    assert_steps_equal(bare, model, family)
 
 
 def test_experts_that_no_row_of_a_chunk_uses_are_as_in_the_plain_model(tmp_path: Path) -> None:
@@ -262,7 +263,7 @@ def lora(bare: Any) -> Any:
 def test_adapters_train_over_a_base_that_is_only_read(family: Family, tmp_path: Path) -> None:
     bare = lora(make(family))
     model = wrap(bare, _blocks_in(bare, family.blocks), tmp_path)
-    steps(bare, model, family)
+    assert_steps_equal(bare, model, family)
     frozen = [p for p in model.parameters() if not p.requires_grad]
     before = [p.clone() for p in frozen]
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01, eps=1e-2)
@@ -302,7 +303,7 @@ def test_methods_of_libraries_that_replace_parameters_are_refused_before_anythin
     assert model.config.vocab_size == WORDS
     if method == "resize_token_embeddings":
         assert model.resize_token_embeddings(WORDS) is model.get_input_embeddings()
-    steps(bare, model, family)
+    assert_steps_equal(bare, model, family)
 
 
 def test_a_frozen_prefix_of_blocks_ends_backward_early() -> None:
@@ -363,6 +364,24 @@ def test_a_cache_with_gradients_is_refused_and_none_is_made_unasked() -> None:
     loss_of(model(**text(0))).backward()
 
 
+def test_no_cache_is_made_for_adapters_around_a_decoder_whose_configuration_has_one() -> None:
+    torch.manual_seed(0)
+    bare = lora(tf.LlamaForCausalLM(tf.LlamaConfig(**{**DECODER, "use_cache": True})))
+    steps(bare, wrap(bare, "base_model.model.model.layers"), FAMILIES["llama with a tied head"])
+
+
+def test_attentions_of_all_chunks_are_captured() -> None:
+    bare = tf.BertModel(tf.BertConfig(**SMALL, attn_implementation="eager")).eval()
+    model = wrap(bare, "encoder.layer")
+    chunks = [((), {**text(k), "output_attentions": True}) for k in range(2)]
+    with torch.no_grad():
+        outputs, _ = model.forward_chunks(chunks)
+        for (_, inputs), output in zip(chunks, outputs, strict=True):
+            expected = bare(**inputs).attentions
+            assert len(output.attentions) == 3
+            assert all(torch.equal(a, b) for a, b in zip(expected, output.attentions, strict=True))
+
+
 def test_gradient_checkpointing_of_the_model_is_refused() -> None:
     model = wrap(make(FAMILIES["bert"]), "encoder.layer")
     model.gradient_checkpointing_enable()
@@ -411,7 +430,7 @@ def test_merged_adapters_compute_what_they_did() -> None:
     model.unmerge_adapter()
     bare.unmerge_adapter()
     bare.zero_grad(), model.zero_grad()
-    steps(bare.train(), model.train(), FAMILIES["bert"])
+    assert_steps_equal(bare.train(), model.train(), FAMILIES["bert"])
 
 
 def test_the_trainer_trains_it_as_the_plain_model(tmp_path: Path) -> None:
@@ -443,7 +462,7 @@ def test_the_trainer_trains_it_as_the_plain_model(tmp_path: Path) -> None:
 # --- from files -------------------------------------------------------------------------------------------------------
 
 
-def loaded(path: Path, blocks: str, **more: Any) -> Any:
+def loaded(path: Path, blocks: Any, **more: Any) -> Any:
     return OffloadModel.from_pretrained(path, "cpu", path / "home", blocks=blocks, checkpoint_activation=True, **more)
 
 
@@ -480,6 +499,42 @@ def test_names_of_transformers_are_mapped_between_a_base_model_and_one_with_a_he
     with torch.no_grad():
         assert torch.equal(bare(**text(0))[0], model(**text(0))[0])
     assert type(type(model).from_pretrained(tmp_path)) is type(bare)
+
+
+@pytest.mark.parametrize("name", ["bert", "clip", "vit"])
+def test_names_of_older_releases_are_those_of_the_model(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    make(family).save_pretrained(tmp_path)  # writes the names of the release that first had the family
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    for old, new in (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")):
+        stored = {key.replace(old, new): value for key, value in stored.items()}
+    if name == "bert":
+        stored["embeddings.position_ids"] = torch.arange(512)[None]
+    save_file(stored, file, {"format": "pt"})
+    kind = type(family.make())
+    bare = kind.from_pretrained(tmp_path)
+    blocks = tf.models.vit.modeling_vit.ViTLayer if name == "vit" else family.blocks
+    assert_equal(bare, loaded(tmp_path, blocks, model=kind))
+
+
+def test_values_that_transformers_would_convert_are_refused_before_anything_is_stored(tmp_path: Path) -> None:
+    bare = make(FAMILIES["mixtral"])
+    bare.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"converts the values of layers.0.*save_original_format=False"):
+        loaded(tmp_path, "layers")
+    assert not (tmp_path / "home").exists()
+    bare.save_pretrained(tmp_path / "converted", save_original_format=False)
+    assert_equal(bare, loaded(tmp_path / "converted", "layers"))
+
+
+def test_what_transformers_keeps_in_float32_is_in_float32(tmp_path: Path) -> None:
+    make(FAMILIES["t5 encoder"]).save_pretrained(tmp_path)
+    bare = tf.T5EncoderModel.from_pretrained(tmp_path, dtype=torch.float16)
+    model = loaded(tmp_path, "encoder.block", model=tf.T5EncoderModel, dtype=torch.float16)
+    assert {p.dtype for p in bare.parameters()} == {torch.float16, torch.float32}
+    assert [p.dtype for p in model.parameters()] == [p.dtype for p in bare.parameters()]
+    assert_equal(bare, model)
 
 
 def test_names_that_transformers_would_only_warn_of_are_refused(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradcache import GradCache
+
 WIDTH, WORDS = 8, 20
 
 
@@ -105,3 +107,20 @@ def assert_equal(bare: nn.Module, model: nn.Module, *, exact: bool = True) -> No
     buffers = dict(model.named_buffers())
     for name, buffer in bare.named_buffers():
         assert torch.equal(buffer, buffers[name]), name
+
+
+def assert_equal_in_chunks(plain: nn.Module, model: nn.Module, key: str) -> None:
+    """One contrastive step, with the mean of the output ``key`` as representation: by GradCache in chunks of 2 rows."""
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(x @ y.T, torch.arange(len(x)))
+
+    def rep(output: Any) -> Any:
+        return output[key].mean(1)
+
+    x, y = words(4), words(4, 3, seed=5)
+    expected = loss(rep(plain(x)), rep(plain(y)))
+    expected.backward()
+    assert close(expected.detach(), GradCache([model, model], 2, loss, get_rep_fn=rep)(x, y))
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert close(p.grad, q.grad)

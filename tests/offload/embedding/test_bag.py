@@ -66,7 +66,7 @@ def pair(home: Any = "cpu", **options: Any) -> Any:
     return nn.EmbeddingBag(ROWS, DIM, sparse=options.get("mode") != "max", **options), ours
 
 
-def grads_equal(theirs: Any, ours: Any) -> None:
+def assert_equal_gradients(theirs: Any, ours: Any) -> None:
     dense = [None if m.weight.grad is None else m.weight.grad.to_dense() for m in (theirs, ours)]
     torch.testing.assert_close(dense[1], dense[0])
 
@@ -90,7 +90,7 @@ def test_outputs_and_gradients_equal_those_of_a_table_on_the_device(
     for _ in range(2):  # gradients accumulate
         (theirs(indices, *offsets) ** 2).sum().backward()
         (ours(indices, *offsets) ** 2).sum().backward()
-    grads_equal(theirs, ours)
+    assert_equal_gradients(theirs, ours)
     assert ours.weight.grad.is_sparse
 
 
@@ -103,7 +103,7 @@ def test_weights_per_sample_have_gradients_and_the_last_offset_may_be_included()
     for output in outputs:
         (output**2).sum().backward()
     torch.testing.assert_close(weights[1].grad, weights[0].grad)
-    grads_equal(theirs, ours)
+    assert_equal_gradients(theirs, ours)
 
 
 def test_a_batch_without_indices_touches_no_row() -> None:
@@ -183,7 +183,7 @@ def test_a_pipeline_that_prefetches_rows_trains_the_same_table(
 ) -> None:
     theirs, ours = pair(tmp_path_factory.mktemp("home") if disk else "cpu", mode="sum")
     reference, model = Model(theirs), Model(ours)
-    ours._lane = LANES[lane]() or ours._lane
+    ours._reader.lane = LANES[lane]() or ours._reader.lane
     train_plainly(reference, optimizers_of(reference, name), count, size)
     torch.manual_seed(4)
     depth = {"load": ahead, "copy": ahead, "distribute": ahead}
@@ -199,7 +199,7 @@ def test_a_pipeline_that_prefetches_rows_trains_the_same_table(
 
 
 def run(model: Any, lane: Any, count: Any = 8) -> Any:
-    model.bag._lane = lane
+    model.bag._reader.lane = lane
     pipeline = TrainPipelineSparseDist(model, optimizers_of(model, "sgd"), "cpu")
     iterator = iter(batches(count))
     torch.manual_seed(4)
@@ -212,7 +212,7 @@ def test_without_reading_updated_rows_again_a_read_that_is_early_trains_another_
     theirs, ours = pair(mode="sum")
     reference, model = Model(theirs), Model(ours)
     train_plainly(reference, optimizers_of(reference, "sgd"), 8, 1)
-    model.bag._refresh_stale = lambda request, batch: None
+    model.bag._reader.refresh_stale = lambda weight, request, batch: None
     run(model, InlineLane())
     assert not torch.allclose(model.bag.weight, reference.bag.weight, atol=1e-4)
 

@@ -551,6 +551,28 @@ def add_one(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return (args[0] + 1,), kwargs
 
 
+def test_a_shallow_copy_is_refused() -> None:
+    model = OffloadModel(mlp(), "cpu", num_slices=3, checkpoint_activation=False)
+    with pytest.raises(TypeError, match=r"copy\.deepcopy\(\)"):
+        copy.copy(model)
+
+
+def test_a_cache_of_parametrizations_around_a_forward_with_gradients_is_refused(
+    wrap: Callable[..., OffloadModel],
+) -> None:
+    """A recomputation would run a power iteration of its own, and a later forward meet weights of an ended visit."""
+    layers = mlp()
+    nn.utils.parametrizations.spectral_norm(layers[1][0])  # type: ignore[index]
+    bare, model = layers, wrap(copy.deepcopy(layers))
+    with nn.utils.parametrize.cached():
+        with pytest.raises(RuntimeError, match=r"expected no torch\.nn\.utils\.parametrize\.cached\(\)"):
+            model(batch())
+        with torch.no_grad():
+            outputs = [run.eval()(batch()) for run in (model, bare)]
+    assert_same(outputs[:1], outputs[1:])
+    assert_same(train(model.train(), batch()), train(bare.train(), batch()))
+
+
 class Overwrites(nn.Module):
     """Changes in place what its own graph has saved."""
 

@@ -51,6 +51,10 @@ class Run:
         self.home, self.arguments, self.kind = CONFIGURATIONS[configuration]
         self.folder = folder
         self.made = 0
+        self.run_without_interrupt()
+
+    def run_without_interrupt(self) -> None:
+        """Records what is expected, and leaves a model after its first step."""
         self.make()
         self.expected = [self.values()]
         for k in range(3):

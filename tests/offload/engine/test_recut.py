@@ -301,6 +301,7 @@ def test_a_forward_that_was_dropped_needs_no_shards(home: str) -> None:
     cycle.append(cycle)
     del out, cycle
     recut(model, [6])
+    assert cuts_of(model) == [6]
 
 
 def test_blocks_of_a_model_stay_its_shards(home: str) -> None:
@@ -372,6 +373,7 @@ def test_a_gradient_file_for_each_shard_is_made_again_once_the_old_ones_are_empt
 CUTTING = ("engine/recut.py", "engine/shard_parts.py", "streaming/layer_homes.py", "streaming/stored_gradients.py")
 CUTTING += ("engine/executor.py", "engine/references.py", "engine/cell.py", "optim/moves.py", "optim/param_block.py")
 CUTTING += ("optim/disk_update.py", "streaming/slot_pool.py", "streaming/streamer.py", "telemetry/statistics.py")
+CUTTING += ("optim/state_files.py", "engine/backward_passes.py")
 
 
 def test_an_interrupt_at_any_line_leaves_the_old_cuts_or_the_new(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_save_finishes_pending_updates(tmp_path: Path, home: str) -> None:
     for (name, b), c in zip(pair.bare.named_parameters(), again.model.parameters(), strict=True):
         torch.testing.assert_close(c, b, msg=name)
     again.bare, again.plain = pair.bare, pair.plain
-    again.compare_states()
+    again.assert_equal_states()
 
 
 def test_other_tools_read_it(tmp_path: Path, home: str) -> None:
@@ -157,8 +157,8 @@ def test_bare_modules_and_plain_optimizers_are_saved_and_loaded_too(tmp_path: Pa
     load_checkpoint(tmp_path, again.bare, again.plain)
     for action in ("backward", "step"):
         again.do(action)
-    again.compare()
-    again.compare_states()
+    again.assert_equal()
+    again.assert_equal_states()
 
 
 def test_tied_weights_are_stored_once(tmp_path: Path, home: str) -> None:
@@ -287,7 +287,7 @@ def test_an_interrupt_after_the_index_was_replaced_removes_nothing_that_it_names
 
 @pytest.mark.parametrize(
     ("kills", "states"),
-    [(9, "full"), (5, "bfloat16 weights, 8bit"), *(pytest.param(50, s, marks=pytest.mark.slow) for s in STATES)],
+    [(9, "full"), (5, "everything"), *(pytest.param(50, s, marks=pytest.mark.slow) for s in STATES)],
 )
 def test_a_process_killed_at_any_moment_resumes_from_a_whole_checkpoint_to_the_same_weights(
     kills: int, states: str, tmp_path: Path

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from gradcache import GradCache
 from gradcache.loss import DistributedContrastiveLoss, SimpleContrastiveLoss
-from offload import OffloadModel, OffloadOptimizer
+from offload import DiskHome, OffloadModel, OffloadOptimizer
 from tests.offload.mesh.world import World, difference, greatest_error, whole
 
 WORDS, WIDTH, LENGTH, ROWS = 11, 6, 4, 8
@@ -286,6 +286,65 @@ def a_limit_of_memory_is_planned_for_by_all_ranks_alike(world: World) -> None:
     assert greatest_error(model, bare) < 1e-6
 
 
+class Large(nn.Module):
+    """Its embedding, which is tied to its head, has nearly all of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(20001, 24)
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
+        self.head = nn.Linear(24, 20001, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        found: Tensor = self.head(x.mean(1))
+        return found
+
+
+def embeddings_and_heads_are_sharded_where_memory_is_too_small_for_them(world: World) -> None:
+    """Each rank then stores its rows of them, and slots are as large as blocks."""
+    bare = Large()
+    table = bare.words.weight.nbytes
+    model = offloaded(world, bare, world.folder / "homes", memory=int(3.7 * table))
+    assert model._executor.blocks == ["words", *(f"layers.{k}" for k in range(3)), "head"]
+    stored = sum(shard.home.nbytes for shard in model._executor.shards if shard.home is not None)
+    assert stored < 1.01 * sum(p.nbytes for p in bare.parameters()) / world.ranks
+    assert not any(whole_on(p) for p in model.parameters())
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01)
+    reference = torch.optim.AdamW(bare.parameters(), lr=0.01)
+    for seed in range(3):
+        loss_of(model(world.part(batch(seed)))).backward()
+        loss_of(bare(batch(seed))).backward()
+        assert greatest_error(model, bare) < 1e-6
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    assert difference(model, bare) < 1e-5
+    assert model._executor.streamer.slot_pool.slot_bytes < table / 100
+    assert not offloaded(world, bare, world.folder / "homes", memory="1GiB")._rest
+    model.close()
+
+
+def a_kept_home_has_what_is_outside_of_blocks(world: World) -> None:
+    kept = DiskHome(world.folder / "kept blocks", keep=True)
+    model = offloaded(world, Encoder(), kept)
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    loss_of(model(world.part(batch()))).backward()
+    optimizer.step()
+    values = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+    model.close()
+    with torch.device("meta"):
+        bare = Encoder()
+    model = offloaded(world, bare, kept)
+    assert all(torch.equal(whole(p.detach()), values[name]) for name, p in model.named_parameters())
+    loss_of(model(world.part(batch()))).backward()
+    model.close()
+
+
 #: The first ones are checked by four ranks as well.
 CLAIMS = [
     blocks_have_the_gradients_of_one_process_on_the_whole_batch,
@@ -294,5 +353,7 @@ CLAIMS = [
     resident_adapters_train_as_in_one_process,
     blocks_are_called_in_an_order_that_all_ranks_note,
     a_limit_of_memory_is_planned_for_by_all_ranks_alike,
+    embeddings_and_heads_are_sharded_where_memory_is_too_small_for_them,
+    a_kept_home_has_what_is_outside_of_blocks,
     ranks_that_call_blocks_otherwise_are_told_the_first_difference,
 ]

@@ -7,6 +7,7 @@ same claims in the same order; a claim that fails on one rank only ends the othe
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 import json
 import math
@@ -240,6 +241,46 @@ def layers_compute_in_another_type_and_sum_in_that_of_homes(world: World) -> Non
     assert greatest_error(model, alone) < 1e-6
 
 
+def gradients_and_states_of_16_bits_are_those_of_one_process(world: World) -> None:
+    """Rounded is what all ranks have added. Which states are encoded depends on whole parameters, not on a part."""
+    torch.manual_seed(0)
+    bare = nn.Sequential(nn.Linear(96, 65), nn.Tanh(), nn.Linear(65, 4))
+    x = torch.randn(8, 96)
+    small: Any = {"gradient_dtype": torch.bfloat16, "checkpoint_activation": True}
+    alone = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, **small)
+    for home in ("cpu", world.folder / "homes"):
+        models = [world.model(bare, home, 2, **small), *([alone] if home == "cpu" else [])]
+        optimizers = [OffloadOptimizer(m, torch.optim.AdamW, lr=0.01, states=torch.bfloat16) for m in models]
+        for _ in range(3):
+            for model in models:  # the same rows on both ranks: the mean is that of one
+                loss_of(model(x)).backward()
+            gradients = [[whole(p.grad) for p in model.parameters()] for model in models]
+            assert all(g.dtype == torch.bfloat16 for g in gradients[0])
+            assert all(map(torch.equal, gradients[0], gradients[-1]))
+            again = loss_of(models[0](x))
+            world.raises(RuntimeError, again.backward, "a second backward before zero_grad()")
+            del again
+            gc.collect()  # the exception refers to the forward, which would wait for its backward
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        model, optimizer = models[0], optimizers[0]
+        assert difference(model, alone) < 1e-6
+        state = optimizer.state_dict()["state"]
+        assert [state[k]["exp_avg"].dtype for k in range(4)] == [torch.bfloat16, *[torch.float32] * 3]
+        save_checkpoint(world.folder / "small", model, optimizer)
+        for states in (None, torch.bfloat16):
+            other = world.model([nn.Linear(96, 65), nn.Tanh(), nn.Linear(65, 4)], home, 1)
+            resumed = OffloadOptimizer(other, torch.optim.AdamW, states=states)
+            load_checkpoint(world.folder / "small", other, resumed)
+            found = resumed.state_dict()["state"]
+            assert found[0]["exp_avg"].dtype == (states or torch.float32)
+            assert all(
+                torch.equal(whole(found[k]["exp_avg"]).float(), whole(state[k]["exp_avg"]).float()) for k in range(4)
+            )
+        dist.barrier()
+
+
 def layers_on_the_meta_device_are_initialised_as_on_one_process(world: World) -> None:
     torch.manual_seed(3)
     model = world.model(build(meta=True))
@@ -364,6 +405,8 @@ def updates_wait_for_the_next_load_and_change_no_bit(world: World) -> None:
     """In files; while other code holds DTensors, local parts, gradients or views of them, updates run in the step."""
     held: dict[str, Callable[[Any], Any]] = {
         "nothing": lambda model: None,
+        "a loss": lambda model: None,
+        "a graph that has saved a parameter": lambda model: next(model.parameters()).square(),
         "a local part": lambda model: next(model.parameters()).to_local().detach(),
         "an alias": lambda model: next(model.parameters()).detach(),
         "a gradient": lambda model: next(model.parameters()).grad,
@@ -376,7 +419,10 @@ def updates_wait_for_the_next_load_and_change_no_bit(world: World) -> None:
     batch = world.part(batches()[0])
     for name, hold in held.items():
         for model, optimizer in zip(models, optimizers, strict=True):
-            loss_of(model(batch)).backward()
+            loss = loss_of(model(batch))
+            loss.backward()
+            if name != "a loss":
+                del loss
             something = hold(model) if model is models[0] else list(model.parameters())
             optimizer.step()
             pending = {shard.pending is not None for shard in model._executor.shards if shard.home is not None}
@@ -487,6 +533,9 @@ def bytes_are_those_of_the_formula(world: World) -> None:
         optimizer.step()
         optimizer.zero_grad()
         after, others = model.statistics(), world.ranks - 1
+        estimate = model.estimate(len(world.part(batch)))
+        assert estimate.bytes_gathered == after.bytes_gathered - before.bytes_gathered
+        assert estimate.bytes_reduced == after.bytes_reduced - before.bytes_reduced
         # All are loaded forward; the last two are still in slots when backward begins.
         assert after.bytes_gathered - before.bytes_gathered == others * (sum(of_layers) + sum(of_layers[:-2]))
         flags = sum(64 for layer in bare if [*layer.parameters()])
@@ -779,11 +828,7 @@ def what_is_not_supported_is_refused_before_anything_changes(world: World) -> No
     world.raises(ValueError, lambda: world.model(bare, mesh=three), "one dimension", "got 3")
     world.raises(TypeError, lambda: world.model(bare, mesh="cpu"), "DeviceMesh", "str")
     world.raises(ValueError, lambda: world.model(bare, memory_budget="1GiB"), "memory_budget=", "mesh=")
-    world.raises(ValueError, lambda: world.model(bare, gradient_dtype=torch.bfloat16), "gradient_dtype=", "mesh=")
-    kept = DiskHome(world.folder / "kept", keep=True)
-    world.raises(
-        ValueError, lambda: blocks_claims.offloaded(world, blocks_claims.Encoder(), kept), "keep=True", "blocks="
-    )
+    world.raises(ValueError, lambda: world.model(bare, store_dtype="split"), "store_dtype=", "mesh=")
     world.raises(ValueError, lambda: world.model(bare, gradient_divide_factor=0), "gradient_divide_factor=0")
     world.raises(ValueError, lambda: world.model(bare, mesh=None, gradient_divide_factor=2), "mesh=")
     world.raises(ValueError, lambda: world.model([scalar], slices=1), "scale", "(1,)")
@@ -793,6 +838,7 @@ def what_is_not_supported_is_refused_before_anything_changes(world: World) -> No
     model = world.model(bare)
     world.raises(TypeError, lambda: copy.deepcopy(model), "mesh=", "torch.distributed.checkpoint")
     world.raises(ValueError, lambda: model.share_slots([[model]]), "mesh=")
+    world.raises(RuntimeError, lambda: model._executor.recut([len(bare)]), "mesh=")
     handle = model[0].weight.register_hook(lambda gradient: gradient)
     world.raises(RuntimeError, lambda: model(batches()[0]), "hooks", "0.weight")
     handle.remove()
@@ -844,6 +890,7 @@ CLAIMS = [
     updates_wait_for_the_next_load_and_change_no_bit,
     loads_wait_for_updates_that_are_late,
     layers_compute_in_another_type_and_sum_in_that_of_homes,
+    gradients_and_states_of_16_bits_are_those_of_one_process,
     layers_on_the_meta_device_are_initialised_as_on_one_process,
     gradcache_runs_over_it_with_unequal_rows_and_chunks,
     retrieval_over_ranks_has_the_losses_of_one_process,

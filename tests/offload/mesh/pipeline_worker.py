@@ -30,7 +30,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return x, x[:, :1].cos()
 
 
-def compare(models: dict[int, nn.Module], stages: int, steps: int = 2, tolerance: float = 1e-6) -> None:
+def assert_equal_gradients(models: dict[int, nn.Module], stages: int, steps: int = 2, tolerance: float = 1e-6) -> None:
     """The gradients of each stage with those of the plain model, accumulated over so many steps."""
     layers = load_example(EXAMPLE).build()
     x, y = batch()
@@ -52,7 +52,7 @@ def gradients_of_example(stages_per_rank: int) -> None:
     models = module.stages_of(rank, ranks, stages_per_rank)
     schedule = module.schedule_of(models, ranks)
     module.run(schedule, rank, ranks, *batch())
-    compare(models, ranks * stages_per_rank, steps=1)
+    assert_equal_gradients(models, ranks * stages_per_rank, steps=1)
 
 
 def trains_as_the_plain_model(stages_per_rank: int) -> None:
@@ -95,7 +95,7 @@ def stages_are_sharded_over_a_mesh() -> None:
     made = PipelineStage(model, rank, 2, torch.device("cpu"), group=stage.get_group())
     schedule = Schedule1F1B(made, 4, loss_fn=nn.functional.mse_loss)
     module.run(schedule, rank, 2, x, y)
-    compare({rank: model}, 2, steps=1)
+    assert_equal_gradients({rank: model}, 2, steps=1)
 
 
 def zero_bubble_is_right_or_refused(mesh: bool) -> None:
@@ -105,7 +105,7 @@ def zero_bubble_is_right_or_refused(mesh: bool) -> None:
     stages = [PipelineStage(model, k, 4, torch.device("cpu")) for k, model in models.items()]
     schedule = ScheduleInterleavedZeroBubble(stages, 4, loss_fn=nn.functional.mse_loss)
     module.run(schedule, rank, ranks, *batch())
-    compare(models, 4, steps=1)
+    assert_equal_gradients(models, 4, steps=1)
 
 
 CLAIMS: dict[int, dict[str, Callable[[], None]]] = {

@@ -384,5 +384,5 @@ def test_while_one_block_is_computed_the_next_ones_are_being_read(
     assert laid == ["late"] + ["ahead"] * (len(laid) - 1)
     # All I/O buffers but that of the block; at the end there is nothing to come.
     assert ahead == [min(IO_BUFFERS - 1, len(laid) - 1 - k) for k in range(len(laid))]
-    pair.compare()
-    pair.compare_states()
+    pair.assert_equal()
+    pair.assert_equal_states()

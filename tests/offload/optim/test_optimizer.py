@@ -64,8 +64,8 @@ def test_any_sequence_trains_like_the_plain_optimizer(
         )
         for action in ["backward", "step", *actions]:
             pair.do(action)
-        pair.compare()
-        pair.compare_states()
+        pair.assert_equal()
+        pair.assert_equal_states()
 
 
 def test_sgd_is_bit_equal_and_clipping_uses_the_very_coefficient(home: str) -> None:
@@ -75,7 +75,7 @@ def test_sgd_is_bit_equal_and_clipping_uses_the_very_coefficient(home: str) -> N
         for _ in range(4):
             for action in ("backward", "backward", "step", "zero"):
                 pair.do(action)
-        pair.compare()
+        pair.assert_equal()
 
 
 def test_an_optimizer_that_does_nothing_is_noticed_for_every_tensor() -> None:
@@ -86,6 +86,6 @@ def test_an_optimizer_that_does_nothing_is_noticed_for_every_tensor() -> None:
     for (name, b), c in zip(pair.bare.named_parameters(), pair.model.parameters(), strict=True):
         if b.grad is not None:
             with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-                pair.close(c, b)
+                pair.assert_close(c, b)
         else:
             assert name.endswith("never")

@@ -37,8 +37,8 @@ def test_grad_scaler(home: str, inf_at: int | None, unscale: bool, max_norm: flo
             scaler.update()
             optimizer.zero_grad()
     assert scalers[0].get_scale() == scalers[1].get_scale()
-    pair.compare()
-    pair.compare_states()
+    pair.assert_equal()
+    pair.assert_equal_states()
 
 
 def test_state_dicts_go_both_ways(home: str) -> None:
@@ -50,12 +50,12 @@ def test_state_dicts_go_both_ways(home: str) -> None:
         pair.model.load_state_dict(first.bare.state_dict())
     second.plain.load_state_dict(copy.deepcopy(first.ours.state_dict()))
     second.ours.load_state_dict(first.plain.state_dict())
-    second.compare_states()
+    second.assert_equal_states()
     for action in ("backward", "step", "zero", "backward", "step"):
         second.do(action)
-    second.compare()
-    second.compare_states()
-    first.compare_states()  # tensors were copied: what the second did is not seen in the first
+    second.assert_equal()
+    second.assert_equal_states()
+    first.assert_equal_states()  # tensors were copied: what the second did is not seen in the first
 
 
 def test_states_are_in_the_order_of_parameters(home: str) -> None:
@@ -75,7 +75,7 @@ def test_a_state_dict_of_other_groups_is_refused_and_changes_nothing(home: str) 
     other = Pair("adamw", "cpu", grouped=True)
     with pytest.raises(ValueError, match="different number of parameter groups"):
         pair.ours.load_state_dict(other.plain.state_dict())
-    pair.compare_states()
+    pair.assert_equal_states()
 
 
 def test_a_group_added_later_is_trained(home: str) -> None:
@@ -175,7 +175,7 @@ def test_a_norm_is_read_again_when_a_gradient_was_written_to(home: str) -> None:
             if p.grad is not None:
                 p.grad.mul_(3)
     pair.step()
-    pair.compare()
+    pair.assert_equal()
 
 
 def test_norms_are_computed_as_gradients_are_offloaded(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_norms_are_computed_as_gradients_are_offloaded(home: str, monkeypatch: p
 
     monkeypatch.setattr("offload.optim.clipping.norm_of", never)
     pair.step()
-    pair.compare()
+    pair.assert_equal()
 
 
 def test_an_optimizer_is_not_copied_away_from_its_model() -> None:
@@ -202,7 +202,7 @@ def test_a_clipped_gradient_that_is_not_zeroed_has_the_norm_of_the_clipped_one(h
     pair = Pair("momentum", home, max_norm=0.1)
     for action in ("backward", "step", "step", "look", "backward", "step"):
         pair.do(action)
-    pair.compare()
+    pair.assert_equal()
 
 
 def test_a_note_is_not_inherited_by_a_copy_of_the_gradient() -> None:

@@ -40,8 +40,8 @@ def test_it_trains_like_the_plain_optimizer(
             accumulated(pair)
         for action in ("backward", "step", "zero", "schedule"):
             pair.do(action)
-    pair.compare()
-    pair.compare_states()
+    pair.assert_equal()
+    pair.assert_equal_states()
 
 
 def test_no_gradient_is_stored_and_shards_are_updated_before_backward_ends(tmp_path: Any) -> None:
@@ -64,7 +64,7 @@ def test_no_gradient_is_stored_and_shards_are_updated_before_backward_ends(tmp_p
     assert not any(shard.gradient_regions for shard in shards)
     pair.step()
     pair.zero()
-    pair.compare()
+    pair.assert_equal()
 
 
 def test_a_second_backward_without_accumulate_is_refused_and_changes_nothing(home: str) -> None:
@@ -77,12 +77,12 @@ def test_a_second_backward_without_accumulate_is_refused_and_changes_nothing(hom
     del loss
     pair.step()
     pair.zero()
-    pair.compare()
+    pair.assert_equal()
     for then, now in zip(before, pair.model.parameters(), strict=True):
         assert torch.equal(then, now)
     for action in ("backward", "step", "zero"):
         pair.do(action)
-    pair.compare()
+    pair.assert_equal()
 
 
 def test_two_forwards_in_one_backward_are_refused_before_anything_changes(home: str) -> None:
@@ -93,21 +93,21 @@ def test_two_forwards_in_one_backward_are_refused_before_anything_changes(home: 
         loss.backward()
     del loss
     gc.collect()
-    pair.compare()
+    pair.assert_equal()
     pair.backward()
     pair.step()
     pair.zero()
-    pair.compare()
+    pair.assert_equal()
 
 
 def test_torch_autograd_grad_updates_nothing(home: str) -> None:
     pair = Pair("sgd", home, update_in_backward=True)
     x = pair.batch().requires_grad_()
     torch.autograd.grad(pair.model(x).sum(), x)
-    pair.compare()
+    pair.assert_equal()
     for action in ("backward", "step", "zero"):
         pair.do(action)
-    pair.compare()
+    pair.assert_equal()
 
 
 def test_a_backward_that_fails_half_way_leaves_an_optimizer_that_says_so(home: str) -> None:
@@ -135,7 +135,7 @@ def test_a_backward_that_fails_at_once_can_be_repeated(home: str) -> None:
     gc.collect()
     for action in ("backward", "step", "zero"):
         pair.do(action)
-    pair.compare()
+    pair.assert_equal()
 
 
 def test_one_optimizer_per_model_updates_in_backward() -> None:
@@ -146,6 +146,14 @@ def test_one_optimizer_per_model_updates_in_backward() -> None:
     del first
     gc.collect()
     OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
+
+
+def is_equal(pair: Pair) -> bool:
+    try:
+        pair.assert_equal()
+    except AssertionError:
+        return False
+    return True
 
 
 def test_an_update_waits_for_offloaded_gradients(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, late: Any) -> None:
@@ -160,11 +168,7 @@ def test_an_update_waits_for_offloaded_gradients(tmp_path: Any, monkeypatch: pyt
             accumulated(pair)
             for action in ("backward", "step", "zero"):
                 pair.do(action)
-        try:
-            pair.compare()
-        except AssertionError:
-            return False
-        return True
+        return is_equal(pair)
 
     assert train(forgetful=False)
     assert not train(forgetful=True)
@@ -180,11 +184,7 @@ def test_a_slot_is_filled_again_after_the_update_in_it(tmp_path: Any, monkeypatc
         for _ in range(2):
             for action in ("backward", "step", "zero"):
                 pair.do(action)
-        try:
-            pair.compare()
-        except AssertionError:
-            return False
-        return True
+        return is_equal(pair)
 
     assert trains(forgetful=False)
     assert not trains(forgetful=True)

@@ -52,8 +52,8 @@ def same(pair: Pair, steps: int = 3) -> bool:
                 pair.do("backward")
             for action in ("step", "schedule", "zero", "eval") if step == 1 else ("step", "zero"):
                 pair.do(action)
-        pair.compare()
-        pair.compare_states()
+        pair.assert_equal()
+        pair.assert_equal_states()
     except AssertionError:
         return False
     return True
@@ -84,7 +84,7 @@ def test_training_is_exact_in_whatever_order_updates_and_copies_finish(
         for _ in range(3):
             for action in ("backward", "step", "zero"):
                 pair.do(action)
-        pair.compare()
+        pair.assert_equal()
     else:
         assert same(Pair("adamw", home, tied=tied, slices=slices, max_norm=max_norm))
 
@@ -131,14 +131,14 @@ def test_reading_through_the_model_waits_for_updates(home: str, updates: Any, mo
     pair.step()
     pair.zero()
     with pytest.raises(AssertionError, match="Tensor-likes are not"):
-        pair.compare()
+        pair.assert_equal()
     updates(LateLane(0))
     pair = Pair("sgd", home)
     pair.backward()
     pair.step()
     monkeypatch.setattr(Streamer, "apply_pending_updates", lambda self: None)
     with pytest.raises(AssertionError, match="Tensor-likes are not"):
-        pair.compare()
+        pair.assert_equal()
 
 
 def test_updates_follow_the_order_of_loads_and_stay_ahead_by_the_slots(tmp_path: Path, updates: Any) -> None:
@@ -193,7 +193,7 @@ def test_a_disk_home_is_read_once_for_update_and_load(tmp_path: Path, monkeypatc
                     (region,) = shard.gradient_regions
                     begin = region.offsets[id(s.parameter)]
                     assert (times("read", region.block)[begin : begin + s.nbytes] == 1).all()
-            for rest in param_block._stored.values():  # the moments
+            for rest in param_block.state_files.places.values():  # the moments
                 here = slice(rest.offset, rest.offset + rest.nbytes)
                 assert (times("read", rest.block)[here] == 1).all()
                 assert (times("write", rest.block)[here] == 1).all()

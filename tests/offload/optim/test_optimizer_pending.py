@@ -34,7 +34,7 @@ def test_step_returns_before_anything_is_updated(home: str, held: list[str]) -> 
     pair.eval()
     assert sorted(held) == ["U0", "U1", "U2", "U3"]
     assert pending(pair.model) == []
-    pair.compare()
+    pair.assert_equal()
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_any_read_through_the_model_finishes_pending_updates(home: str, held: li
     read(pair)
     assert pending(pair.model) == []
     assert len(held) == 4
-    pair.compare()
+    pair.assert_equal()
 
 
 def test_zero_grad_does_not_finish_pending_updates(home: str, held: list[str]) -> None:
@@ -85,7 +85,7 @@ def test_a_schedule_that_steps_after_step_does_not_change_the_pending_update(hom
         group["lr"] = 1e6
     for group in pair.plain.param_groups:
         group["lr"] = 1e6
-    pair.compare()
+    pair.assert_equal()
 
 
 def test_a_backward_after_step_belongs_to_neither_value_and_says_so(home: str) -> None:
@@ -95,7 +95,7 @@ def test_a_backward_after_step_belongs_to_neither_value_and_says_so(home: str) -
     pair.step()
     with pytest.raises(RuntimeError, match="changed in place between the forward and its backward"):
         loss.backward()
-    pair.compare()
+    pair.assert_equal()
 
 
 def test_an_update_is_not_spoilt_by_inference_mode(home: str) -> None:
@@ -106,8 +106,8 @@ def test_an_update_is_not_spoilt_by_inference_mode(home: str) -> None:
         pair.model(torch.zeros(2, WIDTH))
     for action in ("backward", "step", "zero", "eval"):
         pair.do(action)
-    pair.compare()
-    pair.compare_states()
+    pair.assert_equal()
+    pair.assert_equal_states()
 
 
 def test_a_learning_rate_in_a_tensor_is_noted_too(home: str, held: list[str]) -> None:

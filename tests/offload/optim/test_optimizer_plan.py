@@ -195,8 +195,8 @@ def test_an_update_in_backward_reads_no_weights_that_are_in_a_slot(tmp_path: Pat
     cached = sum(s.parameter.numel() for shard in shards[-slots:] for s in shard.own)
     assert after.bytes_moved - before.bytes_moved == 28 * count - 4 * cached
     assert after.update_bytes_read - before.update_bytes_read == 8 * count
-    pair.compare()
-    pair.compare_states()
+    pair.assert_equal()
+    pair.assert_equal_states()
 
 
 @pytest.mark.parametrize("waiting", [2, 4])
@@ -217,7 +217,7 @@ def test_gradients_that_wait_in_memory_are_neither_written_nor_read(tmp_path: Pa
     assert after.update_bytes_read - before.update_bytes_read == 4 * 3 * shard_bytes + (4 - waiting) * shard_bytes
     regions = [shard.gradient_regions for shard in pair.model._executor.shards]
     assert [not region for region in regions] == [j < waiting for j in range(4)]
-    pair.compare_states()
+    pair.assert_equal_states()
 
 
 def test_an_update_in_host_memory_moves_no_bytes() -> None:
@@ -250,4 +250,4 @@ def test_a_write_that_is_repeated_is_counted_once(tmp_path: Path, monkeypatch: p
         pair.ours.synchronize()
     pair.ours.synchronize()
     assert pair.model.statistics().update_bytes_written == 2 * written
-    pair.compare()
+    pair.assert_equal()

@@ -15,23 +15,10 @@ import offload.optim.update_blocks
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
 from offload.optim.dynamic_map import decode, encode
 from offload.optim.state_forms import in_full
+from tests.offload.twins import CLASSES, Twins, bytes_of_a_step, exchanged, folder_in, layers, resumed
 
 FORMS: list[Any] = [torch.bfloat16, "8bit"]
 forms = pytest.mark.parametrize("form", FORMS, ids=["bfloat16", "8bit"])
-
-CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "fused": True}),
-    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True, "foreach": False}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1, "fused": False}),
-}
-
-
-def layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    # Multiples of 8: kernels round alike wherever a row begins. Not of 16: the last scale is of fewer elements.
-    parts = [nn.Linear(72, 72), nn.Tanh(), nn.LayerNorm(72), nn.Linear(72, 72), nn.Tanh(), nn.Linear(72, 80)]
-    return nn.Sequential(*parts)
 
 
 def rounded(value: Tensor, form: Any) -> Tensor:
@@ -45,7 +32,7 @@ def rounded(value: Tensor, form: Any) -> Tensor:
     return found.view(value.shape)
 
 
-class Twins:
+class RoundedStates(Twins):
     """A plain model whose states are rounded after each step, and the same offloaded with ``states=form``."""
 
     def __init__(
@@ -59,7 +46,6 @@ class Twins:
         self.model = OffloadModel(copy.deepcopy(self.bare), "cpu", home, **given)
         self.plain = kind(self.bare.parameters(), **arguments)
         self.ours = OffloadOptimizer(self.model, kind, states=form, **arguments, **more)
-        self.count = 0
         self.round()
 
     def round(self) -> None:
@@ -70,8 +56,7 @@ class Twins:
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
-            self.count += 1
-            x = torch.randn(8, 72, generator=torch.Generator().manual_seed(self.count))
+            x = self.batch()
             for run, optimizer in ((self.bare, self.plain), (self.model, self.ours)):
                 (run(x) - 1).pow(2).mean().backward()
                 optimizer.step()
@@ -79,7 +64,7 @@ class Twins:
             with torch.no_grad():
                 self.round()
 
-    def compare(self) -> None:
+    def assert_equal(self) -> None:
         for (name, p), q in zip(self.bare.named_parameters(), self.model.parameters(), strict=True):
             assert torch.equal(p, q), name
         expected, actual = self.plain.state_dict()["state"], self.ours.state_dict()["state"]
@@ -91,46 +76,47 @@ class Twins:
                 assert torch.equal(torch.as_tensor(full[name]), torch.as_tensor(value)), name
 
 
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload.optim.update_blocks, "MAX_BLOCK_BYTES", 4096)
-
-
 @forms
-@pytest.mark.parametrize("name", sorted(CLASSES))
+@pytest.mark.parametrize(
+    ("name", "home"),
+    [
+        ("adagrad", "disk"),
+        ("adamw", "disk"),
+        ("momentum", "disk"),
+        ("rmsprop", "disk"),
+        ("adamw", "host"),
+        ("rmsprop", "host"),
+    ],
+    indirect=["home"],
+)
 @pytest.mark.usefixtures("small_blocks")
 def test_training_is_that_of_the_class_with_states_rounded_after_each_step(home: str, name: str, form: Any) -> None:
-    twins = Twins(name, home, form)
+    twins = RoundedStates(name, home, form)
     twins.step(3)
-    twins.compare()
+    twins.assert_equal()
 
 
 @forms
 def test_parameters_that_stay_on_the_device_store_states_in_the_form(tmp_path: Path, form: Any) -> None:
-    twins = Twins("adamw", f"{tmp_path}/a/", form, resident="3.*", max_norm=1e9)
+    twins = RoundedStates("adamw", f"{tmp_path}/a/", form, resident="3.*", max_norm=1e9)
     twins.step(2)
-    twins.compare()
+    twins.assert_equal()
     saved = twins.ours.state_dict()
     each = sum(value.nbytes for key, value in saved["state"][4].items() if key != "step")  # of 3.weight
     assert each == 72 * 72 * 4 if form is torch.bfloat16 else 2 * (72 * 72 + 4 * 21)
-    other = Twins("adamw", f"{tmp_path}/b/", form, resident="3.*", max_norm=1e9)
+    other = RoundedStates("adamw", f"{tmp_path}/b/", form, resident="3.*", max_norm=1e9)
     other.model.load_state_dict(twins.model.state_dict())
     other.ours.load_state_dict(copy.deepcopy(saved))
-    other.bare, other.plain, other.count = twins.bare, twins.plain, twins.count
+    other.take_over(twins)
     other.model.get_parameter("3.weight").data = other.model.get_parameter("3.weight").data.clone()
     other.step()
-    other.compare()
+    other.assert_equal()
 
 
 @forms
 @pytest.mark.usefixtures("small_blocks")
 def test_updates_in_backward_and_shards_in_memory_round_alike(tmp_path: Path, form: Any) -> None:
-    twins = Twins("adamw", f"{tmp_path}/", form, update_in_backward=True)
-    twins.step()
-    for shards in ([], [0, 2], [1, 2, 3, 4, 5]):
-        twins.model._executor.keep_in_memory(shards)
-        twins.step()
-        twins.compare()
+    RoundedStates("adamw", f"{tmp_path}/", form, update_in_backward=True).assert_equal_where_shards_move()
 
 
 @forms
@@ -139,8 +125,8 @@ def test_bits_do_not_depend_on_how_updates_are_cut(tmp_path: Path, monkeypatch: 
     found = []
     for update_block_bytes in (64, 4096, 16 << 20):
         monkeypatch.setattr(offload.optim.update_blocks, "MAX_BLOCK_BYTES", update_block_bytes)
-        twins = Twins("adamw", f"{tmp_path}/{update_block_bytes}/", form, max_norm=0.1)
-        twins.step(3)
+        twins = RoundedStates("adamw", f"{tmp_path}/{update_block_bytes}/", form, max_norm=0.1)
+        twins.step(2)
         found.append([*twins.model.parameters(), *_tensors(twins.ours)])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
@@ -171,35 +157,21 @@ def test_norms_biases_and_small_matrices_keep_states_in_full(home: str, form: An
         assert last["exp_avg"].dtype == last["exp_avg_sq"].dtype == torch.bfloat16
 
 
-@forms
-@pytest.mark.parametrize("through", ["checkpoint", "state_dict"])
+@resumed(FORMS)
 @pytest.mark.usefixtures("small_blocks")
 def test_a_resumed_run_continues_bit_for_bit(home: str, tmp_path: Path, form: Any, through: str) -> None:
-    first = Twins("adamw", f"{home}a/" if home != "cpu" else home, form)
+    first, second = (RoundedStates("adamw", folder_in(home, name), form) for name in "ab")
     first.step(2)
-    second = Twins("adamw", f"{home}b/" if home != "cpu" else home, form)
-    if through == "checkpoint":
-        save_checkpoint(tmp_path / "saved", first.model, first.ours)
-        load_checkpoint(tmp_path / "saved", second.model, second.ours)
-    else:
-        torch.save([first.model.state_dict(), first.ours.state_dict()], tmp_path / "saved.pt")
-        model, optimizer = torch.load(tmp_path / "saved.pt")
-        second.model.load_state_dict(model)
-        second.ours.load_state_dict(optimizer)
-    second.bare, second.plain, second.count = first.bare, first.plain, first.count
-    second.compare()
-    second.step(2)
-    second.compare()
+    second.assert_resumes(first, through, tmp_path)
 
 
-@pytest.mark.parametrize("there", [None, *FORMS], ids=str)
-@pytest.mark.parametrize("here", [None, *FORMS], ids=str)
+@exchanged(FORMS)
 def test_a_checkpoint_of_one_form_loads_into_another(home: str, tmp_path: Path, there: Any, here: Any) -> None:
-    first = Twins("adamw", f"{home}a/" if home != "cpu" else home, here or "8bit")
+    first = RoundedStates("adamw", folder_in(home, "a"), here or "8bit")
     if here is None:
         first.ours = OffloadOptimizer(first.model, torch.optim.AdamW)
     first.step(2)
-    second = Twins("adamw", f"{home}b/" if home != "cpu" else home, there or "8bit")
+    second = RoundedStates("adamw", folder_in(home, "b"), there or "8bit")
     if there is None:
         second.ours = OffloadOptimizer(second.model, torch.optim.AdamW)
     save_checkpoint(tmp_path / "saved", first.model, first.ours)
@@ -214,7 +186,7 @@ def test_a_checkpoint_of_one_form_loads_into_another(home: str, tmp_path: Path, 
 
 
 def test_states_that_do_not_belong_together_are_refused_and_change_nothing() -> None:
-    twins = Twins("adamw", "cpu", "8bit")
+    twins = RoundedStates("adamw", "cpu", "8bit")
     twins.step()
     saved = twins.ours.state_dict()
     for key, value, match in (
@@ -229,11 +201,11 @@ def test_states_that_do_not_belong_together_are_refused_and_change_nothing() -> 
             damaged[0][key] = value
         with pytest.raises(ValueError, match=match):
             twins.ours.load_state_dict({**saved, "state": damaged})
-    twins.compare()
+    twins.assert_equal()
 
 
 def test_an_optimizer_of_torch_refuses_states_in_8_bits() -> None:
-    twins = Twins("adamw", "cpu", "8bit")
+    twins = RoundedStates("adamw", "cpu", "8bit")
     twins.step()
     twins.plain.load_state_dict(copy.deepcopy(twins.ours.state_dict()))
     twins.bare(torch.ones(1, 72)).sum().backward()
@@ -305,30 +277,9 @@ def test_a_step_of_adam_with_clipping_moves_so_many_bytes_a_parameter(
     tmp_path: Path, form: Any, gradients: Any, moved: float
 ) -> None:
     """Of matrices; and without what the slots keep between the passes."""
-    model = OffloadModel(
-        nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5))),
-        "cpu",
-        f"{tmp_path}/",
-        num_slices=5,
-        memory=MemoryPolicy.fixed(slots=2),
-        gradient_dtype=gradients,
-    )
-    optimizer = OffloadOptimizer(model, torch.optim.Adam, states=form, max_norm=0.1)
-
-    def counted() -> tuple[int, int]:
-        s = model.statistics()
-        return s.bytes_loaded + s.update_bytes_read, s.bytes_stored + s.update_bytes_written
-
-    for _ in range(3):
-        before = counted()
-        model(torch.ones(2, 64)).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    after = counted()
-    read, written = (b - a for a, b in zip(before, after, strict=True))
+    read, written = bytes_of_a_step(f"{tmp_path}/", states=form, gradient_dtype=gradients)
     each = 64 * 64
     gradient = 4 if gradients is None else 2
     states = (moved - 12 - 2 * gradient) / 2
     assert read == (5 * (8 + gradient + states) - 2 * 4) * each  # two shards are in slots when backward begins
     assert written == 5 * (4 + gradient + states) * each
-    assert model.statistics().bytes_moved == sum(after)

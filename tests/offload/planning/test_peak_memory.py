@@ -125,7 +125,7 @@ def test_the_predicted_peak_is_what_is_alive_at_the_fullest_moment(
     step(model, x)
     predicted = estimate_of(model, rows).memory_bytes
     executor = model._executor
-    fixed = executor.streamer.slots * executor.streamer._slot_bytes
+    fixed = executor.streamer.slots * executor.streamer.slot_bytes
     if home == "cpu":
         fixed += sum(shard.home.nbytes for shard in executor.shards if shard.home is not None)
     model.zero_grad()
@@ -139,7 +139,7 @@ def test_the_gradients_of_a_home_in_host_memory_are_counted_once(monkeypatch: py
     """It takes them as they are: they are never on the compute device as well."""
     model, x = model_of("cpu", monkeypatch, num_slices=DEPTH, checkpoint_activation=True), torch.randn(4, WIDTH)
     step(model, x)
-    estimate, slot = estimate_of(model, 4, drain=1e9), model._executor.streamer._slot_bytes
+    estimate, slot = estimate_of(model, 4, drain=1e9), model._executor.streamer.slot_bytes
     boundary = 4 * WIDTH * 4
     # At the end of forward, and the output's gradient; then each cell of backward uses up as much as it makes.
     assert estimate.peak_bytes["device"] == 2 * slot + (DEPTH - 1) * boundary + boundary

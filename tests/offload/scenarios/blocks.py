@@ -39,7 +39,7 @@ def after_a_step(path: Path, optimizer_thread: LateThread | None = None) -> tupl
     return bare, model, optimizer
 
 
-def same(expected: Any, values: dict[str, Tensor]) -> None:
+def assert_same_values(expected: Any, values: dict[str, Tensor]) -> None:
     for name, value in expected.state_dict().items():
         torch.testing.assert_close(values[name], value)
 
@@ -49,14 +49,14 @@ def a_copy_of_a_model_with_blocks_is_updated(monkeypatch: pytest.MonkeyPatch, pa
     update_on(monkeypatch, LateLane(0))
     bare, model, optimizer = after_a_step(path)
     optimizer.step()
-    same(bare, dict(copy.deepcopy(model).state_dict()))
+    assert_same_values(bare, dict(copy.deepcopy(model).state_dict()))
 
 
 @fails_with("Tensor-likes are not")
 def parameters_outside_of_blocks_are_updated_by_the_step(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     bare, model, optimizer = after_a_step(path, LateThread())
     optimizer.step()
-    same(bare, dict(model.state_dict()))
+    assert_same_values(bare, dict(model.state_dict()))
 
 
 class _Interrupted(LateThread):

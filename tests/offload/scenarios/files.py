@@ -385,8 +385,8 @@ def an_update_has_arrived_when_it_is_done(monkeypatch: pytest.MonkeyPatch, path:
         assert sum(io_threads.under_way() for io_threads in threads) == 0, "an update is done before its writes"
         written = pair.model.statistics().update_bytes_written - before
         assert written == 3 * updated, "written twice or not at all"
-        pair.compare()
-        pair.compare_states()
+        pair.assert_equal()
+        pair.assert_equal_states()
 
 
 @fails_with("transfers go on after a failure", "bytes are left unwritten")
@@ -420,8 +420,8 @@ def _fails_once(
             task.param_block.flush(task)
             assert not task.unwritten, "bytes are left unwritten"
         pair.eval()
-        pair.compare()
-        pair.compare_states()
+        pair.assert_equal()
+        pair.assert_equal_states()
 
 
 @fails_with("Tensor-likes are not")

@@ -35,7 +35,7 @@ def after_a_step(look: Callable[[Pair], None]) -> Scenario:
 
 def _same(pair: Pair, parameters: list[torch.Tensor]) -> None:
     for expected, got in zip(pair.bare.parameters(), parameters, strict=True):
-        pair.close(got, expected)
+        pair.assert_close(got, expected)
 
 
 def _past_the_model(pair: Pair) -> list[torch.Tensor]:
@@ -65,7 +65,7 @@ def a_step_that_others_can_see_is_finished(monkeypatch: pytest.MonkeyPatch, path
 
 @after_a_step
 def parameters_are_updated(pair: Pair) -> None:
-    pair.compare()
+    pair.assert_equal()
 
 
 @after_a_step
@@ -73,13 +73,13 @@ def a_parameter_that_a_module_is_asked_for_is_updated(pair: Pair) -> None:
     modules = dict(nn.Module.named_modules(pair.model))  # without the model's own, which waits itself
     for name, p in pair.bare.named_parameters():
         path, _, key = name.rpartition(".")
-        pair.close(getattr(modules[path], key), p)
+        pair.assert_close(getattr(modules[path], key), p)
 
 
 @after_a_step
 def a_state_dict_is_updated(pair: Pair) -> None:
     for key, value in pair.model.state_dict().items():
-        pair.close(value, pair.bare.state_dict()[key])
+        pair.assert_close(value, pair.bare.state_dict()[key])
 
 
 @after_a_step
@@ -93,13 +93,13 @@ def a_loaded_state_is_not_updated_by_an_earlier_step(pair: Pair) -> None:
 def gradients_are_zeroed_after_their_use_by_the_model(pair: Pair) -> None:
     for model in (pair.bare, pair.model):
         model.zero_grad(set_to_none=False)
-    pair.compare()
+    pair.assert_equal()
 
 
 @after_a_step
 def gradients_are_zeroed_after_their_use_by_the_optimizer(pair: Pair) -> None:
     pair.zero_in_place()
-    pair.compare()
+    pair.assert_equal()
 
 
 @after_a_step
@@ -114,7 +114,7 @@ def data_that_is_assigned_is_not_updated_by_an_earlier_step(pair: Pair) -> None:
         for p in parameters:
             p.data = torch.full_like(p, 0.5)
     pair.eval()
-    pair.compare()
+    pair.assert_equal()
 
 
 @after_a_step
@@ -130,7 +130,7 @@ def a_pickled_copy_is_updated(pair: Pair) -> None:
 @after_a_step
 def a_second_step_is_a_second_update(pair: Pair) -> None:
     pair.step()
-    pair.compare()
+    pair.assert_equal()
 
 
 @after_a_step
@@ -141,7 +141,7 @@ def synchronize_finishes_the_update(pair: Pair) -> None:
 
 @after_a_step
 def the_state_of_the_optimizer_is_updated(pair: Pair) -> None:
-    pair.compare_states()
+    pair.assert_equal_states()
 
 
 @after_a_step
@@ -151,8 +151,8 @@ def a_loaded_optimizer_is_not_updated_by_an_earlier_step(pair: Pair) -> None:
         for group in state["param_groups"]:
             group["lr"] = 0.5
         optimizer.load_state_dict(state)
-    pair.compare()
-    pair.compare_states()
+    pair.assert_equal()
+    pair.assert_equal_states()
 
 
 @fails_with("DID NOT RAISE .*RuntimeError", error=pytest.fail.Exception)

@@ -45,7 +45,7 @@ def _bag() -> tuple[nn.EmbeddingBag, OffloadEmbeddingBag]:
     theirs = nn.EmbeddingBag(9, 4)
     torch.manual_seed(0)
     ours = OffloadEmbeddingBag(9, 4)
-    ours._lane = _LateLane()  # type: ignore[assignment]
+    ours._reader.lane = _LateLane()  # type: ignore[assignment]
     return theirs, ours
 
 
@@ -68,7 +68,7 @@ def a_read_that_failed_is_told_by_its_wait(monkeypatch: pytest.MonkeyPatch, path
 def indices_are_read_after_they_have_come(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     theirs, ours = _bag()
     indices = torch.zeros(1, 2, dtype=torch.int64)
-    monkeypatch.setattr("offload.embedding.bag.fence", lambda device: _LateTicket(lambda: indices.fill_(5)))
+    monkeypatch.setattr("offload.embedding.row_reader.fence", lambda device: _LateTicket(lambda: indices.fill_(5)))
     got = ours(indices)
     torch.testing.assert_close(got, theirs(torch.full((1, 2), 5)))
 
@@ -77,10 +77,10 @@ def indices_are_read_after_they_have_come(monkeypatch: pytest.MonkeyPatch, path:
 def what_crosses_streams_is_known_to_the_allocator(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     cuda, stream = LateCuda(monkeypatch), LateStream()
     _, ours = _bag()
-    ours._lane = InlineLane(stream)  # type: ignore[arg-type, assignment]
+    ours._reader.lane = InlineLane(stream)  # type: ignore[arg-type, assignment]
     log: list[tuple[int, object]] = []
     monkeypatch.setattr(
-        "offload.embedding.bag.record_stream",
+        "offload.embedding.row_reader.record_stream",
         lambda value, user: log.append((len(value) if isinstance(value, list) else 0, user)),
     )
     ours(torch.tensor([[1, 2]]))

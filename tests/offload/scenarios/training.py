@@ -244,7 +244,7 @@ def an_update_whose_start_was_interrupted_runs_once(monkeypatch: pytest.MonkeyPa
         assert [arrival.token for arrival in lane.pending] == ["U0"], "updated twice"
         assert len(io_threads.waiting) <= 1, "weights arrive twice"
         update.wait_idle()
-        pair.compare()
+        pair.assert_equal()
 
 
 class _Noted(Arrival):

@@ -159,7 +159,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-def refused(folder: Path, match: str, model: nn.Module | None = None, **choices: int) -> None:
+def assert_refused(folder: Path, match: str, model: nn.Module | None = None, **choices: int) -> None:
     """It is refused, twice for the same reason; nothing is changed, in the files or in the layers."""
     before = snapshot(folder)
     model = layers("meta") if model is None else model
@@ -178,16 +178,16 @@ def test_offload_19_a_stale_or_foreign_file_with_the_right_name_is_never_trusted
     path = folder / "buffers.home"
     whole = path.read_bytes()
     path.write_bytes(b"\x01" * len(whole))
-    refused(folder, r"buffers.home \(buffers\): expected a file that ends with a manifest .* another program")
+    assert_refused(folder, r"buffers.home \(buffers\): expected a file that ends with a manifest .* another program")
     path.write_bytes(whole)
     offloaded(layers("meta"), folder).close()  # generation 2, with the same contents
     path.write_bytes(whole)
-    refused(folder, r"buffers.home \(buffers\): expected generation 2 of home .*, got generation 1")
+    assert_refused(folder, r"buffers.home \(buffers\): expected generation 2 of home .*, got generation 1")
     other = offloaded(layers(), tmp_path / "other")
     other.close()
     offloaded(layers("meta"), tmp_path / "other").close()
     shutil.copy(tmp_path / "other" / "buffers.home", path)
-    refused(folder, r"buffers.home \(buffers\): expected generation 2 of home .*, got generation 2 of home")
+    assert_refused(folder, r"buffers.home \(buffers\): expected generation 2 of home .*, got generation 2 of home")
 
 
 @pytest.mark.parametrize("name", ["weights", "buffers"])
@@ -239,10 +239,12 @@ def test_a_changed_field_is_refused_even_if_the_manifest_is_consistent(left: tup
         ({"contents_digest": bytes(32)}, "contents do not match their checksum"),
     ]:
         write_manifest(path, replace(manifest, **change))  # type: ignore[arg-type]
-        refused(folder, match)
+        assert_refused(folder, match)
     write_manifest(path, manifest)
     of_version(path, 3)
-    refused(folder, "expected format version 2, got 3. Open it with the release that wrote it and save a checkpoint")
+    assert_refused(
+        folder, "expected format version 2, got 3. Open it with the release that wrote it and save a checkpoint"
+    )
 
 
 def of_version(path: Path, version: int) -> None:
@@ -258,7 +260,9 @@ def test_a_home_with_one_file_for_each_shard_of_an_earlier_release_is_refused(
     (folder / "weights.home").rename(folder / "shard-00000.home")
     for path in folder.glob("*.home"):
         of_version(path, 1)
-    refused(folder, r"shard-00000.home .*expected format version 2, got 1. Open it with the release that wrote it")
+    assert_refused(
+        folder, r"shard-00000.home .*expected format version 2, got 1. Open it with the release that wrote it"
+    )
     model = offloaded(layers(), folder, overwrite=True)
     model.close()
     assert sorted(path.name for path in folder.glob("*.home")) == ["buffers.home", "weights.home"]
@@ -270,9 +274,9 @@ def test_a_file_that_is_cut_or_longer_is_refused(left: tuple[Path, dict[str, Ten
     whole = path.read_bytes()
     for data in (whole[:-cut], whole[cut:], whole + bytes(cut), whole[:cut] + whole, b""):
         path.write_bytes(data)
-        refused(left[0], r"weights.home \(weights\)")
+        assert_refused(left[0], r"weights.home \(weights\)")
     path.unlink()
-    refused(left[0], r"weights.home \(weights\): expected a file, there is none")
+    assert_refused(left[0], r"weights.home \(weights\): expected a file, there is none")
 
 
 def test_swapped_files_are_refused(left: tuple[Path, dict[str, Tensor]]) -> None:
@@ -280,27 +284,27 @@ def test_swapped_files_are_refused(left: tuple[Path, dict[str, Tensor]]) -> None
     first.rename(left[0] / "x")
     second.rename(first)
     (left[0] / "x").rename(second)
-    refused(left[0], r"weights.home \(weights\): expected file 0 of the home, got file 1")
+    assert_refused(left[0], r"weights.home \(weights\): expected file 0 of the home, got file 1")
 
 
 def test_another_model_is_refused_and_told_the_first_difference(left: tuple[Path, dict[str, Tensor]]) -> None:
     folder = left[0]
-    refused(
+    assert_refused(
         folder, r"expected '0.weight float32 \[16, 12\].*', got '0.weight float32 \[12, 12\]", layers("meta", width=16)
     )
-    refused(folder, r"weights.home .*expected '4.weight", layers("meta", tied=False))
-    refused(folder, r"float64", layers("meta").double())
+    assert_refused(folder, r"weights.home .*expected '4.weight", layers("meta", tied=False))
+    assert_refused(folder, r"float64", layers("meta").double())
     with torch.device("meta"):
         more = nn.Sequential(*layers("meta"), nn.BatchNorm1d(WIDTH, affine=False))
-    refused(folder, "buffers.home .*expected 7 tensors, got 4", more)
+    assert_refused(folder, "buffers.home .*expected 7 tensors, got 4", more)
     without = nn.Sequential(nn.Linear(WIDTH, WIDTH, device="meta"))
-    refused(folder, "buffers.home: unexpected file in a home of weights. Pass the layers", without, slices=1)
+    assert_refused(folder, "buffers.home: unexpected file in a home of weights. Pass the layers", without, slices=1)
 
 
 def test_layers_with_values_do_not_silently_lose_to_a_home_nor_win_over_it(
     left: tuple[Path, dict[str, Tensor]],
 ) -> None:
-    refused(left[0], "holds a home already, and the layers have values, too", layers())
+    assert_refused(left[0], "holds a home already, and the layers have values, too", layers())
 
 
 def test_a_home_that_is_in_use_is_refused(left: tuple[Path, dict[str, Tensor]]) -> None:
@@ -333,7 +337,7 @@ def test_a_model_collected_without_close_warns_and_its_home_is_refused(tmp_path:
 
     with pytest.warns(RuntimeWarning, match=r"ended without close\(\): the home is marked as open"):
         lose()
-    refused(tmp_path, "expected a home that was closed")
+    assert_refused(tmp_path, "expected a home that was closed")
 
 
 def test_a_new_home_that_could_not_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

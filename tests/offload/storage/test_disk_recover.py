@@ -47,11 +47,11 @@ def test_a_home_of_a_process_that_was_killed_between_steps_is_recovered(
     out = tmp_path / "weights.pt"
     assert run_program(SCRIPT, tmp_path, "closes" if closes else "ends", out).status == 1
     monkeypatch.setattr(stripes, "STRIPE_BYTES", 4096)
-    recover(tmp_path / "home", out)
-    recover([tmp_path / "a", tmp_path / "b"], out)
+    assert_recovered(tmp_path / "home", out)
+    assert_recovered([tmp_path / "a", tmp_path / "b"], out)
 
 
-def recover(home: Path | list[Path], out: Path) -> None:
+def assert_recovered(home: Path | list[Path], out: Path) -> None:
     with pytest.raises(HomeError, match=r"ended without close\(\).*recover=True"):
         offloaded(layers("meta"), home)
     with pytest.warns(RuntimeWarning, match=r"the contents of weights, buffers cannot be verified"):

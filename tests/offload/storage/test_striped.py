@@ -90,6 +90,24 @@ def test_one_transfer_uses_all_disks_at_once(
     assert used == {*"abc"}
 
 
+def test_the_mapping_of_a_striped_block_ends_with_its_last_view(tmp_path: Path, narrow: int) -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text(encoding="utf-8").count(f"{tmp_path}/")
+
+    tier = DiskTier(three(tmp_path), CPU)
+    block = tier.allocate(7 * narrow, "weights")
+    view = block.part(3 * narrow, narrow).tensor.view(torch.int32)
+    view.fill_(7)
+    assert block.staged().view(torch.int32).count_nonzero() == view.numel() == narrow // 4
+    del block
+    gc.collect()
+    assert mapped() == 7
+    view.add_(1)
+    del view
+    gc.collect()
+    assert mapped() == 0
+
+
 def test_small_files_begin_in_different_directories(tmp_path: Path) -> None:
     tier = DiskTier(three(tmp_path), CPU)
     blocks = [tier.allocate(8192, "states") for _ in range(6)]
@@ -207,7 +225,7 @@ def snapshot(folders: list[Path]) -> dict[Path, bytes]:
     return {path: path.read_bytes() for folder in folders for path in folder.glob("*.home")}
 
 
-def refused(folders: list[Path], match: str, meta: bool = True, **choices: bool) -> None:
+def assert_refused(folders: list[Path], match: str, meta: bool = True, **choices: bool) -> None:
     before = snapshot(folders)
     with pytest.raises(HomeError, match=match):
         offloaded(layers("meta" if meta else "cpu", width=300), folders, **choices)
@@ -220,15 +238,19 @@ def test_other_directories_or_another_order_are_refused_and_told_apart(
     left: tuple[list[Path], dict[str, Tensor]], tmp_path: Path
 ) -> None:
     a, b, c = left[0]
-    refused([b, a, c], r"/b/weights.home: expected directory 0 of 3,.* got directory 1 of 3,.* in the same order")
-    refused([a, b], "/a/weights.home: expected directory 0 of 2,.* got directory 0 of 3")
-    refused([a], "/a/weights.home: expected a home of one directory, got directory 0 of 3")
-    refused([a, b, tmp_path / "d"], "/d' holds no part of a home, but the directories beside it do.*mounted")
-    refused([a, b, c], "a', .*b', .*c' holds a home already, and the layers have values", meta=False)
+    assert_refused(
+        [b, a, c], r"/b/weights.home: expected directory 0 of 3,.* got directory 1 of 3,.* in the same order"
+    )
+    assert_refused([a, b], "/a/weights.home: expected directory 0 of 2,.* got directory 0 of 3")
+    assert_refused([a], "/a/weights.home: expected a home of one directory, got directory 0 of 3")
+    assert_refused([a, b, tmp_path / "d"], "/d' holds no part of a home, but the directories beside it do.*mounted")
+    assert_refused([a, b, c], "a', .*b', .*c' holds a home already, and the layers have values", meta=False)
     offloaded(layers(width=300), tmp_path / "one").close()
-    refused([tmp_path / "one", b, c], "/one/weights.home: expected directory 0 of 3,.* got a home of one directory")
+    assert_refused(
+        [tmp_path / "one", b, c], "/one/weights.home: expected directory 0 of 3,.* got a home of one directory"
+    )
     offloaded(layers(width=300), [tmp_path / "x", tmp_path / "y", tmp_path / "z"]).close()
-    refused([a, b, tmp_path / "z"], "/z/weights.home .*the files were not written together")
+    assert_refused([a, b, tmp_path / "z"], "/z/weights.home .*the files were not written together")
 
 
 def test_damage_in_any_directory_is_found_and_named(left: tuple[list[Path], dict[str, Tensor]]) -> None:
@@ -241,7 +263,7 @@ def test_damage_in_any_directory_is_found_and_named(left: tuple[list[Path], dict
     ]:
         whole = path.read_bytes()
         path.unlink() if change is None else path.write_bytes(change(whole))
-        refused(left[0], f"/{path.parent.name}/{path.name} .*{match}")
+        assert_refused(left[0], f"/{path.parent.name}/{path.name} .*{match}")
         path.write_bytes(whole)
     offloaded(layers("meta", width=300), left[0]).close()
 
@@ -268,7 +290,7 @@ def test_a_home_that_was_not_closed_is_recovered_from_all_directories(tmp_path: 
 
     with pytest.warns(RuntimeWarning, match=r"home in '.*/a', '.*/b', '.*/c' ended without close\(\)"):
         lose()
-    refused(three(tmp_path), "/a/weights.home .*expected a home that was closed")
+    assert_refused(three(tmp_path), "/a/weights.home .*expected a home that was closed")
     with pytest.warns(RuntimeWarning, match="the contents of weights, buffers cannot be verified"):
         model = offloaded(layers("meta", width=300), three(tmp_path), recover=True)
     assert all(torch.equal(p, values[name]) for name, p in model.named_parameters())
@@ -340,8 +362,14 @@ def test_files_of_an_ended_process_are_removed_from_all_directories(tmp_path: Pa
 def test_too_many_stripes_for_mappings_are_refused_and_leave_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, narrow: int
 ) -> None:
-    calls = []
-    monkeypatch.setattr(stripes, "_mmap", lambda *call: calls.append(call) or (None if len(calls) > 1 else call[0]))
+    calls: list[tuple[int, ...]] = []
+    reserve = stripes._mmap
+
+    def call(*arguments: int) -> int | None:
+        calls.append(arguments)
+        return reserve(*arguments) if len(calls) == 1 else arguments[0] if len(calls) == 2 else None
+
+    monkeypatch.setattr(stripes, "_mmap", call)
     tier = DiskTier(three(tmp_path), CPU)
     with pytest.raises(OSError, match=r"cannot map 40,000 bytes in stripes of .*raise vm.max_map_count"):
         tier.allocate(40_000, "weights")

@@ -59,7 +59,7 @@ class Twins:
             loss_of(self.bare(chunk)).backward()
         loss_of(self.model(batch(self.count))).backward()
 
-    def step(self, between: Any = lambda: None) -> None:
+    def check_step(self, between: Any = lambda: None) -> None:
         self.backward()
         stored = [p.grad.to(BF16) for p in self.bare.parameters() if p.grad is not None]
         for p, q, rounded in zip(self.bare.parameters(), self.model.parameters(), stored, strict=True):
@@ -79,9 +79,9 @@ class Twins:
         if self.max_norm is not None:
             assert self.ours.last_norm is not None
             assert torch.equal(self.ours.last_norm, total)
-        self.compare()
+        self.assert_equal()
 
-    def compare(self) -> None:
+    def assert_equal(self) -> None:
         for (name, p), q in zip(self.bare.named_parameters(), self.model.parameters(), strict=True):
             assert torch.equal(p, q), name
 
@@ -101,18 +101,18 @@ def test_training_is_that_of_a_model_whose_gradients_are_rounded_once(
 ) -> None:
     twins = Twins(name, home, max_norm=max_norm)
     for _ in range(3):
-        twins.step()
+        twins.check_step()
 
 
 @pytest.mark.usefixtures("small_blocks")
 def test_where_gradients_wait_changes_no_bit(tmp_path: Path) -> None:
     waits = Twins("adamw", f"{tmp_path}/waits/", max_norm=0.3, memory=MemoryPolicy.fixed(gradient_bytes=20_000))
     moves = Twins("adamw", f"{tmp_path}/moves/", max_norm=0.3, checkpoint_activation=True)
-    waits.step()
+    waits.check_step()
     for shards in ([0, 3], [3, 5], []):
-        waits.step()
+        waits.check_step()
         # Between backward and step: gradients move with their shard.
-        moves.step(between=lambda shards=shards: moves.model._executor.keep_in_memory(shards))  # type: ignore[misc]
+        moves.check_step(between=lambda shards=shards: moves.model._executor.keep_in_memory(shards))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("fails_at", [0, 7, 15])
@@ -121,7 +121,7 @@ def test_an_update_goes_on_after_a_disk_that_was_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
     twins = Twins("adamw", f"{tmp_path}/", max_norm=0.3)
-    twins.step()
+    twins.check_step()
     counts, write = iter(range(1000)), DiskBlock.write
 
     def faulty(self: DiskBlock, source: Tensor, offset: int) -> None:
@@ -136,7 +136,7 @@ def test_an_update_goes_on_after_a_disk_that_was_full(
         twins.ours.synchronize()
         twins.ours.step = lambda: None  # type: ignore[method-assign, assignment]
 
-    twins.step(between=break_disk)
+    twins.check_step(between=break_disk)
 
 
 def test_a_gradient_that_is_not_zeroed_stays_clipped(home: str) -> None:
@@ -259,7 +259,7 @@ def test_sparse_gradients_and_those_of_updates_in_backward_are_not_rounded(home:
         for optimizer in (twins.plain, twins.ours):
             optimizer.step()
             optimizer.zero_grad()
-    twins.compare()
+    twins.assert_equal()
 
 
 def test_a_copy_of_the_model_stores_gradients_alike() -> None:

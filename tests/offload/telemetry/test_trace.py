@@ -95,10 +95,12 @@ def test_a_step_does_what_its_plan_said_before_as_soon_as_sizes_are_known(
 def test_a_step_between_whose_passes_another_forward_ran_prints_what_happened(tmp_path: Path) -> None:
     model = make(tmp_path)
     first, second = model(torch.randn(6, 8)), model(torch.randn(6, 8))
-    first.sum().backward()
-    validate(model.plan())
-    second.sum().backward()
-    validate(model.plan())
+    for output in (first, second):
+        output.sum().backward()
+        plan = model.plan()
+        validate(plan)
+        forward, backward = str(plan).index("F"), str(plan).index("B")
+        assert forward < backward, plan
 
 
 def test_the_file_is_what_perfetto_reads(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -104,6 +105,29 @@ def test_a_set_default_device_is_carried_into_another_thread() -> None:
             return torch.empty(1).device.type
 
     assert in_thread(elsewhere) == "meta"
+
+
+WITH_DEFAULT = ContextVar("with default", default=0)
+WITHOUT = ContextVar[int]("without")
+
+
+@pytest.mark.parametrize("now", [None, 1, 2])
+@pytest.mark.parametrize("then", [None, 1])
+def test_context_variables_have_the_values_that_they_had(then: int | None, now: int | None) -> None:
+    def put(value: int | None) -> Any:
+        return [] if value is None else [(v, v.set(value)) for v in (WITH_DEFAULT, WITHOUT)]
+
+    tokens = put(then)
+    thread_state = ThreadState.capture()
+    for variable, token in tokens:
+        variable.reset(token)
+    tokens = put(now)
+    with thread_state.again():
+        assert WITH_DEFAULT.get() == (then or 0)
+        assert WITHOUT.get(None) == (now if then is None else then)  # it cannot be unset
+    assert (WITH_DEFAULT.get(None), WITHOUT.get(None)) == (now, now)
+    for variable, token in tokens:
+        variable.reset(token)
 
 
 def test_dispatch_modes_are_carried_and_entered_once() -> None:

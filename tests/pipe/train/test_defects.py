@@ -289,14 +289,16 @@ def test_a_hook_added_after_construction_is_refused_before_the_next_batch_runs(l
     assert [int(output) for output in lab.run(pipeline, batches)] == [2, 3, 4, 5]
 
 
-def test_hooks_with_which_replicas_reduce_gradients_are_no_optimizers() -> None:
+def test_hooks_with_which_replicas_reduce_gradients_are_no_optimizers(lab: Any) -> None:
     def reduce(parameter: Any, more: Any = None) -> None:
         """As those of FullyShardedDataParallel."""
 
     reduce.__module__ = "torch.distributed.fsdp._runtime_utils"
     model = Counting()
     model.weight.register_post_accumulate_grad_hook(functools.partial(reduce, more=3))
-    TrainPipelineBase(model, Recording(model), "cpu", grad_accum=2)
+    optimizer = Recording(model)
+    lab.run(TrainPipelineBase(model, optimizer, "cpu", grad_accum=2), iter(numbers(2)))
+    assert optimizer.seen == [(1 + 10) / 2]
 
 
 class InBackward(torch.optim.SGD):

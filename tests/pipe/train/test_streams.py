@@ -169,22 +169,22 @@ def test_a_lookup_is_issued_behind_the_rows_and_rows_behind_the_indices(
 ) -> None:
     torch.manual_seed(0)
     bag = OffloadEmbeddingBag(10, 2, "sum")
-    bag._lane = ThreadLane("rows", Stream("rows"))
+    bag._reader.lane = ThreadLane("rows", Stream("rows"))
 
     def fence(device: Any) -> Any:
         ticket = Ticket()
         ticket.run(lambda: None, machine.current())
         return ticket
 
-    monkeypatch.setattr("offload.embedding.bag.fence", fence)
-    read = bag._read
+    monkeypatch.setattr("offload.embedding.row_reader.fence", fence)
+    read = bag._reader._read
 
-    def noted(input: Any, before: Any) -> Any:
-        result = read(input, before)
+    def noted(weight: Any, input: Any, before: Any) -> Any:
+        result = read(weight, input, before)
         machine.issue("rows", 0)
         return result
 
-    bag._read = noted
+    bag._reader._read = noted
     machine.issue("indices", 0)
     request = bag.input_dist(None, torch.tensor([[1, 2]])).wait().wait()
     bag.compute_and_output_dist(None, request)

@@ -1,0 +1,100 @@
+"""Decides a step of an ``OffloadOptimizer``: the updates of all shards become pending together, or none does.
+
+Some updates run at once: those of parameters that stay on the compute device, and those with sparse gradients, which
+most classes refuse. If one fails after another has begun, the step is decided all the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from offload.optim.update import Update
+from offload.streaming.formed_weights import seal
+from offload.streaming.grad_norm import detach_norm
+from offload.streaming.shard import Shard
+
+if TYPE_CHECKING:
+    from offload.optim.optimizer import OffloadOptimizer
+    from offload.optim.param_block import UpdateJob
+
+__all__ = ["StepDecision", "mark"]
+
+
+def mark(shard: Shard, update: Update) -> None:
+    """Makes an update pending. Increments the version of its parameters, although they are written later."""
+    for job in update.tasks:
+        for parameter, gradient in zip(job.param_block.parameters, job.gradients, strict=True):
+            if gradient is not None:
+                # Without this, a clipped gradient that is not zeroed would keep its norm from before.
+                detach_norm(gradient)
+                torch.autograd.graph.increment_version(parameter)
+    if shard.formed:
+        seal(shard)
+    shard.pending = update
+
+
+class StepDecision:
+    """One step of an optimizer.
+
+    Args:
+        optimizer: whose step it is.
+        updates: of the shards that have a gradient, in the order of loads.
+        resident: the updates of parameters that stay on the compute device.
+        run_resident: runs those that are not done.
+    """
+
+    def __init__(
+        self,
+        optimizer: OffloadOptimizer,
+        updates: Sequence[tuple[Shard, Update]],
+        resident: Sequence[UpdateJob],
+        run_resident: Callable[[], None],
+    ) -> None:
+        self._optimizer = optimizer
+        self._updates = updates
+        self._resident = resident
+        self._run_resident = run_resident
+        self._number = optimizer.steps + 1
+
+    def run_at_once(self) -> None:
+        """Runs the updates that do not become pending. Raises what they raise."""
+        for shard, update in self._updates:
+            if not any(job.sparse for job in update.tasks):
+                continue
+            mark(shard, update)
+            try:
+                update.start().synchronize()
+            except Exception:
+                if update.unapplied:
+                    update.withdraw()
+                raise
+        self._run_resident()
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything is applied yet."""
+        begun = any(job.done or job.scaled for job in self._resident)
+        return begun or not all(update.unapplied or update.withdrawn for _, update in self._updates)
+
+    def decide(self) -> None:
+        """Makes all updates pending. Idempotent, for a second call after an exception in the first."""
+        self._run_resident()
+        for shard, update in self._updates:
+            if shard.pending is not update and not (update.done or update.withdrawn):
+                mark(shard, update)
+        # The next forward loads the shards in their order.
+        for (_, update), (_, following) in itertools.pairwise(self._updates):
+            update.following = following
+        self._optimizer.steps = self._number
+        if self._optimizer.in_backward is not None:
+            self._optimizer.in_backward.close()
+
+    def start(self) -> None:
+        """Starts the updates that need not wait for a load: homes in host memory are updated in place."""
+        for shard, update in self._updates:
+            if not (shard.blocking_io or update.done):
+                update.start()

@@ -1,0 +1,91 @@
+"""Private names of what intercepts operations: ``torch.overrides`` and dispatch modes, and tensor subclasses."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import overrides
+from torch.utils import _python_dispatch as dispatch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = [
+    "DISPATCH_MODES",
+    "FUNCTION_MODES",
+    "ModeStack",
+    "OperationMode",
+    "is_traceable_wrapper_subclass",
+    "no_subclasses",
+    "no_torch_function",
+    "with_subclasses",
+    "without_modes",
+]
+
+
+@dataclass(frozen=True)
+class ModeStack:
+    """The modes of one kind that intercept torch's operations in this thread."""
+
+    active: Callable[[], list[Any]]
+    """Returns them, outermost first."""
+    push: Callable[[Any], Any]
+    pop: Callable[[], Any]
+    """Removes the innermost one without its ``__exit__``."""
+
+    @contextlib.contextmanager
+    def pushed(self, mode: Any) -> Iterator[None]:
+        """A context in which a mode is active.
+
+        Its ``__enter__`` is not called: that may have effects that the user wants once (counters, printed summaries).
+        """
+        self.push(mode)
+        try:
+            yield
+        finally:
+            self.pop()
+
+
+DISPATCH_MODES = ModeStack(dispatch._get_current_dispatch_mode_stack, dispatch._push_mode, dispatch._pop_mode)
+
+
+FUNCTION_MODES = ModeStack(overrides._get_current_function_mode_stack, overrides._push_mode, overrides._pop_mode)
+
+
+class OperationMode(dispatch.TorchDispatchMode):
+    """A ``TorchDispatchMode`` under which compiled layers run compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True."""
+        return True
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """A context in which no mode and no tensor subclass intercepts operations."""
+    with torch._C.DisableTorchFunction(), dispatch._disable_current_modes():
+        yield
+
+
+#: For ``__torch_function__`` of a subclass: its operations are those of a plain tensor and return plain tensors.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def with_subclasses() -> contextlib.AbstractContextManager[Any]:
+    """A context in which tensor subclasses work as in a forward; the backward of a loss that is one disables them."""
+    enable = getattr(torch._C, "_EnableTorchFunction", contextlib.nullcontext)
+    return contextlib.nullcontext() if torch._C._is_torch_function_enabled() else enable()
+
+
+def no_subclasses() -> contextlib.AbstractContextManager[Any]:
+    """A context in which tensor subclasses do not intercept functions: they act on the subclass's own tensor."""
+    return torch._C.DisableTorchFunctionSubclass()

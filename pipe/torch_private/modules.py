@@ -1,0 +1,55 @@
+"""Private names of ``torch.nn``: hooks of modules, and base classes of normalisations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as BatchOrInstanceNorm
+from torch.nn.utils import parametrize
+
+__all__ = [
+    "HOOKS_OF_MODULES",
+    "BatchNorm",
+    "BatchOrInstanceNorm",
+    "caches_parametrizations",
+    "global_module_hooks",
+    "has_backward_hooks",
+    "has_module_hooks",
+]
+
+
+#: The attributes of a module that hold its hooks by number, and options of some of these hooks.
+HOOKS_OF_MODULES = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+
+
+def global_module_hooks() -> list[dict[int, Any]]:
+    """The hooks that run for every module."""
+    names = "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks"
+    return [getattr(torch.nn.modules.module, name) for name in names]
+
+
+def has_module_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether hooks, of one of these modules or global ones, see its inputs or outputs."""
+    return any(global_module_hooks()) or any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+
+
+def has_backward_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether hooks of one of these modules see gradients of its inputs or outputs."""
+    return any(m._backward_hooks or m._backward_pre_hooks for m in modules)
+
+
+def caches_parametrizations(modules: Iterable[nn.Module]) -> bool:
+    """Whether ``parametrize.cached()`` is in force, and one of the modules has a parametrization."""
+    return bool(parametrize._cache_enabled) and any(map(parametrize.is_parametrized, modules))

@@ -1,0 +1,34 @@
+"""Private names of tensors: the identity and the owners of their memory, and operations on many of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["memory_of", "multiply_all", "native_uses", "negative_view", "storage_uses"]
+
+
+def memory_of(tensor: Tensor) -> int:
+    """A number that identifies the storage of a tensor while the storage is alive."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiplies tensors in place."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def negative_view(tensor: Tensor) -> Tensor:
+    """A view of the negated tensor."""
+    return torch._neg_view(tensor)
+
+
+def storage_uses(tensor: Tensor) -> int:
+    """The number of tensors (and other owners) that share the memory of ``tensor``, itself included."""
+    storage = tensor.untyped_storage()  # is one more owner
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined, unused-ignore]
+
+
+def native_uses(tensor: Tensor) -> int:
+    """The number of owners of a tensor in C++, its Python object included: graphs, and the parameter of a gradient."""
+    return int(tensor._use_count())  # type: ignore[attr-defined, unused-ignore]

@@ -1,0 +1,59 @@
+"""Private names of ``torch.compile``, ``torch.func`` and other mechanisms that trace or transform a call."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+__all__ = ["outside_of_compiled_graphs", "transform_of_functions_under_way", "transform_under_way", "uncompiled_hooks"]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def outside_of_compiled_graphs(function: F) -> F:
+    """``torch.compiler.disable``, which imports the compiler when the function is first called, not before."""
+    disabled: Any = torch._disable_dynamo(function)  # type: ignore[attr-defined, unused-ignore]
+    return cast(F, disabled)
+
+
+def uncompiled_hooks(*hooks: Callable[[Any], Any]) -> tuple[Callable[[Any], Any], ...]:
+    """Wraps hooks so that ``torch.compile`` does not compile them; returns them unchanged if it was never imported.
+
+    Saved-tensor hooks run inside the layers, so a compiled layer would compile them too.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return hooks
+    return tuple(functools.partial(_call_uncompiled(), hook) for hook in hooks)
+
+
+@functools.cache
+def _call_uncompiled() -> Callable[..., Any]:
+    disabled: Callable[..., Any] = torch.compiler.disable(lambda function, argument: function(argument))
+    return disabled
+
+
+def transform_of_functions_under_way() -> bool:
+    """Whether a transform of ``torch.func`` is active."""
+    return torch._C._functorch.maybe_current_level() is not None  # type: ignore[attr-defined, unused-ignore]
+
+
+def transform_under_way(inputs: Iterable[Tensor]) -> str | None:
+    """The name of an active mechanism other than autograd that transforms or traces a call on ``inputs``, or None."""
+    if transform_of_functions_under_way():
+        return "a transform of torch.func (grad, jvp, vmap, ...)"
+    forward_mode = torch.autograd.forward_ad
+    if forward_mode._current_level >= 0 and any(forward_mode.unpack_dual(x).tangent is not None for x in inputs):
+        return "forward-mode differentiation (torch.autograd.forward_ad)"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    if torch.compiler.is_compiling() and torch.compiler.is_exporting():
+        return "torch.export"
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:  # type: ignore[attr-defined, unused-ignore]
+        return "fake tensors (FakeTensorMode)"
+    return None
