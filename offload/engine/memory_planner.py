@@ -75,6 +75,8 @@ class MemoryPlanner:
         self._device = executor.device
         self._steps_done = 0
         self._due = False
+        #: Rows for which no plan fitted since the last one became due: each search would also wait for all updates.
+        self._in_vain: tuple[int, ...] | None = None
         #: Whether an optimizer had not stepped at the begin of the last step: several backwards, one update.
         self._awaited = False
         self._found: Found | None = None
@@ -155,9 +157,10 @@ class MemoryPlanner:
             ValueError: if no plan of this step fits, before anything has moved.
         """
         awaited, self._awaited = self._awaited, self._streamer.gradient_offload.optimizers.awaits_states()
-        self._due |= awaited != self._awaited
+        if awaited != self._awaited:
+            self._due, self._in_vain = True, None
         self._accumulates |= any(map(unowned_gradients, self._streamer.shards))
-        if self._due and idle and self._steps_done:
+        if self._due and idle and self._steps_done and self._in_vain != tuple(rows):
             self._plan_again(rows)
         if self._steps_done:
             self._choose(rows, idle=idle)
@@ -173,14 +176,16 @@ class MemoryPlanner:
         self._measured_seconds = time.perf_counter() - self._began + self._optimizers_before
         self._optimizers_until = self._meter.overheads.optimizer_seconds
         predicted = self._prediction
+        due = self._steps_done in PLAN_AFTER
         if self._memory.end(predicted):
             assert predicted is not None
-            self._due |= predicted.memory_bytes > self.limit_bytes - self._memory.margin_bytes
+            due |= predicted.memory_bytes > self.limit_bytes - self._memory.margin_bytes
             self._choices.clear()
             self._counts.clear()
-        self._due |= self._steps_done in PLAN_AFTER
         if self._memory.on_host and self._steps_done > PLAN_AFTER[-1] and not (self._timed or self._memory.measures):
-            self._timed = self._due = True
+            self._timed = due = True
+        if due:
+            self._due, self._in_vain = True, None
 
     def _model(self, rows: Sequence[int]) -> StepModel:
         executor = self._executor()
@@ -213,6 +218,7 @@ class MemoryPlanner:
             found = self._within(lambda nbytes: search(model, nbytes))
         except NothingFitsError as error:
             self._refuse(error, rows)
+            self._in_vain = tuple(rows)
             least = self._leanest(model)
             if (self._streamer.slots, self._in_memory) != (least.slots, least.in_memory):
                 self._found = None

@@ -33,7 +33,7 @@ from offload.planning.step_model import (
     predicted_seconds,
 )
 
-#: Plans after which no exchange is begun; more where all of them together have no more than so many cells.
+#: Plans after which nothing finer is tried, nor exchanged; more where all of them have no more than so many cells.
 MOST_PLANS, MOST_CELLS = 70, 1800
 #: Least gain for which a choice is exchanged for another; and for one more slot, whose memory is held all the time, or
 #: for fewer graphs, each of which saves a recomputation whatever else was measured.
@@ -204,7 +204,7 @@ class _Search:
         most = _most(total, lambda count: self._least_with(slots, count), self._limit, least)
         step = max(1, most // 4)
         best = self._best_of(slots, [*range(0, most + 1, step), most])
-        while step > 1 and best is not None:
+        while step > 1 and best is not None and self._tried < self._most_plans:
             step = max(1, step // 2)
             best = self._best_of(slots, [k for k in (best - step, best, best + step) if 0 <= k <= most])
 

@@ -154,6 +154,19 @@ def test_a_size_that_ran_is_not_refused_later(tmp_path: Path, monkeypatch: pytes
     assert losses == train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 6)
 
 
+def test_no_plan_is_searched_again_in_each_step_of_a_size_that_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each search would first wait for all updates, which otherwise run while layers compute."""
+    model = OffloadModel(stack(), "cpu", tmp_path, memory="30MiB")
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 500 * MIB)
+    with pytest.warns(RuntimeWarning, match="by which earlier steps exceeded their prediction"):
+        train(model, optimizer, 10)
+    monkeypatch.setattr("offload.engine.memory_planner.search", lambda *_: pytest.fail("searched"))
+    assert len(train(model, optimizer, 2)) == 2
+
+
 def test_homes_in_memory_keep_boundaries_whatever_a_choice_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no file to spill them to: neither for a size that ran and no longer fits, nor for ``boundary_bytes``."""
     plain = stack()

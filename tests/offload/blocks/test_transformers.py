@@ -367,7 +367,7 @@ def test_a_cache_with_gradients_is_refused_and_none_is_made_unasked() -> None:
 def test_no_cache_is_made_for_adapters_around_a_decoder_whose_configuration_has_one() -> None:
     torch.manual_seed(0)
     bare = lora(tf.LlamaForCausalLM(tf.LlamaConfig(**{**DECODER, "use_cache": True})))
-    steps(bare, wrap(bare, "base_model.model.model.layers"), FAMILIES["llama with a tied head"])
+    assert_steps_equal(bare, wrap(bare, "base_model.model.model.layers"), FAMILIES["llama with a tied head"])
 
 
 def test_attentions_of_all_chunks_are_captured() -> None:

@@ -99,8 +99,8 @@ def test_a_step_between_whose_passes_another_forward_ran_prints_what_happened(tm
         output.sum().backward()
         plan = model.plan()
         validate(plan)
-        forward, backward = str(plan).index("F"), str(plan).index("B")
-        assert forward < backward, plan
+        between = str(plan).partition("F3.1")[2].partition("B3.0")[0].split()
+        assert {"E2", "E3", "L3"} <= {*between}  # the other passes have left other shards in the slots
 
 
 def test_the_file_is_what_perfetto_reads(tmp_path: Path) -> None:
