@@ -115,9 +115,9 @@ def report(run: Run) -> list[str]:
     for group, outcomes in run.groups.items():
         found = {outcome.name: outcome for outcome in outcomes}
 
-        def to_ours(outcome: Outcome, found: dict[str, Outcome] = found) -> list[float]:
+        def ours_to_it(outcome: Outcome, found: dict[str, Outcome] = found) -> list[float]:
             mine = found[OURS].values("seconds")
-            return [a / b for a, b in zip(outcome.values("seconds"), mine, strict=False)]
+            return [a / b for a, b in zip(mine, outcome.values("seconds"), strict=False)]
 
         columns = {
             "cap": lambda o: "none" if o.name == REFERENCE else mebibytes(run.settings.cap << 20),
@@ -125,7 +125,7 @@ def report(run: Run) -> list[str]:
             "above the libraries": lambda o: mebibytes(o.peak_bytes - o.moments[FLOOR]),
             "built in": lambda o: f"{o.result['build_seconds']:.1f} s" if "build_seconds" in o.result else "-",
             "s/step": lambda o: f"{o.median():.2f}" if o.steps else "-",
-            "to ours": lambda o, to_ours=to_ours: spread(to_ours(o), 2) if o.name != OURS else "1",
+            "ours to it": lambda o, ours_to_it=ours_to_it: spread(ours_to_it(o), 2) if o.steps else "-",
             **limit_columns(run.rates, files=True),
             "losses": lambda o: _died(o) or ", ".join(f"{loss:.5f}" for loss in o.values("loss")),
         }
@@ -166,10 +166,10 @@ def claims(run: Run) -> list[Claim]:
             pairs = zip(mine.values("seconds"), reference.values("seconds"), strict=False)
             ratios = [a / b for a, b in pairs]
             set_up = (
-                f"{run.settings.model.parameters / 1e6:.0f} M parameters of Qwen3-Embedding-0.6B's architecture, "
-                f"contrastive steps of {group} with AdamW under a cap of {run.settings.cap:,} MiB"
+                f"contrastive AdamW steps of Qwen3-Embedding-0.6B's {run.settings.model.parameters / 1e6:.0f} M "
+                f"parameters, {group}, under a hard cap of {run.settings.cap:,} MiB"
             )
-            peer = "cached loss of sentence-transformers, all in memory, no cap (dies under the cap)"
+            peer = "cached loss of sentence-transformers, no cap (dies under the cap)"
             return [Claim(set_up, peer, ratios, mine.peak_bytes / reference.peak_bytes)]
     return []
 
