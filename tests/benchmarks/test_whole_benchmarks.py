@@ -302,7 +302,7 @@ runpy.run_module("benchmarks", run_name="__main__")
 
 
 def test_a_run_that_is_terminated_leaves_no_process_and_no_files(tmp_path: Path) -> None:
-    sizes = "--block-dim 64 --block-rows 4 --block-pairs 100000"
+    sizes = "--dim 64 --rows 4 --pairs 100000"
     command = [sys.executable, "-c", WITHOUT_RATES, "offload-step", *sizes.split()]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
