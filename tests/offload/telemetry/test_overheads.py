@@ -100,7 +100,7 @@ def test_the_step_of_an_optimizer_counts_with_zero_grad_without_norms_and_withou
 def test_the_model_of_a_step_has_what_its_passes_its_loss_and_its_optimizer_took() -> None:
     model = OffloadModel([nn.Linear(8, 8) for _ in range(3)], "cpu", "cpu", memory="1GiB")
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, max_norm=1.0)
-    for _ in range(8):
+    for _ in range(16):  # steps that measure memory are not timed, so the last plan may come some steps later
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -111,4 +111,5 @@ def test_the_model_of_a_step_has_what_its_passes_its_loss_and_its_optimizer_took
     predicted = model.memory_report().predicted
     assert predicted is not None
     assert predicted.overhead_seconds > 0
-    assert predicted.seconds >= predicted.overhead_seconds + predicted.compute_seconds + predicted.wait_seconds
+    parts = predicted.overhead_seconds + predicted.compute_seconds + predicted.wait_seconds
+    assert predicted.seconds >= parts * (1 - 1e-12)  # sums in two orders
