@@ -542,3 +542,16 @@ def test_a_copy_of_a_page_locked_input_ends_before_the_call() -> None:
     for Input.locked in (False, True):
         cell_executor._brought(torch.zeros(3).as_subclass(Input))
     assert asked == [True, False]
+
+
+def test_two_dropouts_of_a_shard_draw_for_one_micro_batch_after_the_other_unlike_the_bare_model() -> None:
+    layers = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5), nn.Linear(4, 4))
+    batch = torch.ones(8, 4)
+    torch.manual_seed(0)
+    bare = layers(batch)
+    torch.manual_seed(0)
+    in_turn = torch.cat([layers(rows) for rows in batch.chunk(2)])
+    torch.manual_seed(0)
+    found = OffloadModel(layers, "cpu", num_slices=1, num_microbatches=2)(batch)
+    assert torch.equal(found, in_turn)
+    assert not torch.equal(found, bare)
