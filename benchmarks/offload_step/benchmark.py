@@ -185,13 +185,10 @@ def _held(outcome: Outcome) -> int:
 
 
 def bounds(run: Run) -> list[str]:
-    """Writes compete with reads, so only a pass without them is held to the bandwidth of reads.
-
-    A call of a block costs a time that does not depend on its size, so small blocks are shown and not held to a ratio.
-    """
+    """Writes compete with reads, so only a pass without them is held to the bandwidth of reads."""
     groups = run.groups
     broken: list[str] = []
-    for outcome in groups.get("blocks", []):
+    for outcome in (*groups.get("blocks", []), *groups.get("small blocks", [])):
         broken += at_most(f"{outcome.name} / Sequential", outcome.ratio(), MAXIMUM_BLOCKS_RATIO, "{:.3f}".format)
     if run.settings.only_blocks:
         return broken

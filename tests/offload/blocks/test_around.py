@@ -339,18 +339,22 @@ class WithObjects(nn.Module):
         return x * counter.count + torch.rand((), generator=generator)
 
 
+def assert_step_equal(bare: nn.Module, model: Any) -> None:
+    x = torch.randn(3, WIDTH)
+    losses = [each(x).square().sum() for each in (bare, model)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    assert_equal(bare, model)
+
+
 @pytest.mark.parametrize("recompute", [True, False])
 def test_a_recomputation_sees_the_objects_arrays_and_generators_that_its_block_got(recompute: bool) -> None:
     torch.manual_seed(0)
     bare = WithObjects()
     model = wrap(bare, blocks="layer", checkpoint_activation=recompute)
     for _ in range(2):
-        x = torch.randn(3, WIDTH)
-        losses = [each(x).square().sum() for each in (bare, model)]
-        for loss in losses:
-            loss.backward()
-        assert torch.equal(*losses)
-        assert_equal(bare, model)
+        assert_step_equal(bare, model)
 
 
 def test_a_generator_that_is_assigned_after_wrapping_is_rewound(tmp_path: Path) -> None:
@@ -400,12 +404,7 @@ def test_views_of_one_memory_that_enter_blocks_are_told_apart(kind: str) -> None
     torch.manual_seed(0)
     bare = WithTables(kind)
     model = wrap(bare, blocks="layer")
-    x = torch.randn(3, WIDTH)
-    losses = [each(x).square().sum() for each in (bare, model)]
-    for loss in losses:
-        loss.backward()
-    assert torch.equal(*losses)
-    assert_equal(bare, model)
+    assert_step_equal(bare, model)
 
 
 def test_a_block_that_calls_the_model_is_refused() -> None:
