@@ -107,8 +107,7 @@ class _Offload(torch.autograd.Function):
         tape = node.held.pop()
         if tape.used:
             raise RuntimeError(
-                "a backward through this forward failed before, after it had freed a part of the tape; run the forward "
-                "again"
+                "a backward through this forward failed before, and what it needs is freed; run the forward again"
             )
         for kept in tape.kept.values():
             kept.source.refuse_other_ways(kept.outputs)
@@ -143,8 +142,9 @@ class _Offload(torch.autograd.Function):
                     to_inputs=to_inputs,
                 )
         except BaseException as error:
-            # After an interrupt, boundaries of the tape may be half copied.
-            if tape.used or not isinstance(error, Exception):
+            # After an interrupt, boundaries of the tape may be half copied. After an error of the disk a loop repeats
+            # the whole batch, while the traceback still holds this forward: no later backward waits for it.
+            if tape.used or isinstance(error, OSError) or not isinstance(error, Exception):
                 tape.discard()
             raise
         for parameter in returned if everywhere else ():

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from offload.files.running_sum import RunningSum
-from offload.storage.buffer import view_memory
+from offload.storage.buffer import empty_on_host, view_memory
 from offload.storage.contract import bytes_of
 from offload.storage.transfer import move_all
 from offload.streaming.stored_values import StoredValues, stored_values
@@ -272,7 +272,7 @@ class TensorFile:
                         torch.autograd.graph.increment_version(destination)
             elif destination.numel():
                 most = max(1, min(window_bytes // dtype.itemsize, destination.numel()))
-                window = torch.empty(most, dtype=dtype)
+                window = empty_on_host(torch.empty(most, dtype=dtype, device="meta"))
                 for part in _windows(destination, most):
                     piece = window[: part.numel()]
                     total.wait()  # Without this, the window changes while it is summed.

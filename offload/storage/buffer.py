@@ -62,7 +62,7 @@ def host_buffer(nbytes: int) -> Tensor:
 
 
 def empty_on_host(meta: Tensor) -> Tensor:
-    """A CPU tensor for a meta tensor, for a layer that soon drops it again; a large one in a mapping of its own.
+    """A CPU tensor for a meta tensor that is soon dropped again; a large one in a mapping of its own.
 
     ``torch.empty`` would take it from the heap, where small objects soon lie in the freed block, so that the next
     tensor of that size does not fit: the heap's size, not its pages, would grow by each, up to ``RLIMIT_DATA``.

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from offload.storage.buffer import empty_on_host
-from offload.streaming.heap import return_freed_memory
 
 __all__ = ["InPlace", "Materializer", "Values", "move_buffers"]
 
@@ -100,8 +99,6 @@ class Materializer:
             self._unread += [p for p in module.parameters(recurse=False) if p in self._stored]
         for tensor in dict.fromkeys(self._unread):
             self._stored[tensor].read_into(tensor)
-        if self._unread:
-            return_freed_memory()  # windows of conversions, which the C library would keep for each shard
         self._read.update(self._unread)
         self._empty.clear()
         self._uninitialised.clear()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import offload.optim.state_forms
@@ -117,6 +117,7 @@ def trained(
     update_block_bytes=st.sampled_from([64, 16 << 20]),
     in_backward=st.booleans(),
 )
+@example("read_into", 7, None, torch.bfloat16, None, 64, True)  # before the backward has loaded anything
 def test_a_disk_that_fails_once_changes_no_bit_in_any_form(
     tmp_path: Path,
     method: str,
