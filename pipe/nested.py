@@ -31,7 +31,8 @@ TreeSpec = pytree.TreeSpec
 MapTensors = Callable[[Callable[[Tensor], Any], Any], Any]
 
 # Fast paths for the structures that most cells pass to each other: one tensor, one tensor with an empty list (of skip
-# tensors), and the (args, kwargs) of a call. The general flattening takes as long as a small layer.
+# tensors), the (args, kwargs) of a call, and a list of one of these. The general flattening takes as long as a small
+# layer.
 _LEAF: TreeSpec = pytree.tree_flatten(None)[1]
 _LEAF_AND_NONE: TreeSpec = pytree.tree_flatten((None, []))[1]
 
@@ -43,6 +44,9 @@ _Call = tuple[int, tuple[Any, ...], tuple[int | None, ...]]
 #: Structures of calls, and the call of each by the id of its structure.
 _specs: dict[_Call, TreeSpec] = {}
 _calls: dict[int, _Call] = {}
+#: By the id of a structure: that of a list of one such value, and the other way round.
+_lists: dict[int, TreeSpec] = {}
+_members: dict[int, TreeSpec] = {}
 #: A program has a few; one that makes up names of arguments takes the general path from here on.
 _MOST_CALLS = 512
 
@@ -56,6 +60,15 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
         return [value], _LEAF
     if _is_leaf_and_none(value):
         return [value[0]], _LEAF_AND_NONE
+    if type(value) is list and len(value) == 1 and (isinstance(value[0], Tensor) or _flat_call(value[0])):
+        leaves, inner = flatten(value[0])
+        spec = _lists.get(id(inner))
+        if spec is None:
+            spec = pytree.tree_flatten(value)[1]
+            if inner is _LEAF or _is_fast_call(inner):
+                _members[id(spec)] = inner
+                _lists[id(inner)] = spec
+        return leaves, spec
     found = _flat_call(value)
     if found is None:
         return pytree.tree_flatten(value)
@@ -118,10 +131,17 @@ def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
         return leaves[0]
     if spec is _LEAF_AND_NONE:
         return leaves[0], []
-    call = _calls.get(id(spec))
-    if call is not None and _specs.get(call) is spec and len(leaves) == spec.num_leaves:
-        return _joined_call(leaves, call)
+    inner = _members.get(id(spec))
+    if inner is not None and _lists.get(id(inner)) is spec:
+        return [unflatten(leaves, inner)]
+    if _is_fast_call(spec) and len(leaves) == spec.num_leaves:
+        return _joined_call(leaves, _calls[id(spec)])
     return pytree.tree_unflatten(leaves, spec)
+
+
+def _is_fast_call(spec: TreeSpec) -> bool:
+    call = _calls.get(id(spec))
+    return call is not None and _specs.get(call) is spec
 
 
 def tensors_in(value: Any) -> list[Tensor]:

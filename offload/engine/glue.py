@@ -133,9 +133,13 @@ class Glue:
         uses = chunk.uses[j] = []
         for k, x in enumerate(leaves):
             if requires[k]:
-                edge = get_gradient_edge(x)
-                chunk.first.setdefault(place_of(edge), (j, edge))
-                uses.append((k, place_of(edge)))
+                place = x.grad_fn, x.output_nr
+                if place not in chunk.first:
+                    begun = chunk.begun.get(place)
+                    edge = get_gradient_edge(x) if begun is None else chunk.begins[begun[0]][begun[1]]
+                    place = place_of(edge)
+                    chunk.first.setdefault(place, (j, edge))
+                uses.append((k, place))
         return unflatten([self._stored(chunk, x) if isinstance(x, Tensor) else x for x in leaves], spec), requires
 
     @staticmethod

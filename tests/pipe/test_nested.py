@@ -54,26 +54,32 @@ def test_map_tensors_leaves_everything_else_as_it_is(value: Any) -> None:
             assert after is before
 
 
-def test_a_bare_tensor_is_one_leaf() -> None:
+def test_a_bare_tensor_is_one_leaf_also_of_a_list() -> None:
     x = torch.ones(2)
     parts, spec = flatten(x)
     assert parts[0] is x
     assert unflatten([3], spec) == 3
+    parts, spec = flatten([x])
+    assert parts[0] is x
+    assert unflatten([3], spec) == [3]
 
 
 arguments = st.one_of(leaves, st.lists(leaves, max_size=3).map(tuple), values)
 
 
 @given(st.lists(arguments, max_size=3), st.dictionaries(st.one_of(st.text(max_size=2), st.booleans()), arguments))
-def test_a_call_has_the_structure_that_torch_gives_it(args: list[Any], kwargs: dict[Any, Any]) -> None:
+def test_a_call_and_a_list_of_it_have_the_structure_that_torch_gives_them(
+    args: list[Any], kwargs: dict[Any, Any]
+) -> None:
     call = (tuple(args), kwargs)
-    for _ in range(2):
-        parts, spec = flatten(call)
-        expected, general = pytree.tree_flatten(call)
+    for value in (call, call, [call], [call]):
+        parts, spec = flatten(value)
+        expected, general = pytree.tree_flatten(value)
         assert spec == general
         assert all(a is b for a, b in zip(parts, expected, strict=True))
         again = unflatten(parts, spec)
-        assert [*map(type, again[1])] == [*map(type, kwargs)]
+        (_, names) = again[0] if value is not call else again
+        assert [*map(type, names)] == [*map(type, kwargs)]
         assert pytree.tree_flatten(again)[1] == general
         assert all(a is b for a, b in zip(pytree.tree_leaves(again), expected, strict=True))
-        assert flatten(map_tensors(lambda t: t, call))[1] == general
+        assert flatten(map_tensors(lambda t: t, value))[1] == general
