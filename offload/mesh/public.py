@@ -110,6 +110,9 @@ class PublicParameters:
     def begin_step(self, optimizer: OffloadOptimizer) -> None:
         """Called at the beginning of a step."""
 
+    def note_step(self, optimizer: OffloadOptimizer) -> None:
+        """Called when a step can no longer fail, before its updates become pending."""
+
     def local(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """The stored parameters that this process counts in a norm; one process counts those that are stored whole."""
         return list(parameters)

@@ -92,6 +92,8 @@ class ShardedParameters(PublicParameters):
         #: Stored gradients, each with the DTensor that shows it; the same of states of optimizers.
         self._gradients: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
         self._states: dict[nn.Parameter, dict[str, tuple[Tensor, Tensor]]] = {}
+        #: What optimizers did since ranks have last compared it.
+        self._steps: list[str] = []
         #: References to the gradients that the model itself has shown, see :meth:`_references`.
         self._known_gradients: dict[nn.Parameter, tuple[object, ...]] = {}
         self._show()
@@ -291,11 +293,16 @@ class ShardedParameters(PublicParameters):
     def begin_pass(self, this: Pass, *, stores: bool = True) -> None:
         """Compares the collectives of a pass over all ranks. Raises RuntimeError on all if they differ."""
         actions = replace(this, microbatches=1, kept=()).actions(Residency(math.inf), lambda key: 0)
-        words = [str(action) for action in actions if action.kind in _COMMON]
+        words = [*self._steps, *(str(action) for action in actions if action.kind in _COMMON)]
         if this.backward:
             words.append("stores" if stores else "drops")
-            words += [p.part.name for p in self._all if p.whole.requires_grad]
+            words += [p.part.name + "+gradient" * self._has_gradient(p) for p in self._all if p.whole.requires_grad]
         self._ranks.agree("a backward" if this.backward else "a forward", " ".join(words))
+        self._steps.clear()  # not if they differ: then ranks have different weights, and every later pass raises
+
+    @staticmethod
+    def _has_gradient(p: ShownParameter) -> bool:
+        return p.stored.grad is not None
 
     # --- optimizers -----------------------------------------------------------------------------------------------
 
@@ -317,6 +324,15 @@ class ShardedParameters(PublicParameters):
             everywhere = self._ranks.agree("a step with a GradScaler", "", float(found))
             optimizer.found_inf = torch.full_like(found, max(everywhere))  # type: ignore[attr-defined]
         self.take_gradients()
+
+    def note_step(self, optimizer: OffloadOptimizer) -> None:
+        """Notes class, options, and how many parameters have gradients: ranks compare them at the next pass."""
+        words = [optimizer.factory.kind.__name__, f"max_norm={optimizer.max_norm}"]
+        for group in optimizer.param_groups:
+            gradients = sum(self._has_gradient(self._by_shown[p]) for p in group["params"])
+            words.append(f"gradients={gradients}of{len(group['params'])}")
+            words += [f"{key}={_plain(value)}" for key, value in sorted(group.items()) if key != "params"]
+        self._steps.append(f"step({','.join(words)})".replace(" ", ""))
 
     def local(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """The stored parameters of DTensors; of those that each rank stores whole, on the first rank of a row only."""
@@ -354,6 +370,16 @@ class ShardedParameters(PublicParameters):
                 value = value[begin:end]
             found[key] = value
         return found
+
+
+def _plain(value: object) -> str:
+    """A value that is the same text on all ranks if it is equal: the type only where the text may be an address."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, (tuple, list)):
+        return f"({','.join(map(_plain, value))})"
+    known = value is None or isinstance(value, (bool, int, float, str))
+    return str(value) if known else type(value).__name__
 
 
 def described(part: Part) -> str:

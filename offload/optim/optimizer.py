@@ -229,6 +229,7 @@ class OffloadOptimizer(MovableStates):
             if not isinstance(error, OSError):
                 raise
             # A failed read or write is repeated before the next access, as with all pending updates.
+        self.access.public.note_step(self)
         self.access.commit(decision.decide)
         decision.start()
         if at_once or self._group_changes.expected:

@@ -816,6 +816,22 @@ def ranks_that_differ_are_told_the_first_word_that_does(world: World) -> None:
         model(batches()[0])
     world.raises(RuntimeError, call, "rank 0 begins a forward, rank 1 begins a backward")
     loss_of(model(world.part(batches()[0]))).backward()
+    if first:
+        model.zero_grad()
+    output = model(world.part(batches()[0]))
+    world.raises(RuntimeError, output.sum().backward, "rank 0 has 0.weight and rank 1 has 0.weight+gradient")
+    for name, value in (("steps", 0), ("lr", 0.2)):
+        model = world.model(build())
+        optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+        if first and name == "lr":
+            optimizer.param_groups[0]["lr"] = value
+        loss_of(model(world.part(batches()[0]))).backward()
+        if not (first and name == "steps"):
+            optimizer.step()
+        optimizer.zero_grad()
+        words = ("rank 0 has L0", "step(SGD") if name == "steps" else ("lr=0.2", "lr=0.1")
+        for _ in range(2):  # weights differ, so every later pass raises as well
+            world.raises(RuntimeError, lambda: model(world.part(batches()[0])), *words)  # noqa: B023
 
 
 def what_is_not_supported_is_refused_before_anything_changes(world: World) -> None:
