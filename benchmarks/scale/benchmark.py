@@ -1,8 +1,9 @@
 """``scale``: a step of one of N ranks, predicted from one process and the rate of a link; then 70 B on 1,024 ranks.
 
-Measured are steps of one process, of which each token of the plan is traced; collectives of N ranks, alone; and steps
-of N ranks, each on as many rows as the process. From the first two the simulation predicts the third. Ranks share the
-cores here: with as many ranks as cores or more, what a lane does takes its time from layers.
+Measured are steps of one process, of which each token of the plan is traced; what N ranks do to gather and to reduce
+one shard while each computes a block that waits for nothing; and steps of N ranks, each on as many rows as the process.
+From the first two the simulation predicts the third. Ranks share the cores here: the second also measures what a block
+loses to a second of a collective.
 
 The tables behind are the same simulation with the rates of other machines. Nothing of them is measured.
 """
@@ -60,7 +61,7 @@ class Settings:
 
 
 def measure(run: Run) -> None:
-    """One process, collectives, and N ranks, one case after the other."""
+    """One process; collectives of N ranks, and N ranks; one case after the other."""
     settings = run.settings
     machines = [_machine(settings, *rates) for rates in itertools.product(settings.disks, settings.networks)]
     arguments = {"tokens": settings.tokens, "machines": [*map(list, machines)], "meshes": _meshes(settings)}
@@ -75,8 +76,7 @@ def measure(run: Run) -> None:
         return Case(name, "benchmarks.scale.methods:train", {**how, "together": ranks > 1}, ranks=ranks)
 
     def exchanges(ranks: int) -> Case:
-        sizes = sorted({size for sent in _sent(settings, ranks) for size in (sent.gathered, sent.reduced)})
-        arguments = {"sizes": sizes, "repeats": 15}
+        arguments = {"training": asdict(settings.training(1)), "repeats": 30}
         return Case(f"collectives of {ranks} ranks", "benchmarks.scale.methods:exchange", arguments, ranks=ranks)
 
     run.group("alone", [case(1)], turns=settings.steps)
@@ -107,23 +107,19 @@ def _costs_of(outcome: Outcome, blocks: int) -> Costs:
 
 
 def predicted(run: Run, outcome: Outcome) -> float:
-    """Seconds of a step of one of N ranks, from one process and from collectives alone."""
+    """Seconds of a step of one of N ranks, from one process and from collectives beside compute."""
     (alone,), settings = run.groups["alone"], run.settings
     ranks, cores = outcome.case.ranks, int(run.facts["cores"])
-    costs = replace(_costs_of(alone, settings.blocks), contention=1.0 if ranks >= cores else FREE_CORE)
+    costs = replace(_costs_of(alone, settings.blocks), contention=FREE_CORE)
     if ranks == 1:
         return simulate(_plan_of(alone), costs).seconds
     slower = max(1.0, ranks / cores)
     fields = ("load", "forward", "backward", "drain", "update")
     costs = replace(costs, **{name: [slower * each for each in getattr(costs, name)] for name in fields})
-    measured = run.groups[f"{ranks} ranks"][0].result["seconds"]
+    measured = run.groups[f"{ranks} ranks"][0].result
     costs = costs_of_rank(costs, _sent(settings, ranks), ranks, Link(float("inf")))
-    sent = _sent(settings, ranks)
-    costs = replace(
-        costs,
-        gather=[measured["gather"][str(shard.gathered)] for shard in sent],
-        reduce=[measured["reduce"][str(shard.reduced)] for shard in sent],
-    )
+    collectives = {name: [seconds] * settings.blocks for name, seconds in measured["seconds"].items()}
+    costs = replace(costs, **collectives, contention=measured["lost"])
     plan = _plan_of(outcome)
     return simulate(plan if plan.pending else with_updates(plan), costs).seconds
 
@@ -158,7 +154,8 @@ def report(run: Run) -> list[str]:
     words = (
         f"{training.blocks} blocks of {training.dim} channels: {training.parameters / 1e6:.1f} M parameters in {place}"
         f", {training.tokens:,} tokens a rank; clipping and AdamW; one torch thread a rank, {run.facts['cores']} "
-        "cores. Predicted are seconds from the row of one process and from collectives alone, bytes from shapes alone."
+        "cores. Predicted are seconds from the row of one process and from collectives of one shard beside compute, "
+        "bytes from shapes alone."
     )
     return [markdown_table(header, rows), words, *_on_paper(run)]
 

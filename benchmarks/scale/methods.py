@@ -2,20 +2,26 @@
 
 import importlib
 import statistics
+import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import offload.mesh.ranks
 from benchmarks.harness.case import FLOOR
 from benchmarks.harness.io_counters import measure
 from benchmarks.harness.ranks import Ranks
 from benchmarks.harness.worker import Reporter
 from benchmarks.mesh.methods import Training, ours
+from offload.mesh.gradients import means_of_parts
+from offload.mesh.parts import Part, offsets_of
+from offload.mesh.pieces import gather_parts
+from offload.telemetry.statistics import Meter
 
 WARM_STEPS = 2  # the first makes files, and a process is often slow in its second
 
@@ -64,24 +70,75 @@ def train(report: Reporter, training: dict[str, Any], rows: int, together: bool,
     }
 
 
-def exchange(report: Reporter, sizes: Sequence[int], repeats: int) -> dict[str, Any]:
-    """Seconds of a gather and of an exchange in which each rank sends so many bytes to each other one."""
+def exchange(report: Reporter, training: dict[str, Any], repeats: int) -> dict[str, Any]:
+    """What ranks do for a shard while each of them computes: a gather, and a reduction.
+
+    Both are the engine's own, with the copies of the pieces that are sent. Returns the median seconds of each, and what
+    a block loses to a second of them.
+    """
     torch.set_num_threads(1)
     ranks = Ranks()
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    found: dict[str, dict[int, float]] = {"gather": {}, "reduce": {}}
-    for size in sizes:
-        area, other = (torch.ones(ranks.count, size, dtype=torch.uint8) for _ in range(2))
-        ways = {
-            "gather": lambda area=area: gather(area.view(-1), area[ranks.rank]),
-            "reduce": lambda area=area, other=other: dist.all_to_all_single(other.view(-1), area.view(-1)),
-        }
+    chosen = Training(**training)
+    parameters = [parameter.detach().clone() for parameter in chosen.block(0).parameters()]
+    parts = [Part.of("", parameter, ranks.count) for parameter in parameters]
+    offsets, nbytes = offsets_of(parts)
+    stored = torch.ones(nbytes, dtype=torch.uint8)
+    wholes = [part.flat(torch.empty_like(each)) for part, each in zip(parts, parameters, strict=True)]
+    engine = offload.mesh.ranks.Ranks(ranks.mesh, None, Meter(torch.device("cpu")))
+
+    def read(memory: torch.Tensor, begin: int) -> None:
+        memory.copy_(stored[begin : begin + memory.numel()])
+
+    ways = {
+        "gather": lambda: gather_parts(parts, offsets, nbytes, wholes, read, engine),
+        "reduce": lambda: means_of_parts(parts, [each.clone() for each in parameters], engine),
+    }
+    found: dict[str, float] = {}
+    with _Computing(chosen) as computing:
+        for exchanged in ways.values():
+            exchanged()
+        dist.barrier()
+        before = computing.rate(lambda: time.sleep(2.0))
+        lost = []
         for name, exchanged in ways.items():
             seconds = []
-            for _ in range(repeats + 1):
-                dist.barrier()
-                started = time.perf_counter()
-                exchanged()
-                seconds.append(time.perf_counter() - started)
-            found[name][size] = statistics.median(seconds[1:])
-    return {"seconds": found}
+
+            def several(exchanged: Callable[[], Any] = exchanged, seconds: list[float] = seconds) -> None:
+                for _ in range(repeats):
+                    started = time.perf_counter()
+                    exchanged()
+                    seconds.append(time.perf_counter() - started)
+
+            dist.barrier()
+            lost.append(1 - computing.rate(several) / before)
+            found[name] = statistics.median(seconds)
+        dist.barrier()
+    return {"seconds": found, "lost": ranks.mean(max(0.0, statistics.mean(lost)))}
+
+
+class _Computing:
+    """Computes forwards and backwards of a block on one row, in a thread."""
+
+    def __init__(self, training: Training) -> None:
+        self._block, self._row = training.block(0), training.batch(0)[:1]
+        self._count, self._ended = 0, False
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> "_Computing":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended = True
+        self._thread.join()
+
+    def rate(self, action: Callable[[], object]) -> float:
+        """Backwards a second while ``action`` runs."""
+        count, started = self._count, time.perf_counter()
+        action()
+        return (self._count - count) / (time.perf_counter() - started)
+
+    def _run(self) -> None:
+        while not self._ended:
+            self._block(self._row).sum().backward()
+            self._count += 1

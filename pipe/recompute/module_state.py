@@ -23,72 +23,22 @@ import contextlib
 import operator
 import sys
 from collections.abc import Iterator
-from enum import Enum
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from pipe.recompute.attributes import Attributes, Stateful
+from pipe.recompute.buffer_values import BufferBefore, BufferHabits, BufferValue
 from pipe.recompute.first_write import FirstWrites
 from pipe.recompute.generators import held_generators
 from pipe.recompute.module_hooks import Hooks
-from pipe.torch_private.modules import BatchOrInstanceNorm
-from pipe.torch_private.tensors import memory_of
 
 __all__ = ["ModuleState", "WatchedModule"]
 
-# Copying up to this size costs no more than finding out whether a copy is needed.
-_SMALL_BYTES = 1 << 14
-
-
-class _Habit(Enum):
-    """How earlier forwards used a buffer."""
-
-    READ = "read"
-    WRITTEN = "written"
-    WRITTEN_UNCOUNTED = "written without counting a version"
-
-
-class _Epoch:
-    """The value of a buffer between two writes, shared by all forwards that read it instead of a copy each."""
-
-    __slots__ = ("tensor", "value", "version")
-
-    def __init__(self, tensor: Tensor, version: int | None) -> None:
-        self.tensor, self.version = ref(tensor), version
-        #: Set when a later forward writes the buffer.
-        self.value: Tensor | None = None
-
-
-class _Known:
-    """Knowledge about a buffer that is kept between forwards."""
-
-    __slots__ = ("epoch", "habits", "normalises")
-
-    def __init__(self, owner: nn.Module) -> None:
-        # Kernels of normalisation layers write running statistics in training, possibly without counting a version.
-        self.normalises = isinstance(owner, BatchOrInstanceNorm)
-        self.habits: list[_Habit | None] = [None, None]  # in evaluation and in training
-        self.epoch: _Epoch | None = None
-
-    def epoch_of(self, tensor: Tensor, version: int | None) -> _Epoch:
-        """The epoch of the buffer at this version; made for its first reader."""
-        epoch = self.epoch
-        if epoch is None or epoch.version != version or epoch.tensor() is not tensor:
-            epoch = self.epoch = _Epoch(tensor, version)
-        return epoch
-
-    def end_epoch(self, tensor: Tensor, version: int | None, value: Tensor) -> None:
-        """Ends the epoch because the buffer, which had ``value`` at this version, was written."""
-        epoch, self.epoch = self.epoch, None
-        if epoch is not None and epoch.version == version and epoch.tensor() is tensor:
-            epoch.value = value  # for the recomputations of earlier forwards, which only read the buffer
-
-
-_known: WeakKeyDictionary[nn.Module, dict[str, _Known]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[nn.Module, dict[str, BufferHabits]] = WeakKeyDictionary()
 
 
 class WatchedModule:
@@ -98,14 +48,14 @@ class WatchedModule:
         self.parameters = list(module.named_parameters())
         self.modules = list(module.named_modules())
         self.buffers = [
-            (owner, name, _known.setdefault(owner, {}).setdefault(name, _Known(owner)))
+            (owner, name, _known.setdefault(owner, {}).setdefault(name, BufferHabits(owner)))
             for _, owner in self.modules
             for name, b in owner._buffers.items()
             if b is not None
         ]
         self._registers = [d for _, inner in self.modules for d in (inner._parameters, inner._modules) if d]
         # Buffers whose values were compared, with the mode: a comparison waits for the device, so it is done once.
-        self.compared: set[tuple[_Known, bool]] = set()
+        self.compared: set[tuple[BufferHabits, bool]] = set()
         self.stateful = Stateful(self.modules)
         self.find_generators()
         self.devices = {p.device for _, p in self.parameters} | {b.device for b in module.buffers()}
@@ -143,94 +93,8 @@ class WatchedModule:
 
     def changing(self) -> list[Tensor]:
         """Buffers that forwards may write before a backward: small ones, and others that an earlier forward wrote."""
-        found = [
-            (owner._buffers[name], known.habits[owner.training] not in (None, _Habit.READ))
-            for owner, name, known in self.buffers
-        ]
-        return [b for b, written in found if b is not None and _memory_of(b) and (written or b.nbytes <= _SMALL_BYTES)]
-
-
-class _Buffer:
-    """One buffer before a forward: a copy of it, or the buffer itself, to be copied before the first write."""
-
-    __slots__ = (
-        "copied",
-        "copied_ahead",
-        "counted",
-        "known",
-        "memory",
-        "name",
-        "owner",
-        "tensor",
-        "training",
-        "value",
-        "version",
-    )
-
-    def __init__(self, owner: nn.Module, name: str, known: _Known, tensor: Tensor, compiled: bool) -> None:
-        self.owner, self.name, self.known, self.tensor = owner, name, known, tensor
-        self.training = owner.training
-        # Inference tensors have no version counter.
-        self.version = None if tensor.is_inference() else tensor._version
-        self.memory: int | None = None
-        self.copied_ahead = True
-        if tensor.numel() * tensor.element_size() > _SMALL_BYTES and self.version is not None and not tensor.is_meta:
-            self.memory = _memory_of(tensor)
-            habit = known.habits[self.training]
-            self.copied_ahead = self.memory is None or (compiled if habit is None else habit is not _Habit.READ)
-        self.copied = self.copied_ahead
-        # If not copied, a tensor with the same memory, which is kept even if the buffer gets other memory.
-        if self.copied:
-            self.value = tensor.detach().clone() if tensor.requires_grad else tensor.clone()
-        else:
-            self.value = tensor.detach()
-
-    def copy(self) -> None:
-        """Copies the value before it is overwritten."""
-        if not self.copied:
-            self.value, self.copied = self.value.clone(), True
-
-    def was_written(self, compared: set[tuple[_Known, bool]]) -> bool:
-        """To be called after the forward: whether it changed the buffer. Raises if it could not be copied before."""
-        now = self.owner._buffers.get(self.name)
-        replaced = now is not self.tensor or (self.memory is not None and _memory_of(self.tensor) != self.memory)
-        if replaced and not self.copied and self.value._version == self.version:
-            self.copy()  # the old memory is unchanged by now, but may be written later
-        #: Whether a version tells that it did. Batch normalisation increments that of ``num_batches_tracked`` only.
-        self.counted = replaced or (self.version is not None and self.tensor._version != self.version)
-        known, habits, mode = self.known, self.known.habits, self.training
-        counted = self.counted or self.version is None or (known.normalises and self.owner.training)
-        if counted and not self.copied:
-            habits[mode] = _Habit.WRITTEN
-            raise RuntimeError(
-                f"buffer {self.name!r} of a {type(self.owner).__name__} was written without being detected in "
-                f"advance, as by compiled code, so its old value is lost to the recomputation of this forward; "
-                f"run the step again: from now on it is copied before the forward"
-            )
-        uncounted = habits[mode] is _Habit.WRITTEN_UNCOUNTED or (self.copied and not self.copied_ahead)
-        if not counted and not uncounted and (known, mode) not in compared:
-            # A kernel that writes without counting a version does so in every forward: one comparison is enough.
-            compared.add((known, mode))
-            uncounted = self.copied and not self.value.is_meta and not torch.equal(self.value, self.tensor)
-        if counted:
-            if habits[mode] is not _Habit.WRITTEN_UNCOUNTED:
-                habits[mode] = _Habit.WRITTEN
-        elif uncounted:
-            habits[mode] = _Habit.WRITTEN_UNCOUNTED
-        else:
-            habits[mode] = habits[mode] or _Habit.READ
-            return False
-        known.end_epoch(self.tensor, self.version, self.value)
-        return True
-
-    def take_back(self) -> None:
-        """Restores the buffer after a trial forward: its old value, in the same tensor object."""
-        if self.copied_ahead:
-            self.owner._buffers[self.name] = self.tensor
-        elif self.was_written(set()):
-            self.owner._buffers[self.name] = self.tensor
-            with torch.no_grad():
-                self.tensor.copy_(self.value)
+        found = [(owner._buffers[name], owner.training, habits) for owner, name, habits in self.buffers]
+        return [b for b, training, habits in found if b is not None and habits.may_change(b, training=training)]
 
 
 class ModuleState:
@@ -251,10 +115,10 @@ class ModuleState:
         "_attributes",
         "_before",
         "_buffers",
-        "_epochs",
         "_hooks",
         "_members",
         "_modes",
+        "_shared",
         "_versions",
         "_watched",
         "written",
@@ -268,11 +132,11 @@ class ModuleState:
         self._members: list[Any] = []
         self._versions: list[int] = []
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
-        self._epochs: list[tuple[nn.Module, str, _Epoch]] = []
+        self._shared: list[tuple[nn.Module, str, BufferValue]] = []
         #: After :meth:`record_changes`: the buffers that the forward certainly wrote, by owner and name.
         self.written: list[tuple[nn.Module, str]] = []
         self._before = [
-            _Buffer(owner, name, known, buffer, watched.compiled)
+            BufferBefore(owner, name, known, buffer, watched.compiled)
             for owner, name, known in watched.buffers
             if (buffer := owner._buffers[name]) is not None
         ]
@@ -309,8 +173,8 @@ class ModuleState:
                 if buffer.counted:
                     self.written.append((buffer.owner, buffer.name))
             else:
-                epoch = buffer.known.epoch_of(buffer.tensor, buffer.version)
-                self._epochs.append((buffer.owner, buffer.name, epoch))
+                shared = buffer.known.shared_value(buffer.tensor, buffer.version)
+                self._shared.append((buffer.owner, buffer.name, shared))
         # Read after the forward, so that a layer may change its own parameters in place in it, or replace them.
         self._members = self._watched.members()
         self._versions = [parameter._version for _, parameter in self._watched.parameters]
@@ -326,9 +190,9 @@ class ModuleState:
         """Names of the buffers that the forward only read, and that were written in place since, with values lost."""
         return [
             repr(name)
-            for _, name, epoch in self._epochs
-            if epoch.value is None and epoch.version is not None and (tensor := epoch.tensor()) is not None
-            if tensor._version != epoch.version
+            for _, name, shared in self._shared
+            if shared.value is None and shared.version is not None and (tensor := shared.tensor()) is not None
+            if tensor._version != shared.version
         ]
 
     def take_back(self) -> None:
@@ -360,10 +224,10 @@ class ModuleState:
         try:
             if strict:
                 self._check()
-            read = [(owner, name, epoch.value) for owner, name, epoch in self._epochs if epoch.value is not None]
-            for owner, name, epoch in self._epochs:  # buffers that other code replaced, if they are kept
-                now, tensor = owner._buffers.get(name), epoch.tensor()
-                if epoch.value is None and now is not tensor and now is not None and tensor is not None:
+            read = [(owner, name, shared.value) for owner, name, shared in self._shared if shared.value is not None]
+            for owner, name, shared in self._shared:  # buffers that other code replaced, if they are kept
+                now, tensor = owner._buffers.get(name), shared.tensor()
+                if shared.value is None and now is not tensor and now is not None and tensor is not None:
                     before.append((owner._buffers, name, now))
                     owner._buffers[name] = tensor
             for owner, name, snapshot in [*self._buffers, *read]:
@@ -411,8 +275,3 @@ def _is_sharded(member: Any) -> bool:
     """Whether it is a DTensor: sharded modules replace sharded by whole parameters and vice versa."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(member, module.DTensor)
-
-
-def _memory_of(tensor: Tensor) -> int | None:
-    plain = type(tensor) is Tensor and tensor.layout is torch.strided
-    return memory_of(tensor) if plain else None

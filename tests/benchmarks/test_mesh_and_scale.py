@@ -108,18 +108,21 @@ def test_scale_predicts_one_process_and_says_what_bounds_a_step_on_paper() -> No
 
 
 def test_ranks_are_predicted_from_one_process_and_their_collectives() -> None:
-    """By hand: two cores for four ranks make all but the collectives twice as slow; updates follow the last drain."""
+    """By hand: two cores for four ranks make all but the collectives twice as slow; updates follow the last drain.
+
+    With one shard no collective runs beside a cell, so none loses time to it.
+    """
     settings = scale.Settings(ranks=(4,), blocks=1, dim=64, rows=1, positions=4)
     sent = scale._sent(settings, 4)[0]
     plan = plan_step(1, slots=1, clips=True)
     seconds = {"L0": 0.4, "F0.0": 1.0, "B0.0": 2.0, "D0": 0.8, "U0": 4.0}
     alone = outcome(scale.ONE, {"seconds": seconds, "plan": str(plan), "slots": 1, "pending": []}, steps=[{}])
-    collectives = {"gather": {str(sent.gathered): 10.0}, "reduce": {str(sent.reduced): 20.0}}
+    collectives = {"seconds": {"gather": 10.0, "reduce": 20.0}, "lost": 0.5}
     result: dict[str, Any] = {"plan": str(plan), "slots": 1, "pending": []}
     expected = 2 * 0.4 / 4 + 10.0 + 2 * 3.0 + 20.0 + 2 * 0.8 / 4 + 2 * 4.0 / 4
     received = {"bytes_gathered": 3 * sent.gathered, "bytes_reduced": 3 * sent.reduced, "bytes_agreed": 3 * 3 * 40}
     ranks = outcome("4 ranks", result, ranks=4, steps=[{"seconds": expected, **received}])
-    found = Run(settings, {"cores": "2"}, groups={"4 ranks": [outcome("c", {"seconds": collectives}, ranks=4), ranks]})
+    found = Run(settings, {"cores": "2"}, groups={"4 ranks": [outcome("c", collectives, ranks=4), ranks]})
     found.groups["alone"] = [alone]
     assert scale.predicted(found, ranks) == pytest.approx(expected)
     alone.steps = [{"seconds": scale.predicted(found, alone), **dict.fromkeys(received, 0)}]
