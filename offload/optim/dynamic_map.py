@@ -8,14 +8,20 @@ Two things differ from these libraries. A block without negative values takes th
 is called, and a negative scale says that a block takes those from -1 to 1: so any optimizer class can be used. And a
 positive value of such a block is never rounded to 0: Adam divides by the root of its second moment, and a moment that
 vanished while the first did not would make an update too large by orders of magnitude.
+
+A value is coded by one look-up of its upper 16 bits, whose entry says at which lower bits the code grows; and codes are
+decoded two at a time. Each pass is over memory that the processor's cache holds: an update codes every state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
 import torch
 from torch import Tensor
+
+from offload.storage.thread_memory import PIECE, thread_memory
 
 __all__ = ["BLOCK", "decode", "encode", "levels"]
 
@@ -24,7 +30,7 @@ BLOCK = 256
 
 #: Decades of the levels. In each one towards 1 their number doubles.
 _DECADES = 7
-#: The upper 16 bits of a float32 choose a row of the table of codes.
+#: The upper 16 bits of a float32 choose a row of the table of codes; two codes one of the table of values.
 _ROWS = 1 << 16
 
 
@@ -41,15 +47,23 @@ def levels(signed: bool) -> Tensor:
 
 
 @cache
-def _both_levels() -> Tensor:
-    return torch.cat([levels(False), levels(True)])
+def _pairs() -> Tensor:
+    """The two values of each pair of codes, as the bits of one int64; from 0 to 1 in the first rows, then signed."""
+    codes = torch.arange(_ROWS, dtype=torch.int32).to(torch.uint16).view(torch.uint8).long()
+    return torch.cat([levels(signed)[codes].view(torch.int64) for signed in (False, True)])
 
 
 @cache
-def _tables() -> tuple[Tensor, Tensor]:
-    """For both maps, one after the other: the code of the least value in each row, and the value at which it ends."""
-    codes, ends = [], []
-    patterns = torch.arange(_ROWS, dtype=torch.int32) << 16
+def _entries() -> Tensor:
+    """For both maps, one after the other, and each row: ``(entry + low) >> 16`` is the code of a ratio in it.
+
+    ``low`` is the lower 16 bits of the ratio, complemented if its sign is set, so that it grows with the ratio. The
+    upper bits of an entry are the code of the least value of the row; its lower ones overflow into them where the
+    ratio is above the middle that ends this code. No row has two middles.
+    """
+    found = []
+    rows = torch.arange(_ROWS, dtype=torch.int32)
+    patterns = rows << 16
     # Bits grow with the magnitude: the least value of a row of negative ones has all of the lower bits.
     least = torch.where(patterns < 0, patterns | 0xFFFF, patterns).view(torch.float32).nan_to_num()
     for signed in (False, True):
@@ -57,9 +71,11 @@ def _tables() -> tuple[Tensor, Tensor]:
         middles = (known[:-1] + known[1:]) / 2
         if not signed:
             middles[0] = 0  # no positive value becomes 0
-        codes.append(torch.bucketize(least, middles).to(torch.uint8))
-        ends.append(torch.cat([middles, torch.tensor([torch.inf])]))
-    return torch.cat(codes), torch.cat(ends)
+        codes = torch.bucketize(least, middles)
+        ends = torch.cat([middles, torch.tensor([torch.inf])])[codes].view(torch.int32)
+        low = torch.where(patterns < 0, ends, 0xFFFF - (ends & 0xFFFF)) & 0xFFFF
+        found.append((codes.int() << 16) + torch.where(ends >> 16 == patterns >> 16, low, 0))
+    return torch.cat(found)
 
 
 def encode(values: Tensor, codes: Tensor, scales: Tensor) -> None:
@@ -67,39 +83,67 @@ def encode(values: Tensor, codes: Tensor, scales: Tensor) -> None:
 
     The last block may be shorter. A block with a value that is not finite is decoded as NaN or infinite.
     """
-    whole = values.numel() // BLOCK * BLOCK
-    if whole:
-        _encode(values[:whole].view(-1, BLOCK), codes[:whole].view(-1, BLOCK), scales[: whole // BLOCK])
-    if whole < values.numel():
-        _encode(values[whole:].view(1, -1), codes[whole:].view(1, -1), scales[whole // BLOCK :])
+    for part, blocks in _parts(values.numel()):
+        _encode(values[part], codes[part], scales[blocks])
+
+
+def decode(codes: Tensor, scales: Tensor, values: Tensor) -> None:
+    """Writes what :func:`encode` stored to ``values``; all flat."""
+    for part, blocks in _parts(values.numel()):
+        _decode(codes[part], scales[blocks], values[part])
+
+
+def _parts(count: int) -> Iterator[tuple[slice, slice]]:
+    """Elements that are coded together, and their scales: whole blocks, then the one that is shorter."""
+    whole = count // BLOCK * BLOCK
+    for begin in range(0, whole, PIECE):
+        end = min(begin + PIECE, whole)
+        yield slice(begin, end), slice(begin // BLOCK, end // BLOCK)
+    if whole < count:
+        yield slice(whole, count), slice(whole // BLOCK, whole // BLOCK + 1)
 
 
 def _encode(values: Tensor, codes: Tensor, scales: Tensor) -> None:
-    values = values.float()
+    count, blocks = values.numel(), scales.numel()
+    values = values.float().view(blocks, -1)
     # Twenty times as fast as aminmax(), which is half of all the rest.
     least, most = values.amin(dim=1), values.amax(dim=1)
     signed = least < 0
     largest = torch.maximum(least.abs(), most.abs())
     torch.where(signed, -largest, largest, out=scales)
-    ratios = values / torch.where(largest > 0, largest, 1).unsqueeze(1)
-    first, ends = _tables()
-    rows = (ratios.view(torch.int32) >> 16).bitwise_and_(_ROWS - 1)
-    rows += (signed.int() * _ROWS).unsqueeze(1)
-    found = first.index_select(0, rows.view(-1)).view(ratios.shape)
-    rows = (found.int() + (signed.int() * BLOCK).unsqueeze(1)).view(-1)
-    torch.add(found, ratios > ends.index_select(0, rows).view(ratios.shape), out=codes)
+    ratios, rows, found = (thread_memory(("8bit", k), count, torch.int32) for k in range(3))
+    divisors = torch.where(largest > 0, largest, 1).unsqueeze(1)
+    torch.div(values, divisors, out=ratios.view(torch.float32).view(blocks, -1))
+    torch.bitwise_right_shift(ratios, 16, out=rows).bitwise_and_(_ROWS - 1)
+    torch.index_select(_of_map(_entries(), signed, rows), 0, rows, out=found)
+    if bool(signed.any()):
+        # Complements the negative ones. In blocks without any, all values below 0 have one code: -0.0, and NaN.
+        ratios.bitwise_xor_(torch.bitwise_right_shift(ratios, 31, out=rows))
+    found.add_(ratios.bitwise_and_(_ROWS - 1)).bitwise_right_shift_(16)
+    codes.copy_(found)
 
 
-def decode(codes: Tensor, scales: Tensor, values: Tensor) -> None:
-    """Writes what :func:`encode` stored to ``values``; all flat."""
-    rows = codes.int()
-    count = values.numel()
-    whole = count // BLOCK
-    for part, of in ((rows[: whole * BLOCK], scales[:whole]), (rows[whole * BLOCK :], scales[whole:])):
-        if part.numel():
-            part.view(of.numel(), -1).add_(((of < 0).int() * BLOCK).unsqueeze(1))
-    found = _both_levels().index_select(0, rows)
-    for begin, end, of in ((0, whole * BLOCK, scales[:whole]), (whole * BLOCK, count, scales[whole:])):
-        if end > begin:
-            found[begin:end].view(of.numel(), -1).mul_(of.abs().unsqueeze(1))
-    values.copy_(found)
+def _of_map(table: Tensor, signed: Tensor, rows: Tensor) -> Tensor:
+    """The part of a table of both maps that ``rows`` are in; where blocks have different maps, all, and other rows."""
+    number = int(signed.sum())
+    if number in (0, signed.numel()):
+        return table[_ROWS:] if number else table[:_ROWS]
+    rows.view(signed.numel(), -1).add_((signed.int() * _ROWS).unsqueeze(1))
+    return table
+
+
+def _decode(codes: Tensor, scales: Tensor, values: Tensor) -> None:
+    count, blocks = values.numel(), scales.numel()
+    found, pairs = values, codes
+    if count % 2 or codes.storage_offset() % 2 or values.storage_offset() % 2 or values.dtype != torch.float32:
+        even = count + count % 2
+        found = thread_memory(("8bit", 0), even, torch.float32)
+        pairs = thread_memory(("8bit", 2), even, torch.uint8)
+        pairs[count:] = 0
+        pairs[:count] = codes
+    rows = thread_memory(("8bit", 1), pairs.numel() // 2, torch.int32).copy_(pairs.view(torch.uint16))
+    torch.index_select(_of_map(_pairs(), scales < 0, rows), 0, rows, out=found.view(torch.int64))
+    found = found[:count]
+    found.view(blocks, -1).mul_(scales.abs().unsqueeze(1))
+    if found.data_ptr() != values.data_ptr():
+        values.copy_(found)

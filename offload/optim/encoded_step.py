@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from offload.optim.state_forms import FULL, StateForm, in_full, is_full, pieces
 from offload.storage.contract import in_order
+from offload.storage.thread_memory import thread_memory
 from offload.streaming.weight_forms import WeightForm
 
 __all__ = ["EncodedWeights", "step_encoded"]
@@ -41,8 +42,8 @@ class EncodedWeights:
     begin: int
 
     def read(self, part: slice) -> Tensor:
-        """The values of the elements ``part``."""
-        values = torch.empty(part.stop - part.start)
+        """The values of the elements ``part``; valid until the thread reads others."""
+        values = thread_memory("weights", part.stop - part.start, torch.float32)
         if self.wide is not None:
             self.upper[part] = self.wide[part]
         self.form.decode(self.upper[part], None if self.lower is None else self.lower[part], values)

@@ -29,6 +29,7 @@ from torch import Tensor
 from offload.optim import dynamic_map
 from offload.optim.dynamic_map import BLOCK
 from offload.storage.contract import in_order
+from offload.storage.thread_memory import PIECE, thread_memory
 
 __all__ = [
     "FULL",
@@ -47,9 +48,6 @@ __all__ = [
 
 #: States of smaller parameters are stored in full, as bitsandbytes and torchao do.
 LEAST_ELEMENTS = 4096
-#: Elements that are decoded, updated and encoded at a time: few enough for the processor's
-#: cache, and so many that calls of torch count little: half as many take a fifth more time.
-PIECE = 1 << 17
 
 _CODES, _SCALES = ":8bit", ":scales"
 
@@ -101,8 +99,8 @@ class StateForm(ABC):
         """The names of the tensors that store a state."""
 
     def decoded(self, key: str, state: Mapping[str, Any], part: slice, dtype: torch.dtype) -> Tensor:
-        """The elements ``part``, flat."""
-        values = torch.empty(part.stop - part.start, dtype=dtype)
+        """The elements ``part``, flat; valid until the thread decodes a state of this name again."""
+        values = thread_memory(("state", key), part.stop - part.start, dtype)
         self.read(key, state, part, values)
         return values
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from offload.mesh.shard import MeshShard
 from offload.optim.io_buffers import buffer_pool_bytes
-from offload.optim.state_forms import PIECE, StateForm
+from offload.optim.state_forms import StateForm
 from offload.storage.buffer import PAGE_BYTES, whole_pages
+from offload.storage.thread_memory import PIECE
 from offload.streaming.shard import Shard
 
 __all__ = ["MAX_BLOCK_BYTES", "StoredStates", "update_block_bytes", "update_block_bytes_of"]

@@ -22,7 +22,6 @@ Guarantees
 from __future__ import annotations
 
 import math
-import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,14 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["PIECE", "WeightForm", "noise", "pieces", "weight_form_of"]
+from offload.storage.thread_memory import PIECE, thread_memory
 
-#: Elements that are converted at a time: few enough for the processor's
-#: cache, and so many that calls of torch count little: half as many take a fifth more time.
-PIECE = 1 << 17
-
-#: Which half of a float32, as two int16, has the lower bits.
-_LOW, _HIGH = (0, 1) if sys.byteorder == "little" else (1, 0)
+__all__ = ["WeightForm", "noise", "pieces", "weight_form_of"]
 
 
 def pieces(count: int) -> Iterator[slice]:
@@ -49,33 +43,30 @@ def pieces(count: int) -> Iterator[slice]:
 
 def _hashed(words: Tensor, key: int) -> Tensor:
     """Mixes 32-bit words in place with a multiplicative hash (Wellons' lowbias32); ``key`` enters in the middle."""
+    shifted = thread_memory("shifted", words.numel(), torch.int32)
     for shift, factor, more in ((16, 0x7FEB352D, key), (15, 0x846CA68B, 0)):
         # Shifts of int32 copy the sign, which the mask removes.
-        words.bitwise_xor_((words >> shift).bitwise_and_((1 << 32 - shift) - 1))
+        words.bitwise_xor_(torch.bitwise_right_shift(words, shift, out=shifted).bitwise_and_((1 << 32 - shift) - 1))
         words.mul_(_signed(factor))
         if more:
             words.bitwise_xor_(_signed(more))
-    return words.bitwise_xor_((words >> 16).bitwise_and_(0xFFFF))
+    return words.bitwise_xor_(torch.bitwise_right_shift(words, 16, out=shifted).bitwise_and_(0xFFFF))
 
 
 def _signed(word: int) -> int:
     return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
 
 
-def noise(step: int, name: str, begin: int, count: int) -> Tensor:
+def noise(step: int, name: str, begin: int, count: int, out: Tensor | None = None) -> Tensor:
     """Random bits of the ``count`` elements of a parameter from ``begin`` (even) on in one step; int32, 0 to 65,535."""
     assert begin % 2 == 0
     # One hash for two elements.
-    words = torch.arange(begin // 2, (begin + count + 1) // 2, dtype=torch.int32)
+    words = thread_memory("words", (begin + count + 1) // 2 - begin // 2, torch.int32)
+    torch.arange(begin // 2, (begin + count + 1) // 2, dtype=torch.int32, out=words)
     first = zlib.crc32(name.encode())
     words = _hashed(words.bitwise_xor_(_signed(first)), zlib.crc32(b"%d %d" % (step, first)))
-    return words.view(torch.int16)[:count].to(torch.int32).bitwise_and_(0xFFFF)
-
-
-def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The lower and upper bits of float32 values (flat), as int16; no copy."""
-    both = values.view(torch.int16).view(-1, 2)
-    return both[:, _LOW], both[:, _HIGH]
+    found = torch.empty(count, dtype=torch.int32) if out is None else out
+    return found.copy_(words.view(torch.uint16)[:count])
 
 
 @dataclass(frozen=True)
@@ -108,8 +99,12 @@ class WeightForm:
             assert lower is not None
             self._split(values, upper, lower)
             return
-        values.view(torch.int32).add_(noise(step, name, begin, values.numel()))
-        upper.view(torch.int16).copy_(_halves(values)[1])
+        bits = values.view(torch.int32)
+        for part in pieces(values.numel()):
+            count = part.stop - part.start
+            out = thread_memory("noise", count, torch.int32)
+            bits[part].add_(noise(step, name, begin + part.start, count, out))
+        upper.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
 
     def decode(self, upper: Tensor, lower: Tensor | None, values: Tensor) -> None:
         """Restores ``values``: the exact ones, or those of the bfloat16."""
@@ -117,17 +112,18 @@ class WeightForm:
             values.copy_(upper)
             return
         assert lower is not None
+        bits = values.view(torch.int32)
         for part in pieces(values.numel()):
-            low, high = _halves(values[part])
-            low.copy_(lower[part])
-            # Where the lower half is negative, the upper one was rounded up.
-            torch.add(upper[part].view(torch.int16), lower[part] >> 15, out=high)
+            # Where the lower half is negative, the upper one was rounded up: it is added with its sign.
+            low = thread_memory("noise", part.stop - part.start, torch.int32).copy_(lower[part])
+            bits[part].copy_(upper[part].view(torch.int16)).bitwise_left_shift_(16).add_(low)
 
     @staticmethod
     def _split(values: Tensor, upper: Tensor, lower: Tensor) -> None:
-        low, high = _halves(values)
-        lower.copy_(low)
-        torch.sub(high, lower >> 15, out=upper.view(torch.int16))
+        """Overwrites ``values``, which has no NaN but one."""
+        bits = values.view(torch.int32)
+        lower.copy_(bits)  # its lower bits
+        upper.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
 
 
 def _quiet(values: Tensor) -> Tensor:

@@ -84,8 +84,51 @@ def test_parts_at_multiples_of_a_block_have_the_codes_of_the_whole() -> None:
     assert torch.equal(torch.cat([part for _, part in parts]), scales)
 
 
+def scaled(ratios: Tensor, *, signed: bool) -> Tensor:
+    """Blocks of these ratios, whose largest magnitude is 1."""
+    ratios = ratios[: ratios.numel() // (BLOCK - 1) * (BLOCK - 1)].view(-1, BLOCK - 1)
+    end = torch.full((len(ratios), 1), -1.0 if signed else 1.0)
+    return torch.cat([ratios, end], dim=1).flatten()
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_the_table_finds_the_code_that_a_search_of_the_levels_finds(signed: bool) -> None:
+    known = levels(signed)
+    middles = (known[1:] + known[:-1]) / 2
+    if not signed:
+        middles[0] = 0
+    low = torch.cat([torch.tensor([0, 1, 0x7FFF, 0x8000, 0xFFFE, 0xFFFF]), torch.arange(0, 1 << 16, 4099)])
+    every_row = (torch.arange(1 << 16, dtype=torch.int32).unsqueeze(1) << 16 | low.int()).view(torch.float32).flatten()
+    about = [
+        torch.nextafter(known_or_middle, to) for known_or_middle in (known, middles) for to in torch.tensor([-2, 2])
+    ]
+    ratios = torch.cat([known, middles, *about, every_row])
+    values = scaled(ratios[(ratios.abs() <= 1) & (ratios >= (-1 if signed else 0))], signed=signed)
+    assert torch.equal(stored(values)[0].int(), torch.bucketize(values, middles).int())
+
+
+def test_blocks_of_both_maps_side_by_side_have_the_codes_that_they_have_alone() -> None:
+    values = drawn(16 * BLOCK + 100, signed=True)
+    for k, block in enumerate(values.split(BLOCK)):
+        if k % 3:
+            block.abs_()
+    alone = [stored(block) for block in values.split(BLOCK)]
+    codes, scales = stored(values)
+    assert torch.equal(codes, torch.cat([each for each, _ in alone]))
+    assert torch.equal(scales, torch.cat([each for _, each in alone]))
+    assert torch.equal(back(values), torch.cat([back(block) for block in values.split(BLOCK)]))
+
+
+def test_codes_and_values_at_odd_places_are_decoded() -> None:
+    values = drawn(4 * BLOCK, signed=True)
+    codes, scales = stored(values)
+    odd, found = torch.cat([codes[:1], codes])[1:], torch.zeros(1 + values.numel())[1:]
+    decode(odd, scales, found)
+    assert torch.equal(found, back(values))
+
+
 def test_no_row_of_the_table_contains_two_middles() -> None:
-    """One comparison after the look-up is enough then."""
+    """One look-up is enough then."""
     for signed in (False, True):
         middles = ((levels(signed)[1:] + levels(signed)[:-1]) / 2)[0 if signed else 1 :]
         rows = (middles.view(torch.int32) >> 16).tolist()
