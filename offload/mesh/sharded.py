@@ -286,9 +286,16 @@ class ShardedParameters(PublicParameters):
     # --- agreement of ranks ---------------------------------------------------------------------------------------
 
     def check_model(self) -> None:
-        """Compares names, shapes and cuts of parameters over all ranks. Raises RuntimeError on all if they differ."""
-        text = " ".join(f"{shard.index}:{','.join(map(described, shard.parts))}" for shard in self._shards)
-        self._ranks.agree("the construction of the model", text)
+        """Compares names, shapes and cuts of parameters, and what all are computed with, over all ranks.
+
+        Raises RuntimeError on all if they differ.
+        """
+        words = [f"gradient_divide_factor={self._ranks.divide_factor}"]
+        for shard in self._shards:
+            words.append(f"{shard.index}:{','.join(map(described, shard.parts))}")
+            dtypes = dict.fromkeys(str(s.dtype) for s in shard.slices)
+            words.append(f"computed-in:{','.join(dtypes)};gradients-in:{shard.gradient_types.dtype}")
+        self._ranks.agree("the construction of the model", " ".join(words))
 
     def begin_pass(self, this: Pass, *, stores: bool = True) -> None:
         """Compares the collectives of a pass over all ranks. Raises RuntimeError on all if they differ."""

@@ -806,6 +806,9 @@ def ranks_that_differ_are_told_the_first_word_that_does(world: World) -> None:
     wide = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4 if first else 5))
     world.raises(RuntimeError, lambda: world.model(wide, slices=2), "rank 0", "1:1.weight[4,4]float32", "[5,4]")
     assert next(tuple(p.shape) for p in wide.parameters()) == (4, 3)
+    for name, value in (("gradient_divide_factor", 3.0), ("param_dtype", torch.bfloat16)):
+        how: dict[str, Any] = {name: value} if first else {}
+        world.raises(RuntimeError, lambda: world.model(build(), **how), "rank 0 has", f"{value}")  # noqa: B023
     model = world.model(build())
     model[0].weight.requires_grad_(first)
     output = model(world.part(batches()[0]))
