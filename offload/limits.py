@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.machine import capacity, free_bytes
+from offload.machine import capacity, free_bytes, private_bytes_left
 from offload.policy import MemoryPolicy
 
 __all__ = ["Grant", "MemoryLimits", "check_place", "grant", "limits_of"]
@@ -111,6 +111,15 @@ def check_place(place: torch.device, asked: int | None, needs: int, advice: str)
         warnings.warn(
             f"memory={asked:,} is more than the {there:,} bytes of {name} that this machine has; pass less, or 'auto' "
             f"for what is free",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    left = private_bytes_left() if place.type == "cpu" else None
+    if left is not None and asked > left:
+        warnings.warn(
+            f"memory={asked:,} is more than the {left:,} bytes that the limit on private memory (RLIMIT_DATA) leaves "
+            f"this process; it counts what is mapped, also 8 MiB for the stack of a usual thread, of which libraries "
+            f"start some that end the process where they cannot. Pass less, or raise the limit",
             RuntimeWarning,
             stacklevel=4,
         )

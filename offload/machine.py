@@ -1,4 +1,4 @@
-"""Reads how much memory this process can still get: control groups and ``/proc/meminfo``; on CUDA, the allocator.
+"""Reads how much memory this process can still get: limits, control groups, ``/proc/meminfo``; on CUDA, the allocator.
 
 Every function of the host takes the root of the file system, below which it reads ``/proc`` and the mounted control
 groups.
@@ -15,7 +15,15 @@ from pathlib import Path
 import psutil
 import torch
 
-__all__ = ["ControlGroup", "capacity", "control_groups", "free_bytes", "free_device_bytes", "free_host_bytes"]
+__all__ = [
+    "ControlGroup",
+    "capacity",
+    "control_groups",
+    "free_bytes",
+    "free_device_bytes",
+    "free_host_bytes",
+    "private_bytes_left",
+]
 
 _ROOT = Path("/")
 
@@ -50,12 +58,29 @@ def free_bytes(device: torch.device, root: Path = _ROOT) -> int:
 
 
 def free_host_bytes(root: Path = _ROOT) -> int:
-    """The least of what the machine has without swapping and of what each control group above this process leaves.
+    """The least of what the machine has without swapping, and what the limit of this process on private memory
+    (``RLIMIT_DATA``) and each control group above it leave.
 
     A group leaves ``memory.max - (memory.current - inactive_file)``: its inactive file pages are dropped first.
     """
     left = [group.limit - (group.usage - group.inactive_file) for group in control_groups(root)]
+    if (private := private_bytes_left(root)) is not None:
+        left.append(private)
     return max(0, min([_meminfo("MemAvailable", root), *left]))
+
+
+def private_bytes_left(root: Path = _ROOT) -> int | None:
+    """Bytes of private memory that this process may still map under ``RLIMIT_DATA``; None without a limit.
+
+    It counts what is mapped, used or not: heaps, buffers, and the stack of each thread (often 8 MiB).
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        limits, status = (_text(root / "proc/self" / name).splitlines() for name in ("limits", "status"))
+        limit = next((line.split()[3] for line in limits if line.startswith("Max data size")), "unlimited")
+        mapped = next((line.split()[1] for line in status if line.startswith("VmData:")), None)
+        if limit != "unlimited" and mapped is not None:
+            return max(0, int(limit) - 1024 * int(mapped))
+    return None
 
 
 def free_device_bytes(device: torch.device) -> int:

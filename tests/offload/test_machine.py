@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.machine import ControlGroup, capacity, control_groups, free_bytes, free_device_bytes, free_host_bytes
+import offload.limits
+from offload.limits import check_place
+from offload.machine import (
+    ControlGroup,
+    capacity,
+    control_groups,
+    free_bytes,
+    free_device_bytes,
+    free_host_bytes,
+    private_bytes_left,
+)
 from offload.storage.page_cache import available_bytes
 
 CPU = torch.device("cpu")
@@ -91,6 +101,26 @@ def test_in_a_container_the_group_is_found_below_what_is_mounted(
 def test_a_group_outside_of_the_namespace_is_not_taken_for_the_one_that_is_mounted(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": "0::/../other\n", "proc/self/mountinfo": V2} | group("sys/fs/cgroup", 10, 9)
     assert control_groups(tree(tmp_path, files)) == []
+
+
+def test_a_limit_on_private_memory_leaves_what_is_not_mapped(tmp_path: Path) -> None:
+    files = {
+        "proc/self/limits": "Limit  Soft Limit  Hard Limit  Units\nMax data size  10240  unlimited  bytes\n",
+        "proc/self/status": "Name:\tpython\nVmData:\t       9 kB\n",
+    }
+    root = tree(tmp_path, files, available=5000)
+    assert private_bytes_left(root) == free_host_bytes(root) == 1024
+    files["proc/self/limits"] = files["proc/self/limits"].replace("10240", "unlimited")
+    root = tree(tmp_path, files, available=5000)
+    assert private_bytes_left(root) is None
+    assert free_host_bytes(root) == 5000 * 1024
+
+
+def test_a_number_that_the_limit_on_private_memory_does_not_leave_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload.limits, "private_bytes_left", lambda: 999)
+    check_place(CPU, 999, 1, "")
+    with pytest.warns(RuntimeWarning, match="the 999 bytes that the limit on private memory"):
+        check_place(CPU, 1000, 1, "")
 
 
 def test_the_machine_itself_can_be_read() -> None:
