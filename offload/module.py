@@ -10,6 +10,7 @@ Guarantees
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
 from collections import Counter
@@ -189,6 +190,28 @@ class ModuleAtHome(nn.Module):
             self._executor.streamer.apply_pending_updates()
         for layer in self.children():
             layer.zero_grad(set_to_none)
+        self._executor.public.drop_sums(self.parameters())
+
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which backwards reduce no gradients over the ranks of ``mesh=``; without one it changes nothing.
+
+        Each rank adds its whole gradients in its host memory, in the types of homes: as many bytes as all parameters
+        that train. The first backward outside of the context reduces the sums, so that ``.grad`` is what it would have
+        been without, up to rounding, and only that backward sends gradients::
+
+            with model.accumulate():
+                for batch in batches[:-1]:
+                    loss(model(batch)).backward()
+            loss(model(batches[-1])).backward()
+            optimizer.step()
+
+        Until then ``.grad`` lacks these gradients: ``step()`` of an ``OffloadOptimizer`` raises RuntimeError. Its
+        ``zero_grad()`` and that of the model drop them; that of another optimizer cannot. With ``memory=`` there is no
+        room that is not planned, so each backward reduces its gradients.
+        """
+        if self._executor.steps.planner is not None:
+            return contextlib.nullcontext()
+        return self._executor.public.accumulates()
 
     # --- layers by index, as in an nn.Sequential -------------------------------------------------------------------
 

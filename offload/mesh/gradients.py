@@ -19,7 +19,7 @@ results have the same bits from run to run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from offload.mesh.local_sums import LocalSums
 from offload.mesh.parts import Cut, Part, WholePart, cuts_between, offsets_of
 from offload.mesh.pieces import pieces_of
 from offload.mesh.ranks import Ranks
@@ -51,15 +52,31 @@ class MeshGradientOffload(GradientOffload):
     while further shards compute.
     """
 
-    def __init__(self, *args: Any, ranks: Ranks, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, ranks: Ranks, sums: LocalSums, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._ranks = ranks
+        self._sums = sums
         #: What follows the last reduction.
         self._deferred: list[Callable[[], None]] = []
         #: Bytes of whole gradients that are being reduced.
         self._reducing = 0
         #: Gradients of what each rank stores whole, reduced at the end of the backward.
         self._whole: dict[nn.Parameter, Tensor] = {}
+
+    def begin(self, waiting: int, to_return: Collection[nn.Parameter] = (), *, drop_others: bool = False) -> bool:
+        """See :meth:`GradientOffload.begin`."""
+        updates = super().begin(waiting, to_return, drop_others=drop_others)
+        try:
+            self._sums.check_trained()
+            if updates and self._sums.keeps:
+                raise RuntimeError(
+                    "update_in_backward uses the gradients of this backward, which keeps them on each rank, inside of "
+                    "the model's accumulate(); enter the optimizer's accumulate() as well"
+                )
+        except RuntimeError:
+            self._end_backward(failed=True)
+            raise
+        return updates
 
     def drain(self, shard: Shard, gradients: list[Tensor | None]) -> None:
         """Starts to reduce the ``gradients`` of the last visit. Those before are stored meanwhile."""
@@ -75,6 +92,10 @@ class MeshGradientOffload(GradientOffload):
         self._take_whole(cast("MeshShard", shard), gradients)
         if not _trainable(cast("MeshShard", shard)):
             return
+        if self._sums.keeps:
+            self._sums.keep(cast("MeshShard", shard), gradients)
+            return
+        self._sums.add_to(cast("MeshShard", shard), gradients)
         self._reducing = sum(g.numel() * g.element_size() for g in gradients if g is not None)
         self._meter.hold(self._reducing)
         parts: list[Tensor | None] = [None] * len(gradients)

@@ -70,6 +70,13 @@ class PublicParameters:
     def take_gradients(self) -> None:
         """Takes over gradients that were set, replaced or removed."""
 
+    def accumulates(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which each rank keeps its gradients to itself."""
+        return contextlib.nullcontext()
+
+    def drop_sums(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Drops what is kept so of the gradients of some parameters."""
+
     def begin_pass(self, this: Pass, *, stores: bool = True) -> None:
         """Called before the first action of a pass; ``stores``: whether a backward stores gradients."""
 

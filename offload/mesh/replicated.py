@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.mesh.gradients import means_of_parts
+from offload.mesh.local_sums import LocalSums
 from offload.mesh.parts import Part, WholePart, cuts_between, offsets_of
 from offload.mesh.pieces import gather_parts
 from offload.mesh.ranks import Ranks
@@ -136,9 +137,13 @@ class MeshParameters(ShardedParameters):
     """What users see of a model with a mesh: the parameters that stream, and those that each rank stores whole."""
 
     def __init__(
-        self, shards: Sequence[MeshShard], ranks: Ranks, resident: Mapping[nn.Parameter, tuple[nn.Parameter, Part]]
+        self,
+        shards: Sequence[MeshShard],
+        ranks: Ranks,
+        resident: Mapping[nn.Parameter, tuple[nn.Parameter, Part]],
+        sums: LocalSums,
     ) -> None:
-        super().__init__(shards, ranks, resident)
+        super().__init__(shards, ranks, resident, sums)
         self._replicated = self._replicated_now()
         largest = max((sum(p.nbytes for p in shard.parameters) for shard in shards), default=0)
         self.buffer_bytes = bytes_beside_one_process(largest, ranks.count)
@@ -181,7 +186,11 @@ class MeshParameters(ShardedParameters):
 
     def store_replicated(self, gradients: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """Adds the means over ranks of gradients of what each rank stores whole to the stored ones."""
-        self._replicated.reduce({p: gradient for p, gradient in gradients.items() if p in self._replicated})
+        replicated = {p: gradient for p, gradient in gradients.items() if p in self._replicated}
+        if self._sums.keeps:
+            self._sums.keep_replicated(replicated)
+        else:
+            self._replicated.reduce(self._sums.with_replicated(replicated))
         return {p: gradient for p, gradient in gradients.items() if p not in self._replicated}
 
     def begin_block(self, name: str, words: str) -> None:

@@ -39,6 +39,7 @@ from pipe.torch_private.autograd import has_hooks
 from pipe.torch_private.tensors import native_uses, storage_uses
 
 if TYPE_CHECKING:
+    from offload.mesh.local_sums import LocalSums
     from offload.mesh.parts import Part
     from offload.mesh.ranks import Ranks
     from offload.mesh.shard import MeshShard
@@ -68,10 +69,14 @@ class ShardedParameters(PublicParameters):
     sharded = True
 
     def __init__(
-        self, shards: Sequence[MeshShard], ranks: Ranks, resident: Mapping[nn.Parameter, tuple[nn.Parameter, Part]]
+        self,
+        shards: Sequence[MeshShard],
+        ranks: Ranks,
+        resident: Mapping[nn.Parameter, tuple[nn.Parameter, Part]],
+        sums: LocalSums,
     ) -> None:
         """``resident``: for parameters of layers that each rank stores whole, the stored ones."""
-        self._shards = shards
+        self._shards, self._sums = shards, sums
         self._ranks = self.ranks = ranks
         self._all = [
             ShownParameter(s.parameter, here.parameter, self._new(s.parameter, here.parameter, part), part)
@@ -283,6 +288,14 @@ class ShardedParameters(PublicParameters):
                 f"gradients are stored shard by shard. Remove the hooks"
             )
 
+    def accumulates(self) -> contextlib.AbstractContextManager[None]:
+        """See :meth:`PublicParameters.accumulates`."""
+        return self._sums.kept()
+
+    def drop_sums(self, parameters: Iterable[nn.Parameter]) -> None:
+        """See :meth:`PublicParameters.drop_sums`."""
+        self._sums.drop({self._by_shown[p].stored for p in parameters if p in self._by_shown})
+
     # --- agreement of ranks ---------------------------------------------------------------------------------------
 
     def check_model(self) -> None:
@@ -302,7 +315,7 @@ class ShardedParameters(PublicParameters):
         actions = replace(this, microbatches=1, kept=()).actions(Residency(math.inf), lambda key: 0)
         words = [*self._steps, *(str(action) for action in actions if action.kind in _COMMON)]
         if this.backward:
-            words.append("stores" if stores else "drops")
+            words += ["stores" if stores else "drops", self._sums.described()]
             words += [p.part.name + "+gradient" * self._has_gradient(p) for p in self._all if p.whole.requires_grad]
         self._ranks.agree("a backward" if this.backward else "a forward", " ".join(words))
         self._steps.clear()  # not if they differ: then ranks have different weights, and every later pass raises
@@ -326,6 +339,11 @@ class ShardedParameters(PublicParameters):
 
     def begin_step(self, optimizer: OffloadOptimizer) -> None:
         """Takes over gradients, and what a ``GradScaler`` found in them: all ranks skip a step, or none."""
+        if self._sums:
+            raise RuntimeError(
+                "gradients of backwards in accumulate() were not reduced yet: run the last backward before step() "
+                "outside of it, or drop them by zero_grad()"
+            )
         found: Tensor | None = getattr(optimizer, "found_inf", None)
         if found is not None:
             everywhere = self._ranks.agree("a step with a GradScaler", "", float(found))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.mesh.gradients import MeshGradientOffload
+from offload.mesh.local_sums import LocalSums
 from offload.mesh.ranks import Ranks
 from offload.mesh.replicated import MeshParameters, resident_parts
 from offload.mesh.shard import MeshShard, layout_of_parts, make_mesh_shards
@@ -111,6 +112,7 @@ class Sharding:
 
     def __init__(self, mesh: DeviceMesh, divide_factor: float | None, meter: Meter) -> None:
         self.ranks = Ranks(mesh, divide_factor, meter)
+        self._sums = LocalSums(meter)
 
     @property
     def name(self) -> str:
@@ -168,11 +170,11 @@ class Sharding:
 
     def gradient_offload(self, shards: Sequence[Shard], **choices: Any) -> MeshGradientOffload:
         """What reduces and stores gradients."""
-        return MeshGradientOffload(shards, ranks=self.ranks, **choices)
+        return MeshGradientOffload(shards, ranks=self.ranks, sums=self._sums, **choices)
 
     def public(self, shards: Sequence[Shard]) -> MeshParameters:
         """The DTensors that users see; all ranks have compared their parameters then."""
         of_mesh = [shard for shard in shards if isinstance(shard, MeshShard)]
-        public = MeshParameters(of_mesh, self.ranks, self._resident)
+        public = MeshParameters(of_mesh, self.ranks, self._resident, self._sums)
         public.check_model()
         return public

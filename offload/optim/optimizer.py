@@ -244,6 +244,7 @@ class OffloadOptimizer(MovableStates):
         with self.access.meter.overheads.optimizer(continues=True):
             super().zero_grad(set_to_none)
             self.access.public.take_gradients()
+            self.access.public.drop_sums(p for group in self.param_groups for p in group["params"])
 
     def synchronize(self) -> None:
         """Finishes the pending updates: afterwards parameters, gradients and states have their values of the last step.

@@ -49,7 +49,7 @@ from offload.mesh.ranks import CollectiveLane
 from offload.mesh.traffic import Traffic, bytes_at_once, sent_bytes, traffic_of
 from offload.streaming.lane import Arrival
 from tests.offload.late import LateLane as LateUpdates
-from tests.offload.mesh import blocks_claims
+from tests.offload.mesh import accumulate_claims, blocks_claims
 from tests.offload.mesh.forked import check_claims
 from tests.offload.mesh.world import World, difference, greatest_error, whole
 from tests.waits import find_sites, take_out
@@ -927,6 +927,7 @@ CLAIMS = [
     layers_that_write_their_own_parameters_are_refused,
     a_failure_on_all_ranks_leaves_the_model_usable,
     *blocks_claims.CLAIMS,
+    *accumulate_claims.CLAIMS,
 ]
 #: Checked by four ranks as well.
 OF_FOUR = [
