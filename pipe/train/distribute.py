@@ -281,14 +281,18 @@ def _outermost(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Modu
 
 
 def children_of(module: nn.Module) -> Iterator[nn.Module]:
-    """The children of a module, those in plain list attributes included, where torchrec keeps its lookups."""
+    """The children of a module, those in plain list attributes included, where torchrec keeps its lookups.
+
+    Such a list may hold modules above it, too: ``FullyShardedDataParallel`` keeps one of all its instances.
+    """
     yield from module.children()
     for value in vars(module).values():
         if isinstance(value, (list, tuple)):
             yield from (item for item in value if isinstance(item, nn.Module))
 
 
-def _parts(module: nn.Module) -> Iterator[nn.Module]:
+def _parts(module: nn.Module, above: tuple[nn.Module, ...] = ()) -> Iterator[nn.Module]:
     yield module
     for child in children_of(module):
-        yield from _parts(child)
+        if not any(child is other for other in (*above, module)):
+            yield from _parts(child, (*above, module))

@@ -9,7 +9,7 @@ Guarantees
     * A partial window is scaled by its true size, and its all-reduce happens as in a full one.
     * Replicas communicate once per window: all backwards except the last run in the models' ``no_sync``. A backward
       that may be the last communicates too; a gradient that is a mean over replicas is not changed by the next
-      all-reduce.
+      all-reduce. Models of ``fully_shard`` communicate in every backward, see :func:`_replicated`.
 
 After an exception in a forward or backward the open window is discarded: the parameters hold the last complete step,
 the next batch opens a new window, and no half-accumulated gradient is stepped.
@@ -133,11 +133,7 @@ class Window:
                         # DDP with a static graph records it in its first backward, which must not run in no_sync. The
                         # additional all-reduce changes nothing: a mean over replicas is not changed by the next one.
                         continue
-                    if callable(getattr(module, "no_sync", None)):
-                        stack.enter_context(module.no_sync())
-                    else:
-                        module.set_requires_gradient_sync(False)
-                        stack.callback(module.set_requires_gradient_sync, True)
+                    stack.enter_context(module.no_sync())
             yield
 
     def backward(self, micro: MicroStep, losses: Any, before_step: Callable[[], None] | None = None) -> None:
@@ -266,16 +262,21 @@ def _total(losses: Any) -> Tensor:
 
 
 def _replicated(model: nn.Module) -> list[Any]:
-    """The modules that all-reduce in backward: every DDP module, and the outermost of other kinds (FSDP)."""
+    """The modules that can leave out the all-reduce of a backward: every DDP module, and the outermost of other kinds.
+
+    Those of ``fully_shard`` are not among them: they reduce in every backward. What they would keep in one that does
+    not is in no ``.grad``, so a window could not be reweighted, saved or discarded.
+    """
     found: dict[int, nn.Module] = {}  # by id, while the list below keeps each module alive
 
-    def visit(module: nn.Module, inside: bool) -> None:
+    def visit(module: nn.Module, inside: bool, above: tuple[nn.Module, ...]) -> None:
         ddp = isinstance(module, DistributedDataParallel)
-        silent = ddp or any(callable(getattr(module, f, None)) for f in ("no_sync", "set_requires_gradient_sync"))
+        silent = ddp or callable(getattr(module, "no_sync", None))
         if ddp or (silent and not inside):
             found.setdefault(id(module), module)
         for child in children_of(module):
-            visit(child, inside or (silent and not ddp))
+            if not any(child is other for other in (*above, module)):
+                visit(child, inside or (silent and not ddp), (*above, module))
 
-    visit(model, False)
+    visit(model, False, ())
     return list(found.values())
