@@ -65,7 +65,9 @@ class CellExecutor:
         self._device = device
         self._meter = meter
         self._param_dtype = param_dtype
-        self._home_checksums = [HomeChecksums(shard) for shard in (*(each.shard for each in self.shards), *lenders)]
+        self._home_checksums = [
+            HomeChecksums(shard, meter) for shard in (*(each.shard for each in self.shards), *lenders)
+        ]
         self._lending = {owner.index for runner in runners for owner, _ in runner.shard.loans}
 
     def renumber(self) -> None:

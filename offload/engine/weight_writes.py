@@ -39,6 +39,7 @@ from pipe.torch_private.tensors import storage_uses
 
 if TYPE_CHECKING:
     from offload.engine.tape import Tape
+    from offload.telemetry.statistics import Meter
 
 __all__ = [
     "AssignedData",
@@ -208,8 +209,9 @@ _CHUNK_BYTES = 8 << 20
 class HomeChecksums:
     """Checksums of one shard's home, to detect writes by code other than the engine."""
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: Shard, meter: Meter) -> None:
         self.shard = shard
+        self._meter = meter
         self._sums: list[int] | None = None
         #: Number of comparisons that found a write by other code, and of those that found a stored write of layers.
         self.changes = self.layer_writes = 0
@@ -229,6 +231,7 @@ class HomeChecksums:
     def compare(self) -> None:
         """Reads the home, and compares its checksums with those of the last time."""
         before, self._sums = self._sums, _checksums(self.shard)
+        self._meter.bytes_compared += 0 if self.shard.home is None else self.shard.home.nbytes
         if before is not None and before != self._sums:
             self.changes += 1
             pairs = zip(self.shard.own, before, self._sums, strict=True)
