@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from pipe.torch_private import ATTRIBUTES
 from pipe.torch_private.autograd import hidden_hooks
 from pipe.torch_private.modules import has_module_hooks
+from pipe.torch_private.threads import operation_threads
 
 ROOT = Path(__file__).parents[2]
 MODULES = [path for package in ("pipe", "offload", "gradcache") for path in sorted((ROOT / package).rglob("*.py"))]
@@ -105,3 +107,19 @@ def test_this_release_is_known() -> None:
     if not known:
         pytest.skip(f"torch {release} is none of {KNOWN}; add it here if all other tests pass")
     assert known
+
+
+def test_operations_of_one_thread_use_fewer_threads_and_others_as_many_as_before() -> None:
+    """Also threads that begin meanwhile, which ``torch.set_num_threads`` would change."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with operation_threads(2):
+            assert torch.get_num_threads() == 2
+            with ThreadPoolExecutor(1) as other:
+                assert other.submit(torch.get_num_threads).result() == 3
+            with operation_threads(5):
+                assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
