@@ -165,10 +165,10 @@ def claims(run: Run) -> list[Claim]:
     theirs, size = run.find(REFERENCE), mebibytes(run.settings.parameter_bytes)
     set_up = f"build, load and train {size} of parameters under a hard cap of {run.settings.cap} MiB"
     peer = "all in memory, no cap (dies under the cap)"
-    set_ups = {OFFLOADED: set_up, FEWER: "the same, with weights in bfloat16 and states in 8 bits"}
+    set_ups = {OFFLOADED: (set_up, peer), FEWER: ("the same, bfloat16 weights, 8-bit states", "the same")}
     found = {words: run.find(name) for name, words in set_ups.items()}
     return [
-        Claim(words, peer, ours.ratios(), ours.peak_bytes / theirs.peak_bytes)
+        Claim(*words, ours.ratios(), ours.peak_bytes / theirs.peak_bytes)
         for words, ours in found.items()
         if ours is not None and not _died(ours)
     ]

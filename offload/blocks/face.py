@@ -26,13 +26,13 @@ from offload.blocks.rest import with_rest
 from offload.engine.autograd import attach
 from offload.engine.block_forwards import tensors_of_call
 from offload.engine.executor import Executor
-from offload.engine.memory_planner import FIRST_GAPS_SHARE
 from offload.engine.outside import bytes_staying
 from offload.engine.raw_chunk import as_call
 from offload.engine.structure import Structure
 from offload.engine.tape import Tape
 from offload.memory import MemoryArguments, least_bytes
 from offload.module import refuse_shallow_copy
+from offload.planning.budget import FIRST_GAPS_SHARE
 from offload.reports import ReportingModule
 from offload.storage import DiskHome, is_directory
 from offload.streaming.copies import CopiesOfHomes

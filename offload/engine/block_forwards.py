@@ -146,8 +146,8 @@ class BlockForwards(MovableHomes):
                 for key, name in self.public.names(s).items():
                     self._within[key] = name + self.why_it_streams([n for n in self.rest if name.startswith(f"{n}.")])
         made, before = self.leaf_gradients, self._meter.begin_code_before
-        may_lean = not (self.public.sharded or self.casts_outside)
-        return Glue(chunks, len(self.blocks), self._within, made, before, self.outside, may_lean=may_lean)
+        follows_outside = not (self.public.sharded or self.casts_outside)
+        return Glue(chunks, len(self.blocks), self._within, made, before, self.outside, follows_outside=follows_outside)
 
     def run_one(self, forward: Forward, inputs: Any) -> tuple[Tape | None, list[Any]]:
         """Runs the forward of one chunk: its tape, if a backward can follow, and its output in a list."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from offload.engine.block_forwards import BlockForwards
     from offload.engine.tape import Tape
 
-__all__ = ["BlockWalk", "CellSteps", "fail", "sent"]
+__all__ = ["BlockWalk", "CellSteps", "fail", "next_cell"]
 
 #: A pass: yields each cell with its output, and is sent what enters the next shard.
 CellSteps = Generator[tuple[Cell, Any], Any, list[Any]]
@@ -73,7 +73,7 @@ class BlockWalk:
                 raise out_of_order(self._executor, None, self._next)
             self._give_up()
             return None, [result]
-        following, outputs = sent(self._steps, self._executor.finish(self._tape, 0, result))
+        following, outputs = next_cell(self._steps, self._executor.finish(self._tape, 0, result))
         assert following is None, "a pass with one cell too many"
         return self._tape, outputs
 
@@ -82,7 +82,7 @@ class BlockWalk:
         fail(self._steps, error)
 
 
-def sent(steps: CellSteps, entering: Any) -> tuple[tuple[Cell, Any] | None, list[Any]]:
+def next_cell(steps: CellSteps, entering: Any) -> tuple[tuple[Cell, Any] | None, list[Any]]:
     """Sends a pass what enters its next shard; returns its next cell and output, or None and all outputs at its end.
 
     A function, since an interrupt at the ``try`` itself would not reach an ``except`` around it.

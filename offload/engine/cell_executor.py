@@ -109,7 +109,7 @@ class CellExecutor:
             leaves = flatten(output)[0]
             if tape.glue is not None:
                 reaches = runner.check_graph(source, leaves, tape.glue.flags)
-                tape.glue.lean(cell.i, cell.j, runner.other_parameters, reaches=reaches)
+                tape.glue.note_outside_use(cell.i, cell.j, runner.other_parameters, reaches=reaches)
             tape.requires[Cell(cell.j + 1, cell.i)] = requires(leaves)
             return map_distinct(Tensor.detach, output)
 

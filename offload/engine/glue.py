@@ -54,7 +54,7 @@ class Glue:
         made: see :class:`.LeafGradients`.
         before: called with the number of a piece before its backward runs.
         around: the parameters outside of blocks.
-        may_lean: whether their gradients are followed where a block uses them by no argument.
+        follows_outside: whether their gradients are followed where a block uses them by no argument.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class Glue:
         before: Callable[[int], None],
         around: Sequence[Tensor] = (),
         *,
-        may_lean: bool = True,
+        follows_outside: bool = True,
     ) -> None:
         self._before = before
         #: Whether parameters outside of blocks take gradients; whether blocks may use them otherwise than as arguments.
         self.flags = tuple(p.requires_grad for p in around)
-        self.may_lean = may_lean
+        self.follows_outside = follows_outside
         self._chunks = [ChunkPieces() for _ in range(chunks)]
         self._last = last
         self._within = within
@@ -254,7 +254,7 @@ class Glue:
         chunk.leaves.setdefault(leaf, j)
         chunk.nodes.setdefault(leaf, node)
 
-    def lean(self, i: int, j: int, others: Sequence[nn.Parameter], *, reaches: bool) -> None:
+    def note_outside_use(self, i: int, j: int, others: Sequence[nn.Parameter], *, reaches: bool) -> None:
         """Notes that block ``j`` uses parameters that are none of its arguments; ``reaches``: other graphs, too.
 
         Raises RuntimeError where their gradients cannot be followed.
@@ -263,7 +263,7 @@ class Glue:
         for p in others:
             if id(p) in self._within:
                 what = f"parameter {self._within[id(p)]} of another block"
-            elif not self.may_lean:
+            elif not self.follows_outside:
                 what = f"a parameter of the shape {tuple(p.shape)}, which is not its own,"
             else:
                 self._chunks[i].leaves.setdefault(p, j)

@@ -30,6 +30,7 @@ from offload.engine.gradients_held import gradient_bytes, gradients_there, unown
 from offload.engine.least_limit import too_little
 from offload.engine.step_memory import StepMemory
 from offload.limits import MemoryLimits
+from offload.planning.budget import FIRST_GAPS_SHARE, GAPS_SHARE
 from offload.planning.explain import explain, fewer_bytes
 from offload.planning.search import Found, NothingFitsError, fill, least_bytes, search
 from offload.planning.step_model import Choice, Given, Prediction, StepModel, predict
@@ -50,9 +51,6 @@ LEAST_GAIN = 0.05
 CELL_SHARE = 4
 #: Different sizes of a batch whose choices are remembered.
 SIZES_REMEMBERED = 64
-#: Of a limit of memory, one part in so many is left to gaps between the blocks that the allocator has given out; and
-#: before a step of a plan was measured.
-GAPS_SHARE, FIRST_GAPS_SHARE = 8, 6
 
 _T = TypeVar("_T")
 

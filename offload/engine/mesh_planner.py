@@ -47,11 +47,11 @@ class MeshMemoryPlanner(MemoryPlanner):
         Raises:
             ValueError: if no plan of this rank's step fits; RuntimeError on the other ranks, with the rank.
         """
-        tells = self._public.compare("a step with memory=", self._tells(rows) if idle else _BUSY)
-        self._due = _DUE in tells and _BUSY not in tells
+        statuses = self._public.compare("a step with memory=", self._status(rows) if idle else _BUSY)
+        self._due = _DUE in statuses and _BUSY not in statuses
         refused: ValueError | None = None
         try:
-            super().begin(rows, idle=_BUSY not in tells)
+            super().begin(rows, idle=_BUSY not in statuses)
         except ValueError as error:
             refused = error
         failed = self._public.compare("a step with memory=", float(refused is not None))
@@ -63,7 +63,7 @@ class MeshMemoryPlanner(MemoryPlanner):
                 f"error"
             )
 
-    def _tells(self, rows: Sequence[int]) -> float:
+    def _status(self, rows: Sequence[int]) -> float:
         """The number that tells the other ranks whether this one needs another plan."""
         stepped = self._awaited != self._streamer.gradient_offload.optimizers.awaits_states()
         if not (self._due or stepped) and self._steps_done:

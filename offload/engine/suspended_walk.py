@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from offload.engine.block_walk import CellSteps, fail, sent
+from offload.engine.block_walk import CellSteps, fail, next_cell
 from offload.engine.call_order import comes_next, out_of_order
 from offload.engine.glue import Glue
 from offload.engine.own_attributes import OwnAttributes
@@ -71,7 +71,7 @@ class SuspendedWalk:
                 else:
                     raise out_of_order(executor, state.j, n, records=self._glue.records)
                 del state
-                following, outputs = sent(steps, entering)
+                following, outputs = next_cell(steps, entering)
                 if following is None:
                     return tape, outputs
                 cell, output = following
