@@ -15,7 +15,7 @@ from offload.limits import MemoryLimits, check_place, limits_of, numbers_of
 from offload.mesh.sharding import least_of_ranks
 from offload.mesh.traffic import bytes_beside_one_process
 from offload.planning.budget import SMALLEST_BOUNDARIES, Layout, fit, parse_bytes, requirement
-from offload.planning.partition import SMALLEST_SHARD_BYTES, cut_layers, merge_small_layers
+from offload.planning.partition import cut_layers, cut_within
 from offload.policy import DEFAULT_MEMORY, MemoryPolicy, policy_of, warn_of_old_keywords
 from offload.streaming.weight_forms import WeightForm
 from offload.telemetry.statistics import Meter
@@ -199,7 +199,7 @@ def layout_of(
     else:
         on_device, on_host = numbers_of(policy, device) if memory.bounds else (None, None)
         if cuts is None and num_slices is None and memory.bounds:
-            cuts = merge_small_layers(needs.in_slot, SMALLEST_SHARD_BYTES)
+            cuts = cut_within(needs.in_slot, on_device)
             if on_device is not None and needs(cuts) > on_device:
                 cuts = needs.finest()
         elif cuts is None:

@@ -95,7 +95,7 @@ def report_of(arguments: argparse.Namespace) -> Report:
     stored = {p.dtype for layer in outline.layers for p in layer.own if p.dtype.is_floating_point}
     computes = None if arguments.dtype is None else _DTYPES[arguments.dtype]
     param_dtype = None if computes is None or stored == {computes} else computes
-    shards = shards_of(outline, param_dtype)
+    shards = shards_of(outline, param_dtype, limit)
     batch = tokens // positions
     count = arguments.microbatches
     rows = [batch // count + (i < batch % count) for i in range(count)]

@@ -16,7 +16,7 @@ from offload.engine.steps import BUFFERS_SHARE
 from offload.optim.update_blocks import update_block_bytes_of
 from offload.planning.byte_forms import ByteForm
 from offload.planning.memory_profile import MemoryProfile
-from offload.planning.partition import SMALLEST_SHARD_BYTES, merge_small_layers
+from offload.planning.partition import cut_within
 from offload.planning.peak_memory import StepBytes
 from offload.planning.plan import Kind
 from offload.planning.planner import Updates
@@ -100,12 +100,12 @@ class Shards:
         return [any(layer.borrowed for layer in layers) for layers in self.layers]
 
 
-def shards_of(outline: Outline, param_dtype: torch.dtype | None) -> Shards:
+def shards_of(outline: Outline, param_dtype: torch.dtype | None, limit_bytes: int | None = None) -> Shards:
     """The shards that ``OffloadModel(layers, ..., memory=...)`` makes: one a layer; small neighbours share one."""
     count = len(outline.layers)
     cuts = [1] * count
     if outline.sequential:
-        cuts = merge_small_layers([layer.slot_bytes(param_dtype) for layer in outline.layers], SMALLEST_SHARD_BYTES)
+        cuts = cut_within([layer.slot_bytes(param_dtype) for layer in outline.layers], limit_bytes)
     ends = [0, *itertools.accumulate(cuts)]
     return Shards(cuts, [outline.layers[a:b] for a, b in itertools.pairwise(ends)], param_dtype)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from offload.planning.partition import SMALLEST_SHARD_BYTES
+from offload.planning.partition import smallest_shard
 
 if TYPE_CHECKING:
     from offload.engine.homes import MovableHomes
@@ -45,8 +45,8 @@ def too_little(executor: MovableHomes, rows: Sequence[int], least: int, limit: i
     ]
     said = ", ".join(f"{nbytes:,} of them {what}" for nbytes, what in parts if nbytes)
     # With more memory, small layers would share a shard, which needs more.
-    finest = all(len(shard.layers) == 1 for shard in executor.shards) and len(executor.shards) > 1
-    merges = finest and any(shard.slot_bytes < SMALLEST_SHARD_BYTES for shard in executor.shards)
+    sizes = [shard.slot_bytes for shard in executor.shards]
+    merges = len(sizes) > 1 and not executor.layers_apart and min(sizes) < smallest_shard(sum(sizes), works)
     cuts = f" and num_slices={len(executor.shards)}" if merges else ""
     return (
         f"a step of micro-batches of {max(rows)} rows takes at least {least:,} bytes on {executor.device}, "

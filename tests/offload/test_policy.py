@@ -20,7 +20,7 @@ import offload.memory
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.limits import Grant, MemoryLimits, grant
 from offload.memory import layout_of, limits_for, memory_of
-from offload.planning.partition import merge_small_layers
+from offload.planning.partition import cut_within, merge_small_layers
 from offload.telemetry.statistics import Meter
 from tests.offload.zoo import WIDTH, build
 
@@ -121,6 +121,15 @@ def test_the_finest_cut_merges_small_neighbours() -> None:
     assert merge_small_layers([1, 1], 5) == [2]
     assert merge_small_layers([7, 8], 5) == [1, 1]
     assert sum(merge_small_layers([0, 9, 0, 0], 1)) == 4
+
+
+def test_shards_are_a_16th_of_the_memory_or_of_the_model_where_layers_are_smaller() -> None:
+    model = [MIB] * 48
+    assert cut_within(model, 24 * MIB) == [2] * 24
+    assert cut_within(model, 32 * MIB) == [2] * 24
+    assert cut_within(model, 72 * MIB) == cut_within(model, None) == [3] * 16
+    assert cut_within(model, 4 * MIB) == [1] * 48
+    assert cut_within([40 * MIB] * 4, 64 * MIB) == [1] * 4
 
 
 def test_shards_or_recomputation_without_memory_mean_what_they_do_in_fairscale() -> None:
