@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
 from offload.streaming.heap import anonymous_bytes, return_freed_memory
+from tests.offload.checkpoint_worker import STATES as FORMS
 
 WIDTH, DEPTH = 384, 6
 STEPS, GROWS_AT, SAVES_AT = 6, 4, 3
@@ -89,10 +90,10 @@ def bare(loop: dict[str, Any], width: int) -> nn.Module:
 
 
 def initialise(model: nn.Module) -> None:
-    """The same values whatever order the model's parameters are made in."""
-    for k, p in enumerate(model.parameters()):
-        with torch.no_grad():
-            p.copy_(torch.empty(p.shape).uniform_(-0.05, 0.05, generator=torch.Generator().manual_seed(k)))
+    """The same values whatever order the model's parameters are made in, one after the other."""
+    for k, (name, p) in enumerate(model.named_parameters()):
+        values = torch.empty(p.shape).uniform_(-0.05, 0.05, generator=torch.Generator().manual_seed(k))
+        model.load_state_dict({name: values}, strict=False)
 
 
 def train(
@@ -129,9 +130,10 @@ def run(loop: dict[str, Any], folder: Path, width: int = WIDTH) -> list[float]:
     blocks = {"blocks": "blocks"} if loop.get("words") else {}
     resident = {"resident": loop["resident"]} if loop.get("resident") else {}
     common: dict[str, Any] = {"num_microbatches": loop["microbatches"], "memory": loop["memory"]}
+    states, common["store_dtype"], common["gradient_dtype"] = FORMS[loop.get("form", "full")]
     model = OffloadModel(layers, "cpu", home, **common, **blocks, **resident)
     initialise(model)
-    optimizer = OffloadOptimizer(model, kind, update_in_backward=loop["in_backward"], **options)
+    optimizer = OffloadOptimizer(model, kind, update_in_backward=loop["in_backward"], states=states, **options)
     losses = train(model, optimizer, loop, width, folder)
     optimizer.synchronize()
     if loop.get("verbose"):

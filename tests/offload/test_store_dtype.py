@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import offload.optim.update_blocks
 from gradcache import GradCache
 from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
+from offload.planning.byte_forms import ByteForm
 from offload.streaming.weight_forms import noise, weight_form_of
 from tests.offload.twins import CLASSES, Twins, bytes_of_a_step, exchanged, folder_in, layers, resumed
 
@@ -150,23 +151,29 @@ def test_a_resumed_run_continues_bit_for_bit(home: str, tmp_path: Path, form: An
 
 
 @pytest.mark.parametrize(
-    ("form", "states", "param_dtype", "moved"),
+    ("form", "states", "param_dtype", "gradients", "moved"),
     [
-        ("split", None, None, 34),
-        (torch.bfloat16, None, torch.bfloat16, 30),
-        ("split", "8bit", torch.bfloat16, 22 + 4 / 64),
-        (torch.bfloat16, "8bit", None, 18 + 4 / 64),
+        ("split", None, None, None, 34),
+        (torch.bfloat16, None, torch.bfloat16, None, 30),
+        ("split", "8bit", torch.bfloat16, None, 22 + 4 / 64),
+        (torch.bfloat16, "8bit", None, None, 18 + 4 / 64),
+        ("split", "8bit", None, torch.bfloat16, 18 + 4 / 64),
+        (torch.bfloat16, "8bit", None, torch.bfloat16, 14 + 4 / 64),
     ],
     ids=str,
 )
 @pytest.mark.usefixtures("small_blocks")
 def test_a_step_of_adam_with_clipping_moves_so_many_bytes_a_parameter(
-    tmp_path: Path, form: Any, states: Any, moved: float, param_dtype: Any
+    tmp_path: Path, form: Any, states: Any, moved: float, param_dtype: Any, gradients: Any
 ) -> None:
     """Of matrices; and without what the slots keep between the passes."""
-    total = sum(bytes_of_a_step(f"{tmp_path}/", states=states, store_dtype=form, param_dtype=param_dtype))
+    how: dict[str, Any] = {"store_dtype": form, "param_dtype": param_dtype, "gradient_dtype": gradients}
+    total = sum(bytes_of_a_step(f"{tmp_path}/", states=states, **how))
     # Two shards are still in their slots when backward begins.
     assert total == (5 * moved - 2 * 2) * 64 * 64
+    names = {None: "full", torch.bfloat16: "bfloat16"}
+    predicted = ByteForm(*(names.get(each, each) for each in (form, gradients, states)))
+    assert predicted.bytes_of_a_step() == moved
 
 
 # --- the forms -------------------------------------------------------------------------------------------------------
