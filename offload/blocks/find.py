@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 __all__ = ["BlockNames", "Blocks", "find_blocks", "modules_outside", "parameters_outside"]
@@ -60,6 +61,7 @@ def find_blocks(model: nn.Module, blocks: Blocks | BlockNames | None) -> dict[st
             f"blocks='encoder.layer'"
         )
     _check_apart(found)
+    _check_plain(found)
     return found
 
 
@@ -145,6 +147,19 @@ def _check_apart(blocks: Mapping[str, nn.Module]) -> None:
         for path, module in block.named_modules():
             if path and module in names:
                 raise ValueError(f"block {names[module]} is inside block {name}; name lists that are apart")
+
+
+def _check_plain(blocks: Mapping[str, nn.Module]) -> None:
+    """Raises ValueError for a block whose forward is compiled or scripted: it could not run with weights in slots."""
+    for name, block in blocks.items():
+        if isinstance(block, torch.jit.ScriptModule):
+            raise ValueError(f"block {name} is scripted by torch.jit, which fixes its weights; pass the plain module")
+        if "_orig_mod" in block._modules or block._compiled_call_impl is not None:
+            raise ValueError(
+                f"block {name} is compiled, which would have no effect: the engine runs the forward of a block, with "
+                f"weights that are loaded and evicted. Pass the plain block; layers of an nn.Sequential without "
+                f"blocks= may be compiled"
+            )
 
 
 def parameters_outside(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
