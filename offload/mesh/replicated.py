@@ -23,8 +23,9 @@ from offload.mesh.parts import Part, WholePart, cuts_between, offsets_of
 from offload.mesh.pieces import gather_parts
 from offload.mesh.ranks import Ranks
 from offload.mesh.shard import without_memory
-from offload.mesh.sharded import ShardedParameters, ShownParameter, described
+from offload.mesh.sharded import ShardedParameters, ShownParameter
 from offload.mesh.traffic import Traffic, bytes_beside_one_process, sent_bytes, traffic_of
+from offload.mesh.words import described
 from offload.planning.plan import BACKWARD_CELLS
 from offload.streaming.lane import error_context
 from offload.streaming.shard import Shard

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from offload.mesh.elementwise import check_elementwise
 from offload.mesh.parts import WholePart
 from offload.mesh.public import PublicParameters
+from offload.mesh.words import described, described_step
 from offload.planning.plan import Kind
 from offload.planning.planner import Pass
 from offload.planning.residency import Residency
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from offload.mesh.shard import MeshShard
     from offload.optim.optimizer import OffloadOptimizer
 
-__all__ = ["ShardedParameters", "ShownParameter", "described"]
+__all__ = ["ShardedParameters", "ShownParameter"]
 
 #: The actions of a plan that are collectives, or decide what collectives find.
 _COMMON = (Kind.LOAD, Kind.EVICT, Kind.DRAIN, Kind.UPDATE_IN_BACKWARD)
@@ -352,12 +353,8 @@ class ShardedParameters(PublicParameters):
 
     def note_step(self, optimizer: OffloadOptimizer) -> None:
         """Notes class, options, and how many parameters have gradients: ranks compare them at the next pass."""
-        words = [optimizer.factory.kind.__name__, f"max_norm={optimizer.max_norm}"]
-        for group in optimizer.param_groups:
-            gradients = sum(self._has_gradient(self._by_shown[p]) for p in group["params"])
-            words.append(f"gradients={gradients}of{len(group['params'])}")
-            words += [f"{key}={_plain(value)}" for key, value in sorted(group.items()) if key != "params"]
-        self._steps.append(f"step({','.join(words)})".replace(" ", ""))
+        counts = [sum(self._has_gradient(self._by_shown[p]) for p in g["params"]) for g in optimizer.param_groups]
+        self._steps.append(described_step(optimizer, counts))
 
     def local(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """The stored parameters of DTensors; of those that each rank stores whole, on the first rank of a row only."""
@@ -395,18 +392,3 @@ class ShardedParameters(PublicParameters):
                 value = value[begin:end]
             found[key] = value
         return found
-
-
-def _plain(value: object) -> str:
-    """A value that is the same text on all ranks if it is equal: the type only where the text may be an address."""
-    if isinstance(value, Tensor):
-        value = value.tolist()
-    if isinstance(value, (tuple, list)):
-        return f"({','.join(map(_plain, value))})"
-    known = value is None or isinstance(value, (bool, int, float, str))
-    return str(value) if known else type(value).__name__
-
-
-def described(part: Part) -> str:
-    """A parameter in one word."""
-    return f"{part.name}{list(part.shape)}{str(part.dtype).removeprefix('torch.')}".replace(" ", "")

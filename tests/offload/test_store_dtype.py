@@ -154,6 +154,7 @@ def test_a_resumed_run_continues_bit_for_bit(home: str, tmp_path: Path, form: An
     ("form", "states", "param_dtype", "gradients", "moved"),
     [
         ("split", None, None, None, 34),
+        ("split", None, None, torch.bfloat16, 30),
         (torch.bfloat16, None, torch.bfloat16, None, 30),
         ("split", "8bit", torch.bfloat16, None, 22 + 4 / 64),
         (torch.bfloat16, "8bit", None, None, 18 + 4 / 64),
