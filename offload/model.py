@@ -27,7 +27,7 @@ from offload.memory import layout_of, limits_for, memory_of
 from offload.mesh.sharding import Sharding, check_mesh, open_home
 from offload.optim.access import OptimizerAccess
 from offload.persistence import PersistentHome
-from offload.policy import MemoryPolicy
+from offload.policy import MemoryPolicy, policy_of
 from offload.running import RunningModule
 from offload.storage import DiskHome, is_directory
 from offload.streaming.heap import return_freed_memory
@@ -178,6 +178,8 @@ class OffloadModel(RunningModule):
         called = getattr(type(self), "_kind", None)  # the class of a model that is called by its own forward
         refused: dict[str, Any] = {"memory_budget=": memory_budget, "a model with quantised weights": quantised or None}
         refused["store_dtype="] = store_dtype
+        if self.device.type != "cpu":
+            refused[f"a limit as memory= on {self.device}"] = getattr(policy_of(memory), "memory", None)
         mesh = check_mesh(mesh, gradient_divide_factor, self.device, refused)
         staying = chosen(named, resident, offload_device, self._names_around())
         form = chosen_form(store_dtype, stored_parts, staying, named.values(), offload_device)
@@ -241,7 +243,7 @@ class OffloadModel(RunningModule):
         self._num_microbatches = num_microbatches
         self._taken_later = {name for layer in layers[1:] for name in names_taken(layer)}
         self._meter = Meter(self.device)
-        sharding = None if mesh is None else Sharding(mesh, gradient_divide_factor, self._meter)
+        sharding = None if mesh is None else Sharding(mesh, gradient_divide_factor, self._meter, self.device)
         self._tier = open_home(offload_device, self.device, sharding)
         with contextlib.ExitStack() as undo:
             # A failure from here on, such as a full disk or an interrupt, leaves the layers as they were.

@@ -140,6 +140,8 @@ class OffloadEmbeddingBag(nn.Module):
         self._mesh, self._divide_factor = mesh, gradient_divide_factor
         self._owners: RowOwners | None = None
         rows = num_embeddings
+        if shared is not None and self.device.type != "cpu":
+            raise ValueError(f"mesh= of a table computes on the CPU only as yet, got device={str(self.device)!r}")
         if shared is not None and shared.ndim > 1:
             raise ValueError(f"expected a mesh of one dimension, got {shared.ndim}; pass mesh[NAME] of one of them")
         if shared is not None:

@@ -6,15 +6,18 @@
     lane of ranks         piece by piece: one row of bytes for each rank
                           all_to_all: row r of every rank arrives at rank r
                           the sum of these in rank order, in float32 at least  -->  this rank's part
+                          on GPUs reduce_scatter makes the sum, of types of 32 bits or more
                           with two dimensions, these sums are added over replicas as well
     next drain            the part is stored, as a gradient of the stored parameter
 
 A whole gradient is freed when its last piece is sent, and memory for a sum is taken with its first piece. A parameter
 without a gradient on this rank counts as zeros. One without on any rank keeps none: the first piece of each row begins
-with a byte for each parameter that says whether there was one.
+with a byte for each parameter that says whether there was one; these bytes are gathered by themselves where
+``reduce_scatter`` would add them.
 
 ``all_to_all`` moves each byte once; gloo's ``reduce_scatter`` moves twice as many. The order of the sum is fixed, so
-results have the same bits from run to run.
+results have the same bits from run to run. ``reduce_scatter`` of nccl moves as many bytes as ``all_to_all``, in rings
+or trees that fit the links; the order of its sums is that of nccl.
 """
 
 from __future__ import annotations
@@ -189,10 +192,19 @@ def means_of_parts(
     None for a gradient that no rank has. What a rank sends to each other one are the bytes of ``parts``, and one for
     each of them in whole cache lines. ``storing``: copies of means of an earlier call, which are freed then.
     """
-    sums = _Sums(parts, gradients, ranks, storing)
-    for begin, end in pieces_of(offsets_of(parts)[1], ranks.count):
-        sums.add_piece(begin, end)
-    totals = sums.totals()
+    # Rows that a collective adds have no place for flags.
+    there = ranks.any_rank_has([g is not None for g in gradients]) if ranks.transport.adds else None
+    given, gradients[:] = [*gradients], [None] * len(gradients)
+    totals: list[Tensor | None] = [None] * len(parts)
+    for positions in ranks.transport.together(parts):
+        mine = [given[k] for k in positions]
+        for k in positions:
+            given[k] = None
+        flags = None if there is None else [there[k] for k in positions]
+        sums = _Sums([parts[k] for k in positions], mine, ranks, storing, flags)
+        for begin, end in pieces_of(sums.nbytes, ranks.count):
+            sums.add_piece(begin, end)
+        sums.move_totals(totals, positions)
     if ranks.replicas > 1:
         add_over_replicas(totals, parts, ranks)
     for n, part in enumerate(parts):
@@ -206,14 +218,22 @@ class _Sums:
     """This rank's parts of the sums of ``gradients`` over all ranks, made piece by piece. Empties the list."""
 
     def __init__(
-        self, parts: Sequence[Part], gradients: list[Tensor | None], ranks: Ranks, storing: Sequence[Arrival]
+        self,
+        parts: Sequence[Part],
+        gradients: list[Tensor | None],
+        ranks: Ranks,
+        storing: Sequence[Arrival],
+        there: list[bool] | None,
     ) -> None:
+        """``there``: which of the gradients any rank has; None: the first piece is to tell."""
         self._parts, self._gradients, self._ranks = parts, gradients, ranks
         self._offsets, nbytes = offsets_of(parts)
+        self.nbytes = nbytes
         self._wide = widened(parts)
         self._totals: list[Tensor | None] = [None] * len(parts)
+        self._in_rows = there is None
         #: Whether any rank has each of the gradients.
-        self._there = [False] * len(parts)
+        self._there = [False] * len(parts) if there is None else there
         #: Bytes of sums less those of gradients that are freed; and how many there may be while others are stored: with
         #: these and the collectives 3/4 of a shard.
         self._more_bytes = 0
@@ -224,9 +244,13 @@ class _Sums:
     def add_piece(self, begin: int, end: int) -> None:
         """Sends the bytes ``[begin, end)`` of the parts of each rank, and adds what arrives."""
         parts, ranks = self._parts, self._ranks
-        flags = 0 if begin else aligned(len(parts))
+        flags = aligned(len(parts)) if self._in_rows and not begin else 0
         row = flags + end - begin
-        sent, received = ranks.staging(2 * ranks.count * row).view(2, ranks.count, row)
+        if not row:
+            return  # no rank has a byte
+        dtype = parts[0].dtype  # of all of them, where a collective adds
+        rows = 1 if ranks.transport.adds_in(dtype) else ranks.count
+        sent, received = ranks.staging((ranks.count + rows) * row).view(-1, row).split([ranks.count, rows])
         if flags:
             for n, gradient in enumerate(self._gradients):
                 sent[:, n] = gradient is not None
@@ -234,25 +258,26 @@ class _Sums:
         cuts = list(cuts_between(parts, self._offsets, begin, end, flags))
         for cut in cuts:
             self._send(cut, sent)
-        ranks.all_to_all(received, sent)
+        ranks.reduce(received, sent, dtype)
         if flags:
             self._there = [bool(there) for there in received[:, : len(parts)].any(dim=0).tolist()]
         for cut in cuts:
             if self._there[cut.number]:
                 self._add(cut, received)
 
-    def totals(self) -> list[Tensor | None]:
-        """Flat sums, in float32 at least, once all pieces are added; None where no rank has a gradient."""
+    def move_totals(self, totals: list[Tensor | None], positions: Sequence[int]) -> None:
+        """Moves flat sums, in float32 at least, to ``positions``, once all pieces are added; none that no rank has."""
         self._gradients[:] = [None] * len(self._parts)  # those without elements
-        for n, wide in enumerate(self._wide):
-            if self._there[n] and self._totals[n] is None:
-                self._totals[n] = torch.empty(0, dtype=wide.dtype)
-        return self._totals
+        for n, (k, wide) in enumerate(zip(positions, self._wide, strict=True)):
+            totals[k], self._totals[n] = self._totals[n], None
+            if self._there[n] and totals[k] is None:
+                totals[k] = torch.empty(0, dtype=wide.dtype, device=self._ranks.transport.device)
 
     def _send(self, cut: Cut, sent: Tensor) -> None:
         """Copies a gradient to where it is sent from, and frees it after its last elements."""
         part, gradient = self._parts[cut.number], self._gradients[cut.number]
         if gradient is not None and not cut.first:
+            self._ranks.transport.use(gradient)
             self._gradients[cut.number] = gradient = part.flat(gradient)
         for rank in range(self._ranks.count):
             there = cut.sent(part, rank, sent[rank])
@@ -281,4 +306,4 @@ class _Sums:
                 with suppress(Exception):  # the thread that runs the model raises it
                     # Drain lane -> lane of ranks. Without this, a rank holds more than a shard beside one process.
                     arrival.synchronize()
-        return torch.empty(count, dtype=wide.dtype)
+        return torch.empty(count, dtype=wide.dtype, device=self._ranks.transport.device)

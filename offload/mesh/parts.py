@@ -85,7 +85,7 @@ class Part:
         """All elements of a tensor, or of rows of it, as they are in memory; a copy where its strides are others."""
         strides = zip(whole.shape, whole.stride(), self.stride, strict=True)
         if whole.numel() and any(size > 1 and here != there for size, here, there in strides):
-            whole = torch.empty_strided(whole.shape, self.stride, dtype=whole.dtype).copy_(whole)
+            whole = torch.empty_strided(whole.shape, self.stride, dtype=whole.dtype, device=whole.device).copy_(whole)
         return in_order(whole)
 
 

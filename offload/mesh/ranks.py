@@ -19,6 +19,9 @@ Why it cannot deadlock
       :meth:`Ranks.agree`, between passes or blocks, for the same thread of other ranks. As long as ``k`` is not
       submitted, these jobs are before ``k``, so it goes on and submits ``k``.
 
+    * On a GPU a job also waits for what compute had queued at its submission: for kernels, and for collectives of the
+      user, which all ranks call at the same places of the sequence. Compute waits for jobs that it has submitted.
+
     Every wait points backwards in the one common sequence, so ``k`` ends: there is none.
 
 Why what fails is not mistaken for something else
@@ -43,7 +46,8 @@ from torch import Tensor
 
 from offload.mesh.notices import Notices
 from offload.mesh.traffic import MESSAGE_BYTES
-from offload.storage.buffer import host_buffer
+from offload.mesh.transport import CPU, HOST, Transport
+from offload.planning.partition import aligned
 from offload.streaming.lane import Arrival, ThreadCopyLane
 from pipe.torch_private.distributed import timeout_of
 
@@ -56,10 +60,13 @@ __all__ = ["Ranks"]
 
 
 class CollectiveLane(ThreadCopyLane):
-    """The thread of collectives. Jobs run in the order of their submission; after one that failed no other does."""
+    """The thread of collectives. Jobs run in the order of their submission; after one that failed no other does.
 
-    def __init__(self) -> None:
-        super().__init__("ranks", torch.device("cpu"))
+    On a CUDA ``device`` they are queued on a stream of the thread, after what compute had queued at their submission.
+    """
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        super().__init__("ranks", device)
         #: Number of jobs, and the token of the first that failed.
         self.submitted = 0
         self.failed: str | None = None
@@ -97,16 +104,19 @@ class Ranks:
         mesh: its ranks share the model. Those of one row of two dimensions store it together, each row all of it.
         divide_factor: by which a sum of gradients over ranks is divided; None: by the number of ranks.
         meter: counts the bytes that this rank receives from others.
+        transport: where collectives move them.
 
     Raises ValueError if the ranks of the mesh are not in ascending order.
     """
 
-    def __init__(self, mesh: DeviceMesh, divide_factor: float | None, meter: Meter) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, divide_factor: float | None, meter: Meter, transport: Transport = HOST
+    ) -> None:
         last = mesh.ndim - 1
         everybody = mesh.mesh.flatten().tolist()
         if everybody != sorted(everybody):
             raise ValueError(f"expected a mesh of ranks in ascending order, got {everybody} (mesh)")
-        self.mesh = mesh
+        self.transport = transport
         #: Ranks that store one model together, and the place of this one among them.
         self.count, self.rank = mesh.size(last), mesh.get_local_rank(last)
         #: Number of all ranks, and the place of this one among them.
@@ -115,29 +125,42 @@ class Ranks:
         self.replicas, self.replica = (mesh.size(0), mesh.get_local_rank(0)) if last else (1, 0)
         self.divide_factor = float(self.total if divide_factor is None else divide_factor)
         #: The thread of all collectives, and of what is done with their bytes.
-        self.lane = CollectiveLane()
+        self.lane = CollectiveLane(transport.device)
         self._meter = meter
-        timeout = timeout_of(mesh.get_group(last))
+        timeout = timeout_of(mesh.get_group(last), mesh.device_type)
 
-        def group(members: list[int]) -> Any:
-            return dist.new_group(members, backend="gloo", timeout=timeout, use_local_synchronization=True)
+        def group(members: list[int], backend: str = transport.backend) -> Any:
+            return dist.new_group(members, backend=backend, timeout=timeout, use_local_synchronization=True)
 
+        dimensions = [dist.get_process_group_ranks(mesh.get_group(k)) for k in range(mesh.ndim)]
         #: Those of the lane; and one for messages, which are exchanged while the lane may be waiting.
-        self._group = group(dist.get_process_group_ranks(mesh.get_group(last)))
-        self._messages = group(everybody)
+        self._group = group(dimensions[last])
+        self._messages = group(everybody, "gloo")
         self._members = everybody
+        self._mesh = mesh
+        #: The mesh of what is at home.
+        self._host_mesh = mesh if transport is HOST else _mesh_on_host(mesh, [group(ranks) for ranks in dimensions])
         #: What ranks tell each other about failures.
         self.notices = Notices.of_this_process(dist.get_rank())
         self._pass = ("the construction of a model", 0)
-        self._rows = group(dist.get_process_group_ranks(mesh.get_group(0))) if self.replicas > 1 else None
+        self._rows = group(dimensions[0]) if self.replicas > 1 else None
         self._staging = torch.empty(0)
 
     def staging(self, nbytes: int) -> Tensor:
         """Flat bytes that all collectives of the lane use: pieces of a shard of all ranks. On the lane only."""
         if self._staging.numel() < nbytes:
             self._staging = torch.empty(0)  # freed before the larger one is made
-            self._staging = host_buffer(nbytes)
+            self._staging = self.transport.memory(nbytes)
         return self._staging[:nbytes]
+
+    def mesh_of(self, local: Tensor) -> DeviceMesh:
+        """The mesh of a DTensor whose local part is ``local``: DTensors have theirs on the device of their mesh."""
+        return self._host_mesh if local.device.type == "cpu" else self._mesh
+
+    @property
+    def dimensions(self) -> int:
+        """Number of dimensions of the mesh."""
+        return self._mesh.ndim
 
     # --- collectives, on the lane ---------------------------------------------------------------------------------
 
@@ -152,6 +175,30 @@ class Ranks:
         with self._naming_ranks(f"reducing the gradients of a shard in {self._pass[0]}"):
             dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._group)
         self._meter.bytes_reduced += sent[0].numel() * (self.count - 1)
+
+    def reduce(self, received: Tensor, sent: Tensor, dtype: torch.dtype) -> None:
+        """Adds row ``r`` of ``sent``, gradients of a type, over all ranks, for rank ``r``. On the lane only.
+
+        The sum of all rows of ``received`` is that of this rank: one row, if :attr:`transport` adds them.
+        """
+        if not self.transport.adds_in(dtype):
+            self.all_to_all(received, sent)
+            return
+        real = dtype.to_real()
+        with self._naming_ranks(f"reducing the gradients of a shard in {self._pass[0]}"):
+            # A sum, divided later: AVG is no operation of some backends, and has silently been a sum.
+            _reduce_scatter(received.view(-1).view(real), sent.view(-1).view(real), self._group)
+        self._meter.bytes_reduced += sent[0].numel() * (self.count - 1)
+
+    def any_rank_has(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag whether any rank has set it. By messages of the host, on the lane only."""
+        rows = torch.zeros(self.count, aligned(len(flags)), dtype=torch.uint8)
+        rows[self.rank, : len(flags)] = torch.tensor(flags, dtype=torch.uint8)
+        with self._naming_ranks(f"reducing the gradients of a shard in {self._pass[0]}"):
+            _all_gather(rows.view(-1), rows[self.rank], self._group)
+        self._meter.bytes_reduced += rows[0].numel() * (self.count - 1)
+        found: list[bool] = rows[:, : len(flags)].any(dim=0).tolist()
+        return found
 
     def all_to_all_replicas(self, received: Tensor, sent: Tensor) -> None:
         """Sends row ``r`` of bytes to replica ``r`` of what this rank stores, and receives one row from each."""
@@ -181,7 +228,7 @@ class Ranks:
     def copied_from_first(self, tensor: Tensor) -> Tensor:
         """The values that ``tensor`` has on the first rank of the mesh, in new memory."""
         copy = tensor.detach().clone(memory_format=torch.preserve_format)
-        values = copy.contiguous()
+        values = copy.cpu().contiguous()
         dist.broadcast(values.view(-1).view(torch.uint8), dist.get_global_rank(self._messages, 0), self._messages)
         return copy if values is copy else copy.copy_(values)
 
@@ -251,6 +298,22 @@ def _all_gather(staging: Tensor, mine: Tensor, group: Any) -> None:
     # The name that is kept since torch 2.13; before there is only the other one.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(staging, mine, group=group)
+
+
+def _reduce_scatter(mine: Tensor, staging: Tensor, group: Any) -> None:
+    """Fills ``mine`` with the sum over ranks of its piece of flat ``staging``."""
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce(mine, staging, op=dist.ReduceOp.SUM, group=group)
+
+
+def _mesh_on_host(mesh: DeviceMesh, groups: Sequence[Any]) -> DeviceMesh:
+    """The same ranks as a mesh of the CPU, where homes are; ``groups``: of each dimension."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], "cpu", mesh_dim_names=mesh.mesh_dim_names)
+    names = mesh.mesh_dim_names or ("replicate", "shard")
+    return DeviceMesh.from_group([*groups], "cpu", mesh=mesh.mesh, mesh_dim_names=names)
 
 
 def _difference(texts: list[tuple[str, str]]) -> str:

@@ -57,7 +57,7 @@ def add_over_replicas(totals: list[Tensor | None], parts: Sequence[Part], ranks:
             somewhere = received[:, : len(wide)].any(dim=0).tolist()
             for n, (part, there) in enumerate(zip(wide, somewhere, strict=True)):
                 if there and totals[n] is None:
-                    totals[n] = torch.zeros(part.stored_elements(ranks.rank), dtype=part.dtype)
+                    totals[n] = torch.zeros(part.stored_elements(ranks.rank), dtype=part.dtype, device=received.device)
         for cut in cuts[ranks.replica]:
             # What this replica adds, in the order of replicas.
             here = cut.sent(wide[cut.number], ranks.rank, received[0])

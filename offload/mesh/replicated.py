@@ -91,6 +91,7 @@ class ReplicatedGradients:
             # Lane of ranks -> host. Without this, the gradients are read before they are there.
             arrival.synchronize()
         for p, mean in found:
+            self._ranks.transport.use(mean)
             if p.grad is None:
                 p.grad = mean
             else:
@@ -115,7 +116,7 @@ class ReplicatedGradients:
         means = means_of_parts(parts, flat, ranks)
         offsets, nbytes = offsets_of(parts)
         found = [
-            None if mean is None else torch.empty(p.shape, dtype=p.dtype)
+            None if mean is None else torch.empty(p.shape, dtype=p.dtype, device=p.device)
             for p, mean in zip(trained, means, strict=True)
         ]
 

@@ -127,7 +127,7 @@ class ShardedParameters(PublicParameters):
 
         wrapped: Tensor = DTensor.from_local(
             local,
-            self._ranks.mesh,
+            self._ranks.mesh_of(local),
             self._placements(part),
             run_check=False,
             shape=torch.Size(part.shape),
@@ -138,7 +138,7 @@ class ShardedParameters(PublicParameters):
     def _placements(self, part: Part) -> list[Any]:
         from torch.distributed.tensor import Replicate, Shard
 
-        replicas = [Replicate()] * (self._ranks.mesh.ndim - 1)
+        replicas = [Replicate()] * (self._ranks.dimensions - 1)
         return [*replicas, Replicate() if isinstance(part, WholePart) else Shard(0)]
 
     def of(self, s: Slice) -> nn.Parameter:

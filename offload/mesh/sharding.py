@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from offload.mesh.gradients import MeshGradientOffload
@@ -16,6 +17,7 @@ from offload.mesh.local_sums import LocalSums
 from offload.mesh.ranks import Ranks
 from offload.mesh.replicated import MeshParameters, resident_parts
 from offload.mesh.shard import MeshShard, layout_of_parts, make_mesh_shards
+from offload.mesh.transport import check_devices, transport_for
 from offload.storage import DiskHome, HomeError, PersistentTier, Tier, open_tier
 from offload.storage.persistent import RANKS
 from offload.storage.stripes import named
@@ -51,7 +53,7 @@ def check_mesh(
             raise ValueError(f"expected a positive number, got gradient_divide_factor={divide_factor!r}")
     if mesh is None:
         return None
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
             "mesh= needs an initialised process group: start the processes by torchrun and make the mesh by "
             "torch.distributed.init_device_mesh"
@@ -66,13 +68,10 @@ def check_mesh(
     elif mesh.size() == 1:
         _check_alone(divide_factor)
         return None
-    if mesh.device_type != "cpu":
-        wrong.append(
-            f"expected a mesh of device_type 'cpu', where homes are, got {mesh.device_type!r}: "
-            f"init_device_mesh('cpu', (ranks,))"
-        )
-    if device.type != "cpu":
-        wrong.append(f"mesh= computes on the CPU only as yet, got device={str(device)!r}")
+    backends = dist.get_backend_config(mesh.get_group(mesh.ndim - 1))
+    unfit = check_devices(mesh.device_type, backends, device)
+    if unfit is not None:
+        wrong.append(unfit)
     given = [name for name, value in refused.items() if value is not None]
     wrong += [f"{name} does not support mesh= yet; leave it out" for name in given]
     if wrong:
@@ -83,9 +82,9 @@ def check_mesh(
 def least_of_ranks(mesh: DeviceMesh, nbytes: int | None) -> int | None:
     """The least of the bytes that the ranks of a mesh were given; None if none was given any. On all ranks."""
     largest = torch.iinfo(torch.int64).max
-    least = torch.tensor(largest if nbytes is None else nbytes)
+    least = torch.tensor(largest if nbytes is None else nbytes, device=mesh.device_type)
     for dimension in range(mesh.ndim):
-        torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=mesh.get_group(dimension))
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group(dimension))
     found = int(least)
     return None if found == largest else found
 
@@ -110,8 +109,8 @@ def open_home(
 class Sharding:
     """What the engine makes in another way with a mesh."""
 
-    def __init__(self, mesh: DeviceMesh, divide_factor: float | None, meter: Meter) -> None:
-        self.ranks = Ranks(mesh, divide_factor, meter)
+    def __init__(self, mesh: DeviceMesh, divide_factor: float | None, meter: Meter, device: torch.device) -> None:
+        self.ranks = Ranks(mesh, divide_factor, meter, transport_for(device))
         self._sums = LocalSums(meter)
 
     @property
@@ -148,7 +147,11 @@ class Sharding:
         return layout_of_parts(self.ranks)
 
     def open_lanes(self, device: torch.device) -> CopyLanes:
-        """Lanes of copies: loads are collectives."""
+        """Lanes of copies: loads are collectives.
+
+        Threads also on a device: what a drain copies was allocated on the stream of the lane of ranks, and may be freed
+        once the host knows that it is copied.
+        """
         drain: CopyLane = ThreadCopyLane("drain", device)
         return CopyLanes(self.ranks.lane, drain, ThreadCopyLane("boundary", device))
 

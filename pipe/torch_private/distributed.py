@@ -11,9 +11,9 @@ import torch
 __all__ = ["store_of_processes", "timeout_of"]
 
 
-def timeout_of(group: Any) -> timedelta:
-    """The timeout of the collectives of a process group on the CPU."""
-    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+def timeout_of(group: Any, device_type: str = "cpu") -> timedelta:
+    """The timeout of the collectives of a process group on the CPU, or on devices of another type."""
+    timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
     return timeout
 
 

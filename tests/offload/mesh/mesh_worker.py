@@ -47,6 +47,7 @@ from offload import (
 from offload.mesh import traffic
 from offload.mesh.ranks import CollectiveLane
 from offload.mesh.traffic import Traffic, bytes_at_once, sent_bytes, traffic_of
+from offload.mesh.transport import HOST, Transport
 from offload.streaming.lane import Arrival
 from tests.offload.late import LateLane as LateUpdates
 from tests.offload.mesh import accumulate_claims, blocks_claims
@@ -222,6 +223,27 @@ def a_parameter_without_gradients_keeps_none(world: World) -> None:
     assert model[2].bias.grad is not None
 
 
+def gradients_of_several_types_in_one_shard_are_those_of_one_process(world: World) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.wide, self.narrow, self.last = nn.Linear(5, 3), nn.Linear(5, 5).bfloat16(), nn.Linear(3, 3).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.wide(x + self.narrow(x.bfloat16()).float()).double())
+
+    bare = nn.Sequential(Mixed())
+    model = world.model(bare, slices=1)
+    loss_of(model(world.part(batches()[0]))).backward()
+    loss_of(bare(batches()[0])).backward()
+    for p, q in zip(model.parameters(), bare.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        error = float((whole(p.grad) - q.grad).abs().max() / q.grad.abs().max())
+        assert error < (1e-2 if q.dtype == torch.bfloat16 else 1e-6)
+
+
 def the_divisor_of_gradients_can_be_chosen(world: World) -> None:
     bare = build()
     model = world.model(bare, gradient_divide_factor=1)
@@ -348,8 +370,8 @@ def rows_of_a_mesh_of_two_dimensions_store_the_model_each(world: World) -> None:
 class LateLane(CollectiveLane):
     """Runs each job when it, or a later one, is waited for; never in another order."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *device: torch.device) -> None:
+        super().__init__(*device)
         self.waiting: list[Callable[[], None]] = []
         self.done = 0
 
@@ -937,21 +959,38 @@ OF_FOUR = [
     gradcache_runs_over_it_with_unequal_rows_and_chunks,
     *blocks_claims.CLAIMS[:2],
 ]
+#: Checked as well with what ranks do on GPUs, here in host memory.
+OF_DEVICE = [
+    gradients_are_those_of_one_process_on_the_whole_batch,
+    pieces_of_any_size_change_no_bit_and_no_byte,
+    gradients_of_several_types_in_one_shard_are_those_of_one_process,
+    a_parameter_without_gradients_keeps_none,
+    rows_of_a_mesh_of_two_dimensions_store_the_model_each,
+    checkpoints_are_written_by_all_ranks,
+    *blocks_claims.CLAIMS[:1],
+    blocks_claims.what_is_outside_of_blocks_trains_as_in_one_process,
+]
+ON_DEVICE = Transport(HOST.device, HOST.backend, adds=True)
 
 
-def claims_of(ranks: int, claims: list[Callable[[World], None]], folder: Path) -> dict[str, Callable[[], None]]:
-    """For each of so many ranks, which wait for each other after each claim."""
-    folder = folder / f"{ranks} ranks"
+def claims_of(
+    ranks: int, claims: Sequence[Callable[[World], None]], folder: Path, transport: Transport = HOST
+) -> dict[str, Callable[[], None]]:
+    """For each of so many ranks, which wait for each other after each claim; ``transport``: how they move bytes."""
+    title = f"{ranks} ranks" + (", device" if transport.adds else "")
+    folder = folder / title
     (folder / "homes").mkdir(parents=True)
     world = cache(lambda: World(init_device_mesh("cpu", (ranks,)), folder))
 
     def check(claim: Callable[[World], None]) -> None:
-        try:
-            claim(world())
-        finally:
-            dist.barrier()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("offload.mesh.sharding.transport_for", lambda device: transport)
+            try:
+                claim(world())
+            finally:
+                dist.barrier()
 
-    return {f"{claim.__name__}, {ranks} ranks": partial(check, claim) for claim in claims}
+    return {f"{claim.__name__}, {title}": partial(check, claim) for claim in claims}
 
 
 def main(name: str) -> None:
@@ -961,6 +1000,7 @@ def main(name: str) -> None:
     distributed: Any = dist  # its annotations leave these out
     distributed.set_debug_level(distributed.DebugLevel.DETAIL)  # all ranks must call the same collectives
     stages = [(ranks, claims_of(ranks, claims, folder)) for ranks, claims in ((2, CLAIMS), (4, OF_FOUR))]
+    stages.append((2, claims_of(2, OF_DEVICE, folder, ON_DEVICE)))
     print(json.dumps(check_claims(stages, folder)))
 
 

@@ -49,6 +49,11 @@ def test_in_four_processes(broken: dict[str, str], claim: str) -> None:
     assert broken[f"{claim}, 4 ranks"] == ""
 
 
+@pytest.mark.parametrize("claim", [claim.__name__ for claim in mesh_worker.OF_DEVICE])
+def test_with_the_collectives_of_a_device(broken: dict[str, str], claim: str) -> None:
+    assert broken[f"{claim}, 2 ranks, device"] == ""
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_checkpoint_of_two_ranks_is_read_by_one_process(broken: dict[str, str], folder: Path) -> None:
     assert broken["checkpoints_are_written_by_all_ranks, 2 ranks"] == ""

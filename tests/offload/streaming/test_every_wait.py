@@ -304,6 +304,14 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
     "offload.storage.page_cache": {
         "PageCache.direct": [("with self._lock", files.one_thread_finds_out_what_the_file_system_can)],
     },
+    "offload.mesh.transport": {
+        "Transport.use": [
+            (
+                "record_stream(tensor, current_stream(self.device))",
+                lanes.what_a_lane_of_ranks_frees_is_known_to_the_allocator,
+            )
+        ],
+    },
     "offload.telemetry.trace": {
         "Tracer.span": [("with self._lock", files.one_thread_at_a_time_writes_a_trace)],
         "Tracer.sample": [("with self._lock", files.one_thread_at_a_time_writes_a_trace)],
