@@ -179,8 +179,8 @@ class OffloadModel(RunningModule):
         called = getattr(type(self), "_kind", None)  # the class of a model that is called by its own forward
         refused: dict[str, Any] = {"memory_budget=": memory_budget, "a model with quantised weights": quantised or None}
         refused["store_dtype="] = store_dtype
-        if self.device.type != "cpu":
-            refused[f"a limit as memory= on {self.device}"] = getattr(policy_of(memory), "memory", None)
+        if mesh is not None and self.device.type != "cpu" and getattr(policy_of(memory), "plans", False):
+            refused[f"memory= on {self.device}"] = memory
         mesh = check_mesh(mesh, gradient_divide_factor, self.device, refused)
         staying = chosen(named, resident, offload_device, self._names_around())
         form = chosen_form(store_dtype, stored_parts, staying, named.values(), offload_device)

@@ -38,6 +38,7 @@ from gradcache.loss import DistributedContrastiveLoss, SimpleContrastiveLoss
 from offload import (
     DiskHome,
     HomeError,
+    MemoryPolicy,
     OffloadModel,
     OffloadOptimizer,
     load_checkpoint,
@@ -870,6 +871,13 @@ def what_is_not_supported_is_refused_before_anything_changes(world: World) -> No
     world.raises(TypeError, lambda: world.model(bare, mesh="cpu"), "DeviceMesh", "str")
     world.raises(ValueError, lambda: world.model(bare, memory_budget="1GiB"), "memory_budget=", "mesh=")
     world.raises(ValueError, lambda: world.model(bare, store_dtype="split"), "store_dtype=", "mesh=")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("offload.model.compute_device", lambda device: torch.device("cuda", 0))
+        words = "init_device_mesh('cuda', (ranks,))", "memory= on cuda:0 does not support mesh= yet"
+        world.raises(ValueError, lambda: world.model(bare, memory="1GiB"), *words)
+        with pytest.raises(ValueError, match="init_device_mesh") as raised:
+            world.model(bare, memory=MemoryPolicy.fixed(slots=2))
+        assert words[1] not in str(raised.value)
     world.raises(ValueError, lambda: world.model(bare, gradient_divide_factor=0), "gradient_divide_factor=0")
     world.raises(ValueError, lambda: world.model(bare, mesh=None, gradient_divide_factor=2), "mesh=")
     world.raises(ValueError, lambda: world.model([scalar], slices=1), "scale", "(1,)")
