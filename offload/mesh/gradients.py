@@ -248,7 +248,7 @@ class _Sums:
         row = flags + end - begin
         if not row:
             return  # no rank has a byte
-        dtype = parts[0].dtype  # of all of them, where a collective adds
+        dtype = parts[0].dtype  # that of all parts, where a collective adds them
         rows = 1 if ranks.transport.adds_in(dtype) else ranks.count
         sent, received = ranks.staging((ranks.count + rows) * row).view(-1, row).split([ranks.count, rows])
         if flags:

@@ -975,8 +975,7 @@ OF_DEVICE = [
     a_parameter_without_gradients_keeps_none,
     rows_of_a_mesh_of_two_dimensions_store_the_model_each,
     checkpoints_are_written_by_all_ranks,
-    *blocks_claims.CLAIMS[:1],
-    blocks_claims.what_is_outside_of_blocks_trains_as_in_one_process,
+    blocks_claims.blocks_have_the_gradients_of_one_process_on_the_whole_batch,
 ]
 ON_DEVICE = Transport(HOST.device, HOST.backend, adds=True)
 
