@@ -19,7 +19,7 @@ import torch
 from offload.machine import capacity, free_bytes, private_bytes_left
 from offload.policy import MemoryPolicy
 
-__all__ = ["Grant", "MemoryLimits", "check_place", "grant", "limits_of"]
+__all__ = ["HOST", "Grant", "MemoryLimits", "check_place", "grant", "limits_of"]
 
 #: Part of the free memory that ``"auto"`` may use.
 AUTO_SHARE = 0.9

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from offload.arguments import layer_bytes
-from offload.limits import MemoryLimits, check_place, limits_of, numbers_of
+from offload.limits import HOST, MemoryLimits, check_place, limits_of, numbers_of
+from offload.mesh.device_bytes import least_exchange_bytes
 from offload.mesh.sharding import least_of_ranks
 from offload.mesh.traffic import bytes_beside_one_process
 from offload.planning.budget import SMALLEST_BOUNDARIES, Layout, fit, parse_bytes, requirement
 from offload.planning.partition import cut_layers, cut_within
-from offload.policy import DEFAULT_MEMORY, MemoryPolicy, policy_of, warn_of_old_keywords
+from offload.policy import DEFAULT_MEMORY, PLACES, MemoryPolicy, policy_of, warn_of_old_keywords
 from offload.streaming.weight_forms import WeightForm
 from offload.telemetry.statistics import Meter
 
@@ -72,11 +73,13 @@ class MemoryArguments:
         return False
 
 
-def memory_of(memory: Any, *, plans: bool, mesh: DeviceMesh | None = None, **old: Any) -> MemoryArguments:
+def memory_of(
+    memory: Any, *, plans: bool, mesh: DeviceMesh | None = None, device: torch.device = HOST, **old: Any
+) -> MemoryArguments:
     """The arguments that concern memory, from ``memory`` and the deprecated keywords.
 
     ``plans``: whether :data:`DEFAULT_MEMORY` stands for None: shards and recomputation are not given either. ``mesh``:
-    its ranks take the least number that one of them was given.
+    its ranks, which compute on ``device``, take the least number that one of them was given for each place.
     Raises TypeError or ValueError for what is no memory, or both.
     """
     if isinstance(memory, MemoryArguments):  # of the model that is copied
@@ -93,10 +96,12 @@ def memory_of(memory: Any, *, plans: bool, mesh: DeviceMesh | None = None, **old
         return MemoryArguments(MemoryPolicy(**fields), False, None if budget is None else parse_bytes(budget))
     policy_given = policy_of(DEFAULT_MEMORY if memory is None and plans else memory)
     if mesh is not None:  # also if this rank has no limit: the others would wait for it
-        number = None if policy_given is None else numbers_of(policy_given, torch.device("cpu"))[0]
-        least = least_of_ranks(mesh, number)
-        if policy_given is not None and least is not None:
-            policy_given = replace(policy_given, memory=least)
+        numbers = (None, None) if policy_given is None else numbers_of(policy_given, device)
+        least = least_of_ranks(mesh, numbers)
+        given_at = {place: n for place, n in zip(PLACES, least, strict=True) if n is not None}
+        if policy_given is not None and given_at:
+            on_host = device.type == "cpu"  # one number then
+            policy_given = replace(policy_given, memory=given_at["host"] if on_host else given_at)
     return MemoryArguments(policy_given or MemoryPolicy(), bounds=policy_given is not None)
 
 
@@ -113,13 +118,16 @@ class _Needs:
         param_dtype: torch.dtype | None,
         outside: int,
         ranks: int,
+        replicas: int,
         apart: bool,
         form: WeightForm | None,
     ) -> None:
         #: Of what is in no shard, with gradients.
         self.outside = outside
         self.in_slot = layer_bytes(layers, param_dtype)
-        self._at_home, self._ranks = layer_bytes(layers, form=form), ranks
+        self._at_home, self._ranks, self._replicas = layer_bytes(layers, form=form), ranks, replicas
+        trained = (p for layer in layers for p in layer.parameters() if p.requires_grad)
+        self._narrow = any(p.dtype.to_real().itemsize < torch.float32.itemsize for p in trained)
         self.gradients = layer_bytes(layers, trainable=True)
         self._slots, self._apart = slots, apart
         self.on_host = device.type == "cpu"
@@ -135,10 +143,13 @@ class _Needs:
         return slots + self.outside + (self.stored if self.on_host else 0) + self._buffers(cuts)
 
     def _buffers(self, cuts: Sequence[int]) -> int:
-        """With several ranks: what their collectives take."""
+        """With several ranks: what they exchange takes, beside whole gradients."""
         ends = list(itertools.accumulate(cuts))
         each = (sum(self._at_home[end - count : end]) for end, count in zip(ends, cuts, strict=True))
-        return 0 if self._ranks == 1 else bytes_beside_one_process(max(each, default=0), self._ranks)
+        largest = max(each, default=0)
+        if not self.on_host and self._ranks * self._replicas > 1:
+            return least_exchange_bytes(largest, self._ranks, self._replicas, narrow=self._narrow)
+        return 0 if self._ranks == 1 else bytes_beside_one_process(largest, self._ranks)
 
     def finest(self) -> list[int]:
         """The cuts that need least: a shard for each layer, or one, which needs one slot."""
@@ -155,10 +166,12 @@ def least_bytes(
     param_dtype: torch.dtype | None,
     outside: int,
     ranks: int,
+    replicas: int,
 ) -> int:
     """The least bytes on the compute device for blocks that are a shard each. Arguments as of :func:`layout_of`."""
     of_model: dict[str, Any] = {"device": device, "on_disk": on_disk, "param_dtype": param_dtype, "outside": outside}
-    return _Needs(layers, memory.policy.slots or 2, **of_model, ranks=ranks, apart=True, form=None)([1] * len(layers))
+    of_model |= {"ranks": ranks, "replicas": replicas}
+    return _Needs(layers, memory.policy.slots or 2, **of_model, apart=True, form=None)([1] * len(layers))
 
 
 def layout_of(
@@ -172,6 +185,7 @@ def layout_of(
     param_dtype: torch.dtype | None,
     outside: int = 0,
     ranks: int = 1,
+    replicas: int = 1,
     apart: bool = False,
     form: WeightForm | None = None,
 ) -> tuple[Layout, MemoryPolicy, _Needs]:
@@ -182,7 +196,7 @@ def layout_of(
         cuts: those of the model that is copied.
         on_disk: whether homes are files.
         outside: bytes that stay on the compute device besides slots.
-        ranks: processes that store a part each.
+        ranks, replicas: processes that store a part each, and how often they store the model.
         apart: whether shards that are much larger than others have buffers of their own, see :func:`.slot_sizes`.
         form: in which homes store weights.
 
@@ -191,7 +205,7 @@ def layout_of(
     policy = memory.policy
     slots = policy.slots or 2
     of_model: dict[str, Any] = {"device": device, "on_disk": on_disk, "param_dtype": param_dtype, "outside": outside}
-    needs = _Needs(layers, slots, **of_model, ranks=ranks, apart=apart, form=form)
+    needs = _Needs(layers, slots, **of_model, ranks=ranks, replicas=replicas, apart=apart, form=form)
     if memory.budget_bytes is not None:
         in_slot, at_home = layer_bytes(layers, param_dtype), layer_bytes(layers, form=form)
         layout = fit(in_slot, at_home, memory.budget_bytes, shards=num_slices, slots=policy.slots)

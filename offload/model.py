@@ -27,7 +27,7 @@ from offload.memory import layout_of, limits_for, memory_of
 from offload.mesh.sharding import Sharding, check_mesh, open_home
 from offload.optim.access import OptimizerAccess
 from offload.persistence import PersistentHome
-from offload.policy import MemoryPolicy, policy_of
+from offload.policy import MemoryPolicy
 from offload.running import RunningModule
 from offload.storage import DiskHome, is_directory
 from offload.streaming.heap import return_freed_memory
@@ -179,8 +179,6 @@ class OffloadModel(RunningModule):
         called = getattr(type(self), "_kind", None)  # the class of a model that is called by its own forward
         refused: dict[str, Any] = {"memory_budget=": memory_budget, "a model with quantised weights": quantised or None}
         refused["store_dtype="] = store_dtype
-        if mesh is not None and self.device.type != "cpu" and getattr(policy_of(memory), "plans", False):
-            refused[f"memory= on {self.device}"] = memory
         mesh = check_mesh(mesh, gradient_divide_factor, self.device, refused)
         staying = chosen(named, resident, offload_device, self._names_around())
         form = chosen_form(store_dtype, stored_parts, staying, named.values(), offload_device)
@@ -196,6 +194,7 @@ class OffloadModel(RunningModule):
             memory,
             plans=plans,
             mesh=mesh,
+            device=self.device,
             memory_budget=memory_budget,
             num_slots=num_slots,
             boundary_bytes=boundary_bytes,
@@ -205,7 +204,9 @@ class OffloadModel(RunningModule):
         recompute = resources.recomputes(checkpoint_activation)
         self._check_splitting(num_microbatches, plans=resources.bounds and recompute)
         ranks = 1 if mesh is None else mesh.size(mesh.ndim - 1)
+        replicas = 1 if mesh is None else mesh.size() // ranks
         choices |= {"offload_device": offload_device, "resident": resident, "staying": staying, "ranks": ranks}
+        choices["replicas"] = replicas
         more = self._with_rest(model, resources, **choices) if finest else None
         if more is not None:
             named, num_slices = more, len(more)
@@ -221,6 +222,7 @@ class OffloadModel(RunningModule):
             param_dtype=param_dtype,
             outside=bytes_staying(self._around.values(), staying, param_dtype),
             ranks=ranks,
+            replicas=replicas,
             apart=called is not None,
             form=form,
         )

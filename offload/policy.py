@@ -9,7 +9,7 @@ from typing import Any
 
 from offload.planning.budget import parse_bytes
 
-__all__ = ["DEFAULT_MEMORY", "MemoryPolicy", "policy_of", "warn_of_old_keywords"]
+__all__ = ["DEFAULT_MEMORY", "PLACES", "MemoryPolicy", "policy_of", "warn_of_old_keywords"]
 
 #: What ``memory=None`` means where neither shards nor recomputation nor a keyword that it replaces is given.
 DEFAULT_MEMORY: str | None = "auto"

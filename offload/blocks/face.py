@@ -170,6 +170,7 @@ class ModelWithBlocks(ReportingModule):
         if limit is None or (isinstance(offload_device, DiskHome) and offload_device.keep):
             return None  # a kept home is laid out by the blocks, and opened with any memory
         given: dict[str, Any] = {"on_disk": is_directory(offload_device), "param_dtype": dtype, "ranks": ranks}
+        given["replicas"] = choices["replicas"]
 
         def needed(blocks: Mapping[str, nn.Module], states: int = STATES_EXPECTED) -> int:
             around = modules_outside(model, blocks).values()

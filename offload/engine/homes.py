@@ -232,11 +232,13 @@ class MovableHomes(ExclusivePasses):
     def measured(self, rows: Sequence[int]) -> StepModel:
         """What is known of a step on micro-batches of so many rows."""
         resting = {j: each.weights + each.states for j, each in enumerate(self.bytes_in_memory())}
-        outside = replace(self.outside_bytes(), activations=self.steps.around_bytes(rows))
+        exchange = self.public.exchange_bytes()
+        reducing = 0 if exchange is None else exchange.outside
+        outside = replace(self.outside_bytes(), activations=self.steps.around_bytes(rows), reducing=reducing)
         known: dict[str, Any] = {"meter": self._meter, "tier": self._tier, "device": self.device}
         known |= {"slots": self.streamer.slots, "own_slots": self.streamer.own_slots}
         known["buffer_bytes"] = self.streamer.gradient_offload.optimizers.buffer_bytes()
-        return step_model(self.shards, self.steps, rows, resting, outside=outside, **known)
+        return step_model(self.shards, self.steps, rows, resting, outside=outside, exchange=exchange, **known)
 
     def stored(self) -> Stored | None:
         """How it stores what it trains; None where no form of fewer bytes is known to work."""

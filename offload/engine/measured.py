@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from offload.engine.steps import Steps
+from offload.mesh.device_bytes import ExchangeBytes
 from offload.mesh.shard import MeshShard
 from offload.planning.peak_memory import OutsideBytes, StepBytes
 from offload.planning.simulate import Costs, Overheads
@@ -36,6 +37,7 @@ def step_model(
     buffer_bytes: int,
     slots: int,
     own_slots: bool,
+    exchange: ExchangeBytes | None = None,
 ) -> StepModel:
     """The measured model of a step on micro-batches of so many ``rows``.
 
@@ -46,6 +48,7 @@ def step_model(
         outside: of what is in no shard.
         buffer_bytes: of updates in files.
         slots, own_slots: their number, and whether much larger shards have buffers of their own.
+        exchange: what ranks hold on the device.
     """
     mean_rows = sum(rows) / len(rows)
     loads = [sum(s.nbytes for s in shard.at_home) for shard in shards]
@@ -84,7 +87,8 @@ def step_model(
     sizes = StepBytes(
         slot_bytes=slot,
         own_slots=own,
-        gradient_bytes=gradient_bytes,
+        gradient_bytes=gradient_bytes if exchange is None else exchange.gradients,
+        draining_bytes=() if exchange is None else exchange.draining,
         # In host memory a home takes gradients as they are.
         gradients_stay=frozenset(shard.index for shard in shards if on_host and not shard.blocking_io),
         rows=rows,
@@ -96,7 +100,9 @@ def step_model(
         graph_bytes_per_row=steps.graph_bytes_per_row(),
         outside=outside,
         copied_bytes=steps.copied_bytes() if on_host else {},
-        constant_bytes=(tier.staging_bytes if on_host else 0) + (sum(resting_bytes.values()) if always else 0),
+        constant_bytes=(tier.staging_bytes if on_host else 0)
+        + (sum(resting_bytes.values()) if always else 0)
+        + (0 if exchange is None else exchange.staging),
     )
     trainable = (shard.index for shard in shards if shard.trainable)
     return StepModel(

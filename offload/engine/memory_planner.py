@@ -204,7 +204,9 @@ class MemoryPlanner:
             resting_bytes=resting,
             always_kept=frozenset((j, i) for j, i in executor.steps.written_cells(rows, model.first)),
             accumulates=self._accumulates,
-            gradients_wait=any(shard.blocking_io for shard in executor.shards) and not updates["updates"],
+            # Not where whole gradients are counted on a device, and parts of them would wait in host memory.
+            gradients_wait=any(shard.blocking_io for shard in executor.shards)
+            and not (updates["updates"] or model.sizes.draining_bytes),
             margin_bytes=self._memory.margin_bytes,
             given=given,
         )

@@ -18,6 +18,7 @@ from offload.planning.planner import Pass
 from offload.streaming.slices import Slice
 
 if TYPE_CHECKING:
+    from offload.mesh.device_bytes import ExchangeBytes
     from offload.mesh.ranks import Ranks
     from offload.optim.optimizer import OffloadOptimizer
     from offload.planning.plan import Plan
@@ -69,6 +70,10 @@ class PublicParameters:
 
     def take_gradients(self) -> None:
         """Takes over gradients that were set, replaced or removed."""
+
+    def exchange_bytes(self) -> ExchangeBytes | None:
+        """What ranks hold on a device of its own memory to exchange what they store; None where they do not."""
+        return None
 
     def accumulates(self) -> contextlib.AbstractContextManager[None]:
         """A context in which each rank keeps its gradients to itself."""

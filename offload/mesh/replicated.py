@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from offload.mesh.device_bytes import ExchangeBytes, exchange_bytes
 from offload.mesh.gradients import means_of_parts
 from offload.mesh.local_sums import LocalSums
 from offload.mesh.parts import Part, WholePart, cuts_between, offsets_of
@@ -25,6 +26,7 @@ from offload.mesh.ranks import Ranks
 from offload.mesh.shard import without_memory
 from offload.mesh.sharded import ShardedParameters, ShownParameter
 from offload.mesh.traffic import Traffic, bytes_beside_one_process, sent_bytes, traffic_of
+from offload.mesh.transport import HOST
 from offload.mesh.words import described
 from offload.planning.plan import BACKWARD_CELLS
 from offload.streaming.lane import error_context
@@ -97,9 +99,13 @@ class ReplicatedGradients:
             else:
                 p.grad.add_(mean)
 
+    def trained_parts(self) -> list[Part]:
+        """The cuts of those that take a gradient."""
+        return [part for p, part in self._parts.items() if p.requires_grad]
+
     def received(self) -> tuple[int, int]:
         """Bytes that a rank receives in one call of :meth:`reduce`: of means that it gathers, and of gradients."""
-        parts = [part for p, part in self._parts.items() if p.requires_grad]
+        parts = self.trained_parts()
         if not parts:
             return 0, 0
         sent, ranks = sent_bytes(parts, [True] * len(parts)), self._ranks
@@ -148,7 +154,7 @@ class MeshParameters(ShardedParameters):
         super().__init__(shards, ranks, resident, sums)
         self._replicated = self._replicated_now()
         largest = max((sum(p.nbytes for p in shard.parameters) for shard in shards), default=0)
-        self.buffer_bytes = bytes_beside_one_process(largest, ranks.count)
+        self.buffer_bytes = bytes_beside_one_process(largest, ranks.count) if ranks.transport is HOST else 0
 
     def _replicated_now(self) -> ReplicatedGradients:
         return ReplicatedGradients(
@@ -194,6 +200,12 @@ class MeshParameters(ShardedParameters):
         else:
             self._replicated.reduce(self._sums.with_replicated(replicated))
         return {p: gradient for p, gradient in gradients.items() if p not in self._replicated}
+
+    def exchange_bytes(self) -> ExchangeBytes | None:
+        """See :meth:`PublicParameters.exchange_bytes`."""
+        if self._ranks.transport is HOST:
+            return None
+        return exchange_bytes(self._shards, self._replicated.trained_parts(), self._ranks)
 
     def begin_block(self, name: str, words: str) -> None:
         """Compares a block that runs outside of a pass over all ranks. Raises RuntimeError on all if they differ."""

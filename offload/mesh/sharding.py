@@ -79,14 +79,13 @@ def check_mesh(
     return mesh
 
 
-def least_of_ranks(mesh: DeviceMesh, nbytes: int | None) -> int | None:
-    """The least of the bytes that the ranks of a mesh were given; None if none was given any. On all ranks."""
+def least_of_ranks(mesh: DeviceMesh, numbers: Sequence[int | None]) -> list[int | None]:
+    """The least of each of the numbers that the ranks of a mesh were given; None if none was given. On all ranks."""
     largest = torch.iinfo(torch.int64).max
-    least = torch.tensor(largest if nbytes is None else nbytes, device=mesh.device_type)
+    least = torch.tensor([largest if n is None else n for n in numbers], device=mesh.device_type)
     for dimension in range(mesh.ndim):
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group(dimension))
-    found = int(least)
-    return None if found == largest else found
+    return [None if n == largest else n for n in least.tolist()]
 
 
 def _check_alone(divide_factor: float | None) -> None:

@@ -41,6 +41,8 @@ class OutsideBytes:
     held: int = 0
     #: What code around blocks holds from its forward to its backward.
     activations: int = 0
+    #: What ranks take at the end of a backward to reduce gradients.
+    reducing: int = 0
 
     @property
     def gradients(self) -> int:
@@ -68,6 +70,8 @@ class StepBytes:
     own_slots: Mapping[int, int] = field(default_factory=dict)
     #: Of the gradients of each shard's weights, in the type of their home.
     gradient_bytes: Sequence[int]
+    #: The same from their drain to the next one, where it is more: of ranks that reduce them first.
+    draining_bytes: Sequence[int] = ()
     #: The shards whose gradients are stored in the memory that layers compute in; and those whose gradients wait there
     #: for an update at the beginning of the next step.
     gradients_stay: Set[int] = frozenset()
@@ -181,6 +185,7 @@ class _Replay:
         self._sizes = sizes
         self._course = course
         self._shards = len(sizes.gradient_bytes)
+        self._drained_sizes = sizes.draining_bytes or sizes.gradient_bytes
         self._copied = {j: nbytes for j, nbytes in sizes.copied_bytes.items() if j in plan.in_memory}
         self._slots = plan.slots * sizes.slot_bytes + sum(sizes.own_slots.get(j, 0) for j in plan.resident)
         #: With the gradients that are made in this step.
@@ -233,7 +238,8 @@ class _Replay:
     def end(self, position: int) -> None:
         """Counts what is left for the update of parameters in no shard, which is not a part of a plan."""
         if self._outside:
-            self.peak.memory_bytes = max(self.peak.memory_bytes, sum(self._parts(position)))
+            last = sum(self._parts(position)) + self._sizes.outside.reducing
+            self.peak.memory_bytes = max(self.peak.memory_bytes, last)
 
     def _forward(self, cell: Key, position: int, *, keeps: bool) -> None:
         (j, i), sizes = cell, self._sizes
@@ -325,7 +331,7 @@ class _Replay:
         # The engine waits for the previous shard's gradients only when these are complete.
         self._count_device(sizes.gradient_bytes[j])
         self._draining.append(j)
-        self._draining_bytes = sum(self._sizes.gradient_bytes[k] for k in self._draining)
+        self._draining_bytes = sum(self._drained_sizes[k] for k in self._draining)
 
     def _move(self, kind: Kind, value: _Value) -> None:
         """Spills, prefetches or forgets a boundary or a gradient of one."""
@@ -387,7 +393,7 @@ class _Replay:
         late = [k for k in self._draining if position < sizes.drained.get(k, position + 1)]
         return (
             self._slots,
-            self._at_home + sum([sizes.gradient_bytes[k] for k in late]),
+            self._at_home + sum([self._drained_sizes[k] for k in late]),
             self._boundary_bytes + following,
             self._graph_bytes,
             inside,

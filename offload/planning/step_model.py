@@ -205,7 +205,8 @@ def _sizes(model: StepModel, choice: Choice, forecast: Forecast | None) -> StepB
         waiting=waiting,
         held=smaller.held | (waiting | smaller.gradients_stay if model.accumulates else frozenset()),
         constant_bytes=model.sizes.constant_bytes + resting + buffers,
-        drained={} if forecast is None else forecast.drained,
+        # What ranks have reduced is kept until the next drain, whenever it was copied.
+        drained={} if forecast is None or smaller.draining_bytes else forecast.drained,
     )
 
 

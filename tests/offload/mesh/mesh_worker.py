@@ -51,7 +51,7 @@ from offload.mesh.traffic import Traffic, bytes_at_once, sent_bytes, traffic_of
 from offload.mesh.transport import HOST, Transport
 from offload.streaming.lane import Arrival
 from tests.offload.late import LateLane as LateUpdates
-from tests.offload.mesh import accumulate_claims, blocks_claims
+from tests.offload.mesh import accumulate_claims, blocks_claims, device_memory_claims
 from tests.offload.mesh.forked import check_claims
 from tests.offload.mesh.world import World, difference, greatest_error, whole
 from tests.waits import find_sites, take_out
@@ -873,11 +873,10 @@ def what_is_not_supported_is_refused_before_anything_changes(world: World) -> No
     world.raises(ValueError, lambda: world.model(bare, store_dtype="split"), "store_dtype=", "mesh=")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("offload.model.compute_device", lambda device: torch.device("cuda", 0))
-        words = "init_device_mesh('cuda', (ranks,))", "memory= on cuda:0 does not support mesh= yet"
-        world.raises(ValueError, lambda: world.model(bare, memory="1GiB"), *words)
-        with pytest.raises(ValueError, match="init_device_mesh") as raised:
-            world.model(bare, memory=MemoryPolicy.fixed(slots=2))
-        assert words[1] not in str(raised.value)
+        for memory in ("1GiB", {"device": "1GiB", "host": "2GiB"}, MemoryPolicy.fixed(slots=2), None):
+            with pytest.raises(ValueError, match="init_device_mesh") as raised:
+                world.model(bare, memory=memory)
+            assert "memory=" not in str(raised.value)
     world.raises(ValueError, lambda: world.model(bare, gradient_divide_factor=0), "gradient_divide_factor=0")
     world.raises(ValueError, lambda: world.model(bare, mesh=None, gradient_divide_factor=2), "mesh=")
     world.raises(ValueError, lambda: world.model([scalar], slices=1), "scale", "(1,)")
@@ -976,6 +975,7 @@ OF_DEVICE = [
     rows_of_a_mesh_of_two_dimensions_store_the_model_each,
     checkpoints_are_written_by_all_ranks,
     blocks_claims.blocks_have_the_gradients_of_one_process_on_the_whole_batch,
+    *device_memory_claims.CLAIMS,
 ]
 ON_DEVICE = Transport(HOST.device, HOST.backend, adds=True)
 

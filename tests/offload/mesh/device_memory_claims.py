@@ -1,0 +1,66 @@
+"""Claims of ``mesh_worker`` about ``memory=`` where collectives are those of a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import MemoryPolicy, OffloadOptimizer
+from offload.memory import memory_of
+from tests.offload.mesh.blocks_claims import Large, a_limit_of_memory_is_planned_for_by_all_ranks_alike, batch, loss_of
+from tests.offload.mesh.world import World
+from tests.offload.planning.test_peak_memory import Living
+
+__all__ = ["CLAIMS"]
+
+
+def stack() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256)) for _ in range(4)))
+
+
+def a_step_on_a_device_holds_no_more_than_is_predicted(world: World) -> None:
+    """Collectives run when they are waited for, so all that may be held at once is."""
+    from tests.offload.mesh.mesh_worker import LateLane  # which has these claims
+
+    cases: list[tuple[nn.Module, Tensor, dict[str, Any]]] = [
+        (stack(), torch.randn(8, 256), {"slices": 4}),
+        (Large(), batch(0), {"slices": None, "blocks": "layers"}),  # nearly all of it is stored whole by each rank
+    ]
+    for bare, rows, how in cases:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("offload.mesh.ranks.CollectiveLane", LateLane)
+            model = world.model(bare, world.folder / "homes", memory="64MiB", **how)
+        optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+        planner: Any = model._executor.steps.planner
+        for planned in (False, True, True):
+            with Living() as living:
+                loss_of(model(world.part(rows))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if planned:
+                predicted = planner._prediction.peak
+                rise = predicted.memory_bytes - predicted.begin_bytes
+                assert living.peak_bytes <= rise < 1.3 * living.peak_bytes, how
+        public: Any = model._executor.public
+        assert public.ranks._staging.numel() == public.exchange_bytes().staging, how
+        model.close()
+
+
+def each_place_has_the_least_number_that_a_rank_was_given(world: World) -> None:
+    gpu = torch.device("cuda", 0)
+    first: dict[str, int | str] = {"device": 7, "host": "auto"}
+    second: dict[str, int | str] = {"device": 9, "host": 5}
+    found = memory_of(first if world.rank else second, plans=False, mesh=world.mesh, device=gpu)
+    assert (found.policy, found.bounds) == (MemoryPolicy({"device": 7, "host": 5}), True)
+    assert memory_of("auto", plans=False, mesh=world.mesh, device=gpu).policy == MemoryPolicy()
+    assert not memory_of(None, plans=False, mesh=world.mesh, device=gpu).bounds
+
+
+CLAIMS = [
+    a_limit_of_memory_is_planned_for_by_all_ranks_alike,
+    a_step_on_a_device_holds_no_more_than_is_predicted,
+    each_place_has_the_least_number_that_a_rank_was_given,
+]
