@@ -73,7 +73,8 @@ def least_exchange_bytes(shard: int, ranks: int, replicas: int, *, narrow: bool)
     wide = 2 * part if narrow else part
     staging = (2 * ranks if narrow else ranks + 1) * bytes_at_once(part, ranks)
     if replicas > 1:
-        staging = max(staging, 2 * replicas * bytes_at_once(piece_bytes(wide, replicas), replicas))
+        row = aligned(1) + bytes_at_once(piece_bytes(wide, replicas), replicas)  # flags of up to 64 parameters
+        staging = max(staging, 2 * replicas * row)
     return staging + wide + part
 
 

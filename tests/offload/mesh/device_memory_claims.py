@@ -16,6 +16,8 @@ from tests.offload.planning.test_peak_memory import Living
 
 __all__ = ["CLAIMS"]
 
+GPU = torch.device("cuda", 0)
+
 
 def stack() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256)) for _ in range(4)))
@@ -45,18 +47,24 @@ def a_step_on_a_device_holds_no_more_than_is_predicted(world: World) -> None:
                 rise = predicted.memory_bytes - predicted.begin_bytes
                 assert living.peak_bytes <= rise < 1.3 * living.peak_bytes, how
         public: Any = model._executor.public
-        assert public.ranks._staging.numel() == public.exchange_bytes().staging, how
+        exchange = public.exchange_bytes()
+        assert public.ranks._staging.numel() == exchange.staging, how
+        with pytest.MonkeyPatch.context() as patch:  # neither homes nor buffers of files are on a GPU
+            patch.setattr(model._executor, "device", GPU)
+            sizes = model._executor.measured([len(world.part(rows))]).sizes
+        assert (sizes.constant_bytes, sizes.gradients_stay, sizes.copied_bytes) == (exchange.staging, frozenset(), {})
+        assert (sizes.gradient_bytes, sizes.draining_bytes) == (exchange.gradients, exchange.draining)
+        assert sizes.outside.reducing == exchange.outside
         model.close()
 
 
 def each_place_has_the_least_number_that_a_rank_was_given(world: World) -> None:
-    gpu = torch.device("cuda", 0)
     first: dict[str, int | str] = {"device": 7, "host": "auto"}
     second: dict[str, int | str] = {"device": 9, "host": 5}
-    found = memory_of(first if world.rank else second, plans=False, mesh=world.mesh, device=gpu)
+    found = memory_of(first if world.rank else second, plans=False, mesh=world.mesh, device=GPU)
     assert (found.policy, found.bounds) == (MemoryPolicy({"device": 7, "host": 5}), True)
-    assert memory_of("auto", plans=False, mesh=world.mesh, device=gpu).policy == MemoryPolicy()
-    assert not memory_of(None, plans=False, mesh=world.mesh, device=gpu).bounds
+    assert memory_of("auto", plans=False, mesh=world.mesh, device=GPU).policy == MemoryPolicy()
+    assert not memory_of(None, plans=False, mesh=world.mesh, device=GPU).bounds
 
 
 CLAIMS = [

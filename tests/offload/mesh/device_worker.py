@@ -67,6 +67,46 @@ def check(bare: nn.Module, steps: list[Tensor], mesh: Any, device: torch.device,
     model.close()
 
 
+#: For shards of 4 MiB: a half of it are two slots, whole gradients of two shards, and what their exchange takes. In
+#: host memory homes count as well.
+LIMITS = {"cuda": 48 << 20, "cpu": 192 << 20}
+
+
+def check_memory(mesh: Any, device: torch.device, home: Any) -> None:
+    """The peak of what torch has allocated on the GPU stays within ``memory=``, in every step; results are right.
+
+    What cuBLAS keeps is there before: the plain model is trained first.
+    """
+    torch.manual_seed(0)
+    bare = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(8)))
+    limit, ranks = LIMITS[device.type], mesh.size()
+    steps = [torch.randn(128, 1024, device=device) for _ in range(6)]
+    plain = copy.deepcopy(bare).to(device)
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for rows in steps:
+        loss_of(plain(rows)).backward()
+        sgd.step()
+        sgd.zero_grad()
+    expected = [p.detach().cpu() for p in plain.parameters()]
+    del plain, sgd
+    begin = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    model = OffloadModel(bare, device, home, mesh=mesh, memory={"device": limit})
+    optimizer, peaks = OffloadOptimizer(model, torch.optim.SGD, lr=0.1), []
+    for rows in steps:  # each step begins a new peak
+        loss_of(model(rows.chunk(ranks)[dist.get_rank()])).backward()
+        peaks.append(torch.cuda.max_memory_allocated(device) - begin if device.type == "cuda" else 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    report = model.memory_report()
+    assert report.limit_bytes == limit
+    assert report.predicted is not None
+    if device.type == "cuda":
+        assert 0 < max(peaks) <= limit, (peaks, report)
+    parameters: list[Any] = [*model.parameters()]
+    torch.testing.assert_close([p.detach().full_tensor() for p in parameters], expected, rtol=1e-4, atol=1e-5)
+    model.close()
+
+
 def main(folder: Path, kind: str) -> None:
     ranks, number = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     device = torch.device("cpu")
@@ -84,6 +124,7 @@ def main(folder: Path, kind: str) -> None:
         for home in ("cpu", folder):
             check(build(tied=True), rows, mesh, device, home, num_slices=4)
             check(build(), rows, mesh, device, home, num_slices=3, num_microbatches=2)
+            check_memory(mesh, device, home)
         words = [batch(seed).to(device) for seed in range(2)]
         if ranks == 1 or 4 % ranks == 0:  # as many rows on each rank, in halves of a batch
             check(Encoder(), words, mesh, device, "cpu", blocks="layers")

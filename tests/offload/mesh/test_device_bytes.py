@@ -19,8 +19,10 @@ from offload.mesh.pieces import gather_parts
 from offload.mesh.ranks import Ranks
 from offload.mesh.replicated import ReplicatedGradients
 from offload.mesh.transport import Transport
-from offload.planning.peak_memory import OutsideBytes, StepBytes, peak_memory
-from offload.planning.plan import Plan
+from offload.planning.memory_profile import MemoryProfile, SavedTensor
+from offload.planning.peak_memory import OutsideBytes, StepBytes
+from offload.planning.simulate import Costs
+from offload.planning.step_model import Choice, StepModel, predict
 from tests.offload.planning.test_peak_memory import Living
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -55,7 +57,14 @@ def shard_of(parts: Sequence[Part], *, trains: bool = True) -> Any:
 
 
 FULL, HALF = torch.float32, torch.bfloat16
-CASES = [([FULL] * 3, 2, 1), ([HALF] * 3, 2, 1), ([FULL, HALF, FULL], 2, 1), ([FULL] * 3, 8, 1), ([HALF, FULL], 4, 3)]
+CASES = [
+    ([FULL] * 3, 2, 1),
+    ([HALF] * 3, 2, 1),
+    ([FULL, HALF, FULL], 2, 1),
+    ([FULL] * 3, 8, 1),
+    ([HALF, FULL], 4, 3),
+    ([FULL] * 3, 2, 16),
+]
 
 
 @pytest.mark.parametrize(("dtypes", "count", "replicas"), CASES)
@@ -101,16 +110,21 @@ def test_what_each_rank_stores_whole_is_counted_at_the_end_of_a_backward() -> No
 
 
 def test_gradients_that_ranks_reduce_are_there_until_the_next_drain() -> None:
-    plan = Plan.parse("L0 L1 F0.0 F1.0 B1.0 D1 B0.0 D0", 2)
-    outside = OutsideBytes(values=5)
-    sizes: dict[str, Any] = {"slot_bytes": 100, "gradient_bytes": [40, 40], "drained": {1: 0, 0: 0}}
-    alone = peak_memory(plan, StepBytes(**sizes, outside=outside)).memory_bytes
-    sizes |= {"draining_bytes": [70, 60], "drained": {}}
-    assert alone == 200 + 5
-    assert peak_memory(plan, StepBytes(**sizes, outside=outside)).memory_bytes == 200 + 5 + 70
-    outside = OutsideBytes(values=5, reducing=9)
-    found = peak_memory(plan, StepBytes(**sizes, outside=outside))
-    assert (found.memory_bytes, found.begin_bytes) == (200 + 5 + 70 + 9, 205)
+    """Whenever a simulation says that they are stored; and then those are reduced that belong to no shard."""
+    costs = Costs([1.0] * 2, [9.0] * 2, [9.0] * 2, [0.1] * 2)
+    sizes: dict[str, Any] = {"slot_bytes": 100, "gradient_bytes": [40, 40]}
+    profiles = {j: MemoryProfile(1, [SavedTensor(0, 8, 8)]) for j in range(2)}
+
+    def step(reducing: int = 0, **more: Any) -> tuple[int, int]:
+        outside = OutsideBytes(values=5, reducing=reducing)
+        step_bytes = StepBytes(**sizes, **more, outside=outside, memory_profiles=profiles)
+        found = predict(StepModel(shards=2, first=0, costs=costs, sizes=step_bytes), Choice(2)).peak
+        return found.begin_bytes, found.memory_bytes
+
+    assert step() == (205, 205 + 48)
+    assert step(draining_bytes=[70, 60]) == (205, 205 + 60 + 48)
+    assert step(draining_bytes=[120, 60]) == (205, 205 + 120)
+    assert step(draining_bytes=[120, 60], reducing=9) == (205, 205 + 120 + 9)
 
 
 def test_a_limit_too_small_for_two_ranks_is_refused_with_what_they_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
