@@ -31,10 +31,11 @@ def a_step_on_a_device_holds_no_more_than_is_predicted(world: World) -> None:
         (stack(), torch.randn(8, 256), {"slices": 4}),
         (Large(), batch(0), {"slices": None, "blocks": "layers"}),  # nearly all of it is stored whole by each rank
     ]
+    policy = MemoryPolicy("64MiB", slots=2)  # a search would choose them by times
     for bare, rows, how in cases:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("offload.mesh.ranks.CollectiveLane", LateLane)
-            model = world.model(bare, world.folder / "homes", memory="64MiB", **how)
+            model = world.model(bare, world.folder / "homes", memory=policy, **how)
         optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
         planner: Any = model._executor.steps.planner
         for planned in (False, True, True):
@@ -45,7 +46,7 @@ def a_step_on_a_device_holds_no_more_than_is_predicted(world: World) -> None:
             if planned:
                 predicted = planner._prediction.peak
                 rise = predicted.memory_bytes - predicted.begin_bytes
-                assert living.peak_bytes <= rise < 1.3 * living.peak_bytes, how
+                assert living.peak_bytes <= rise < 1.4 * living.peak_bytes, how
         public: Any = model._executor.public
         exchange = public.exchange_bytes()
         assert public.ranks._staging.numel() == exchange.staging, how
