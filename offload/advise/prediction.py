@@ -188,7 +188,11 @@ class Situation:
         buffers = 0
         if self.optimizer.states and self.on_host:
             largest = max(replace(shards, form=ByteForm()).home_bytes, default=0)
-            stored = replace(self.optimizer.stored, in_pieces=shards.form.weights != "full")
+            stored = replace(
+                self.optimizer.stored,
+                in_pieces=shards.form.weights != "full",
+                rounded=shards.form.gradients != "full",
+            )
             buffers = stored.buffer_bytes(update_block_bytes_of(largest, limit_bytes // BUFFERS_SHARE, stored))
         resting = zip(shards.home_bytes, shards.state_bytes(self.optimizer.states), strict=True)
         movable = self.on_host and not shards.casts

@@ -67,7 +67,8 @@ class OptimizerRate:
     @property
     def stored(self) -> StoredStates:
         """What buffers of updates hold of states; those of small parameters do not count."""
-        return StoredStates() if self.form is None else StoredStates(self.form.share(torch.float32))
+        share = 1.0 if self.form is None else self.form.share(torch.float32)
+        return StoredStates(share, count=self.count, rounded=False)
 
 
 @dataclass(frozen=True)

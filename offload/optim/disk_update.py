@@ -165,11 +165,13 @@ class DiskParamBlock(ParamBlock):
             spare_bytes += nbytes + PAGE_BYTES  # weights, where no slot has them
             if s.form is not None and self.shard.lower is not None:
                 reads.append(Read((k, _LOWER), self.shard.lower, s.offset + offset, nbytes))
-            offset, nbytes = update_block.span(s.full_nbytes, s.full_dtype.itemsize)
-            spare_bytes += nbytes + PAGE_BYTES  # a gradient that is in memory
-            if (place := self._gradient_file_offset(s, gradient)) is not None:
+            place = self._gradient_file_offset(s, gradient)
+            if place is not None:
                 offset, nbytes = update_block.span(gradient.nbytes, gradient.element_size())
                 reads.append(Read((k, None), place[0], place[1] + offset, nbytes))
+            if place is None or gradient.dtype != s.full_dtype:
+                nbytes = update_block.span(s.full_nbytes, s.full_dtype.itemsize)[1]
+                spare_bytes += nbytes + PAGE_BYTES  # one that is in memory is clipped here, a rounded one widened
             if job.states_before[k] is not None:  # else the optimizer makes new states, for each block
                 reads += self.state_files.reads(k, update_block)
         return (job, index), reads, spare_bytes

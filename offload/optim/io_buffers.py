@@ -1,15 +1,15 @@
 """I/O buffers of the on-disk optimizer: one block is updated while others are read and written back.
 
 To read, compute and write in turn would leave the disk idle while the processor computes, and the processor idle while
-the disk transfers. So there are several buffers: one holds the block that is computed, some are being written back, and
-the others are being filled for the next blocks. Adjacent ranges of a file are transferred in one call.
+the disk transfers. So there are three buffers: one holds the block that is computed, one is being written back, and one is being filled
+for the next block. More of them would make blocks of the same memory smaller, and each block costs time of the
+interpreter. Adjacent ranges of a file are transferred in one call.
 
 ::
 
-    I/O buffer 0   read 0 | compute 0 | write 0 ............. | read 4 ...
-    I/O buffer 1   read 1 ...........| compute 1 | write 1 ............. | read 5 ...
-    I/O buffer 2   read 2 ......................| compute 2 | write 2 ...
-    I/O buffer 3              read 3 ......................| compute 3 | ...
+    I/O buffer 0   read 0 | compute 0 | write 0 ... | read 3 ...
+    I/O buffer 1   read 1 ............| compute 1 | write 1 ... | read 4 ...
+    I/O buffer 2   read 2 ........................| compute 2 | write 2 ...
 
 Guarantees
     * Memory is that of :data:`IO_BUFFERS` blocks, whatever the size of the model.
@@ -36,25 +36,31 @@ from offload.optim.io_requests import Copy, Read, Write, adjacent, contiguous, s
 from offload.storage.buffer import PAGE_BYTES, host_buffer
 from pipe.threads import Future, Threads
 
-__all__ = ["IO_BUFFERS", "IOBuffer", "IOBufferPool", "buffer_pool_bytes"]
+__all__ = ["IO_BUFFERS", "MOST_STATES", "IOBuffer", "IOBufferPool", "buffer_pool_bytes"]
 
 #: Transfer calls at a time: those of reading one block of Adam and writing another.
 CONCURRENT_CALLS = 6
 
 #: Blocks that are computed, read or written at a time.
-IO_BUFFERS = 5
+IO_BUFFERS = 3
 
-#: Size of an I/O buffer in sizes of its block: weights, gradient as it is and clipped; and up to three states.
-PARTS_PER_BUFFER, STATES_PER_BUFFER = 3, 3
+#: States with the shape of the parameter that any class of ``torch.optim`` keeps at most.
+MOST_STATES = 3
 
 
-def buffer_pool_bytes(update_block_bytes: int, share: float = 1.0) -> int:
+def buffer_pool_bytes(
+    update_block_bytes: int, share: float = 1.0, *, states: int = MOST_STATES, rounded: bool = True
+) -> int:
     """Most bytes that all I/O buffers take, for blocks of so many bytes of weights.
 
-    ``share``: the bytes of a stored state for each byte of the parameter.
+    Args:
+        update_block_bytes: of weights, and of their gradient in full.
+        share: the bytes of a stored state for each byte of the parameter.
+        states: their number.
+        rounded: whether gradients may be stored in another type, which takes as many bytes at most.
     """
     state_bytes = math.ceil(share * update_block_bytes) + (1 if share == 1 else 2) * PAGE_BYTES  # codes and scales
-    return IO_BUFFERS * (PARTS_PER_BUFFER * (update_block_bytes + PAGE_BYTES) + STATES_PER_BUFFER * state_bytes)
+    return IO_BUFFERS * ((3 if rounded else 2) * (update_block_bytes + PAGE_BYTES) + states * state_bytes)
 
 
 class IOBuffer:

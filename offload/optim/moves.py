@@ -112,7 +112,7 @@ class MovableStates(Optimizer):
             return self.stored.buffer_bytes(update_block_bytes(self.access.shards, spare_bytes, self.stored))
         reserved = self.stored.buffer_bytes(self.update_block_bytes)
         # Encoded states are decoded in memory besides.
-        return min(self.buffer_pool.nbytes or reserved, reserved) if self.stored.share == 1 else reserved
+        return self.buffer_pool.nbytes or reserved if self.stored.share == 1 else reserved
 
     def state_bytes(self, shard: Shard) -> int:
         """Bytes of the states of a shard; 0 before its first update."""

@@ -24,12 +24,12 @@ from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
 from offload.optim.resident import ResidentParameters
 from offload.optim.state_forms import form_of, hold_state_dict
 from offload.optim.update import Update
-from offload.optim.update_blocks import StoredStates, update_block_bytes
+from offload.optim.update_blocks import StoredStates, states_kept, update_block_bytes
 from offload.planning.budget import parse_bytes
 from offload.policy import warn_of_old_keywords
 from offload.storage.state_views import on_own_storages
 from offload.streaming.heap import return_freed_memory
-from offload.streaming.lane import CopyLane, ThreadCopyLane
+from offload.streaming.lane import CopyLane, ThreadCopyLane, threads_of_updates
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 from pipe.recompute.thread_state import restores_thread_state
@@ -57,7 +57,7 @@ def _measured(step: _Step) -> _Step:
 
 def open_update_lane(device: torch.device) -> CopyLane:
     """The lane of updates: a thread, since homes are updated by the host. It ends with its last user."""
-    return ThreadCopyLane("update", device)
+    return ThreadCopyLane("update", device, threads_of_updates(device))
 
 
 class OffloadOptimizer(MovableStates):
@@ -142,18 +142,6 @@ class OffloadOptimizer(MovableStates):
             given = {"gradient_bytes": gradient_bytes}
             warn_of_old_keywords("OffloadOptimizer", None, given, given, stacklevel=2)
             self.gradient_bytes = parse_bytes(gradient_bytes, "gradient_bytes")
-        self._lane = open_update_lane(model.device)
-        self.buffer_pool = IOBufferPool()
-        self.stored = StoredStates.of(form_of(states), self.access.shards)
-        self.update_block_bytes = update_block_bytes(self.access.shards, self.access.spare_bytes(), self.stored)
-        self.reserve_buffers()
-        #: Reads weights into a slot while the update before still runs.
-        self._filler = Threads(1, "offload-filler")
-        self.factory = OptimizerFactory(optimizer_class, optimizer_kwargs, form_of(states))
-        self.param_blocks = {}
-        self._resident = ResidentParameters(self.access.resident, self.factory)
-        self.in_backward = InBackward(self) if update_in_backward else None
-        self._group_changes = GroupChanges(optimizer_class)
         groups = resolve_groups(dict(model.named_parameters()), params)
         # The class checks its hyperparameters on empty tensors: some classes make states in their constructor.
         empty_groups = [{**group, "params": [placeholder(p) for p in group["params"]]} for group in groups]
@@ -161,6 +149,19 @@ class OffloadOptimizer(MovableStates):
         self._states_at_once = bool(template.state)
         for group, checked in zip(groups, template.param_groups, strict=True):
             group.update(options_of(checked))
+        self._lane = open_update_lane(model.device)
+        self.buffer_pool = IOBufferPool()
+        kept = states_kept(optimizer_class, groups)
+        self.stored = StoredStates.of(form_of(states), self.access.shards, kept)
+        self.update_block_bytes = update_block_bytes(self.access.shards, self.access.spare_bytes(), self.stored)
+        self.reserve_buffers()
+        #: Reads weights into a slot while the update before still runs.
+        self._filler = Threads(1, "offload-filler")
+        self.factory = OptimizerFactory(optimizer_class, optimizer_kwargs, form_of(states))
+        self.param_blocks = {}
+        self._resident = ResidentParameters(self.access.resident, self.factory, threads_of_updates(model.device))
+        self.in_backward = InBackward(self) if update_in_backward else None
+        self._group_changes = GroupChanges(optimizer_class)
         #: Of the class only: torch adds others to ``defaults`` when a state is loaded.
         self._class_defaults = dict(template.defaults)
         super().__init__(groups, dict(template.defaults))

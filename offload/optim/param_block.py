@@ -28,7 +28,6 @@ from offload.streaming.formed_weights import formed_values, lower_part
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 from pipe.torch_private.tensors import multiply_all
-from pipe.torch_private.threads import operation_threads
 
 __all__ = ["ELEMENTWISE", "HostParamBlock", "OptimizerFactory", "ParamBlock", "PartialUpdateError", "UpdateJob"]
 
@@ -198,11 +197,8 @@ class ParamBlock(ABC):
         steps = step_encoded(
             self.optimizer, self.proxies, self.encoded, self.factory.form, elementwise=elementwise, weights=weights
         )
-        # Some thirty short passes over each piece: where layers compute on the same cores, threads of both that wait
-        # for their slowest one make them take twice as long.
-        with operation_threads(max(1, torch.get_num_threads() // 2)):
-            for _ in steps:
-                self._parts_done += 1
+        for _ in steps:
+            self._parts_done += 1
 
     def _check_dense(self, job: UpdateJob) -> None:
         """Raises TypeError for a sparse gradient of a parameter whose states are encoded, or that has a form itself."""

@@ -93,12 +93,14 @@ class ResidentParamBlock(ParamBlock):
 
 
 class ResidentParameters:
-    """The ``parameters`` of a model that an optimizer updates at once."""
+    """The ``parameters`` of a model that an optimizer updates at once, with so many ``operation_threads``."""
 
-    def __init__(self, parameters: Collection[nn.Parameter], factory: OptimizerFactory) -> None:
+    def __init__(
+        self, parameters: Collection[nn.Parameter], factory: OptimizerFactory, operation_threads: int | None
+    ) -> None:
         self._parameters = parameters
         self._factory = factory
-        self._thread = Threads(1, "offload-resident")
+        self._thread = Threads(1, "offload-resident", operation_threads=operation_threads)
         self.blocks: list[ParamBlock] = []
 
     def add_group(self, members: Collection[nn.Parameter], group: int) -> None:

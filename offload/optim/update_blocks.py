@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
 
 from offload.mesh.shard import MeshShard
-from offload.optim.io_buffers import buffer_pool_bytes
+from offload.optim.io_buffers import MOST_STATES, buffer_pool_bytes
+from offload.optim.param_block import ELEMENTWISE
 from offload.optim.state_forms import StateForm
 from offload.storage.buffer import PAGE_BYTES, whole_pages
 from offload.storage.thread_memory import PIECE
 from offload.streaming.shard import Shard
 
-__all__ = ["MAX_BLOCK_BYTES", "StoredStates", "update_block_bytes", "update_block_bytes_of"]
+__all__ = ["MAX_BLOCK_BYTES", "StoredStates", "states_kept", "update_block_bytes", "update_block_bytes_of"]
 
 #: Most bytes of weights of one update block.
 MAX_BLOCK_BYTES = 8 << 20
 #: With small shards: this fraction of the largest one, since the I/O buffers hold several blocks with their gradients
-#: and moments, and must not outgrow the slots. In whole MiB, since a disk transfers whole pages.
-BLOCKS_PER_SHARD, BLOCK_GRAIN_BYTES = 6, 1 << 20
+#: and moments, and must not outgrow the slots by much. But at least so many bytes: a block costs a millisecond of the
+#: interpreter.
+BLOCKS_PER_SHARD, SMALL_BLOCK_BYTES = 3, 1 << 20
 #: Bytes of the tensors in which a piece of encoded states is decoded, updated and encoded, for each of its elements:
 #: three states, and what rounding one of them makes.
 PIECE_BYTES = 3 * 4 + 32
@@ -35,26 +42,54 @@ class StoredStates:
     in_full: int = 0
     #: Whether weights are decoded, updated and stored piece by piece.
     in_pieces: bool = False
+    #: States of a parameter, with its shape.
+    count: int = MOST_STATES
+    #: Whether gradients are stored in another type than that of their parameters.
+    rounded: bool = True
 
     @classmethod
-    def of(cls, form: StateForm | None, shards: Iterable[Shard]) -> StoredStates:
-        """The sizes of the states of all parameters of some shards."""
+    def of(cls, form: StateForm | None, shards: Iterable[Shard], count: int = MOST_STATES) -> StoredStates:
+        """The sizes of the ``count`` states of each of the parameters of some shards."""
         shards = list(shards)
         in_pieces = any(shard.formed for shard in shards)
+        rounded = any(shard.gradient_types.rounds(s) for shard in shards for s in shard.own)
         if form is None:
-            return cls(in_pieces=in_pieces)
+            return cls(in_pieces=in_pieces, count=count, rounded=rounded)
         owned = [[(s, form.encodes(shard.whole_like(s))) for s in shard.own] for shard in shards]
         shares = [form.share(s.full_dtype) for own in owned for s, encoded in own if encoded]
         in_full = (sum(s.full_nbytes for s, encoded in own if not encoded) for own in owned)
-        return cls(max(shares, default=1.0), max(in_full, default=0), in_pieces)
+        return cls(max(shares, default=1.0), max(in_full, default=0), in_pieces, count, rounded)
 
     def buffer_bytes(self, update_block: int) -> int:
         """Most bytes that all buffers take, for blocks of so many bytes of weights."""
         pieces = PIECE_BYTES * min(PIECE, update_block // 2)
         if self.share == 1:
-            return buffer_pool_bytes(update_block) + (pieces if self.in_pieces else 0)
-        encoded = buffer_pool_bytes(update_block, self.share)
-        return max(encoded, buffer_pool_bytes(min(self.in_full, update_block))) + pieces
+            return self._pool_bytes(update_block) + (pieces if self.in_pieces else 0)
+        encoded = self._pool_bytes(update_block, self.share)
+        return max(encoded, self._pool_bytes(min(self.in_full, update_block))) + pieces
+
+    def _pool_bytes(self, update_block: int, share: float = 1.0) -> int:
+        return buffer_pool_bytes(update_block, share, states=self.count, rounded=self.rounded)
+
+
+def states_kept(kind: type[Optimizer], groups: Iterable[Mapping[str, Any]]) -> int:
+    """The most states with the shape of a parameter that a class keeps with the options of some groups.
+
+    It updates two numbers for that. :data:`.MOST_STATES` for a class that may do more than that.
+    """
+    if kind not in ELEMENTWISE:
+        return MOST_STATES
+    most = 0
+    for group in groups:
+        number = torch.nn.Parameter(torch.zeros(2))
+        number.grad = torch.zeros(2)
+        plain = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
+        options = {key: plain.get(key, value) for key, value in group.items() if key not in ("params", "param_names")}
+        optimizer: Any = kind([{**options, "params": [number]}])
+        optimizer.step()
+        kept = optimizer.state[number].values()
+        most = max(most, sum(isinstance(value, torch.Tensor) and value.shape == number.shape for value in kept))
+    return most
 
 
 def update_block_bytes(
@@ -71,10 +106,13 @@ def update_block_bytes(
 
 def update_block_bytes_of(largest: int, limit_bytes: float = math.inf, stored: StoredStates = StoredStates()) -> int:
     """As :func:`update_block_bytes`, where the largest shard stores so many bytes of parameters."""
-    update_block = min(MAX_BLOCK_BYTES, max(1, largest // BLOCKS_PER_SHARD // BLOCK_GRAIN_BYTES) * BLOCK_GRAIN_BYTES)
+    part = whole_pages(-(-largest // BLOCKS_PER_SHARD))
+    update_block = min(MAX_BLOCK_BYTES, max(part, SMALL_BLOCK_BYTES))
     update_block = min(update_block, whole_pages(largest) or update_block)
-    while stored.buffer_bytes(update_block) > limit_bytes and update_block > PAGE_BYTES:
-        update_block = max(PAGE_BYTES, update_block // 2 // PAGE_BYTES * PAGE_BYTES)
+    if stored.buffer_bytes(update_block) > limit_bytes:
+        pages = range(1, update_block // PAGE_BYTES)
+        fitting = bisect_right(pages, limit_bytes, key=lambda count: stored.buffer_bytes(count * PAGE_BYTES))
+        update_block = max(1, fitting) * PAGE_BYTES
     least = stored.buffer_bytes(update_block)
     if least > limit_bytes:
         raise ValueError(

@@ -83,6 +83,11 @@ class _Piece:
     extent: Extent
     direct: bool
 
+    @property
+    def flags(self) -> int:
+        """With which its file is opened."""
+        return os.O_DIRECT if self.direct else 0
+
 
 def _pieces(extent: Extent, piece_bytes: int, *, direct: bool) -> Iterator[_Piece]:
     """Splits a transfer."""
@@ -151,15 +156,13 @@ class Transfers:
             pieces = [piece for extent in extents for piece in _pieces(extent, limits.piece_bytes, direct=direct)]
         # The caller moves a single piece itself: waking a thread takes longer than reading the pages of a bias.
         io_threads = self._io_threads if len(pieces) > 1 else None
-        used = dict.fromkeys(extent.file for extent in extents)
-        in_flight = limits.in_flight * len(used)
+        in_flight = limits.in_flight * len({extent.file for extent in extents})
         pending: deque[_PieceTransfer] = deque()
         with contextlib.ExitStack() as stack:
-            descriptors: dict[int, tuple[int, int]] = {}
-            for index in used:
-                path = file.paths[index]
-                cached = stack.enter_context(_opened(path))
-                descriptors[index] = cached, stack.enter_context(_opened(path, os.O_DIRECT)) if direct else cached
+            descriptors = {
+                (index, flags): stack.enter_context(_opened(file.paths[index], flags))
+                for index, flags in dict.fromkeys((piece.extent.file, piece.flags) for piece in pieces)
+            }
             try:
                 for piece in pieces:
                     part = tensor[piece.extent.begin - offset : piece.extent.end - offset]
@@ -169,7 +172,7 @@ class Transfers:
                             pending.popleft().complete()
                     pending.append(_PieceTransfer(self.staging, part, buffer, on_device=on_device, write=write))
                     index = piece.extent.file
-                    move = partial(_move_piece, file.paths[index], *descriptors[index], piece, write)
+                    move = partial(_move_piece, file.paths[index], descriptors[index, piece.flags], piece, write)
                     pending[-1].start(io_threads, move)
                     if len(pending) == in_flight:
                         pending.popleft().complete()
@@ -182,13 +185,14 @@ class Transfers:
         self.cache.count(nbytes)
 
 
-def _move_piece(path: Path, cached: int, uncached: int, piece: _Piece, write: bool, memory: memoryview) -> None:
+def _move_piece(path: Path, fd: int, piece: _Piece, write: bool, memory: memoryview) -> None:
     call, begin = os.pwritev if write else os.preadv, piece.extent.begin + piece.extent.shift
-    if piece.direct:
+    if not piece.direct:
+        move_all(call, fd, memory, begin, path)
+    elif (moved := _moved(call, fd, memory, begin, path)) < len(memory):
         # A direct call moves less only at the end of the file, where move_all raises.
-        moved = _moved(call, uncached, memory, begin, path)
-        memory, begin = memory[moved:], begin + moved
-    move_all(call, cached, memory, begin, path)
+        with _opened(path) as cached:
+            move_all(call, cached, memory[moved:], begin + moved, path)
 
 
 class _PieceTransfer:

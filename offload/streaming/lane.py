@@ -29,7 +29,11 @@ import torch
 from pipe.threads import Threads
 from pipe.train.lane import InlineLane
 
-__all__ = ["Arrival", "CopyLane", "CopyLanes", "StreamCopyLane", "ThreadCopyLane", "error_context", "open_lanes"]
+__all__ = ["Arrival", "CopyLane", "CopyLanes", "StreamCopyLane", "ThreadCopyLane", "error_context", "open_lanes", "threads_of_updates"]
+
+
+#: One thread of so many that layers compute with, also updates.
+CORES_PER_UPDATE_THREAD = 4
 
 
 class Arrival(Protocol):
@@ -42,6 +46,15 @@ class Arrival(Protocol):
     def synchronize(self) -> object:
         """Blocks the host until the copy is done; any code may read its result then. Raises what the copy raised."""
         ...
+
+
+def threads_of_updates(device: torch.device) -> int | None:
+    """Threads of an operation of an update on the host, while layers compute on ``device``; None: all.
+
+    Updates are bound by memory, which few cores keep busy. Where layers compute on the same cores, see
+    :class:`.Threads` for why there is one at best.
+    """
+    return max(1, torch.get_num_threads() // CORES_PER_UPDATE_THREAD) if device.type == "cpu" else None
 
 
 class CopyLane(ABC):
@@ -74,10 +87,12 @@ class ThreadCopyLane(CopyLane):
 
     Between a file and a CUDA device the thread waits for the file and for a stream of its own, so an arrival means that
     the bytes are on the device.
+
+    ``operation_threads``: see :class:`.Threads`.
     """
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        self._threads = Threads(1, f"offload-{name}")
+    def __init__(self, name: str, device: torch.device, operation_threads: int | None = 1) -> None:
+        self._threads = Threads(1, f"offload-{name}", operation_threads=operation_threads)
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 

@@ -5,29 +5,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
-__all__ = ["operation_threads"]
+__all__ = ["limit_operation_threads"]
 
 
-@contextlib.contextmanager
-def operation_threads(count: int) -> Iterator[None]:
-    """A context in which operations that this thread calls use at most ``count`` threads; all, without OpenMP.
+def limit_operation_threads(count: int) -> None:
+    """Operations that the calling thread calls use at most ``count`` threads from now on; all, without OpenMP.
 
     ``torch.set_num_threads`` would decide for all threads that begin later as well.
     """
     before = torch.get_num_threads()  # also gives this thread its number, which torch else does at the first operation
     set_threads = _openmp()
-    if set_threads is None or before <= count:
-        yield
-        return
-    set_threads(count)
-    try:
-        yield
-    finally:
-        set_threads(before)
+    if set_threads is not None and before > count:
+        set_threads(count)
 
 
 @functools.cache

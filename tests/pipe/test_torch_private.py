@@ -14,7 +14,7 @@ from torch import nn
 from pipe.torch_private import ATTRIBUTES
 from pipe.torch_private.autograd import hidden_hooks
 from pipe.torch_private.modules import has_module_hooks
-from pipe.torch_private.threads import operation_threads
+from pipe.torch_private.threads import limit_operation_threads
 
 ROOT = Path(__file__).parents[2]
 MODULES = [path for package in ("pipe", "offload", "gradcache") for path in sorted((ROOT / package).rglob("*.py"))]
@@ -110,16 +110,19 @@ def test_this_release_is_known() -> None:
 
 
 def test_operations_of_one_thread_use_fewer_threads_and_others_as_many_as_before() -> None:
-    """Also threads that begin meanwhile, which ``torch.set_num_threads`` would change."""
+    """Also threads that begin later, which ``torch.set_num_threads`` would change."""
+
+    def limited(count: int) -> int:
+        limit_operation_threads(count)
+        return torch.get_num_threads()
+
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        with operation_threads(2):
-            assert torch.get_num_threads() == 2
-            with ThreadPoolExecutor(1) as other:
-                assert other.submit(torch.get_num_threads).result() == 3
-            with operation_threads(5):
-                assert torch.get_num_threads() == 2
+        with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as other:
+            assert first.submit(limited, 2).result() == 2
+            assert other.submit(torch.get_num_threads).result() == 3
+            assert first.submit(limited, 5).result() == 2
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
