@@ -217,9 +217,7 @@ def _nothing() -> None:
     """The work of a barrier."""
 
 
-def _work(
-    queue: SimpleQueue[Future[Any] | None], permits: threading.Semaphore, operation_threads: int | None
-) -> None:
+def _work(queue: SimpleQueue[Future[Any] | None], permits: threading.Semaphore, operation_threads: int | None) -> None:
     if not permits.acquire(blocking=False):
         return
     if operation_threads is not None:

@@ -23,7 +23,7 @@ __all__ = ["Steps", "joined"]
 
 
 #: Of a limit of memory, buffers of an optimizer take at most one part in so many.
-BUFFERS_SHARE = 6
+BUFFERS_SHARE = 8
 #: Or this much, where it is at most half of the limit: less is too little for any update in files.
 SMALLEST_BUFFERS_BYTES = 256 << 10
 

@@ -1,9 +1,9 @@
 """I/O buffers of the on-disk optimizer: one block is updated while others are read and written back.
 
 To read, compute and write in turn would leave the disk idle while the processor computes, and the processor idle while
-the disk transfers. So there are three buffers: one holds the block that is computed, one is being written back, and one is being filled
-for the next block. More of them would make blocks of the same memory smaller, and each block costs time of the
-interpreter. Adjacent ranges of a file are transferred in one call.
+the disk transfers. So there are three buffers: one holds the block that is computed, one is being written back, and
+one is being filled for the next block. More of them would make blocks of the same memory smaller, and each block costs
+time of the interpreter. Adjacent ranges of a file are transferred in one call.
 
 ::
 

@@ -29,7 +29,16 @@ import torch
 from pipe.threads import Threads
 from pipe.train.lane import InlineLane
 
-__all__ = ["Arrival", "CopyLane", "CopyLanes", "StreamCopyLane", "ThreadCopyLane", "error_context", "open_lanes", "threads_of_updates"]
+__all__ = [
+    "Arrival",
+    "CopyLane",
+    "CopyLanes",
+    "StreamCopyLane",
+    "ThreadCopyLane",
+    "error_context",
+    "open_lanes",
+    "threads_of_updates",
+]
 
 
 #: One thread of so many that layers compute with, also updates.

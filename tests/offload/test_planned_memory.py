@@ -29,6 +29,14 @@ WIDTH, ROWS, DEPTH = 256, 64, 6
 MIB = 1 << 20
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _warmed() -> None:
+    """What counts is the rise above a process whose libraries have the scratch memory of products of these sizes."""
+    plain = stack()
+    for rows in (ROWS, 3000):
+        plain(torch.randn(rows, WIDTH)).square().mean().backward()
+
+
 def stack() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
@@ -87,7 +95,7 @@ def test_training_is_that_of_the_plain_model_whatever_memory_allows(
 
 def test_much_memory_keeps_every_graph_and_every_shard_and_little_keeps_none(tmp_path: Path) -> None:
     choices = {}
-    for memory in ("80MiB", "1GiB"):
+    for memory in ("112MiB", "1GiB"):
         model = OffloadModel(stack(), "cpu", tmp_path, memory=memory)
         train(model, OffloadOptimizer(model, torch.optim.AdamW), 3, rows=2048)
         choices[memory] = planner_of(model).choice
@@ -195,7 +203,7 @@ def test_an_optimizer_says_how_much_memory_its_buffers_need_where_states_are_in_
         return OffloadModel([nn.Linear(8, 8) for _ in range(3)], "cpu", home, memory=memory)
 
     with pytest.raises(ValueError, match="their buffers take at least") as refused:
-        OffloadOptimizer(make(tmp_path, 300_000), torch.optim.SGD, lr=0.1)
+        OffloadOptimizer(make(tmp_path, 60_000), torch.optim.SGD, lr=0.1)
     enough = int(str(refused.value).partition("memory=")[2].split()[0])
     with pytest.raises(ValueError, match="their buffers take at least"):
         OffloadOptimizer(make(tmp_path, enough - 8), torch.optim.SGD, lr=0.1)
@@ -480,7 +488,7 @@ def test_gradients_around_blocks_are_made_before_the_shards_of_the_blocks_behind
 
 def test_a_batch_that_fits_only_in_parts_is_cut_into_as_few_as_fit(tmp_path: Path) -> None:
     plain = stack().eval()
-    model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, num_microbatches=None, memory="32MiB")
+    model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, num_microbatches=None, memory="40MiB")
     ours, theirs = OffloadOptimizer(model, torch.optim.SGD, lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
     counts, planner = [], planner_of(model)
     for rows in (64, 64, 3000, 1500, 64):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -142,3 +143,17 @@ def test_cancelled_work_never_runs() -> None:
     running.cancel()
     threads.wait_idle()
     assert log in (["running"], [])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, 1), ({"operation_threads": 2}, 2), ({"operation_threads": None}, 3)]
+)
+def test_operations_of_a_thread_leave_the_threads_of_a_team_to_others(given: dict[str, Any], expected: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        threads = Threads(1, "limited", **given)
+        assert threads.submit(torch.get_num_threads).wait() == expected
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import offload.optim.update_blocks
-from offload.optim.io_buffers import IO_BUFFERS, IOBuffer, IOBufferPool
+from offload.optim.io_buffers import IO_BUFFERS, MOST_STATES, IOBuffer, IOBufferPool
 from offload.optim.io_requests import Copy, Read, Write
+from offload.optim.update_blocks import StoredStates, states_kept, update_block_bytes_of
 from offload.storage import Block
 from offload.storage.buffer import PAGE_BYTES
 from pipe.threads import Future, Threads
@@ -339,7 +340,8 @@ def test_no_tray_is_lost_when_reading_or_writing_fails(buffer_pool: IOBufferPool
 
 
 @pytest.mark.parametrize(
-    ("largest", "expected"), [(0, 1 << 20), (13 << 20, 2 << 20), (50 << 20, 8 << 20), (4 << 30, 8 << 20)]
+    ("largest", "expected"),
+    [(0, 1 << 20), (2 << 20, 1 << 20), (12 << 20, 4 << 20), (50 << 20, 8 << 20), (4 << 30, 8 << 20)],
 )
 def test_a_block_is_a_part_of_the_largest_shard(largest: int, expected: int) -> None:
     class Sized:
@@ -386,3 +388,29 @@ def test_while_one_block_is_computed_the_next_ones_are_being_read(
     assert ahead == [min(IO_BUFFERS - 1, len(laid) - 1 - k) for k in range(len(laid))]
     pair.assert_equal()
     pair.assert_equal_states()
+
+
+@given(
+    limit=st.integers(300_000, 1 << 30), largest=st.integers(1, 1 << 28), count=st.integers(0, 3), rounded=st.booleans()
+)
+def test_a_block_is_as_large_as_its_buffers_may_be(limit: int, largest: int, count: int, rounded: bool) -> None:
+    stored = StoredStates(count=count, rounded=rounded)
+    wanted = update_block_bytes_of(largest, stored=stored)
+    found = update_block_bytes_of(largest, limit, stored)
+    assert stored.buffer_bytes(found) <= limit
+    assert found == wanted or stored.buffer_bytes(found + PAGE_BYTES) > limit
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        (torch.optim.SGD, {"lr": 0.1}, 0),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 1),
+        (torch.optim.AdamW, {}, 2),
+        (torch.optim.AdamW, {"amsgrad": True, "foreach": True}, 3),
+        (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}, 3),
+        (torch.optim.Adafactor, {}, MOST_STATES),
+    ],
+)
+def test_buffers_have_room_for_the_states_that_a_class_keeps(kind: Any, options: dict[str, Any], expected: int) -> None:
+    assert states_kept(kind, [{"lr": 0.1, **options, "params": []}]) == expected
