@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 
 from pipe.threads import Future, Threads
 from tests.programs import run_program
