@@ -121,12 +121,6 @@ class ShardRunner:
         """The layers that it runs."""
         return self.shard.layers if self.only is None else [self.shard.layers[self.only]]
 
-    def take_over(self, others: Sequence[ShardRunner]) -> None:
-        """Takes over what is known of runners of the same layers, cut otherwise, and holds for any of their cuts."""
-        for name in ("measures_graphs", "callers_input", "compares_always", "writes_weights", "casts_weights"):
-            setattr(self, name, getattr(self, name) or any(getattr(other, name) for other in others))
-        self.reads_values |= any(other.reads_values for other in others)
-
     @property
     def skips_dead_code(self) -> bool:
         """Whether a recomputation may skip dead code: operations that no gradient needs."""

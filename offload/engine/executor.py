@@ -30,7 +30,6 @@ from offload.engine.follow import Follower, ForwardActions, performers
 from offload.engine.inputs import check_inputs
 from offload.engine.layouts import bytes_of_boundary
 from offload.engine.raw_chunk import RawChunk, versions_of
-from offload.engine.recut import recut
 from offload.engine.shape_inference import inferred_boundaries
 from offload.engine.shard_cells import ShardCells
 from offload.engine.since_forward import buffers_of, frozen, refuse_unrepeatable
@@ -132,10 +131,6 @@ class Executor(BackwardPasses):
         self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
         #: The autograd nodes whose outputs are alive: each holds ``parameters``.
         self.nodes: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def recut(self, cuts: Sequence[int]) -> None:
-        """See :func:`offload.engine.recut.recut`."""
-        recut(self, cuts)
 
     def waits_for_backward(self) -> bool:
         """Whether a forward still needs its backward."""

@@ -96,9 +96,9 @@ class MovableHomes(ExclusivePasses):
         """The counters of the model."""
         return self._meter
 
-    def parts_over(self, shards: list[Shard], before: Sequence[ShardRunner] = ()) -> ShardParts:
+    def parts_over(self, shards: list[Shard]) -> ShardParts:
         """See :meth:`.ShardParts.make`."""
-        return ShardParts.make(self, shards, self._tier, before)
+        return ShardParts.make(self, shards, self._tier)
 
     def use(self, parts: ShardParts) -> None:
         """Replaces the parts of the engine that depend on how the model is cut into shards. Idempotent."""

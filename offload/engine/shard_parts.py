@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,10 +31,8 @@ class ShardParts:
     references: References
 
     @classmethod
-    def make(
-        cls, executor: MovableHomes, shards: list[Shard], tier: Tier, before: Sequence[ShardRunner] = ()
-    ) -> ShardParts:
-        """The parts for some shards. ``before``: runners of other shards over the same layers, in order."""
+    def make(cls, executor: MovableHomes, shards: list[Shard], tier: Tier) -> ShardParts:
+        """The parts for some shards."""
         device, policy, recompute = executor.device, executor.policy, executor.recompute
         names = [name for name, _ in executor.layer_homes.layers]
         if executor.layers_apart:
@@ -45,7 +42,6 @@ class ShardParts:
             runners = [ShardRunner(s, names[s.first : s.first + len(s.layers)], device) for s in shards]
         for runner in runners:
             runner.measures_graphs = recompute and bool(policy.graph_bytes)
-            runner.take_over([old for old in before if _overlap(old.shard, runner.shard)])
         cell_executor = CellExecutor(
             runners,
             device=device,
@@ -72,7 +68,3 @@ class ShardParts:
             steps,
             References(shards, [*stored, *watched]),
         )
-
-
-def _overlap(a: Shard, b: Shard) -> bool:
-    return a.first < b.first + len(b.layers) and b.first < a.first + len(a.layers)

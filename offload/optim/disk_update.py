@@ -84,15 +84,6 @@ class DiskParamBlock(ParamBlock):
         files = zip(states, self.states(), strict=True)
         return [(value, there[key]) for here, there in files for key, value in here.items() if is_stored(value)]
 
-    def take_over(self, members: Sequence[tuple[ParamBlock, int]], options: Sequence[Mapping[str, Any]]) -> None:
-        """See :meth:`ParamBlock.take_over`."""
-        super().take_over(members, options)
-        files = []
-        for block, at in members:
-            assert isinstance(block, DiskParamBlock)
-            files.append((block.state_files, at))
-        self.state_files.take_over(files)
-
     def states_in_memory(self) -> list[tuple[Tensor, Tensor]]:
         """See :meth:`ParamBlock.states_in_memory`; adjacent ones are read at once."""
         return self.state_files.in_memory(self.states())

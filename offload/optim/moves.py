@@ -126,59 +126,16 @@ class MovableStates(Optimizer):
         """Whether other code has views of the states of a shard, besides the tensors themselves."""
         stored = 1 if shard.blocking_io else 0  # the block itself
 
-        def shared(shards: Iterable[Shard]) -> bool:
-            """Whether the memory of the shard's states has more references than the states of ``shards`` explain."""
-            known = [value for each in shards for value in self._state_tensors(self.param_blocks.get(each, ()))]
-            ours = Counter(value.untyped_storage().data_ptr() for value in known if not value.is_sparse)
-            own = self._state_tensors(self.param_blocks.get(shard, ()))
-            tensors = [value for value in own if value.dim() and not value.is_sparse]
-            return any(storage_uses(value) > ours[value.untyped_storage().data_ptr()] + stored for value in tensors)
-
-        # After other cuts, a block may hold states of several shards.
-        return shared([shard]) and shared(self.param_blocks)
+        own = [value for value in self._state_tensors(self.param_blocks.get(shard, ())) if not value.is_sparse]
+        ours = Counter(value.untyped_storage().data_ptr() for value in own)
+        tensors = [value for value in own if value.dim()]
+        return any(storage_uses(value) > ours[value.untyped_storage().data_ptr()] + stored for value in tensors)
 
     @staticmethod
     def _state_tensors(param_blocks: Iterable[ParamBlock]) -> Iterator[Tensor]:
         for param_block in param_blocks:
             for state in param_block.states():
                 yield from (value for value in state.values() if isinstance(value, Tensor))
-
-    def prepare_recut(self, shards: Sequence[Shard]) -> Callable[[], None]:
-        """Makes the param blocks of other shards over the same parameters, with the same states where they are.
-
-        What is returned makes the optimizer use them, and is idempotent.
-        """
-        options = self.options()
-        before = {
-            id(s.parameter): (block, at)
-            for blocks in self.param_blocks.values()
-            for block in blocks
-            for at, s in enumerate(block.slices)
-        }
-        new: dict[Shard, list[ParamBlock]] = {}
-        for shard in shards:
-            groups: dict[int, list[Slice]] = {}
-            for s in shard.own:
-                if id(s.parameter) in before:
-                    groups.setdefault(before[id(s.parameter)][0].group, []).append(s)
-            made = [
-                block
-                for group, slices in sorted(groups.items())
-                for block in self.make_param_blocks(shard, slices, group, shard.tier or self.access.tier)
-            ]
-            for block in made:
-                members = [before[id(s.parameter)] for s in block.slices]
-                if any(member.optimizer is not None for member, _ in members):
-                    block.take_over(members, options)
-            new[shard] = made
-
-        def commit() -> None:
-            self.param_blocks = new
-            for blocks in new.values():
-                for block in blocks:
-                    self.publish(block)
-
-        return commit
 
     def prepare_move(
         self, shard: Shard, tier: Tier, home: Block

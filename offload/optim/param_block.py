@@ -272,12 +272,6 @@ class ParamBlock(ABC):
                 optimizer.state[proxy] = dict(state)
         return []
 
-    def take_over(self, members: Sequence[tuple[ParamBlock, int]], options: Sequence[Mapping[str, Any]]) -> None:
-        """Takes over the states of other param blocks, where they are stored: for each of its parameters, the block
-        that has it now and its position there."""
-        states = {block: block.states() for block, _ in members}
-        ParamBlock.adopt_states(self, [states[block][at] for block, at in members], options)
-
     def states_in_memory(self) -> list[tuple[Tensor, Tensor]]:
         """The states that are stored in files, each with a copy in memory."""
         return []

@@ -90,10 +90,6 @@ class StateFiles:
     def _of(self, k: int) -> Iterator[tuple[str, StateSlice]]:
         return ((key, place) for (owner, key), place in self.places.items() if owner == k)
 
-    def take_over(self, members: Iterable[tuple[StateFiles, int]]) -> None:
-        """Has from now on, for each parameter, the places that its position among others has."""
-        self.places = {(k, key): place for k, (files, at) in enumerate(members) for key, place in files._of(at)}
-
     def reads(self, k: int, update_block: UpdateBlock) -> Iterator[Read]:
         """Reads of the states of parameter ``k``, as far as they belong to a block of it."""
         for key, place in self._of(k):

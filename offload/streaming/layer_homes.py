@@ -17,7 +17,7 @@ Guarantees
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -139,14 +139,6 @@ class LayerHomes:
     def lent(self) -> dict[nn.Parameter, tuple[Shard, Slice]]:
         """Parameters of these layers that the shard of resident parameters stores, with their owner and place."""
         return {} if self.resident is None else {s.parameter: (self.resident, s) for s in self.resident.own}
-
-    def cut(self, cuts: Sequence[int]) -> Iterator[Shard]:
-        """Shards of so many layers, over the present bytes."""
-        stored = self.lent()
-        first = 0
-        for index, count in enumerate(cuts):
-            yield self.shard(index, first, count, stored)
-            first += count
 
 
 class FormedWeights:

@@ -61,7 +61,6 @@ class Streamer:
         self.own_slots = own_slots
         #: Slots that passes use; fewer where fewer shards are loaded.
         self.slots = self.most_slots = min(slots, len(shards))
-        self._wanted_slots = slots
         self.device = device
         self._tier = tier
         self._lanes = lanes
@@ -93,13 +92,6 @@ class Streamer:
         if slots != self.most_slots and not self.slot_pool.shared:
             self.most_slots = slots
             self.homes_moved()
-
-    def recut(self) -> None:
-        """Called when :attr:`shards` are others over the same layers, between passes: slots are made for these."""
-        self.gradient_offload.waiting = None
-        self.most_slots = min(self._wanted_slots, len(self.shards))
-        self.slot_bytes = self._size_of_slots(self.most_slots)
-        self.homes_moved()
 
     def prepare_renumbering(self, moved: Mapping[int, int]) -> Callable[[], None]:
         """Prepares new numbers of shards, from old to new of those that differ; what is returned is idempotent."""

@@ -173,15 +173,6 @@ class Meter:
             clock.begin_step(disturbed=self._disturbed)
         self.overheads.begin_step(disturbed=self._disturbed)
 
-    def forget_shards(self) -> None:
-        """Forgets what was measured of each shard, when there are other ones: the next step counts as the first."""
-        self.cells.clear()
-        self.memory_profiles.clear()
-        self.kept_profiles.clear()
-        self.activation_bytes_per_row = 0.0
-        self.contention.forget_cells()
-        self._steps = 0
-
     def prepare_renumbering(self, moved: Mapping[int, int]) -> Callable[[], None]:
         """Prepares new numbers of shards, from old to new of those that differ; what is returned is idempotent."""
         cells = {(kind, moved.get(j, j)): clock for (kind, j), clock in self.cells.items()}

@@ -886,7 +886,6 @@ def what_is_not_supported_is_refused_before_anything_changes(world: World) -> No
     model = world.model(bare)
     world.raises(TypeError, lambda: copy.deepcopy(model), "mesh=", "torch.distributed.checkpoint")
     world.raises(ValueError, lambda: model.share_slots([[model]]), "mesh=")
-    world.raises(RuntimeError, lambda: model._executor.recut([len(bare)]), "mesh=")
     handle = model[0].weight.register_hook(lambda gradient: gradient)
     world.raises(RuntimeError, lambda: model(batches()[0]), "hooks", "0.weight")
     handle.remove()

@@ -73,18 +73,6 @@ def shards_move_after_their_updates(monkeypatch: pytest.MonkeyPatch, path: Path)
 
 
 @fails_with("Tensor-likes are not")
-def shards_are_cut_after_their_updates(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    for seed in SEEDS:
-        run_late(monkeypatch, seed)
-        update_on(monkeypatch, LateLane(seed))
-        pair = Pair("sgd", f"{path}/")
-        for action in ("backward", "step", "zero"):
-            pair.do(action)
-        pair.model._executor.recut([3, 3])
-        pair.do("eval")
-
-
-@fails_with("Tensor-likes are not")
 def updates_in_backward_see_complete_gradients(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Some rest at home from the backward before, and are added to there; the update is as early as it may be."""
     run_late(monkeypatch, 0)

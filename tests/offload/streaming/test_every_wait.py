@@ -87,11 +87,6 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("self.streamer.apply_pending_updates()", training.shards_move_after_their_updates),
         ],
     },
-    "offload.engine.recut": {
-        "recut": [
-            ("executor.streamer.apply_pending_updates()", training.shards_are_cut_after_their_updates),
-        ],
-    },
     "offload.engine.exclusive": {
         "ExclusivePasses._cancel": [("self.streamer.cancel()", training.nothing_moves_after_an_exception)],
     },
