@@ -330,7 +330,7 @@ def plan_of(model: Any) -> dict[str, Any] | None:
     choice = told.predicted.choice
     return {
         "seconds": told.predicted.seconds,
-        "bytes": told.predicted.memory_bytes,
+        "bytes": told.process_bytes,
         "measured_bytes": told.measured_bytes,
         "margin": told.margin_bytes,
         "slots": choice.slots,

@@ -89,8 +89,8 @@ def step_model(
         own_slots=own,
         gradient_bytes=gradient_bytes if exchange is None else exchange.gradients,
         draining_bytes=() if exchange is None else exchange.draining,
-        # In host memory a home takes gradients as they are.
-        gradients_stay=frozenset(shard.index for shard in shards if on_host and not shard.blocking_io),
+        # In host memory a home takes gradients as they are. Those of shards that rest there are the choice's.
+        gradients_stay=frozenset(range(len(shards))) if always else frozenset(),
         rows=rows,
         boundaries=boundaries,
         gradients=steps.sizes(rows, gradients=True),

@@ -354,4 +354,9 @@ class MemoryPlanner:
             more=more,
             more_limit_bytes=more_limit,
             measured_course=self._memory.course,
+            free_bytes=0 if predicted is None else self._free_bytes(predicted.memory_bytes),
         )
+
+    def _free_bytes(self, nbytes: int) -> int:
+        """Free memory of the heap beside so many bytes in a step that is not measured, which returns none that fits."""
+        return max(0, min(self.limit_bytes // GAPS_SHARE, self.limit_bytes - nbytes)) if self._memory.on_host else 0

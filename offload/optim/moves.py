@@ -103,16 +103,15 @@ class MovableStates(Optimizer):
     def buffer_bytes(self, spare_bytes: float | None = None) -> int:
         """Bytes of the buffers of updates in files; 0 for homes in memory.
 
-        Those that updates have needed so far, or, before the first one, those that are reserved. ``spare_bytes``: those
-        that would be reserved if so many were left for them.
+        Those that are reserved, or more if updates have needed more. An update whose gradient is still in memory needs
+        fewer, but which one it is depends on how fast the files are. ``spare_bytes``: those that would be reserved if
+        so many were left for them.
         """
         if not self.access.tier.blocking_io:
             return 0
         if spare_bytes is not None:
             return self.stored.buffer_bytes(update_block_bytes(self.access.shards, spare_bytes, self.stored))
-        reserved = self.stored.buffer_bytes(self.update_block_bytes)
-        # Encoded states are decoded in memory besides.
-        return self.buffer_pool.nbytes or reserved if self.stored.share == 1 else reserved
+        return max(self.buffer_pool.nbytes, self.stored.buffer_bytes(self.update_block_bytes))
 
     def state_bytes(self, shard: Shard) -> int:
         """Bytes of the states of a shard; 0 before its first update."""

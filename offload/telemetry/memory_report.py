@@ -42,6 +42,13 @@ class MemoryReport:
     measured_course: Sequence[int] = ()
     #: What stays on the compute device and belongs to no shard.
     outside: OutsideBytes = field(default_factory=OutsideBytes)
+    #: Free memory of the allocator that the process is expected to keep beside the plan, between blocks and for reuse.
+    free_bytes: int = 0
+
+    @property
+    def process_bytes(self) -> int | None:
+        """The most that the process is predicted to hold in a step, with free memory; None before the first step."""
+        return None if self.predicted is None else self.predicted.memory_bytes + self.free_bytes
 
     def __str__(self) -> str:
         first = f"memory: {_mib(self.limit_bytes)} on {self.device}"
@@ -57,7 +64,8 @@ class MemoryReport:
             f"step:   {p.seconds:.3g} s predicted ({p.compute_seconds:.3g} s compute, {p.wait_seconds:.3g} s waiting, "
             f"{p.overhead_seconds:.3g} s engine, loss and optimizer)"
             f"{measured}",
-            f"peak:   {_mib(p.memory_bytes)} predicted, of which {_mib(self.margin_bytes)} by earlier steps{peak}",
+            f"peak:   {_mib(p.memory_bytes)} predicted, of which {_mib(self.margin_bytes)} by earlier steps{peak}"
+            + (f"; {_mib(self.free_bytes)} more is free memory that is kept for reuse" if self.free_bytes else ""),
         ]
 
     def _kinds(self, p: Prediction) -> list[str]:

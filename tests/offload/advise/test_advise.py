@@ -309,6 +309,19 @@ def test_predicted_bytes_are_within_two_percent_of_what_the_planner_predicts_aft
     model.close()
 
 
+def test_buffers_of_updates_count_in_full_after_updates_whose_gradients_were_in_memory(tmp_path: Path) -> None:
+    x = torch.randn(4, 128, WIDTH)
+    model = OffloadModel(blocks(), "cpu", tmp_path / "home", memory=12 << 20)
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
+    reserved = model._executor.measured([4]).buffer_bytes
+    model._executor.streamer.gradient_offload.waiting = frozenset(range(5))
+    functional.mse_loss(model(x), x).backward()
+    optimizer.step()
+    optimizer.synchronize()
+    assert model._executor.measured([4]).buffer_bytes == reserved
+    model.close()
+
+
 @pytest.mark.parametrize("limit", [8 << 20, 1 << 30])
 def test_slots_gradients_and_buffers_are_those_of_a_new_model(tmp_path: Path, limit: int) -> None:
     model = OffloadModel(blocks(), "cpu", tmp_path / "home", memory=limit)
