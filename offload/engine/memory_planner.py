@@ -33,7 +33,7 @@ from offload.limits import MemoryLimits
 from offload.planning.budget import FIRST_GAPS_SHARE, GAPS_SHARE
 from offload.planning.explain import explain, fewer_bytes
 from offload.planning.search import Found, NothingFitsError, fill, least_bytes, search
-from offload.planning.step_model import Choice, Given, Prediction, StepModel, predict
+from offload.planning.step_model import Choice, Given, Prediction, StepModel, in_seconds_of, predict
 from offload.policy import MemoryPolicy
 from offload.streaming.moves import HomeInUseError
 from offload.telemetry.memory_report import MemoryReport
@@ -162,6 +162,8 @@ class MemoryPlanner:
             self._plan_again(rows)
         if self._steps_done:
             self._choose(rows, idle=idle)
+        elif self._streamer.heap is not None:
+            self._streamer.heap.measure_others_before(self._held_before(rows))
         self._optimizers_before = self._meter.overheads.optimizer_seconds - self._optimizers_until
         self._began = time.perf_counter()
         self._memory.begin(self._prediction, self._updated_bytes, idle=idle)
@@ -184,6 +186,13 @@ class MemoryPlanner:
             self._timed = due = True
         if due:
             self._due, self._in_vain = True, None
+
+    def _held_before(self, rows: Sequence[int]) -> int:
+        """Bytes that the model holds before its first step."""
+        executor, slots = self._executor(), self._streamer.slot_pool
+        assert executor is not None
+        sizes = executor.measured(rows).sizes
+        return sizes.constant_bytes + sizes.outside.begins + slots.slots * slots.slot_bytes - slots.unallocated_bytes
 
     def _model(self, rows: Sequence[int]) -> StepModel:
         executor = self._executor()
@@ -335,8 +344,13 @@ class MemoryPlanner:
         executor = self._executor()
         assert executor is not None
         rows, predicted = self._rows, self._prediction
+        runner_up = None if self._found is None else self._found.runner_up
         more_limit = self.limit_bytes + max(1 << 20, self.limit_bytes // 4)
         known = None if rows is None else self._model(rows)
+        if known is not None and predicted is not None:
+            # The plan stays, but more is known of its seconds; other plans are compared with it by the same numbers.
+            predicted = in_seconds_of(known, predicted)
+            runner_up = None if runner_up is None else in_seconds_of(known, runner_up)
         parts, more = explain(known, predicted, more_limit)
         return MemoryReport(
             device=str(self._device),
@@ -348,13 +362,14 @@ class MemoryPlanner:
             measured_bytes=self._memory.peak_bytes,
             margin_bytes=self._memory.margin_bytes,
             outside=executor.outside_bytes(),
-            runner_up=None if self._found is None else self._found.runner_up,
+            runner_up=runner_up,
             parts=parts,
             fewer_bytes=fewer_bytes(known, predicted, executor.stored()),
             more=more,
             more_limit_bytes=more_limit,
             measured_course=self._memory.course,
             free_bytes=0 if predicted is None else self._free_bytes(predicted.memory_bytes),
+            others_bytes=0 if self._streamer.heap is None else self._streamer.heap.others_grown,
         )
 
     def _free_bytes(self, nbytes: int) -> int:

@@ -35,6 +35,10 @@ from offload.planning.step_model import (
 
 #: Plans after which nothing finer is tried, nor exchanged; more where all of them have no more than so many cells.
 MOST_PLANS, MOST_CELLS = 70, 1800
+#: With more cells than so many, fewer plans; graphs and boundaries fill the memory but for one part in so many; and so
+#: many parts of the shards are tried in memory first.
+MANY_CELLS, FEWER_PLANS, UNFILLED_SHARE = 80, 30, 128
+PARTS_IN_MEMORY, FEWER_PARTS = 4, 2
 #: Least gain for which a choice is exchanged for another; and for one more slot, whose memory is held all the time, or
 #: for fewer graphs, each of which saves a recomputation whatever else was measured.
 LEAST_GAIN, LEAST_LARGE_GAIN = 1e-6, 5e-3
@@ -91,7 +95,12 @@ def _order_of_graphs(model: StepModel) -> list[Key]:
 
 
 def _most(
-    sums: Sequence[float], nbytes: Callable[[int], int], limit_bytes: float, least: float, guess: float | None = None
+    sums: Sequence[float],
+    nbytes: Callable[[int], int],
+    limit_bytes: float,
+    least: float,
+    guess: float | None = None,
+    unfilled: float = 0,
 ) -> int:
     """The largest number whose ``nbytes``, which grow with it, are within a limit.
 
@@ -101,6 +110,7 @@ def _most(
         nbytes, limit_bytes: of a number, and the most.
         least: ``nbytes`` of 0, which are within the limit.
         guess: ``sums`` of the number that is tried first.
+        unfilled: bytes below the limit that are near enough to it.
     """
     low, high = 0, len(sums)
     target = sums[0] + limit_bytes - least if guess is None else guess
@@ -114,6 +124,8 @@ def _most(
         target = sums[middle] + limit_bytes - found
         if found <= limit_bytes:
             low = middle
+            if unfilled and found >= limit_bytes - unfilled:
+                break
         else:
             high = middle
     return low
@@ -160,7 +172,11 @@ class _Search:
         #: The same without boundaries, and of boundaries.
         self._last_spilled: tuple[int, float] | None = None
         self._tried = 0
-        self._most_plans = max(MOST_PLANS, MOST_CELLS // (model.shards * len(model.sizes.rows)))
+        cells = model.shards * len(model.sizes.rows)
+        many = cells > MANY_CELLS
+        self._most_plans = FEWER_PLANS if many else max(MOST_PLANS, MOST_CELLS // cells)
+        self._unfilled = limit_bytes / UNFILLED_SHARE if many else 0.0
+        self._parts_in_memory = FEWER_PARTS if many else PARTS_IN_MEMORY
 
     def run(self) -> Found:
         """Tries slots, and for each coarsely, then finely, numbers of shards in memory."""
@@ -201,8 +217,8 @@ class _Search:
         least = self._least_with(slots, 0)
         if least > self._limit:
             total = [0]
-        most = _most(total, lambda count: self._least_with(slots, count), self._limit, least)
-        step = max(1, most // 4)
+        most = _most(total, lambda count: self._least_with(slots, count), self._limit, least, unfilled=self._unfilled)
+        step = max(1, most // self._parts_in_memory)
         best = self._best_of(slots, [*range(0, most + 1, step), most])
         while step > 1 and best is not None and self._tried < self._most_plans:
             step = max(1, step // 2)
@@ -319,7 +335,7 @@ class _Search:
             return replace(choice, kept=frozenset(self._graphs[:count]))
 
         guess = None if self._last_filled is None else sum(self._last_filled) - least
-        kept = _most(sums, lambda count: self._memory(keeping(count)), self._limit, least, guess)
+        kept = _most(sums, lambda count: self._memory(keeping(count)), self._limit, least, guess, self._unfilled)
         self._last_filled = least, sums[kept]
         return keeping(kept)
 
@@ -333,7 +349,9 @@ class _Search:
         found, least = -1, self._memory(spilling(0))
         if least <= self._limit:
             guess = None if self._last_spilled is None else sum(self._last_spilled) - least
-            found = _most(levels, lambda level: self._memory(spilling(level)), self._limit, least, guess)
+            found = _most(
+                levels, lambda level: self._memory(spilling(level)), self._limit, least, guess, self._unfilled
+            )
         # A boundary that stays is not in motion, so a few more of them may take less memory.
         more = MOVING if self._tried < self._most_plans // 2 else 0
         for level in range(found + 2, min(found + 2 + more, len(levels))):
@@ -397,4 +415,6 @@ class _Search:
         least = self._memory(choice)
         if least > self._limit:
             return choice
-        return waiting(_most(sums, lambda count: self._memory(waiting(count)), self._limit, least))
+        return waiting(
+            _most(sums, lambda count: self._memory(waiting(count)), self._limit, least, unfilled=self._unfilled)
+        )

@@ -23,6 +23,7 @@ __all__ = [
     "Prediction",
     "StepModel",
     "costs_of",
+    "in_seconds_of",
     "predict",
     "predict_plan",
     "predicted_bytes",
@@ -156,6 +157,18 @@ def predict(model: StepModel, choice: Choice) -> Prediction:
         course,
         model.sizes.outside,
         forecast.overhead_seconds,
+    )
+
+
+def in_seconds_of(model: StepModel, prediction: Prediction) -> Prediction:
+    """The same plan with its seconds by the costs of ``model``."""
+    forecast = simulate_valid(prediction.plan, costs_of(model, prediction.choice))
+    return replace(
+        prediction,
+        seconds=forecast.seconds,
+        wait_seconds=forecast.wait_seconds,
+        compute_seconds=forecast.compute_seconds,
+        overhead_seconds=forecast.overhead_seconds,
     )
 
 

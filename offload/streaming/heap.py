@@ -110,8 +110,9 @@ class Heap:
     def __init__(self, budget_bytes: int | None = None) -> None:
         self._needed: int | None = None
         self._most = math.inf if budget_bytes is None else max(int(budget_bytes * BUDGET_SHARE), LEAST_BYTES)
-        #: Bytes of the process that are none of the model's; None before they were measured.
+        #: Bytes of the process that are not the model's, now and before its first step; None before they were measured.
         self._others: int | None = None
+        self._others_before: int | None = None
         #: Bytes of the process that the allocator does not manage.
         self._unmanaged = 0
 
@@ -139,6 +140,18 @@ class Heap:
         """Measures what the process holds besides the ``held`` bytes of the model, without free memory."""
         self.trim()
         self._others = anonymous_bytes() - held
+
+    def measure_others_before(self, held: int) -> None:
+        """The same before the first step, once."""
+        if self._others_before is None:
+            self.measure_others(held)
+            self._others_before, self._others = self._others, None
+
+    @property
+    def others_grown(self) -> int:
+        """Bytes that the interpreter, libraries and threads have taken since the first step, beside the model."""
+        before, now = self._others_before, self._others
+        return 0 if before is None or now is None else max(0, now - before)
 
     def held(self) -> int | None:
         """Bytes that the model holds now, with free memory; None before the others were measured."""

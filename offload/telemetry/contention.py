@@ -14,8 +14,9 @@ from collections.abc import Hashable
 
 __all__ = ["PRIOR", "Contention"]
 
-#: Seconds that a cell loses to one second of a lane, before it is measured.
-PRIOR = 0.25
+#: Seconds that a cell loses to one second of a lane, before it is measured. An operation is dealt in equal parts to the
+#: threads of all cores and ends with the last of them, the one that shares its core with the lane at half its speed.
+PRIOR = 0.5
 #: Cells that are remembered, and the least number for a fit.
 LATEST, LEAST = 512, 24
 #: Least standard deviation of the overlap, as a share of the mean duration of a cell.
@@ -29,10 +30,10 @@ class Contention:
         # By thread, so that no lock is needed: an interrupt inside of one would leave it locked.
         self._begun: dict[int, float] = {}
         self._ended: dict[int, float] = {}
-        #: (group, rows, seconds, overlap) of the latest cells.
-        self._cells: deque[tuple[Hashable, float, float, float]] = deque(maxlen=LATEST)
-        #: Rows and overlap of each group among these; empty after another cell.
-        self._sums: dict[Hashable, tuple[float, float]] = {}
+        #: (group, rows, seconds, overlap, whether its step was disturbed) of the latest cells.
+        self._cells: deque[tuple[Hashable, float, float, float, bool]] = deque(maxlen=LATEST)
+        #: Rows and overlap of each group among these, by whether its step was disturbed; empty after another cell.
+        self._sums: dict[tuple[Hashable, bool], tuple[float, float]] = {}
 
     def lane_begins(self) -> None:
         """A lane begins to copy or to update, in this thread."""
@@ -50,10 +51,12 @@ class Contention:
         now = time.perf_counter()
         return sum([*self._ended.values()]) + sum([now - begun for begun in [*self._begun.values()]])
 
-    def add_cell(self, group: Hashable, rows: float, seconds: float, overlap: float) -> None:
-        """Records a cell; ``group``: of cells that do the same work for each row."""
+    def add_cell(
+        self, group: Hashable, rows: float, seconds: float, overlap: float, *, disturbed: bool = False
+    ) -> None:
+        """Records a cell; ``group``: of those that do the same work for each row; ``disturbed``: see :class:`.Clock`."""
         if rows:
-            self._cells.append((group, rows, seconds, overlap))
+            self._cells.append((group, rows, seconds, overlap, disturbed))
             self._sums = {}
 
     def forget_cells(self) -> None:
@@ -63,7 +66,7 @@ class Contention:
     def share(self) -> float:
         """Seconds that a cell loses to one second of a busy lane, from 0 to 1."""
         groups: dict[Hashable, list[tuple[float, float]]] = {}
-        for group, rows, seconds, overlap in self._cells:
+        for group, rows, seconds, overlap, _ in self._cells:
             groups.setdefault((group, rows), []).append((seconds, overlap))
         both = square = total = 0.0
         count = 0
@@ -78,12 +81,15 @@ class Contention:
         return min(1.0, max(0.0, both / square))
 
     def mean_overlap(self, group: Hashable) -> float:
-        """Mean seconds of busy lanes for each row of a cell of this group; 0 if none was recorded."""
+        """Mean seconds of busy lanes for each row of a cell of this group; 0 if none was recorded.
+
+        Of the cells whose seconds a :class:`.Clock` uses: disturbed steps count only where there are no others.
+        """
         if not self._sums:
-            sums: dict[Hashable, tuple[float, float]] = {}
-            for other, rows, _, overlap in self._cells:
-                rows_before, overlap_before = sums.get(other, (0, 0.0))
-                sums[other] = rows_before + rows, overlap_before + overlap
+            sums: dict[tuple[Hashable, bool], tuple[float, float]] = {}
+            for other, rows, _, overlap, disturbed in self._cells:
+                rows_before, overlap_before = sums.get((other, disturbed), (0, 0.0))
+                sums[other, disturbed] = rows_before + rows, overlap_before + overlap
             self._sums = sums
-        rows, overlap = self._sums.get(group, (1, 0.0))
+        rows, overlap = self._sums.get((group, False)) or self._sums.get((group, True), (1, 0.0))
         return overlap / rows

@@ -24,7 +24,7 @@ class MemoryReport:
     limit_bytes: int
     shards: int
     cells: int
-    #: The prediction of the present plan; None before the first step has been measured.
+    #: The prediction of the present plan, in seconds by all that was measured so far; None before the first step.
     predicted: Prediction | None
     #: The last step, and the peak of its memory; None where the system does not measure it.
     measured_seconds: float | None
@@ -44,11 +44,16 @@ class MemoryReport:
     outside: OutsideBytes = field(default_factory=OutsideBytes)
     #: Free memory of the allocator that the process is expected to keep beside the plan, between blocks and for reuse.
     free_bytes: int = 0
+    #: What the interpreter, libraries and threads have taken since the first step, which is no memory of the model.
+    others_bytes: int = 0
 
     @property
     def process_bytes(self) -> int | None:
-        """The most that the process is predicted to hold in a step, with free memory; None before the first step."""
-        return None if self.predicted is None else self.predicted.memory_bytes + self.free_bytes
+        """The most that the process is predicted to hold in a step, above what it held before the first one.
+
+        With free memory, and what is not the model's; None before the first step.
+        """
+        return None if self.predicted is None else self.predicted.memory_bytes + self.free_bytes + self.others_bytes
 
     def __str__(self) -> str:
         first = f"memory: {_mib(self.limit_bytes)} on {self.device}"
@@ -65,7 +70,8 @@ class MemoryReport:
             f"{p.overhead_seconds:.3g} s engine, loss and optimizer)"
             f"{measured}",
             f"peak:   {_mib(p.memory_bytes)} predicted, of which {_mib(self.margin_bytes)} by earlier steps{peak}"
-            + (f"; {_mib(self.free_bytes)} more is free memory that is kept for reuse" if self.free_bytes else ""),
+            + (f"; {_mib(self.free_bytes)} more is free memory that is kept for reuse" if self.free_bytes else "")
+            + (f"; interpreter and libraries have grown by {_mib(self.others_bytes)}" if self.others_bytes else ""),
         ]
 
     def _kinds(self, p: Prediction) -> list[str]:

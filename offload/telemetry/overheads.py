@@ -3,7 +3,7 @@
 ===========  =========================================================================================================
 span         what is measured, without cells and waits
 ===========  =========================================================================================================
-forward      of a pass, for each of its cells: the engine, and code of the model between its blocks
+forward      of a pass, for each of its cells: the engine, with the return of free memory, and code between blocks
 backward     the same of a backward
 loss         from the end of a forward to the begin of its backward
 norm         in ``optimizer.step()``, for each byte of gradients whose norm it computes

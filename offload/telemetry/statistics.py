@@ -146,8 +146,7 @@ class Meter:
         clock = self._clock_of(kind, shard)
         token = f"{kind}{shard}.{microbatch}"
         if self.before_cell is not None and step == 0:
-            with self.overheads.excluded():
-                self.before_cell(kind, shard, microbatch)
+            self.before_cell(kind, shard, microbatch)
         self.overheads.cells += step == 0
         began, busy = time.perf_counter(), self.contention.busy_seconds()
         # A visit is one sample, since its first micro-batch always takes longer than the others.
@@ -157,7 +156,8 @@ class Meter:
                 yield
         if self._steps > 1:
             overlap = self.contention.busy_seconds() - busy
-            self.contention.add_cell((kind, shard), rows / steps, time.perf_counter() - began, overlap)
+            seconds = time.perf_counter() - began
+            self.contention.add_cell((kind, shard), rows / steps, seconds, overlap, disturbed=self._disturbed)
         if self.after_cell is not None and step == steps - 1:
             with self.overheads.excluded():
                 self.after_cell()

@@ -19,6 +19,14 @@ def test_the_share_is_that_of_cells_that_did_the_same_work_beside_more_or_less_c
     assert contention.mean_overlap("small") == pytest.approx(sum((k % 5) / 10 for k in range(LEAST)) / LEAST / 4)
 
 
+def test_the_overlap_is_that_of_cells_in_steps_that_nothing_disturbed_where_there_are_any() -> None:
+    contention = Contention()
+    contention.add_cell("cell", 4, 3.0, 2.0, disturbed=True)
+    assert contention.mean_overlap("cell") == 0.5
+    contention.add_cell("cell", 4, 1.0, 0.0)
+    assert contention.mean_overlap("cell") == 0.0
+
+
 def test_before_there_is_any_difference_the_share_is_assumed() -> None:
     contention = Contention()
     assert contention.share() == PRIOR

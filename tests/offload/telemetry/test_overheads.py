@@ -45,17 +45,20 @@ def test_what_a_pass_takes_beside_its_cells_and_waits_is_told_for_each_cell(now:
     assert meter.overheads.seconds_each("loss") == 50.0
 
 
-def test_what_a_measurement_of_memory_takes_is_no_overhead(now: list[float]) -> None:
+def test_the_return_of_free_memory_is_an_overhead_and_a_measurement_of_memory_is_none(now: list[float]) -> None:
     meter = metered()
 
-    def measure(*cell: object) -> None:
+    def make_room(*cell: object) -> None:
         now[0] += 3.0
 
-    meter.before_cell = meter.after_cell = measure
+    def measure() -> None:
+        now[0] += 5.0
+
+    meter.before_cell, meter.after_cell = make_room, measure
     with meter.overheads.in_pass("forward"), meter.cell("F", 0, 0, 2):
         now[0] += 1.0
     now[0] += 1.0
-    assert meter.overheads.seconds_each("forward") == 0.0
+    assert meter.overheads.seconds_each("forward") == 3.0
 
 
 def test_nothing_is_told_of_the_first_step_and_of_steps_that_measure_memory(now: list[float]) -> None:
