@@ -98,7 +98,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 
 def _run(name: str, words: Sequence[str]) -> int:
-    """Runs one benchmark. The results file is written first: the page can be made again from it.
+    """Runs one benchmark. The results file is written after each group: the page can be made again from it.
 
     Under torchrun the first process measures, and starts the ranks of each case; the others have nothing to do.
     """
@@ -109,11 +109,14 @@ def _run(name: str, words: Sequence[str]) -> int:
         raise ValueError(f"expected all processes on one machine, got {here} of {ranks}; run torchrun with --nnodes 1")
     if os.environ.get("RANK", "0") != "0":
         return 0
-    from benchmarks.harness.benchmark import publish, run_benchmark, write_lines
+    from benchmarks.harness.benchmark import Run, publish, run_benchmark, write_lines
 
-    run = run_benchmark(benchmark, vars(arguments), arguments.home)
-    if arguments.out:
-        write_lines(arguments.out.with_name(f"{arguments.out.name}.jsonl"), name, run)
+    def save(run: Run) -> None:
+        if arguments.out:
+            write_lines(arguments.out.with_name(f"{arguments.out.name}.jsonl"), name, run)
+
+    run = run_benchmark(benchmark, vars(arguments), arguments.home, save)
+    save(run)
     return publish(name, BENCHMARKS[name], benchmark, run, arguments.out)
 
 

@@ -30,10 +30,12 @@ class Run:
     rates: dict[str, float] = field(default_factory=dict)
     groups: dict[str, list[Outcome]] = field(default_factory=lambda: defaultdict(list))
     folder: Path = Path()  #: where cases work: on disk, removed at the end
+    save: Callable[["Run"], None] = lambda run: None  #: called after each group
 
     def group(self, name: str, cases: Sequence[Case], order: str = "alone", **how: int) -> list[Outcome]:
         """Measures cases in one of the orders of :func:`benchmarks.harness.schedule.run_group`."""
         self.groups[name] = run_group(cases, self.folder, order, **how)
+        self.save(self)
         return self.groups[name]
 
     @property
@@ -86,8 +88,12 @@ def broken_bounds(benchmark: Benchmark, run: Run) -> list[str]:
     return [f"{outcome.name}: {outcome.failure}" for outcome in failed] or benchmark.bounds(run)
 
 
-def run_benchmark(benchmark: Benchmark, options: dict[str, Any], home: Path) -> Run:
+def run_benchmark(
+    benchmark: Benchmark, options: dict[str, Any], home: Path, save: Callable[[Run], None] = lambda run: None
+) -> Run:
     """Measures rates and all groups, in a folder below ``home`` that is removed at the end.
+
+    ``save`` gets the run after each group: an interruption of a long run does not lose what was measured.
 
     Raises:
         ValueError: if the settings make no run possible.
@@ -97,7 +103,7 @@ def run_benchmark(benchmark: Benchmark, options: dict[str, Any], home: Path) -> 
         raise ValueError(wrong)
     home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=home) as folder:
-        run = Run(settings, environment_facts(), folder=Path(folder))
+        run = Run(settings, environment_facts(), folder=Path(folder), save=save)
         kind = filesystem_of(run.folder)
         warning = " (that is memory: name a disk with --home)" if kind in ("tmpfs", "ramfs") else ""
         run.facts["homes"] = f"a directory on {kind}{warning}"

@@ -54,7 +54,7 @@ class Contention:
     def add_cell(
         self, group: Hashable, rows: float, seconds: float, overlap: float, *, disturbed: bool = False
     ) -> None:
-        """Records a cell; ``group``: of those that do the same work for each row; ``disturbed``: see :class:`.Clock`."""
+        """Records a cell; ``group``: of those that do the same work for a row; ``disturbed``: see :class:`.Clock`."""
         if rows:
             self._cells.append((group, rows, seconds, overlap, disturbed))
             self._sums = {}

@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from benchmarks.harness.benchmark import (
     read_run,
     write_lines,
 )
+from benchmarks.harness.case import Outcome
 from benchmarks.harness.environment import cache_directory, environment_facts, filesystem_of
 from benchmarks.harness.settings import add_options, option, settings_of
 from benchmarks.harness.table import at_least, at_most, case_table, mebibytes, spread
@@ -198,6 +199,27 @@ def test_from_the_lines_of_a_run_its_page_and_picture_are_made_again(tmp_path: P
     assert page.startswith("# test\n\nWhat is it?\n\n| | |\n|---|---|\n| date | then |\n| command | `python x` |\n")
     for words in ("| ours ", "* dead: failed: killed", "All bounds hold.", "![test](t.png)"):
         assert words in page
+
+
+def test_what_was_measured_before_an_interruption_of_a_run_is_in_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_group(cases: object, folder: object, order: str, turns: int = 1) -> list[Outcome]:
+        if turns == 2:
+            raise KeyboardInterrupt
+        return [outcome("measured", {"a": turns})]
+
+    def measure(run: Run) -> None:
+        run.group("first", [])
+        run.group("second", [], turns=2)
+
+    monkeypatch.setattr("benchmarks.harness.benchmark.run_group", run_group)
+    monkeypatch.setattr("benchmarks.harness.benchmark.measure_rates", lambda folder: (RATES, "fast"))
+    monkeypatch.setattr("benchmarks.__main__.load", lambda name: replace(BENCHMARK, measure=measure))
+    with pytest.raises(KeyboardInterrupt):
+        main(["offload-step", "--out", str(tmp_path / "t"), "--home", str(tmp_path)])
+    groups = read_run(tmp_path / "t.jsonl", BENCHMARK).groups
+    assert {name: [each.name for each in outcomes] for name, outcomes in groups.items()} == {"first": ["measured"]}
 
 
 def test_a_bound_that_does_not_hold_fails_the_run_and_is_on_the_page(

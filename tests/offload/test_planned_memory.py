@@ -24,6 +24,7 @@ from offload.planning.byte_forms import ByteForm
 from offload.planning.explain import FewerBytes
 from offload.streaming.heap import anonymous_bytes
 from offload.streaming.shard import Shard
+from offload.telemetry.statistics import Meter
 
 WIDTH, ROWS, DEPTH = 256, 64, 6
 MIB = 1 << 20
@@ -323,6 +324,24 @@ def test_the_report_names_each_choice_and_what_more_memory_would_buy(tmp_path: P
     bare = OffloadModel(stack(), "cpu", num_slices=3, checkpoint_activation=True, memory=MemoryPolicy.fixed())
     with pytest.raises(RuntimeError, match="expected a model with memory"):
         bare.memory_report()
+
+
+def test_the_report_predicts_the_seconds_of_the_present_plan_by_all_that_was_measured_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = OffloadModel(stack(), "cpu", tmp_path / "home", memory="64MiB")
+    train(model, OffloadOptimizer(model, torch.optim.AdamW), 6)
+    before = model.memory_report()
+    measured = Meter.cell_seconds_per_row
+    monkeypatch.setattr(Meter, "cell_seconds_per_row", lambda *args: 3 * measured(*args))
+    now = model.memory_report()
+    assert before.predicted is not None
+    assert now.predicted is not None
+    assert now.predicted.compute_seconds > 2 * before.predicted.compute_seconds
+    assert (now.predicted.choice, now.predicted.course) == (before.predicted.choice, before.predicted.course)
+    assert now.process_bytes == now.predicted.memory_bytes + now.free_bytes + now.others_bytes
+    if now.more is not None:  # predicted by the same numbers: more memory does not look slower
+        assert now.more.seconds < 1.05 * now.predicted.seconds
 
 
 def test_two_forwards_before_a_backward_keep_the_plan_of_the_first(tmp_path: Path) -> None:

@@ -44,6 +44,25 @@ def test_freed_memory_is_given_back_only_when_the_process_has_outgrown_what_it_n
     assert returned == [251, 401]
 
 
+def test_what_the_process_takes_besides_the_model_is_told_apart_from_what_the_model_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0]
+    monkeypatch.setattr(offload.streaming.heap, "anonymous_bytes", lambda: now[0])
+    monkeypatch.setattr(offload.streaming.heap, "return_freed_memory", lambda: None)
+    heap = Heap()
+    now[0] = 100 + 20
+    heap.measure_others_before(20)
+    assert (heap.held(), heap.others_grown) == (None, 0)  # steps before the first plan are not bounded
+    now[0] = 106 + 50
+    heap.measure_others_before(50)  # only once
+    heap.measure_others(50)
+    assert (heap.held(), heap.others_grown) == (50, 6)
+    now[0] = 90
+    heap.measure_others(0)
+    assert heap.others_grown == 0
+
+
 @pytest.mark.parametrize("says", [True, False])
 def test_free_memory_is_returned_before_a_cell_that_could_exceed_the_limit_with_it(
     says: bool, monkeypatch: pytest.MonkeyPatch
