@@ -32,8 +32,8 @@ WALK = "benchmarks.plan_grid.methods:walk"
 CHOSEN = "chosen by memory="
 WORDS = (
     "Times are medians of steps in turn with the chosen plan, to its times (least to greatest): below 1 the plan by "
-    "hand is faster. `predicted s` rests on all that was measured until the last step. `peak` is the most that a process "
-    "held in a step, above what it held before the model was made."
+    "hand is faster. `predicted s` rests on all that was measured until the last step. `peak` is the most that a "
+    "process held in a step, above what it held before the model was made."
 )
 
 
