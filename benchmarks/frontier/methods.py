@@ -329,6 +329,7 @@ def plan_of(model: Any) -> dict[str, Any] | None:
         return None
     choice = told.predicted.choice
     return {
+        "planned_seconds": told.planned_seconds,
         "seconds": told.predicted.seconds,
         "bytes": told.process_bytes,
         "measured_bytes": told.measured_bytes,

@@ -30,7 +30,7 @@ from offload.engine.gradients_held import gradient_bytes, gradients_there, unown
 from offload.engine.least_limit import too_little
 from offload.engine.step_memory import StepMemory
 from offload.limits import MemoryLimits
-from offload.planning.budget import FIRST_GAPS_SHARE, GAPS_SHARE
+from offload.planning.budget import FIRST_GAPS_SHARE, GAPS_SHARE, WHOLE_GAPS_SHARE
 from offload.planning.explain import explain, fewer_bytes
 from offload.planning.search import Found, NothingFitsError, fill, least_bytes, search
 from offload.planning.step_model import Choice, Given, Prediction, StepModel, in_seconds_of, predict
@@ -224,7 +224,7 @@ class MemoryPlanner:
         self._streamer.apply_pending_updates()  # the first ones make the optimizer's states, whose bytes count
         model = self._model(rows)
         try:
-            found = self._within(lambda nbytes: search(model, nbytes))
+            found = self._within(lambda nbytes: search(model, nbytes, self._whole_limit_bytes))
         except NothingFitsError as error:
             self._refuse(error, rows)
             self._in_vain = tuple(rows)
@@ -242,6 +242,11 @@ class MemoryPlanner:
         self._found = found
         self._choices.clear()
         self._switch(found.best.choice)
+
+    @property
+    def _whole_limit_bytes(self) -> int:
+        """The limit of a plan in which nothing moves and nothing is recomputed."""
+        return self.limit_bytes - (self.limit_bytes // WHOLE_GAPS_SHARE if self._memory.on_host else 0)
 
     def _within(self, plan: Callable[[int], _T]) -> _T:
         """A plan that leaves a part of the limit to gaps between allocated blocks, or as much of it as a plan can.
@@ -263,7 +268,7 @@ class MemoryPlanner:
 
     def _filled(self, model: StepModel, choice: Choice) -> Prediction | None:
         with contextlib.suppress(NothingFitsError):
-            return predict(model, self._within(lambda nbytes: fill(model, choice, nbytes)))
+            return predict(model, self._within(lambda nbytes: fill(model, choice, nbytes, self._whole_limit_bytes)))
         return None
 
     def _switch(self, choice: Choice) -> None:
@@ -295,7 +300,7 @@ class MemoryPlanner:
             model = replace(known, sizes=replace(known.sizes, **there))
             present = Choice(self._streamer.slots, self._in_memory)
             try:
-                choice = self._within(lambda nbytes: fill(model, present, nbytes))
+                choice = self._within(lambda nbytes: fill(model, present, nbytes, self._whole_limit_bytes))
             except NothingFitsError as error:
                 if idle:
                     self._plan_again(rows)
@@ -361,6 +366,7 @@ class MemoryPlanner:
             measured_seconds=self._measured_seconds,
             measured_bytes=self._memory.peak_bytes,
             margin_bytes=self._memory.margin_bytes,
+            planned_seconds=None if self._prediction is None else self._prediction.seconds,
             outside=executor.outside_bytes(),
             runner_up=runner_up,
             parts=parts,

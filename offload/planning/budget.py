@@ -20,7 +20,7 @@ from offload.planning.planner import plan_step
 from offload.planning.residency import MOVING
 from offload.planning.slot_sizes import slot_sizes
 
-__all__ = ["FIRST_GAPS_SHARE", "GAPS_SHARE", "Layout", "fit", "parse_bytes", "requirement"]
+__all__ = ["FIRST_GAPS_SHARE", "GAPS_SHARE", "WHOLE_GAPS_SHARE", "Layout", "fit", "parse_bytes", "requirement"]
 
 _UNITS = {"": 1, "b": 1} | {
     prefix + suffix: base**power
@@ -28,8 +28,9 @@ _UNITS = {"": 1, "b": 1} | {
     for power, prefix in enumerate("kmgt", start=1)
 }
 #: Of a limit of memory, one part in so many is left to gaps between the blocks that the allocator has given out; and
-#: before a step of a plan was measured.
-GAPS_SHARE, FIRST_GAPS_SHARE = 8, 6
+#: before a step of a plan was measured. Less where all shards rest in memory and nothing is recomputed: each step then
+#: takes and frees the same blocks as the one before it, and they fit again.
+GAPS_SHARE, FIRST_GAPS_SHARE, WHOLE_GAPS_SHARE = 8, 6, 16
 #: Part of a budget that goes to boundaries before slots beyond the second are added.
 BOUNDARY_SHARE = 0.5
 #: Minimum for boundaries and their gradients, with the output's: each has at least one byte.

@@ -131,13 +131,13 @@ def _most(
     return low
 
 
-def fill(model: StepModel, choice: Choice, limit_bytes: float) -> Choice:
+def fill(model: StepModel, choice: Choice, limit_bytes: float, whole_limit_bytes: float | None = None) -> Choice:
     """Adds the boundaries, kept graphs and waiting gradients that fit to the slots and shards in memory of ``choice``.
 
     Raises:
         NothingFitsError: if the step does not fit without any of them.
     """
-    found = _Search(model, limit_bytes)
+    found = _Search(model, limit_bytes, whole_limit_bytes)
     filled = found.fill(replace(choice, kept=frozenset(), waiting=frozenset(), boundary_bytes=math.inf))
     if filled is None:
         least = least_bytes(model, replace(choice, kept=frozenset(), waiting=frozenset()))
@@ -145,19 +145,25 @@ def fill(model: StepModel, choice: Choice, limit_bytes: float) -> Choice:
     return found.without_recipes(found.exchanged(filled, moves=False)[1])
 
 
-def search(model: StepModel, limit_bytes: float) -> Found:
+def search(model: StepModel, limit_bytes: float, whole_limit_bytes: float | None = None) -> Found:
     """The fastest plan whose memory never exceeds ``limit_bytes``.
+
+    Args:
+        model: what is known about the steps.
+        limit_bytes: the most that a step may take.
+        whole_limit_bytes: the same for the plan in which nothing moves and nothing is recomputed; if None, as much.
 
     Raises:
         NothingFitsError: if no plan fits.
     """
-    return _Search(model, limit_bytes).run()
+    return _Search(model, limit_bytes, whole_limit_bytes).run()
 
 
 class _Search:
-    def __init__(self, model: StepModel, limit_bytes: float) -> None:
+    def __init__(self, model: StepModel, limit_bytes: float, whole_limit_bytes: float | None) -> None:
         self._model = model
         self._limit = limit_bytes
+        self._whole_limit = limit_bytes if whole_limit_bytes is None else whole_limit_bytes
         self._graphs = _order_of_graphs(model)
         self._levels = _levels(model)
         self._graph_sums = [0, *itertools.accumulate(map(self._graph_bytes, self._graphs))]
@@ -395,7 +401,7 @@ class _Search:
         whole = replace(choice, cheap_recompute=False)
         if len(choice.in_memory) < self._model.shards or len(choice.kept) < len(self._graphs):
             return choice
-        return whole if self._fits(whole) else choice
+        return whole if self._memory(whole) <= self._whole_limit else choice
 
     def with_waiting(self, choice: Choice) -> Choice:
         """The gradients of the first shards wait in memory, as many as fit: these are updated first."""

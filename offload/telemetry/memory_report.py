@@ -30,6 +30,8 @@ class MemoryReport:
     measured_seconds: float | None
     measured_bytes: int | None
     margin_bytes: int
+    #: The seconds that were predicted when the present plan was chosen, before its steps; None before the first step.
+    planned_seconds: float | None = None
     #: The fastest other plan; and what more memory would buy.
     runner_up: Prediction | None = None
     more: Prediction | None = None
@@ -64,11 +66,11 @@ class MemoryReport:
     def _totals(self, p: Prediction) -> list[str]:
         seconds, nbytes = self.measured_seconds, self.measured_bytes
         measured = f"; measured {seconds:.3g} s" if seconds is not None else ""
+        planned = f"; {self.planned_seconds:.3g} s when it was chosen" if self.planned_seconds is not None else ""
         peak = f"; measured {_mib(nbytes)}" if nbytes is not None else ""
         return [
             f"step:   {p.seconds:.3g} s predicted ({p.compute_seconds:.3g} s compute, {p.wait_seconds:.3g} s waiting, "
-            f"{p.overhead_seconds:.3g} s engine, loss and optimizer)"
-            f"{measured}",
+            f"{p.overhead_seconds:.3g} s engine, loss and optimizer){planned}{measured}",
             f"peak:   {_mib(p.memory_bytes)} predicted, of which {_mib(self.margin_bytes)} by earlier steps{peak}"
             + (f"; {_mib(self.free_bytes)} more is free memory that is kept for reuse" if self.free_bytes else "")
             + (f"; interpreter and libraries have grown by {_mib(self.others_bytes)}" if self.others_bytes else ""),

@@ -332,6 +332,7 @@ def test_the_report_predicts_the_seconds_of_the_present_plan_by_all_that_was_mea
     model = OffloadModel(stack(), "cpu", tmp_path / "home", memory="64MiB")
     train(model, OffloadOptimizer(model, torch.optim.AdamW), 6)
     before = model.memory_report()
+    assert "when it was chosen" in str(before)
     measured = Meter.cell_seconds_per_row
     monkeypatch.setattr(Meter, "cell_seconds_per_row", lambda *args: 3 * measured(*args))
     now = model.memory_report()
@@ -339,6 +340,7 @@ def test_the_report_predicts_the_seconds_of_the_present_plan_by_all_that_was_mea
     assert now.predicted is not None
     assert now.predicted.compute_seconds > 2 * before.predicted.compute_seconds
     assert (now.predicted.choice, now.predicted.course) == (before.predicted.choice, before.predicted.course)
+    assert now.planned_seconds == before.planned_seconds is not None
     assert now.process_bytes == now.predicted.memory_bytes + now.free_bytes + now.others_bytes
     if now.more is not None:  # predicted by the same numbers: more memory does not look slower
         assert now.more.seconds < 1.05 * now.predicted.seconds

@@ -130,6 +130,18 @@ def test_with_enough_memory_nothing_is_loaded_and_nothing_recomputed() -> None:
     assert found.plan.loads == ()
 
 
+def test_whole_graphs_in_place_of_recipes_have_a_limit_of_their_own() -> None:
+    """Their blocks are the same in each step, so they leave fewer gaps and may take more of the memory."""
+    known = model_of(contention=0.3, update=0.0)
+    model = replace(known, sizes=replace(known.sizes, graph_bytes_per_row=dict.fromkeys(range(6), 30.0 * MIB)))
+    whole = predict(model, Choice(0, frozenset(range(6)), frozenset((j, 0) for j in range(6)), cheap_recompute=False))
+    limit = whole.memory_bytes - 10 * MIB
+    assert search(model, limit).best.choice.cheap_recompute
+    assert search(model, limit, whole.memory_bytes).best.choice == whole.choice
+    assert search(model, limit, whole.memory_bytes - 1).best.choice.cheap_recompute
+    assert fill(model, Choice(0, whole.choice.in_memory), limit, whole.memory_bytes) == whole.choice
+
+
 def test_gradients_wait_in_the_memory_that_graphs_have_left() -> None:
     """When backward is at the first shards, the graphs of the last ones are freed."""
     model = replace(model_of(12), resting_bytes={})
