@@ -15,12 +15,13 @@ from offload.advise.work import Work
 from offload.engine.steps import BUFFERS_SHARE
 from offload.optim.update_blocks import update_block_bytes_of
 from offload.planning.byte_forms import ByteForm
+from offload.planning.filling import NothingFitsError
 from offload.planning.memory_profile import MemoryProfile
 from offload.planning.partition import cut_within
 from offload.planning.peak_memory import StepBytes
 from offload.planning.plan import Kind
 from offload.planning.planner import Updates
-from offload.planning.search import NothingFitsError, search
+from offload.planning.search import search
 from offload.planning.simulate import Costs
 from offload.planning.step_model import Prediction, StepModel
 from offload.telemetry.contention import PRIOR

@@ -32,7 +32,8 @@ from offload.engine.step_memory import StepMemory
 from offload.limits import MemoryLimits
 from offload.planning.budget import FIRST_GAPS_SHARE, GAPS_SHARE, WHOLE_GAPS_SHARE
 from offload.planning.explain import explain, fewer_bytes
-from offload.planning.search import Found, NothingFitsError, fill, least_bytes, search
+from offload.planning.filling import NothingFitsError, least_bytes
+from offload.planning.search import Found, fill, search
 from offload.planning.step_model import Choice, Given, Prediction, StepModel, in_seconds_of, predict
 from offload.policy import MemoryPolicy
 from offload.streaming.moves import HomeInUseError

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload.planning.byte_forms import ByteForm
-from offload.planning.search import NothingFitsError, search
+from offload.planning.filling import NothingFitsError
+from offload.planning.search import search
 from offload.planning.simulate import Costs
 from offload.planning.step_model import Choice, Prediction, StepModel, predicted_seconds
 

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from offload.planning.filling import NothingFitsError
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
 from offload.planning.peak_memory import StepBytes
 from offload.planning.plan import validate
 from offload.planning.planner import Updates
-from offload.planning.search import NothingFitsError, fill, search
+from offload.planning.search import fill, search
 from offload.planning.simulate import Costs
 from offload.planning.step_model import Choice, Given, StepModel, predict, predicted_bytes
 
@@ -289,6 +290,24 @@ def test_a_search_makes_a_bounded_number_of_plans(share: float, microbatches: in
     for shards in (25, 50, 100):
         model = model_of(shards, contention=0.3, microbatches=microbatches)
         assert search(model, int(least_of(model) * share)).tried < 120
+
+
+@pytest.mark.parametrize(
+    ("shards", "microbatches", "load", "update", "share"),
+    [(90, 1, 0.02, 0.08, 1.5), (100, 1, 0.1, 0.3, 3.0), (100, 1, 0.002, 0.01, 8.0), (50, 2, 0.02, 0.3, 3.0)],
+)
+def test_fewer_plans_among_many_cells_are_within_two_percent_of_a_finer_search(
+    shards: int, microbatches: int, load: float, update: float, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(
+        shards, weights=5 * MIB, contention=0.3, microbatches=microbatches, load=load, forward=0.01, update=update
+    )
+    limit = int(least_of(model) * share)
+    found = search(model, limit)
+    monkeypatch.setattr("offload.planning.search.MANY_CELLS", 10**9)
+    finer = search(model, limit)
+    assert found.tried < finer.tried
+    assert found.best.seconds <= 1.02 * finer.best.seconds
 
 
 def test_slots_are_as_large_as_the_largest_shard_that_is_loaded() -> None:
