@@ -180,7 +180,8 @@ class MemoryPlanner:
         due = self._steps_done in PLAN_AFTER
         if self._memory.end(predicted):
             assert predicted is not None
-            due |= predicted.memory_bytes > self.limit_bytes - self._memory.margin_bytes
+            # Where no plan fitted, none does with a larger margin.
+            self._due |= predicted.memory_bytes > self.limit_bytes - self._memory.margin_bytes
             self._choices.clear()
             self._counts.clear()
         if self._memory.on_host and self._steps_done > PLAN_AFTER[-1] and not (self._timed or self._memory.measures):

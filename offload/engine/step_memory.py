@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from offload.engine.outside import shard_of
+from offload.planning.budget import GAPS_SHARE
 from offload.planning.step_model import Prediction
 from offload.streaming.heap import LEAST_BYTES
 from offload.streaming.streamer import Streamer
@@ -20,6 +21,9 @@ from offload.telemetry.peak import PeakMeter
 from offload.telemetry.statistics import Meter
 
 __all__ = ["StepMemory"]
+
+#: Of a limit of memory, a peak that is greater by less than one part in so many is no greater.
+STEADY_SHARE = 128
 
 #: Steps of each choice whose memory is measured, after the first one, which allocates slots and buffers.
 STEPS_MEASURED = 2
@@ -46,8 +50,8 @@ class StepMemory:
         #: Whether this step measures the memory of its plan; and how many are still to do so.
         self.measures = False
         self._to_measure = self._began_with = 0
-        #: Predicted bytes at the begin of this step.
-        self._held = 0
+        #: Predicted bytes at the begin of this step, and those of gaps between the model's blocks.
+        self._held = self._gaps = 0
 
     @property
     def on_host(self) -> bool:
@@ -89,8 +93,10 @@ class StepMemory:
             self._to_measure -= not self._fresh
             self._streamer.finish_updates_in_memory()
             self._held -= updated_bytes
-            self._heap.measure_others(self._held - self._streamer.slot_pool.unallocated_bytes)
-            most = min(most, prediction.memory_bytes - self.margin_bytes + MEASURED_SLACK_BYTES)
+            held = self._held - self._streamer.slot_pool.unallocated_bytes
+            self._heap.measure_others(held, most // GAPS_SHARE)
+            self._gaps = self._heap.gaps_bytes
+            most = min(most, prediction.memory_bytes - self.margin_bytes + self._gaps + MEASURED_SLACK_BYTES)
         cells, make_room, outside = prediction.cells(), self._heap.make_room, prediction.outside
         several = len({action.microbatch for action in prediction.plan.actions} - {None}) > 1
 
@@ -133,11 +139,14 @@ class StepMemory:
             self._to_measure += self._began_with + rise > self._limit() + 2 * LEAST_BYTES
             return False
         # What is made in the first step of a plan is not there at its begin.
-        peak = rise + (0 if self._fresh else self._held)
+        peak = rise + (0 if self._fresh else self._held + self._gaps)
         if not self._fresh:
             self.peak_bytes = peak
         self._fresh = False
         more = peak - (predicted.memory_bytes - self.margin_bytes)
-        grows = more > self.margin_bytes
-        self.margin_bytes = max(self.margin_bytes, more)
+        # Peaks differ a little from step to step: a margin that followed would choose again and again.
+        steady = 0 if self._heap is None else min(MEASURED_SLACK_BYTES, self._limit() // STEADY_SHARE)
+        grows = more > self.margin_bytes + steady
+        if grows:
+            self.margin_bytes = more
         return grows

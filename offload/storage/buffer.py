@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import mmap
 import warnings
+import weakref
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ __all__ = [
     "device_buffer",
     "empty_on_host",
     "host_buffer",
+    "mapped_bytes",
     "on_own_storage",
     "page_lock",
     "view_memory",
@@ -37,6 +39,9 @@ PAGE_BYTES = max(4096, mmap.PAGESIZE)
 
 #: Bytes from which a tensor has a mapping of its own; smaller ones fit into free blocks of the heap.
 _LEAST_MAPPING = 1 << 20
+
+#: The mappings that are there, with their bytes.
+_mapped: dict[int, int] = {}
 
 _memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory_view.restype = ctypes.py_object
@@ -58,7 +63,14 @@ def host_buffer(nbytes: int) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
+    _mapped[id(memory)] = nbytes
+    weakref.finalize(memory, _mapped.pop, id(memory), None).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
+
+
+def mapped_bytes() -> int:
+    """Bytes of all buffers of this process: mappings of their own, of which the C allocator knows nothing."""
+    return sum(list(_mapped.values()))  # a copy: other threads map and free
 
 
 def empty_on_host(meta: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ import math
 import os
 from collections.abc import Callable
 
+from offload.storage.buffer import mapped_bytes
+
 __all__ = ["KEEP_BYTES", "LEAST_BYTES", "Heap", "anonymous_bytes", "return_freed_memory"]
 
 #: Growth of the process beyond its earlier need after which free memory is returned.
@@ -113,8 +115,14 @@ class Heap:
         #: Bytes of the process that are not the model's, now and before its first step; None before they were measured.
         self._others: int | None = None
         self._others_before: int | None = None
-        #: Bytes of the process that the allocator does not manage.
+        #: Bytes of the process beside what the allocator has given out, when free memory was returned: gaps in pages
+        #: that are not free as a whole, and what the allocator does not manage.
         self._unmanaged = 0
+        #: The same without buffers; and that before the first step.
+        self._gaps = 0
+        self._gaps_before: int | None = None
+        #: What is taken for gaps between the model's blocks.
+        self.gaps_bytes = 0
 
     def allow(self, nbytes: int) -> None:
         """Sets how much free memory may be kept."""
@@ -125,6 +133,7 @@ class Heap:
         return_freed_memory()
         self._needed = anonymous_bytes()
         self._unmanaged = self._needed - (_allocated_bytes() or 0)
+        self._gaps = self._unmanaged - mapped_bytes()
 
     def trim_if_grown(self) -> None:
         """Called after much was freed: trims the heap if it has grown. Usually takes microseconds."""
@@ -136,16 +145,23 @@ class Heap:
         elif self._needed is None or held < self._needed:
             self._needed = held
 
-    def measure_others(self, held: int) -> None:
-        """Measures what the process holds besides the ``held`` bytes of the model, without free memory."""
+    def measure_others(self, held: int, gaps_bytes: int = 0) -> None:
+        """Measures what the process holds besides the ``held`` bytes of the model, without free memory.
+
+        What steps have added to memory that is neither given out nor returned nor a buffer is taken for gaps between
+        the model's blocks, up to ``gaps_bytes``: this is the model's.
+        """
         self.trim()
-        self._others = anonymous_bytes() - held
+        known = self._gaps_before is not None and _allocated_bytes() is not None
+        self.gaps_bytes = max(0, min(self._gaps - (self._gaps_before or 0), gaps_bytes)) if known else 0
+        self._others = anonymous_bytes() - held - self.gaps_bytes
 
     def measure_others_before(self, held: int) -> None:
         """The same before the first step, once."""
         if self._others_before is None:
             self.measure_others(held)
             self._others_before, self._others = self._others, None
+            self._gaps_before = self._gaps
 
     @property
     def others_grown(self) -> int:

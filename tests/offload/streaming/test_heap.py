@@ -64,6 +64,29 @@ def test_what_the_process_takes_besides_the_model_is_told_apart_from_what_the_mo
 
 
 @pytest.mark.parametrize("says", [True, False])
+def test_gaps_between_blocks_are_the_models_as_far_as_a_plan_leaves_room_for_them(
+    says: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``says``: whether the allocator tells what it has given out; else gaps look like memory of other code."""
+    given, gaps = [1000 * MIB], [7 * MIB]
+    heap = offload.streaming.heap
+    monkeypatch.setattr(heap, "anonymous_bytes", lambda: given[0] + gaps[0])
+    monkeypatch.setattr(heap, "return_freed_memory", lambda: None)
+    monkeypatch.setattr(heap, "_allocated_bytes", lambda: given[0] if says else None)
+    bound = Heap()
+    bound.measure_others_before(0)
+    given[0] += (20 + 5) * MIB  # of the model and of other code
+    gaps[0] += 3 * MIB
+    bound.measure_others(20 * MIB, 4 * MIB)
+    assert bound.gaps_bytes == 3 * MIB * says
+    assert (bound.held(), bound.others_grown) == ((23 * MIB, 5 * MIB) if says else (20 * MIB, 8 * MIB))
+    gaps[0] += 9 * MIB
+    bound.measure_others(20 * MIB, 4 * MIB)
+    assert bound.gaps_bytes == 4 * MIB * says
+    assert bound.held() == (20 + 4 * says) * MIB
+
+
+@pytest.mark.parametrize("says", [True, False])
 def test_free_memory_is_returned_before_a_cell_that_could_exceed_the_limit_with_it(
     says: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
