@@ -129,7 +129,7 @@ def at_memory(
 ) -> Outcome:
     """Peaks and memory in MiB; ``predicted`` and ``seconds`` to what is measured."""
     steps = [{"seconds": ratio, "loss": loss}] * 3
-    plan = {"bytes": predicted * (peak << 20), "seconds": seconds * ratio} if memory else None
+    plan = {"bytes": predicted * (peak << 20), "planned_seconds": seconds * ratio} if memory else None
     held = {frontier.WARMED: 0}
     peaks = {"planning": (planning or peak) << 20, "steps": peak << 20}
     arguments = {"how": {"memory": memory << 20} if memory else {}}
