@@ -22,7 +22,7 @@ import contextlib
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -89,7 +89,7 @@ class MemoryPlanner:
         self._timed = False
         #: Whether gradients were ever accumulated, or zeroed in place.
         self._accumulates = False
-        self._warned: set[str] = set()
+        self._warned: set[Hashable] = set()
         #: Rows of the micro-batches of the last step.
         self._rows: tuple[int, ...] | None = None
         #: Sizes of batches that ran: these are never refused later.
@@ -287,7 +287,7 @@ class MemoryPlanner:
                     executor.keep_in_memory(wanted)
         except (HomeInUseError, OSError, MemoryError) as error:
             # The next choice is made for the shards that are in memory now.
-            self._warn(f"the plan for memory={self.limit_bytes:,} is followed without moving shards: {error}")
+            self._warn(f"the plan for memory={self.limit_bytes:,} is followed without moving shards: {error}", "moves")
         # Loads run ahead of use in two slots at least, if any shard is loaded.
         self._streamer.resize(choice.slots if self._in_memory == choice.in_memory else max(2, choice.slots))
 
@@ -304,7 +304,7 @@ class MemoryPlanner:
             try:
                 choice = self._within(lambda nbytes: fill(model, present, nbytes, self._whole_limit_bytes))
             except NothingFitsError as error:
-                if idle:
+                if idle and self._in_vain != tuple(rows):
                     self._plan_again(rows)
                     self._choose(rows, idle=False)
                     return
@@ -337,13 +337,12 @@ class MemoryPlanner:
         message = too_little(executor, rows, error.least_bytes, self.limit_bytes, self._memory.margin_bytes)
         if tuple(rows) not in self._ran:
             raise ValueError(message)
-        self._warn(message)
+        self._warn(message, tuple(rows))
 
-    def _warn(self, message: str) -> None:
+    def _warn(self, message: str, trouble: Hashable) -> None:
         """Warns once of the same trouble."""
-        kind = message.partition("=")[0]
-        if kind not in self._warned:
-            self._warned.add(kind)
+        if trouble not in self._warned:
+            self._warned.add(trouble)
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def report(self) -> MemoryReport:

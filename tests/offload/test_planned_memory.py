@@ -150,6 +150,29 @@ def test_a_step_that_took_more_than_predicted_makes_the_next_plan_smaller(
     assert kept[4] > kept[5] == kept[6]
 
 
+@pytest.mark.parametrize(("share", "counts"), [(256, False), (64, True)])
+def test_a_peak_that_is_a_little_greater_than_predicted_changes_no_plan(
+    share: int, counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peaks differ a little from step to step: a margin that followed would search for plans again and again."""
+    model = OffloadModel(stack(), "cpu", tmp_path, memory=64 * MIB)
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    train(model, optimizer, 6)
+    memory, before = planner_of(model)._memory, planner_of(model)._memory.margin_bytes
+    more = 64 * MIB // share
+
+    def rise(_: Any) -> int:
+        predicted = planner_of(model)._prediction
+        assert predicted is not None
+        return predicted.memory_bytes + more - memory._held - memory._gaps
+
+    monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", rise)
+    memory.new_choice()
+    train(model, optimizer, 1)
+    assert memory.measures
+    assert memory.margin_bytes == before + (more if counts else 0)
+
+
 def test_a_size_that_ran_is_not_refused_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = OffloadModel(stack(), "cpu", tmp_path, memory="30MiB")
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
@@ -174,6 +197,12 @@ def test_no_plan_is_searched_again_in_each_step_of_a_size_that_does_not_fit(
         train(model, optimizer, 10)
     monkeypatch.setattr("offload.engine.memory_planner.search", lambda *_: pytest.fail("searched"))
     assert len(train(model, optimizer, 2)) == 2
+    # Nor where peaks go on to grow: with a larger margin even less fits.
+    memory, before = planner_of(model)._memory, planner_of(model)._memory.margin_bytes
+    monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 600 * MIB)
+    memory.new_choice()
+    assert len(train(model, optimizer, 3)) == 3
+    assert memory.margin_bytes > before
 
 
 def test_homes_in_memory_keep_boundaries_whatever_a_choice_says(monkeypatch: pytest.MonkeyPatch) -> None:

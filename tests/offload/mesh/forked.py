@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import traceback
@@ -52,30 +54,33 @@ def fork(function: Callable[[], Any]) -> Child:
 def check_claims(stages: Iterable[tuple[int, Mapping[str, Callable[[], None]]]], folder: Path) -> dict[str, str]:
     """By name: how each claim is broken on any rank; empty if it holds.
 
-    ``stages``, one after the other: a number of ranks, and claims that each of these ranks checks.
+    ``stages``, one after the other: a number of ranks, and claims that so many ranks check. They are new for each
+    claim: groups of processes last as long as these, and the thread of each wakes up a hundred times a second.
     """
+    importlib.import_module("torch._dynamo")  # what a mesh imports: seconds, which each rank would take for itself
+    gc.collect()
+    gc.freeze()
     found: dict[str, str] = {}
-    for number, (ranks, claims) in enumerate(stages):
-        check = partial(_broken, ranks, folder / f"store{number}", claims)
-        children = [fork(partial(check, rank)) for rank in range(ranks)]
-        for status, broken in [child.result() for child in children]:
-            assert status == 0
-            for name in claims:
-                found[name] = found.get(name, "") + broken.get(name, "")
+    for ranks, claims in stages:
+        for name, claim in claims.items():
+            check = partial(_how_broken, ranks, folder / f"store{len(found)}", claim)
+            children = [fork(partial(check, rank)) for rank in range(ranks)]
+            ended = [child.result() for child in children]
+            assert all(status == 0 for status, _ in ended), name
+            found[name] = "".join(how for _, how in ended)
     return found
 
 
-def _broken(ranks: int, store: Path, claims: Mapping[str, Callable[[], None]], rank: int) -> dict[str, str]:
-    """The claims that do not hold on one rank."""
+def _how_broken(ranks: int, store: Path, claim: Callable[[], None], rank: int) -> str:
+    """Why a claim does not hold on one rank; empty if it does."""
     if ranks > 1:
         how: dict[str, Any] = {"rank": rank, "world_size": ranks, "timeout": timedelta(seconds=30)}
         dist.init_process_group("gloo", f"file://{store}", **how)
-    broken = {}
-    for name, claim in claims.items():
-        try:
-            claim()
-        except BaseException:  # such as DCP's
-            broken[name] = traceback.format_exc()
+    broken = ""
+    try:
+        claim()
+    except BaseException:  # such as DCP's
+        broken = traceback.format_exc()
     if ranks > 1:
         dist.destroy_process_group()
     return broken

@@ -982,7 +982,7 @@ ON_DEVICE = Transport(HOST.device, HOST.backend, adds=True)
 def claims_of(
     ranks: int, claims: Sequence[Callable[[World], None]], folder: Path, transport: Transport = HOST
 ) -> dict[str, Callable[[], None]]:
-    """For each of so many ranks, which wait for each other after each claim; ``transport``: how they move bytes."""
+    """For each of so many ranks, which wait for each other after a claim; ``transport``: how they move bytes."""
     title = f"{ranks} ranks" + (", device" if transport.adds else "")
     folder = folder / title
     (folder / "homes").mkdir(parents=True)
