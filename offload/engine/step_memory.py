@@ -52,6 +52,10 @@ class StepMemory:
         self._to_measure = self._began_with = 0
         #: Predicted bytes at the begin of this step, and those of gaps between the model's blocks.
         self._held = self._gaps = 0
+        #: Cell of a plan -> bytes by which memory rose in it more than predicted: what it frees need not fit what it
+        #: allocates next. And the cell that is measured now, with its predicted rise.
+        self._excess: dict[tuple[Any, ...], int] = {}
+        self._cell: tuple[tuple[Any, ...], int] | None = None
 
     @property
     def on_host(self) -> bool:
@@ -60,11 +64,11 @@ class StepMemory:
 
     def new_slots(self) -> None:
         """Called when slots or shards in memory have changed: the next step allocates them."""
-        self._fresh, self.course = True, []
+        self._fresh, self.course, self._excess = True, [], {}
 
     def new_choice(self) -> None:
         """Called when the next steps are to be measured."""
-        self._to_measure = STEPS_MEASURED
+        self._to_measure, self._excess = STEPS_MEASURED, {}
 
     def begin(self, prediction: Prediction | None, updated_bytes: int, *, idle: bool) -> None:
         """Begins a step.
@@ -102,7 +106,11 @@ class StepMemory:
 
         def before(*cell: Any) -> None:
             if (moment := cells.get(cell)) is not None:
-                make_room(moment.nbytes - moment.rise, moment.rise, most)
+                self._end_cell()
+                make_room(moment.nbytes - moment.rise, moment.rise + self._excess.get(cell, 0), most)
+                if self.measures and not self._fresh:
+                    self._cell = cell, moment.rise
+                    self._peak.begin_part()
 
         def before_code(block: int) -> None:
             if rise := outside.rise(shard_of(block, self._streamer.shards), several=several):
@@ -113,6 +121,12 @@ class StepMemory:
 
         self._meter.before_cell, self._meter.before_code = before, before_code
         self._meter.before_buffer = before_buffer
+
+    def _end_cell(self) -> None:
+        """Notes how much more than predicted memory rose in the cell that is measured, if any."""
+        if self._cell is not None:
+            (cell, predicted), self._cell = self._cell, None
+            self._excess[cell] = max(self._excess.get(cell, 0), (self._peak.part_rise() or 0) - predicted)
 
     def _sample_course(self, *, known: bool) -> None:
         """Samples the memory after each cell of a plan's second step: the first one allocates slots and buffers."""
@@ -131,6 +145,7 @@ class StepMemory:
     def end(self, predicted: Prediction | None) -> bool:
         """Ends a step; returns whether the margin has grown."""
         self._meter.before_cell = self._meter.after_cell = self._meter.before_code = self._meter.before_buffer = None
+        self._end_cell()
         rise = self._peak.rise()
         if rise is None or predicted is None:
             return False

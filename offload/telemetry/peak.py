@@ -30,12 +30,24 @@ def anonymous_bytes() -> int:
     return status.get("RssAnon", 0) + status.get("RssShmem", 0)
 
 
+def _peak_bytes() -> int:
+    """The peak of anonymous and shared memory since :func:`_forget_peak`."""
+    status = _status()
+    return status.get("VmHWM", 0) - status.get("RssFile", 0)
+
+
+def _forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
 class PeakMeter:
-    """How far memory rises above its begin."""
+    """How far memory rises above its begin; on the CPU also in parts of that time, one after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._began: int | None = None
+        #: On the CPU: the peak of the parts that have ended, and the begin of the present one.
+        self._highest = self._part_began = 0
 
     def begin(self) -> None:
         """Begins to measure."""
@@ -43,12 +55,24 @@ class PeakMeter:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._began = torch.cuda.memory_allocated(self._device)
             return
+        self._highest = 0
         try:
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+            _forget_peak()
         except OSError:
             self._began = None  # not permitted here
         else:
-            self._began = anonymous_bytes()
+            self._began = self._part_began = anonymous_bytes()
+
+    def begin_part(self) -> None:
+        """Begins the next part, on the CPU."""
+        if self._began is not None:
+            self._highest = max(self._highest, _peak_bytes())
+            _forget_peak()
+            self._part_began = anonymous_bytes()
+
+    def part_rise(self) -> int | None:
+        """Bytes of the peak of the present part above its begin, on the CPU; None where it cannot be measured."""
+        return None if self._began is None else max(0, _peak_bytes() - self._part_began)
 
     def now(self) -> int | None:
         """Bytes above the begin now; None where it cannot be measured."""
@@ -63,5 +87,4 @@ class PeakMeter:
             return None
         if self._device.type == "cuda":
             return max(0, torch.cuda.max_memory_allocated(self._device) - self._began)
-        status = _status()
-        return max(0, status.get("VmHWM", 0) - status.get("RssFile", 0) - self._began)
+        return max(0, self._highest - self._began, _peak_bytes() - self._began)

@@ -173,6 +173,28 @@ def test_a_peak_that_is_a_little_greater_than_predicted_changes_no_plan(
     assert memory.margin_bytes == before + (more if counts else 0)
 
 
+def test_room_is_made_for_what_a_cell_took_more_than_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a cell frees need not fit what it allocates next, so that it may take more pages than bytes."""
+    model = OffloadModel(stack(), "cpu", tmp_path, memory=64 * MIB)
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    train(model, optimizer, 6)
+    room: list[int] = []
+    monkeypatch.setattr("offload.streaming.heap.Heap.make_room", lambda self, there, rise, most: room.append(rise))
+
+    def of_a_step() -> list[int]:
+        room.clear()
+        train(model, optimizer, 1)
+        return room.copy()
+
+    predicted = [moment.rise for moment in planner_of(model)._prediction.course]  # type: ignore[union-attr]
+    monkeypatch.setattr("offload.telemetry.peak.PeakMeter.part_rise", lambda self: max(predicted) + 9 * MIB)
+    planner_of(model)._memory.new_choice()
+    measured = of_a_step()
+    assert max(measured) == max(predicted)
+    assert min(of_a_step()) == max(predicted) + 9 * MIB
+    assert len(measured) >= 2 * DEPTH
+
+
 def test_a_size_that_ran_is_not_refused_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = OffloadModel(stack(), "cpu", tmp_path, memory="30MiB")
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)

@@ -1,0 +1,43 @@
+"""Peaks of the memory of a process, as a whole and in parts."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+import torch
+
+from offload.telemetry.peak import PeakMeter
+
+MIB = 1 << 20
+NEAR = 2 * MIB
+
+
+def fill(memory: mmap.mmap) -> None:
+    for begin in range(0, len(memory), mmap.PAGESIZE):
+        memory[begin] = 1
+
+
+def touch(nbytes: int) -> None:
+    """Takes so many bytes of memory, and returns them."""
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        fill(memory)
+
+
+def test_a_peak_in_a_part_is_told_apart_from_the_peak_of_the_whole() -> None:
+    meter = PeakMeter(torch.device("cpu"))
+    touch(MIB)
+    meter.begin()
+    if meter.now() is None:
+        pytest.skip("the system does not let a process forget its peak")
+    touch(64 * MIB)
+    with mmap.mmap(-1, 32 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
+        fill(held)
+        meter.begin_part()
+        touch(16 * MIB)
+        assert meter.part_rise() == pytest.approx(16 * MIB, abs=NEAR)
+        assert meter.rise() == pytest.approx(64 * MIB, abs=NEAR)
+        meter.begin_part()
+        touch(48 * MIB)
+        assert meter.part_rise() == pytest.approx(48 * MIB, abs=NEAR)
+    assert meter.rise() == pytest.approx(80 * MIB, abs=NEAR)
