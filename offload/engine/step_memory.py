@@ -2,7 +2,8 @@
 
 What a step took more than predicted becomes a margin of later predictions. Memory is measured in the steps after a new
 choice, in which free memory of the C heap is returned before a cell that could need it; in other steps free memory may
-take what the limit leaves.
+take what the limit leaves. What a cell frees need not fit what it allocates next: by how much each rises more than
+predicted is measured, too, and room is made for it.
 """
 
 from __future__ import annotations
