@@ -2,8 +2,8 @@
 
 What a step took more than predicted becomes a margin of later predictions. Memory is measured in the steps after a new
 choice, in which free memory of the C heap is returned before a cell that could need it; in other steps free memory may
-take what the limit leaves. What a cell frees need not fit what it allocates next: by how much each rises more than
-predicted is measured, too, and room is made for it.
+take what the limit leaves. What a cell frees need not fit what it allocates next: by how much memory rises more than
+predicted in each is measured, too, and room is made for it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class StepMemory:
             updated_bytes: gradients there at the predicted begin that updates of the step before free.
             idle: whether no earlier forward waits for its backward.
         """
-        self.measures = False
+        self.measures, self._cell = False, None  # of a step that failed there may be a cell
         if idle and prediction is not None:
             self._bound(prediction, updated_bytes)
         self._meter.measures_memory = self.measures

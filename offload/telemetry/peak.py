@@ -87,4 +87,4 @@ class PeakMeter:
             return None
         if self._device.type == "cuda":
             return max(0, torch.cuda.max_memory_allocated(self._device) - self._began)
-        return max(0, self._highest - self._began, _peak_bytes() - self._began)
+        return max(0, max(self._highest, _peak_bytes()) - self._began)

@@ -151,7 +151,7 @@ def test_a_step_that_took_more_than_predicted_makes_the_next_plan_smaller(
 
 
 @pytest.mark.parametrize(("share", "counts"), [(256, False), (64, True)])
-def test_a_peak_that_is_a_little_greater_than_predicted_changes_no_plan(
+def test_only_a_peak_that_is_clearly_greater_than_predicted_widens_the_margin(
     share: int, counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Peaks differ a little from step to step: a margin that followed would search for plans again and again."""

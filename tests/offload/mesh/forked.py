@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import json
 import os
 import traceback
@@ -61,13 +62,14 @@ def check_claims(stages: Iterable[tuple[int, Mapping[str, Callable[[], None]]]],
     gc.collect()
     gc.freeze()
     found: dict[str, str] = {}
+    numbers = itertools.count()
     for ranks, claims in stages:
         for name, claim in claims.items():
-            check = partial(_how_broken, ranks, folder / f"store{len(found)}", claim)
+            check = partial(_how_broken, ranks, folder / f"store{next(numbers)}", claim)
             children = [fork(partial(check, rank)) for rank in range(ranks)]
             ended = [child.result() for child in children]
             assert all(status == 0 for status, _ in ended), name
-            found[name] = "".join(how for _, how in ended)
+            found[name] = found.get(name, "") + "".join(how for _, how in ended)
     return found
 
 
