@@ -45,6 +45,7 @@ class LayerProfile:
     def of(cls, runner: ResidentRunner, rerun: Rerun, entering_bytes: int) -> LayerProfile:
         """The measurements of the layer that has just run."""
         writes = rerun.module_state is not None and rerun.module_state.moved
+        assert runner.graph_bytes is not None  # it was surveyed
         return cls(
             runner.activation_bytes,
             runner.graph_bytes,

@@ -37,6 +37,7 @@ from offload.streaming.resident import chosen, chosen_form
 from offload.streaming.rollback import Rollback
 from offload.telemetry.statistics import Meter
 from pipe.process import finalize_here
+from pipe.torch_private.amp import complete_copies_of_grad_scalers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -170,6 +171,8 @@ class OffloadModel(RunningModule):
         in_policy = memory.activation_bytes if isinstance(memory, MemoryPolicy) else None
         choices["activation_bytes"] = in_policy if activation_bytes is None else activation_bytes
         self.device = compute_device(device)
+        if self.device.type == "cuda":
+            complete_copies_of_grad_scalers()  # gradients are in host memory
         named = self._layers_of(model, blocks, **choices)
         parameters = [(f"{k}.{path}", p) for k, layer in named.items() for path, p in layer.named_parameters()]
         check_storable(parameters, named.values(), self.device)

@@ -63,7 +63,7 @@ def parts_of(settings: Settings) -> list[Case]:
         part("train-small", f"benchmarks gpu-train {size(12, 1024, 8, 512)}", 60),
         part("train-1b", f"benchmarks gpu-train {size(24, 2048, 8, 512)}", 110),
         part("memory-latency", f"benchmarks memory-latency {size(16, 1024, 16, 256)} {curve}", 150),
-        part("train-7b", f"benchmarks gpu-train {size(32, 4096, 8, 512, ' --only ours --steps 3')}", 165),
+        part("train-7b", f"benchmarks gpu-train {size(32, 4096, 8, 512, ' --only ours: --steps 6')}", 165),
     ]
     return [case for case in cases if case.name in settings.parts]
 

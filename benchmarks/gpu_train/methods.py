@@ -12,6 +12,7 @@ from benchmarks.harness.worker import Reporter
 from benchmarks.memory_latency.methods import METHODS
 from benchmarks.models.transformer import Block, Stack
 
+OURS = ("ours", "planned")
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}  # fused: one pass over parameter, gradient and both moments
 
 
@@ -21,15 +22,17 @@ def _layers(stack: Stack) -> nn.Sequential:
     return nn.Sequential(*(Block(stack.dim) for _ in range(stack.blocks)))
 
 
-def _ours(stack: Stack, device: str) -> tuple[Any, Any]:
-    """``OffloadModel`` in host memory with an ``OffloadOptimizer`` that updates during backward."""
+def _ours(stack: Stack, device: str, method: str) -> tuple[Any, Any]:
+    """``OffloadModel`` in host memory: with the least memory, and updates during backward; or ``planned``."""
     from offload import OffloadModel, OffloadOptimizer
 
     with torch.device("meta"):  # given memory shard by shard: the bare model never exists
         layers = _layers(stack)
-    options: dict[str, Any] = {"checkpoint_activation": True, "param_dtype": torch.bfloat16}
-    model = OffloadModel(layers, device, "cpu", num_slices=stack.blocks, **options)
-    return model, OffloadOptimizer(model, torch.optim.AdamW, update_in_backward=True, **OPTIONS)
+    planned = method == "planned"
+    options: dict[str, Any] = {"num_slices": stack.blocks, "checkpoint_activation": True}
+    options = {"memory": "auto"} if planned else options
+    model = OffloadModel(layers, device, "cpu", param_dtype=torch.bfloat16, **options)
+    return model, OffloadOptimizer(model, torch.optim.AdamW, update_in_backward=not planned, **OPTIONS)
 
 
 def _theirs(stack: Stack, device: str, method: str) -> tuple[Any, Any]:
@@ -59,7 +62,7 @@ def train(report: Reporter, method: str, stack: dict[str, Any], device: str) -> 
     """A training step in each turn; the first ones also make the states of the optimizer."""
     chosen = Stack(**stack)
     report.phase(FLOOR)
-    run, optimizer = _ours(chosen, device) if method == "ours" else _theirs(chosen, device, method)
+    run, optimizer = (_ours if method in OURS else _theirs)(chosen, device, method)
     batch = chosen.batch().to(device)
 
     def step() -> Tensor:

@@ -38,6 +38,7 @@ from offload.embedding.row_reader import RowReader, RowRequest
 from offload.mesh.sharding import check_mesh
 from offload.storage import open_tier
 from pipe.process import check_process
+from pipe.torch_private.amp import complete_copies_of_grad_scalers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -134,6 +135,8 @@ class OffloadEmbeddingBag(nn.Module):
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.offload_device = offload_device
         self.device = torch.device(device)
+        if self.device.type == "cuda":
+            complete_copies_of_grad_scalers()  # gradients are in host memory
         if mesh is None:
             check_alone()
         shared = check_mesh(mesh, gradient_divide_factor, self.device, {})

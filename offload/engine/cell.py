@@ -43,6 +43,8 @@ __all__ = ["Cell", "OutputFn", "ShardRunner"]
 OutputFn = Callable[[Any], Any]
 
 FORWARDS_COMPARED = 2
+#: Forwards in which the bytes of a graph are measured, of the same settings and shapes: it looks at each operation.
+GRAPHS_MEASURED = 3
 
 
 class Cell(NamedTuple):
@@ -75,8 +77,8 @@ class ShardRunner:
     #: Tensors saved for its backward, in order: see :mod:`offload.planning.memory_profile`.
     saved_tensors: Sequence[SavedTensor] = ()
     #: The same of a graph with cheap recomputation, with the cell's input if it is not the first; needs
-    #: ``measures_graphs``.
-    graph_bytes: int = 0
+    #: ``measures_graphs``. None where that was not measured again, after :data:`GRAPHS_MEASURED` times.
+    graph_bytes: int | None = None
     measures_graphs: bool = False
     #: Whether recorded forwards measure these, and find dead code of recomputations.
     measures: bool = True
@@ -89,6 +91,10 @@ class ShardRunner:
     repeats_writes: bool | None = None
     #: Whether a graph was kept that would hold casts of weights, if they were not recomputed.
     casts_weights: bool = False
+    #: The settings in which a graph was kept that refers to no cast; and in which the bytes of one were measured: how
+    #: often, and the shapes of its last input.
+    _without_casts: set[tuple[Any, ...]] = field(default_factory=set)
+    _graphs_measured: dict[tuple[Any, ...], tuple[int, list[torch.Size]]] = field(default_factory=dict)
     #: Whether lists and dicts in the input of a block are copies: what it changes there, its caller does not see.
     gets_copies: bool = False
     #: Whether a layer raised an error.
@@ -172,6 +178,11 @@ class ShardRunner:
         modules = [module for _, module in self.watched.modules]
         return *(m.training for m in modules), *(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
 
+    def _settings(self) -> tuple[Any, ...]:
+        """On which it depends, besides shapes, what autograd saves."""
+        autocast = torch.get_autocast_dtype(self.device.type) if _autocasts(self.device) else None
+        return autocast, *self._modes()
+
     def forward(self, boundary: Any, output_fn: OutputFn | None = None) -> Any:
         """Runs the cell for its output only."""
         with torch.no_grad():
@@ -187,8 +198,11 @@ class ShardRunner:
             return output, rerun
         recomputed: set[StorageWeakRef] = set()
         recorder, listener = MemoryProfileRecorder(self.shard), Listener()
-        cheap_recompute = CheapRecompute(hold=lambda tensor: None) if self.measures_graphs else None
-        casts = CastsSeen(Casts(), self.shard.slot) if self.measures_graphs else None
+        settings = self._settings()
+        times, shapes = self._graphs_measured.get(settings, (0, []))
+        measures_graph = self.measures_graphs and times < GRAPHS_MEASURED
+        cheap_recompute = CheapRecompute(hold=lambda tensor: None) if measures_graph else None
+        casts = CastsSeen(Casts(), self.shard.slot) if measures_graph else None
 
         def drop(tensor: Tensor) -> None:
             # The graph of a first run only shows which outputs need a gradient, and how much it would have saved.
@@ -206,7 +220,14 @@ class ShardRunner:
         self.activation_bytes = sum(saved.values())
         # A copy of the input that turned out to be unneeded counts as the boundary itself.
         own = tensors_in(boundary if rerun.copies_input else given)
+        now = [tensor.shape for tensor in own]
+        self._graphs_measured[settings] = (times + measures_graph if now == shapes else int(measures_graph)), now
         self.saved_tensors = recorder.saved_tensors(elsewhere=own)
+        if self.skips_dead_code:
+            rerun.dead_code = listener.dead_code()
+        self.graph_bytes = None
+        if not measures_graph:
+            return output, rerun
         entered = storages_of(own) if self.shard.index else {}
         # The output is counted by the next shard, or belongs to the user; but ``output_fn`` may save its argument.
         recomputed.update(storages_of(tensors_in(output)) if output_fn is None else ())
@@ -217,8 +238,6 @@ class ShardRunner:
         if storage_uses(self.shard.slot) > uses and not self.shard.bound_in_place:
             # A function refers to weights where no hook sees them. A graph that is kept would keep the slot.
             self.graph_bytes += self.shard.slot.numel()
-        if self.skips_dead_code:
-            rerun.dead_code = listener.dead_code()
         return output, rerun
 
     def _recorded(
@@ -286,12 +305,14 @@ class ShardRunner:
         if self.shard.bound_in_place and not (cheap_recompute or self.casts_weights or _autocasts(self.device)):
             with torch.enable_grad():
                 return self._first_run(boundary, output_fn)[0], None
+        settings = self._settings()
         recorder = MemoryProfileRecorder(self.shard)
         saving = weights_by_reference(
             self.shard,
             recorder,
             cheap_recompute=cheap_recompute,
             changing=self.watched.changing() if cheap_recompute else (),
+            finds_casts=settings not in self._without_casts,
         )
         # Recomputations of other cells must not see the writes of this one into buffers.
         module_state = ModuleState(self.watched) if cheap_recompute else None
@@ -300,6 +321,8 @@ class ShardRunner:
         if module_state is not None:
             module_state.record_changes()
         self.casts_weights |= self.shard.weight_casts.found
+        if not self.shard.weight_casts.found:
+            self._without_casts.add(settings)
         return output, recorder.saved_tensors()
 
     def _first_run(

@@ -95,7 +95,8 @@ class CellExecutor:
                 output, tape.cells[cell] = runner.forward_recorded(value, output_fn)
                 saved_tensors = runner.saved_tensors
                 self._meter.record_activations(runner.activation_bytes, rows)
-                runner.graph_bytes_per_row = runner.graph_bytes / max(rows, 1)
+                if runner.graph_bytes is not None:
+                    runner.graph_bytes_per_row = runner.graph_bytes / max(rows, 1)
             else:
                 output, saved_tensors = runner.forward_with_graph(
                     value, output_fn, cheap_recompute=tape.cheap_recompute

@@ -15,7 +15,7 @@ from offload.planning.slot_sizes import slot_sizes
 from offload.planning.step_model import StepModel
 from offload.storage import Tier
 from offload.streaming.shard import Shard
-from offload.telemetry.statistics import REDUCTION, UPDATE_IN_MEMORY, Meter
+from offload.telemetry.statistics import DRAIN_TO_MEMORY, LOAD_FROM_MEMORY, REDUCTION, UPDATE_IN_MEMORY, Meter
 
 __all__ = ["step_model"]
 
@@ -54,28 +54,36 @@ def step_model(
     loads = [sum(s.nbytes for s in shard.at_home) for shard in shards]
     gradient_bytes = [sum(s.full_nbytes for s in shard.at_home if s.parameter.requires_grad) for shard in shards]
     each = {lane: meter.copy_seconds_per_byte(lane) for lane in ("load", "drain", "update", "boundary", REDUCTION)}
+    from_memory = meter.copy_seconds_per_byte(LOAD_FROM_MEMORY) or each["load"]
+    to_memory = meter.copy_seconds_per_byte(DRAIN_TO_MEMORY) or each["drain"]
     # Of whole gradients, which ranks reduce. A load is measured with what it gathers.
     reduced_bytes = [shard.reduced_bytes if isinstance(shard, MeshShard) else 0 for shard in shards]
     in_memory = meter.copy_seconds_per_byte(UPDATE_IN_MEMORY) or each["update"] * UPDATE_SHARE_IN_MEMORY
     in_files = each["update"] or in_memory / UPDATE_SHARE_IN_MEMORY
     boundaries = steps.sizes(rows)
     on_host = device.type == "cpu"
+    # In host memory beside a device, although homes are files; on the CPU the choice says which shards rest there.
+    rests = [tier.blocking_io and not (on_host or shard.blocking_io) for shard in shards]
+    loading = [from_memory if there else each["load"] for there in rests]
+    draining = [to_memory if there else each["drain"] for there in rests]
+    updating = [in_files if tier.blocking_io and not there else in_memory for there in rests]
     # On the CPU copies and updates take the cores from layers.
     share = meter.contention.share() if on_host else 0.0
     backward = [meter.backward_seconds_per_row(shard.index, share) * mean_rows for shard in shards]
     kept = [meter.kept_backward_seconds_per_row(shard.index, share) * mean_rows for shard in shards]
     costs = Costs(
-        load=[nbytes * each["load"] for nbytes in loads],
+        load=_products(loads, loading),
         forward=[meter.forward_seconds_per_row(shard.index, share) * mean_rows for shard in shards],
         backward=backward,
         # One that does not recompute takes no longer, whatever disturbed it.
         kept_backward=list(map(min, kept, backward)),
         contention=share,
-        drain=[nbytes * each["drain"] for nbytes in gradient_bytes],
+        drain=_products(gradient_bytes, draining),
+        waiting_drain=() if on_host else [nbytes * to_memory for nbytes in gradient_bytes],
         reduce=[nbytes * each[REDUCTION] for nbytes in reduced_bytes] if any(reduced_bytes) else (),
-        update=[nbytes * (in_files if tier.blocking_io else in_memory) for nbytes in gradient_bytes],
+        update=_products(gradient_bytes, updating),
         resting_update=[nbytes * in_memory for nbytes in gradient_bytes],
-        updated_at_step=frozenset() if tier.blocking_io else frozenset(range(len(shards))),
+        updated_at_step=frozenset(j for j, there in enumerate(rests) if there or not tier.blocking_io),
         updates_fill_slots=on_host and tier.blocking_io and all(shard.slot_keeps_weights for shard in shards),
         boundary=[boundaries((j, 0)) * each["boundary"] for j in range(len(shards) + 1)],
         overheads=_overheads(meter, gradient_bytes),
@@ -120,6 +128,10 @@ def step_model(
         own_slots=own_slots,
         spills=tier.scratch() is not None,
     )
+
+
+def _products(nbytes: Sequence[int], seconds_each: Sequence[float]) -> list[float]:
+    return [count * each for count, each in zip(nbytes, seconds_each, strict=True)]
 
 
 def _overheads(meter: Meter, gradient_bytes: Sequence[int]) -> Overheads:

@@ -22,7 +22,7 @@ import contextlib
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -219,11 +219,42 @@ class MemoryPlanner:
             gradients_wait=any(shard.blocking_io for shard in executor.shards)
             and not (updates["updates"] or model.sizes.draining_bytes),
             margin_bytes=self._memory.margin_bytes,
+            host_bytes=None if self._memory.on_host else self._host_bytes_left(),
             given=given,
         )
 
+    def _host_bytes_left(self) -> int:
+        """Of a device: bytes of host memory that shards in it and buffers of transfers and updates leave."""
+        executor = self._executor()
+        assert executor is not None
+        shards = zip(executor.bytes_in_memory(), self._streamer.shards, strict=True)
+        resting = (each for each, shard in shards if shard.file is not None)
+        buffers = executor.staging_bytes + self._streamer.gradient_offload.optimizers.buffer_bytes()
+        return max(0, self._limits.host_bytes - sum(each.total for each in resting) - buffers)
+
+    def _rest_in_host_memory(self) -> None:
+        """On a device: shards whose homes are files rest in host memory, as many as its limit allows."""
+        executor = self._executor()
+        assert executor is not None
+        if self._memory.on_host or executor.public.sharded:
+            return
+        optimizers, most = self._streamer.gradient_offload.optimizers, self._limits.host_bytes
+        if self._given.resident_bytes is not None:
+            most = min(most, self._given.resident_bytes)
+        most -= executor.staging_bytes + optimizers.buffer_bytes()
+        wanted: set[int] = set()
+        for shard, each in zip(self._streamer.shards, executor.bytes_in_memory(), strict=True):
+            most -= each.total
+            if most < 0:
+                break
+            # States of unknown size would come into memory with what an optimizer has yet to step.
+            if not (optimizers.awaits_states() and shard.trainable):
+                wanted.add(shard.index)
+        self._move(executor, wanted)
+
     def _plan_again(self, rows: Sequence[int]) -> None:
         self._streamer.apply_pending_updates()  # the first ones make the optimizer's states, whose bytes count
+        self._rest_in_host_memory()
         model = self._model(rows)
         try:
             found = self._within(lambda nbytes: search(model, nbytes, self._whole_limit_bytes))
@@ -280,16 +311,21 @@ class MemoryPlanner:
         self._memory.new_slots()
         executor = self._executor()
         assert executor is not None
-        try:
-            # Those that leave go first: in one call both would be in memory for a moment.
-            for wanted in (self._in_memory & choice.in_memory, choice.in_memory):
-                if wanted != self._in_memory:
-                    executor.keep_in_memory(wanted)
-        except (HomeInUseError, OSError, MemoryError) as error:
-            # The next choice is made for the shards that are in memory now.
-            self._warn(f"the plan for memory={self.limit_bytes:,} is followed without moving shards: {error}", "moves")
+        # Those that leave go first: in one call both would be in memory for a moment.
+        for wanted in (self._in_memory & choice.in_memory, choice.in_memory):
+            if wanted != self._in_memory and not self._move(executor, wanted):
+                break
         # Loads run ahead of use in two slots at least, if any shard is loaded.
         self._streamer.resize(choice.slots if self._in_memory == choice.in_memory else max(2, choice.slots))
+
+    def _move(self, executor: MovableHomes, wanted: Collection[int]) -> bool:
+        """Makes these shards rest in memory; warns where they cannot move: the next choice is for those that are."""
+        try:
+            executor.keep_in_memory(wanted)
+        except (HomeInUseError, OSError, MemoryError) as error:
+            self._warn(f"the plan for memory={self.limit_bytes:,} is followed without moving shards: {error}", "moves")
+            return False
+        return True
 
     def _choose(self, rows: Sequence[int], *, idle: bool) -> None:
         """The choice for micro-batches of so many rows, with the present slots and shards in memory if it fits so."""

@@ -63,6 +63,7 @@ class ResidentRunner(ShardRunner):
     def surveyed(self, boundary: Any, output_fn: OutputFn | None = None) -> tuple[Any, Rerun]:
         """A recorded forward that measures, see :meth:`forward_recorded`."""
         self.measures = True
+        self._graphs_measured.clear()
         try:
             return self.forward_recorded(boundary, output_fn)
         finally:

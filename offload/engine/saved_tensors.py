@@ -162,7 +162,12 @@ class MemoryProfileRecorder:
 
 @contextlib.contextmanager
 def weights_by_reference(
-    shard: Shard, recorder: MemoryProfileRecorder, cheap_recompute: bool = False, changing: Iterable[Tensor] = ()
+    shard: Shard,
+    recorder: MemoryProfileRecorder,
+    cheap_recompute: bool = False,
+    changing: Iterable[Tensor] = (),
+    *,
+    finds_casts: bool = True,
 ) -> Iterator[None]:
     """A context in which autograd saves views of ``shard``'s slot, and casts of them, by reference.
 
@@ -173,9 +178,12 @@ def weights_by_reference(
         cheap_recompute: save results of cheap operations as recipes; not under hooks of the user, which could not see
             the arguments of a recipe.
         changing: tensors that later forwards write in place, before backward; they are saved as copies.
+        finds_casts: whether the layers may cast weights. Finding casts looks at each operation; without it a cast is
+            saved as any other tensor.
     """
     address = shard.slot.untyped_storage().data_ptr()
-    casts = CastsSeen(shard.weight_casts, shard.slot) if shard.slot.numel() else None
+    in_slots = shard.slot.numel() > 0
+    casts = CastsSeen(shard.weight_casts, shard.slot) if in_slots and finds_casts else None
     user_hooks = lasting_hooks()
 
     def pack_by_user(tensor: Tensor) -> Any:
@@ -185,9 +193,9 @@ def weights_by_reference(
         return tensor.untyped_storage().data_ptr() == address
 
     def reference(tensor: Tensor) -> _Reference | None:
-        if casts is None or tensor.layout is not torch.strided or not tensor.numel():
+        if not in_slots or tensor.layout is not torch.strided or not tensor.numel():
             return None
-        cast = casts.find(tensor)
+        cast = None if casts is None else casts.find(tensor)
         if not in_slot(tensor) and cast is None:
             return None
         return _Reference(

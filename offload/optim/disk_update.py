@@ -291,7 +291,8 @@ class DiskParamBlock(ParamBlock):
             back = Write(part, place[0], place[1] + offset)
         else:
             if gradient.stride() != s.stride or gradient.device.type != "cpu":
-                dense = torch.empty_strided(s.parameter.shape, s.stride, dtype=gradient.dtype)
+                pinned = gradient.is_cuda  # see copied_to()
+                dense = torch.empty_strided(s.parameter.shape, s.stride, dtype=gradient.dtype, pin_memory=pinned)
                 gradient = job.gradients[k] = dense.copy_(gradient)
             resting = bytes_of(gradient)[offset : offset + nbytes]
             rounded = gradient.dtype != s.full_dtype

@@ -23,6 +23,7 @@ from offload.optim.encoded_step import EncodedWeights, step_encoded
 from offload.optim.groups import copied_options, options_of, same_option
 from offload.optim.io_requests import Copy, UpdateBlock, Write
 from offload.optim.state_forms import StateForm, fitting_form, hold, release
+from offload.storage.buffer import copied_to
 from offload.storage.contract import in_order
 from offload.streaming.formed_weights import formed_values, lower_part
 from offload.streaming.shard import Shard
@@ -305,7 +306,8 @@ class HostParamBlock(ParamBlock):
         """Updates the parameters in place."""
         self._check_dense(job)
         self.prepare(job.options, sparse=job.sparse)
-        gradients = [g if g is None else g.to(p.device) for g, p in zip(job.gradients, self.proxies, strict=True)]
+        pairs = zip(job.gradients, self.proxies, strict=True)
+        gradients = [None if g is None else copied_to(g, p.device) for g, p in pairs]
         rounded = {k for k, g in enumerate(gradients) if g is not None and g.dtype != self.proxies[k].dtype}
         wide = [g for k, g in enumerate(gradients) if g is not None and k not in rounded]
         if job.coefficient is not None and wide and not job.scaled:

@@ -200,9 +200,13 @@ class Filling:
         return 0 if profile is None else profile.kept_bytes(sizes.rows[i])
 
     def without_recipes(self, choice: Choice) -> Choice:
-        """Whole graphs, where all of them fit and every shard is in memory: recipes take time for each operation."""
+        """Whole graphs, where all of them fit and nothing else can use the memory: recipes take time for operations.
+
+        On the CPU every shard is in memory then; a device waits for the host, which finds and keeps the recipes.
+        """
         whole = replace(choice, cheap_recompute=False)
-        if len(choice.in_memory) < self._model.shards or len(choice.kept) < len(self.graphs):
+        in_use = self._model.host_bytes is None and len(choice.in_memory) < self._model.shards
+        if in_use or len(choice.kept) < len(self.graphs):
             return choice
         return whole if self.memory(whole) <= self._whole_limit else choice
 
@@ -213,9 +217,10 @@ class Filling:
             return choice
         away = [j for j in range(model.first, model.shards) if j not in choice.in_memory]
 
-        if model.given.gradient_bytes is not None:
-            total = [*itertools.accumulate(model.sizes.gradient_bytes[j] for j in away)]
-            away = away[: sum(nbytes <= model.given.gradient_bytes for nbytes in total)]
+        for most in (model.given.gradient_bytes, model.host_bytes):
+            if most is not None:
+                total = itertools.accumulate(model.sizes.gradient_bytes[j] for j in away)
+                away = away[: sum(nbytes <= most for nbytes in total)]
 
         def waiting(count: int) -> Choice:
             return replace(choice, waiting=frozenset(away[:count]))

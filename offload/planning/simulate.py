@@ -49,6 +49,8 @@ class Costs:
     update: Sequence[float] = ()
     boundary: Sequence[float] = ()
     kept_backward: Sequence[float] = ()
+    #: Of storing gradients that stay in host memory until their update; where it is empty they stay where they are.
+    waiting_drain: Sequence[float] = ()
     #: Of an update of a shard that rests in memory; as ``update`` where it is empty.
     resting_update: Sequence[float] = ()
     #: The shards whose homes are updated in place as soon as the optimizer steps, besides those that rest in memory.

@@ -87,6 +87,9 @@ class StepModel:
     least_slots: int = 2
     #: Whether the gradients of a shard can wait in memory.
     gradients_wait: bool = False
+    #: Bytes of host memory for these where layers compute on a device of its own; None: they wait in the memory that
+    #: layers compute in.
+    host_bytes: int | None = None
     #: Whether gradients in memory stay there from one backward to the next: they are accumulated, or zeroed in place.
     accumulates: bool = False
     #: Added to predicted bytes: what measured steps took more.
@@ -196,19 +199,20 @@ def _plan(model: StepModel, choice: Choice) -> Plan:
 
 
 def costs_of(model: StepModel, choice: Choice) -> Costs:
-    """The costs of a choice: gradients that wait in memory are not written, and their updates do not read them."""
+    """The costs of a choice: gradients that wait in memory are not written to files, nor read by their updates."""
     still = choice.in_memory | choice.waiting
     if not still:
         return model.costs
-    drain = [0.0 if j in still else seconds for j, seconds in enumerate(model.costs.drain)]
-    return replace(model.costs, drain=drain)
+    costs = model.costs
+    waiting = costs.waiting_drain or [0.0] * len(costs.drain)
+    return replace(costs, drain=[waiting[j] if j in still else seconds for j, seconds in enumerate(costs.drain)])
 
 
 def _sizes(model: StepModel, choice: Choice, forecast: Forecast | None) -> StepBytes:
     resting = sum(model.resting_bytes[j] for j in choice.in_memory)
     buffers = model.buffer_bytes if len(choice.in_memory) < model.shards else 0
     # Without recipes a graph holds what a recomputed cell saves, and its input.
-    waiting = choice.in_memory | choice.waiting
+    waiting = choice.in_memory | (choice.waiting if model.host_bytes is None else frozenset())
     smaller = model.sizes if choice.cheap_recompute else replace(model.sizes, kept_profiles={}, graph_bytes_per_row={})
     slot, own = model.slot_sizes(choice)
     return replace(

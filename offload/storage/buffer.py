@@ -24,6 +24,7 @@ from pipe.process import finalize_here
 
 __all__ = [
     "PAGE_BYTES",
+    "copied_to",
     "device_buffer",
     "empty_on_host",
     "host_buffer",
@@ -95,6 +96,14 @@ def on_own_storage(tensor: Tensor) -> Tensor:
     # Only an exchange of memory with another library makes a storage in the middle of another one; here both are torch.
     alone: Tensor = from_dlpack(tensor)
     return alone
+
+
+def copied_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device, itself if it is there; from a GPU to the host in page-locked memory, which is reused."""
+    if device.type != "cpu" or not tensor.is_cuda or tensor.layout is not torch.strided:
+        return tensor.to(device)
+    # Pages of ordinary memory would be taken from the system for each copy, which takes longer than the copy.
+    return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor)
 
 
 def view_memory(tensor: Tensor) -> memoryview:

@@ -28,7 +28,7 @@ from offload.streaming.optimizers import Optimizers
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 from offload.streaming.stored_gradients import GradientTypes, set_gradient
-from offload.telemetry.statistics import Meter
+from offload.telemetry.statistics import DRAIN_TO_MEMORY, Meter
 
 if TYPE_CHECKING:
     from offload.optim.in_backward import InBackward
@@ -229,7 +229,8 @@ class GradientOffload:
                 parameter = shard.owner_of(position)[1].parameter
                 moves.extend((parameter, move) for move in self._moves(shard, position, gradient, norms=norms))
         gradient = None
-        if not (self._tier.blocking_io and self._stays_in_memory(shard)):
+        kind = DRAIN_TO_MEMORY if self._tier.blocking_io and self._stays_in_memory(shard) else None
+        if kind is None:
             self._meter.bytes_stored += to_storage
         if not moves:
             return
@@ -240,7 +241,7 @@ class GradientOffload:
             self._synchronize()
 
         def copy() -> None:
-            with self._meter.on_lane("drain", f"D{shard.index}", nbytes):
+            with self._meter.on_lane("drain", f"D{shard.index}", nbytes, kind=kind):
                 while moves:
                     parameter, move = moves.popleft()
                     each = [norm_of(stored) if norms else None for stored in move()]

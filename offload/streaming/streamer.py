@@ -32,7 +32,7 @@ from offload.streaming.heap import Heap
 from offload.streaming.lane import Arrival, CopyLanes, error_context
 from offload.streaming.shard import Shard, State
 from offload.streaming.slot_pool import SlotPool
-from offload.telemetry.statistics import Meter
+from offload.telemetry.statistics import LOAD_FROM_MEMORY, Meter
 from pipe.torch_private.tensors import storage_uses
 
 if TYPE_CHECKING:
@@ -180,10 +180,11 @@ class Streamer:
         self._meter.shard_loads += 1
         nbytes = sum(s.nbytes for s in shard.at_home)
         self._meter.bytes_loaded += nbytes
+        kind = LOAD_FROM_MEMORY if shard.file is not None else None
 
         def fill() -> None:
             filled = pending is not None and pending.filled(slot)  # the update counted these bytes
-            with self._meter.on_lane("load", f"L{j}", 0 if filled else nbytes):
+            with self._meter.on_lane("load", f"L{j}", 0 if filled else nbytes, kind=kind):
                 shard.fill(slot, pending)
 
         owners = dict.fromkeys(owner for owner, _ in shard.loans)

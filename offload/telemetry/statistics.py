@@ -15,10 +15,12 @@ from offload.telemetry.contention import Contention
 from offload.telemetry.overheads import OverheadMeter
 from offload.telemetry.trace import Tracer
 
-__all__ = ["REDUCTION", "UPDATE_IN_MEMORY", "Meter", "Statistics"]
+__all__ = ["DRAIN_TO_MEMORY", "LOAD_FROM_MEMORY", "REDUCTION", "UPDATE_IN_MEMORY", "Meter", "Statistics"]
 
 #: Updates of shards that rest in memory, which read and write no files.
 UPDATE_IN_MEMORY = "update in memory"
+#: Copies between the compute device and shards, or gradients, that rest in host memory although their home is a file.
+LOAD_FROM_MEMORY, DRAIN_TO_MEMORY = "load from memory", "drain to memory"
 #: Sums of whole gradients over ranks, before each rank stores its part.
 REDUCTION = "reduction"
 
@@ -105,7 +107,8 @@ class Meter:
         self.held_bytes = 0
         self._peak = 0
         #: Time that copies take on their lanes, for their bytes.
-        self._lane_clocks = {lane: Clock(device) for lane in ("load", "drain", "boundary", REDUCTION)}
+        lanes = ("load", LOAD_FROM_MEMORY, "drain", DRAIN_TO_MEMORY, "boundary", REDUCTION)
+        self._lane_clocks = {lane: Clock(device) for lane in lanes}
         # An optimizer works on the host, whatever the layers compute on.
         self._lane_clocks |= {kind: Clock(torch.device("cpu")) for kind in ("update", UPDATE_IN_MEMORY)}
 

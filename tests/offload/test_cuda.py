@@ -170,17 +170,24 @@ def test_the_sanitizer_finds_no_race() -> None:
     assert "CSAN" not in result.stderr, result.stderr
 
 
+@pytest.mark.parametrize("ours", [False, True])
 @pytest.mark.parametrize("recompute", [True, False])
-def test_a_grad_scaler_trains_in_fp16(recompute: bool) -> None:
-    """Twin: test_transparency.py::test_any_combination_trains_like_the_bare_model, which draws bfloat16 autocast."""
+def test_a_grad_scaler_trains_in_fp16(recompute: bool, ours: bool) -> None:
+    """Twin: test_torch_private.py::test_a_grad_scaler_waits_for_its_copies_to_host_memory.
+
+    The scale is where the loss is, the gradients are in host memory. ``ours``: an OffloadOptimizer, else one of torch.
+    """
     bare = build(["linear", "rnn", "linear"])
     model = OffloadModel(copy.deepcopy(bare), "cuda", num_slices=3, checkpoint_activation=recompute)
     bare = bare.cuda()
     results = []
-    for run, device in ((bare, "cuda"), (model, "cpu")):
-        scaler = torch.amp.GradScaler(device, init_scale=2.0**20)  # the first steps overflow and are skipped
-        optimizer = torch.optim.SGD(run.parameters(), lr=0.05)
-        losses = []
+    for run in (bare, model):
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24)  # the first steps overflow and are skipped
+        if run is model and ours:
+            optimizer: torch.optim.Optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.05)
+        else:
+            optimizer = torch.optim.SGD(run.parameters(), lr=0.05)
+        losses, scales = [], []
         for step in range(12):
             x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(step)).cuda()
             with torch.autocast("cuda", dtype=torch.float16):
@@ -190,7 +197,8 @@ def test_a_grad_scaler_trains_in_fp16(recompute: bool) -> None:
             scaler.update()
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
-        results.append((losses, scaler.get_scale()))
+            scales.append(scaler.get_scale())
+        results.append((losses, scales))
     assert results[1][1] == results[0][1]
     assert results[1][0] == pytest.approx(results[0][0], rel=2e-2)
 
@@ -232,7 +240,8 @@ def stepped(recompute: bool, boundary_bytes: int | None) -> Callable[[], None]:
         model(x).sum().backward()
         model.zero_grad()
 
-    step()
+    for _ in range(3):  # the first two forwards compare weights with homes
+        step()
     return step
 
 
