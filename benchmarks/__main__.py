@@ -98,7 +98,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 
 def _run(name: str, words: Sequence[str]) -> int:
-    """Runs one benchmark. The results file is written after each group: the page can be made again from it.
+    """Runs one benchmark. The results file is written after each case: the page can be made again from it.
 
     Under torchrun the first process measures, and starts the ranks of each case; the others have nothing to do.
     """

@@ -31,6 +31,7 @@ from gradcache.streamed import StreamedModel, StreamedTowers, Tower
 from gradcache.two_pass import InputGradients
 from gradcache.used_modules import CallableModel, UsedModules
 from gradcache.wrapped.towers import WrappedTowers, streamed_inside, warn_once
+from offload.identities import identities_only
 from pipe.microbatch import rows_of
 
 if TYPE_CHECKING:
@@ -63,9 +64,10 @@ class Step:
         changes), and :meth:`gradcache.distributed.reduction.Reduction.check`.
         """
         own = [tower.model for tower in self.towers] + heads.modules
-        # A streamed model offloads its gradients itself.
-        at_home = [parameter for model in own for part in streamed_inside(model) for parameter in part.parameters()]
-        parameters = [p for module in own if not isinstance(module, StreamedModel) for p in module.parameters()]
+        with identities_only():
+            # A streamed model offloads its gradients itself.
+            at_home = [parameter for model in own for part in streamed_inside(model) for parameter in part.parameters()]
+            parameters = [p for module in own if not isinstance(module, StreamedModel) for p in module.parameters()]
         tensors = [tensor for module in own if isinstance(module, CallableModel) for tensor in module.tensors]
         reduction = Reduction(self._owner.towers, heads)
         with reduction.no_sync(), Accumulation([*parameters, *tensors, *heads.tensors], at_home) as accumulation:

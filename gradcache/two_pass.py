@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from gradcache import representations
 from gradcache.context_managers import RandContext, devices_in_use
 from gradcache.nested import map_tensors, tensors_in
+from offload.identities import identities_only
 from pipe.microbatch import gather_nested
 from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.module_state import WatchedModule
@@ -114,6 +115,7 @@ def first_pass(
     return output, state
 
 
+@identities_only()
 def is_trainable(model: nn.Module, chunks: Sequence[Any]) -> bool:
     """Whether any parameter of the model or any input needs a gradient."""
     wanted = any(parameter.requires_grad for parameter in model.parameters())

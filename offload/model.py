@@ -101,7 +101,7 @@ class OffloadModel(RunningModule):
             (shard), or two (replicate, shard). Each rank stores a part of each parameter, its gradient and its
             optimizer states; all may pass one directory. ``parameters()`` are DTensors, and gradients are means over
             ranks. All ranks make the same calls. What does not stream is stored whole by each; ``memory`` is a rank's.
-            Its type is that of ``device``: ``"cpu"`` with gloo, or ``"cuda"`` with nccl (which has not run on a GPU).
+            Its type is that of ``device``: ``"cpu"`` with gloo, or ``"cuda"`` with nccl (of which one GPU has run).
         gradient_divide_factor: with ``mesh``, divide sums of gradients by this instead of the number of ranks.
         gradient_dtype: ``torch.bfloat16`` to store gradients at home in 16 bits, rounded once from their sum over
             micro-batches: ``.grad`` has this type, norms are those of what is stored, and an

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from offload.arguments import layers_of
 from offload.engine.executor import Executor
 from offload.engine.structure import Structure
+from offload.identities import values_may_be_read
 from offload.memory import MemoryArguments
 from offload.storage import Tier
 from offload.storage.state_views import on_own_storages
@@ -107,7 +108,8 @@ class ModuleAtHome(nn.Module):
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """As in torch, which finds parameters and buffers with it, also from a module around this one."""
-        self._executor.streamer.apply_pending_updates()
+        if values_may_be_read():
+            self._executor.streamer.apply_pending_updates()
         found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
         return found
 

@@ -46,7 +46,8 @@ class MemoryPolicy:
             they fit, and are not recomputed, from the second step on (the first one measures). Only with recomputation.
         gradient_bytes: gradients that wait in host memory for the update of an ``OffloadOptimizer``, where homes are
             on disk. Those that fit are neither written nor read: 4 bytes less of each.
-        resident_bytes: shards that rest in host memory although their home is a file.
+        resident_bytes: shards that rest in host memory although their home is a file. Beside a GPU, as many as the
+            number for the host allows, in page-locked memory; gradients of the others wait in what is left.
         join_chunks: which chunks may run together. None: where layers draw no random numbers and do not look across
             rows; True: also where they draw; False: none. Batch normalisation that trains keeps chunks apart in any
             case.

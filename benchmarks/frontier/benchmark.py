@@ -10,6 +10,8 @@ What runs is training of the transformer of ``optimizer``, or with ``--work cont
 """
 
 import math
+import statistics
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -47,8 +49,9 @@ ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1"}
 WORDS = (
     "Times are medians of the steps in turn, to those of the first row (least to greatest). `peak` is the most that a "
     "process held in a step, above what it held before the model was made; `planning` the same from the first step to "
-    "the last plan. `predicted s` is what was predicted when the plan of these steps was chosen, before them; "
-    "`by all steps` the same plan with what they measured, too."
+    "the last plan. `predicted s` is what was predicted when the plan of these steps was chosen, before them, and how "
+    "far that is off: its ratio to resident steps in turn until then, beside the ratio of these steps to those in turn "
+    "with them. `by all steps`: the same plan with what these steps measured, too."
 )
 
 
@@ -139,6 +142,18 @@ def goal_of(outcome: Outcome) -> float | None:
     )
 
 
+def planned_off(outcome: Outcome) -> float:
+    """How far the seconds that were predicted with the plan are off, relative.
+
+    The rate of a host changes between a prediction and the steps that it is about. So the predicted time is taken to
+    that of resident steps in turn before it, and the measured one to that of resident steps in turn with it.
+    """
+    planned = float(outcome.result["plan"]["planned_seconds"])
+    if not outcome.before:
+        return planned / outcome.median() - 1
+    return planned / statistics.median(each["seconds"] for each in outcome.before) / outcome.ratio() - 1
+
+
 def loss_difference(outcome: Outcome, reference: Outcome) -> float:
     """Relative difference of two losses, at the last step that both cases have taken; NaN without steps."""
     both = list(zip(outcome.values("loss"), reference.values("loss"), strict=False))
@@ -171,9 +186,9 @@ def report(run: Run) -> list[str]:
             return "-"
         return f"{mebibytes(found['bytes'])} ({found['bytes'] / peak_of(outcome) - 1:+.1%})"
 
-    def seconds(outcome: Outcome, when: str) -> str:
+    def seconds(outcome: Outcome, when: str, off: Callable[[Outcome], float]) -> str:
         found = outcome.result.get("plan")
-        return f"{found[when]:.3f} ({found[when] / outcome.median() - 1:+.1%})" if found else "-"
+        return f"{found[when]:.3f} ({off(outcome):+.1%})" if found else "-"
 
     columns = {
         "memory": lambda o: mebibytes(allowed(o)) if allowed(o) else "-",
@@ -184,8 +199,8 @@ def report(run: Run) -> list[str]:
         "s/step": lambda o: f"{o.median():.3f}",
         "time": lambda o: spread(o.ratios()) if o is not reference else "1",
         "goal": lambda o: f"{goal_of(o):.2f}" if goal_of(o) else "-",
-        "predicted s": lambda o: seconds(o, "planned_seconds"),
-        "by all steps": lambda o: seconds(o, "seconds"),
+        "predicted s": lambda o: seconds(o, "planned_seconds", planned_off),
+        "by all steps": lambda o: seconds(o, "seconds", lambda o: o.result["plan"]["seconds"] / o.median() - 1),
         "slots": lambda o: plan(o, "{slots}"),
         "shards in memory": lambda o: plan(o, "{in_memory} of {shards}"),
         "graphs kept": lambda o: plan(o, "{kept} of {cells}"),
@@ -226,7 +241,7 @@ def bounds(run: Run) -> list[str]:
             continue
         off = abs(found["bytes"] / peak_of(outcome) - 1)
         broken += at_most(f"{name}: the prediction of memory is off, which", off, MEMORY_ERROR, "{:.1%}".format)
-        off = abs(found["planned_seconds"] / outcome.median() - 1)
+        off = abs(planned_off(outcome))
         broken += at_most(f"{name}: the prediction of time is off, which", off, TIME_ERROR, "{:.1%}".format)
     for outcome in outcomes:
         difference = loss_difference(outcome, reference)

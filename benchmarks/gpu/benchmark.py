@@ -1,10 +1,11 @@
 """``gpu``: everything that needs a GPU in one command: the CUDA tests, then the benchmarks, small models first.
 
 Each part is a command with a time limit; together the limits are under ten minutes. A part that fails, hangs or is
-killed is reported; the others still run, and what was written by then is kept. ``--dry-run`` runs the same parts on the
-CPU with tiny models, so that a mistake in them is found without a GPU.
+killed is reported; the others still run, and of a part that did not end in time the cases that did are on its page.
+``--dry-run`` runs the same parts on the CPU with tiny models, so that a mistake in them is found without a GPU.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -25,8 +27,9 @@ from benchmarks.harness.table import case_table
 PARTS = ("tests", "train-small", "train-1b", "memory-latency", "train-7b")
 TINY = "--layers 4 --dim 64 --rows 4 --positions 4"
 #: A test file that cannot be imported affects only itself, and what another version of torch deprecates is no failure.
-TEST_OPTIONS = "-q -k cuda -p no:cacheprovider -W default --continue-on-collection-errors"
+TEST_OPTIONS = "-q -n 5 --dist load -k cuda -p no:cacheprovider -W default --continue-on-collection-errors"
 LAST_LINES = 12  # of a part's output, for the page
+ENDING = 20  # seconds for a part to end its processes
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,11 @@ def parts_of(settings: Settings) -> list[Case]:
 
     curve = f"--pairs {1 if dry else 3} --only torch save_on_cpu FSDP2 fairscale host budget"
     cases = [
-        part("tests", f"pytest {TEST_OPTIONS} {' '.join(settings.tests)}", 100),
-        part("train-small", f"benchmarks gpu-train {size(12, 1024, 8, 512)}", 60),
-        part("train-1b", f"benchmarks gpu-train {size(24, 2048, 8, 512)}", 110),
-        part("memory-latency", f"benchmarks memory-latency {size(16, 1024, 16, 256)} {curve}", 150),
-        part("train-7b", f"benchmarks gpu-train {size(32, 4096, 8, 512, ' --only ours: --steps 6')}", 165),
+        part("tests", f"pytest {TEST_OPTIONS} {' '.join(settings.tests)}", 90),
+        part("train-small", f"benchmarks gpu-train {size(12, 1024, 8, 512)}", 80),
+        part("train-1b", f"benchmarks gpu-train {size(24, 2048, 8, 512)} --steps 6", 160),
+        part("memory-latency", f"benchmarks memory-latency {size(16, 1024, 16, 256)} {curve}", 120),
+        part("train-7b", f"benchmarks gpu-train {size(32, 4096, 8, 512, ' --only ours: --steps 5')}", 140),
     ]
     return [case for case in cases if case.name in settings.parts]
 
@@ -94,11 +97,18 @@ def run_part(case: Case, environment: dict[str, str] | None = None) -> Outcome:
                 outcome.result, outcome.failure = ({}, None) if status == 0 else (None, f"exit status {status}")
             except subprocess.TimeoutExpired:
                 outcome.failure = f"not done after {seconds:.0f} s"
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(ENDING)
             finally:
-                if process.poll() is None:  # also at an interrupt from outside
-                    os.killpg(process.pid, signal.SIGKILL)
+                if process.poll() is None or outcome.failure:  # also at an interrupt from outside
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
         printed.seek(0)
         lines = [line.rstrip() for line in printed.read().splitlines()]
+    if outcome.failure and "--out" in words and (results := Path(f"{words[words.index('--out') + 1]}.jsonl")).exists():
+        page = [sys.executable, "-m", "benchmarks", "report", str(results)]
+        lines += subprocess.run(page, env=environment, capture_output=True, text=True, check=False).stdout.splitlines()
     outcome.seconds = time.perf_counter() - started
     outcome.steps.append({"tail": "\n".join([line for line in lines if line][-LAST_LINES:])})
     print(outcome.steps[0]["tail"], flush=True)

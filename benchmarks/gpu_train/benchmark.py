@@ -1,4 +1,4 @@
-"""``gpu-train``: full AdamW in bf16 over fp32 masters: memory on device and host, and time, of each method.
+"""``gpu-train``: full AdamW over fp32 masters: memory on device and host, and time, of each method.
 
 Forward and backward are those of ``memory-latency``. Made for a GPU, whose peak is that of torch's allocator; on the
 CPU the same cases run with a small model, which shows that they work and nothing else.
@@ -24,7 +24,7 @@ HOST_UPDATES = ("ours", "planned", "checkpointed torchao", "fairscale_offload") 
 PLANNED_AFTER = 4  # steps, in which plans are chosen
 NAMED: list[tuple[str, str, str]] = [  # name, method of ``memory-latency`` and optimizer, peer
     ("ours: OffloadModel, OffloadOptimizer", "ours", ""),
-    ("ours, one number: memory='auto'", "planned", ""),
+    ("torch, all on the device", "plain", ""),
     ("torch, all on the device, checkpoint", "checkpointed", ""),
     ("torch, save_on_cpu", "saved_on_cpu", ""),
     ("torchao CPUOffloadOptimizer, checkpoint", "checkpointed torchao", "torchao"),
@@ -41,6 +41,8 @@ class Settings:
     dim: int = option(1024, "channels", multiple=64)
     rows: int = option(8, "rows of the batch")
     positions: int = option(512, "tokens of a row")
+    dtype: str = option("bfloat16", "in which layers compute", choices=("bfloat16", "float32"))
+    memory: tuple[str, ...] = option(("auto",), "ours plans with each of these as memory=, and homes in host memory")
     steps: int = option(8, "of which the first four are not timed, in which plans are chosen", least=5)
     only: tuple[str, ...] = option(("",), "only cases with one of these in their names")
 
@@ -56,9 +58,11 @@ def measure(run: Run) -> None:
     settings = run.settings
     stack = Stack(settings.layers, settings.dim, settings.rows, settings.positions)
     cases = []
-    for name, method, peer in NAMED:
+    planned = [(f"ours, memory={memory!r}", "planned", "") for memory in settings.memory]
+    for name, method, peer in [*NAMED[:1], *planned, *NAMED[1:]]:
         if any(word in name for word in settings.only):
-            how = {"method": method, "stack": asdict(stack), "device": settings.device}
+            how = {"method": method, "stack": asdict(stack), "device": settings.device, "dtype": settings.dtype}
+            how |= {"memory": name.split("'")[1]} if method == "planned" else {}
             # With the optimizer in host memory gradients move there and parameters back: those of peers are fp32.
             updated, masters = adamw_bytes(stack.parameters), 4.0 * stack.parameters
             work = {"copied_bytes": updated} if method in HOST_UPDATES else {"on_device_bytes": updated}
@@ -72,7 +76,7 @@ def measure(run: Run) -> None:
 def rates(settings: Settings) -> dict[str, Any]:
     """bf16 rates; small sizes on a CPU."""
     size = {"file_bytes": 32 << 20, "side": 256} if settings.device == "cpu" else {"side": 8192}
-    return {"device": settings.device, "dtype": "bfloat16", **size}
+    return {"device": settings.device, "dtype": settings.dtype, **size}
 
 
 def report(run: Run) -> list[str]:
@@ -89,8 +93,9 @@ def report(run: Run) -> list[str]:
     }
     words = (
         f"{stack.blocks} blocks, {stack.parameters / 1e6:,.0f} M parameters, {stack.rows} rows of {stack.positions} "
-        "tokens. bf16 arithmetic, fp32 masters, AdamW. Limits count a forward and a backward with nothing recomputed, "
-        "AdamW's reads and writes where the method has its states, and what must move between host and device then."
+        f"tokens. {run.settings.dtype} arithmetic, fp32 masters, AdamW. Limits count a forward and a backward with "
+        "nothing recomputed, AdamW's reads and writes where the method has its states, and what must move between host "
+        "and device then."
     )
     return [case_table(run.outcomes, columns, "method"), words]
 

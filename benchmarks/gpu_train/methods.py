@@ -22,20 +22,19 @@ def _layers(stack: Stack) -> nn.Sequential:
     return nn.Sequential(*(Block(stack.dim) for _ in range(stack.blocks)))
 
 
-def _ours(stack: Stack, device: str, method: str) -> tuple[Any, Any]:
-    """``OffloadModel`` in host memory: with the least memory, and updates during backward; or ``planned``."""
+def _ours(stack: Stack, device: str, dtype: torch.dtype, memory: str | None) -> tuple[Any, Any]:
+    """``OffloadModel`` in host memory: planned for ``memory``; or with the least, and updates during backward."""
     from offload import OffloadModel, OffloadOptimizer
 
     with torch.device("meta"):  # given memory shard by shard: the bare model never exists
         layers = _layers(stack)
-    planned = method == "planned"
     options: dict[str, Any] = {"num_slices": stack.blocks, "checkpoint_activation": True}
-    options = {"memory": "auto"} if planned else options
-    model = OffloadModel(layers, device, "cpu", param_dtype=torch.bfloat16, **options)
-    return model, OffloadOptimizer(model, torch.optim.AdamW, update_in_backward=not planned, **OPTIONS)
+    options = options if memory is None else {"memory": memory}
+    model = OffloadModel(layers, device, "cpu", param_dtype=None if dtype is torch.float32 else dtype, **options)
+    return model, OffloadOptimizer(model, torch.optim.AdamW, update_in_backward=memory is None, **OPTIONS)
 
 
-def _theirs(stack: Stack, device: str, method: str) -> tuple[Any, Any]:
+def _theirs(stack: Stack, device: str, dtype: torch.dtype, method: str) -> tuple[Any, Any]:
     """A method of ``memory-latency`` under autocast, with AdamW where its parameters are, or torchao's optimizer."""
     if method.endswith("torchao") and device == "cpu":
         raise CannotRunError("torchao's optimizer needs a GPU: it copies in CUDA streams")
@@ -52,17 +51,20 @@ def _theirs(stack: Stack, device: str, method: str) -> tuple[Any, Any]:
         optimizer = torch.optim.AdamW(trained.parameters(), **OPTIONS)
 
     def run(batch: Tensor) -> Tensor:
-        with torch.autocast(torch.device(device).type, torch.bfloat16):
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype is torch.bfloat16):
             return prepared.run(batch)
 
     return run, optimizer
 
 
-def train(report: Reporter, method: str, stack: dict[str, Any], device: str) -> dict[str, Any]:
+def train(
+    report: Reporter, method: str, stack: dict[str, Any], device: str, dtype: str, memory: str | None = None
+) -> dict[str, Any]:
     """A training step in each turn; the first ones also make the states of the optimizer."""
-    chosen = Stack(**stack)
+    chosen, computes = Stack(**stack), getattr(torch, dtype)
     report.phase(FLOOR)
-    run, optimizer = (_ours if method in OURS else _theirs)(chosen, device, method)
+    ours = method in OURS
+    run, optimizer = _ours(chosen, device, computes, memory) if ours else _theirs(chosen, device, computes, method)
     batch = chosen.batch().to(device)
 
     def step() -> Tensor:

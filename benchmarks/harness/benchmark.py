@@ -34,7 +34,12 @@ class Run:
 
     def group(self, name: str, cases: Sequence[Case], order: str = "alone", **how: int) -> list[Outcome]:
         """Measures cases in one of the orders of :func:`benchmarks.harness.schedule.run_group`."""
-        self.groups[name] = run_group(cases, self.folder, order, **how)
+
+        def done(outcomes: list[Outcome]) -> None:
+            self.groups[name] = outcomes
+            self.save(self)
+
+        self.groups[name] = run_group(cases, self.folder, order, done=done, **how)
         self.save(self)
         return self.groups[name]
 
@@ -93,7 +98,7 @@ def run_benchmark(
 ) -> Run:
     """Measures rates and all groups, in a folder below ``home`` that is removed at the end.
 
-    ``save`` gets the run after each group: an interruption of a long run does not lose what was measured.
+    ``save`` gets the run after each case: an interruption of a long run does not lose what was measured.
 
     Raises:
         ValueError: if the settings make no run possible.

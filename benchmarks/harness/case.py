@@ -45,8 +45,9 @@ class Outcome:
 
     Exactly one of three is not None: ``result``, what the function returned; ``skipped``, why it cannot run on this
     machine; ``failure``, why it ended without a result. ``steps`` holds what each timed step reported; ``reference``,
-    where cases took turns, the times of the reference's step next to each of them. ``moments`` holds the bytes that the
-    process held at named moments, ``peaks`` the most that it held in each phase.
+    where cases took turns, the times of the reference's step next to each of them, and ``before`` those of the turns
+    that were dropped. ``moments`` holds the bytes that the process held at named moments, ``peaks`` the most that it
+    held in each phase.
     """
 
     case: Case
@@ -55,6 +56,7 @@ class Outcome:
     skipped: str | None = None
     steps: list[dict[str, Any]] = field(default_factory=list)
     reference: list[dict[str, float]] = field(default_factory=list)
+    before: list[dict[str, float]] = field(default_factory=list)
     moments: dict[str, int] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
     data_peak_bytes: int = 0  #: private memory that was mapped, used or not: what a memory cap counts

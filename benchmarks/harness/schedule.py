@@ -19,7 +19,12 @@ MOST_TIMES = 3
 
 
 def run_group(
-    cases: Sequence[Case], folder: str | Path, order: str = "alone", turns: int = 0, warmup: int = 0
+    cases: Sequence[Case],
+    folder: str | Path,
+    order: str = "alone",
+    turns: int = 0,
+    warmup: int = 0,
+    done: Callable[[list[Outcome]], None] = lambda outcomes: None,
 ) -> list[Outcome]:
     """Runs cases in one of three orders; their outcomes in the order of the cases.
 
@@ -28,7 +33,8 @@ def run_group(
     * ``pairs``: each in turn with the first, which keeps its process, ``turns`` times; where these leave the median of
       the ratios in doubt, up to three times as often. A case that ends early has the pairs that were complete by then.
 
-    Before the counted turns come ``warmup`` turns whose steps are dropped. The reference is the first case.
+    Before the counted turns come ``warmup`` turns whose steps are dropped; those of ``pairs`` are taken in turn, too.
+    The reference is the first case. ``done`` gets the outcomes so far whenever a case has ended.
     """
     kept = 1 if order == "pairs" else 0
     lots = [cases] if order == "rounds" else [[case] for case in cases[kept:]]
@@ -37,13 +43,15 @@ def run_group(
         outcomes: list[Outcome] = []
         for lot in lots:
             with contextlib.ExitStack() as inner:
-                processes = first + [_start(case, folder, warmup, inner) for case in lot]
+                processes = first + [_start(case, folder, 0 if first else warmup, inner) for case in lot]
+                _warm_up(processes, warmup if first else 0)
                 ratios = processes[-1].outcome.ratios
                 for k in rounds_until_known(ratios, turns) if first else range(turns):
                     if first and not all(process.waiting for process in processes):
                         break  # one of the two has ended; its outcome says why
                     _round(processes, k)
                 outcomes += [process.finish() for process in processes[kept:]]
+                done([*(process.outcome for process in first), *outcomes])
         return [process.finish() for process in first] + outcomes
 
 
@@ -55,6 +63,17 @@ def _start(case: Case, folder: str | Path, warmup: int, stack: contextlib.ExitSt
         process.turn()
     del process.outcome.steps[:warmup]
     return process
+
+
+def _warm_up(processes: Sequence[CaseProcess], rounds: int) -> None:
+    """Rounds of a pair whose steps are dropped; the reference's times of them are kept apart."""
+    for k in range(rounds):
+        if all(process.waiting for process in processes):
+            _round(processes, k)
+    if rounds:
+        outcome = processes[-1].outcome
+        outcome.before, outcome.reference = outcome.reference, []
+        del outcome.steps[:rounds]
 
 
 def _round(processes: Sequence[CaseProcess], k: int) -> None:

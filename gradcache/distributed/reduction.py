@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradcache import representations
 from gradcache.used_modules import UsedModules, leaves_of
+from offload.identities import identities_only
 from pipe.nested import tensors_in
 from pipe.recompute.module_hooks import EngineHook
 from pipe.torch_private.autograd import at_end_of_backward
@@ -52,6 +53,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
+@identities_only()
 def wrappers_in(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
     """Each DistributedDataParallel among ``modules`` and their submodules, once."""
     if not dist.is_available() or not dist.is_initialized():
@@ -109,6 +111,7 @@ class Reduction:
         ValueError: if towers are wrapped with different process groups.
     """
 
+    @identities_only()
     def __init__(self, models: Sequence[nn.Module], heads: UsedModules) -> None:
         self._wrapped = wrappers_in([*models, *heads.modules])
         groups = {id(model.process_group): model.process_group for model in self._wrapped}

@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from offload import OffloadEmbeddingBag
+from offload.identities import identities_only
 
 __all__ = ["check_equal_chunks", "is_sharded"]
 
 
+@identities_only()
 def is_sharded(module: nn.Module) -> bool:
     """Whether FSDP, of either kind, shards the module or a part of it, or a table of it is dealt to ranks."""
     if any(isinstance(inner, OffloadEmbeddingBag) and inner.is_shared for inner in module.modules()):
@@ -29,6 +31,7 @@ def is_sharded(module: nn.Module) -> bool:
     return any(isinstance(inner, kinds) for inner in module.modules())
 
 
+@identities_only()
 def check_equal_chunks(models: Sequence[nn.Module], chunks: Sequence[int]) -> None:
     """Raises ValueError, in every process that shares a sharded tower, if their numbers of chunks differ."""
     counts = [count for model, count in zip(models, chunks, strict=True) if is_sharded(model)]

@@ -22,7 +22,8 @@ from offload.advise.report import Report
 from offload.advise.sources import outline_of
 from offload.advise.works import widest_product, works_of
 from offload.arguments import compute_device
-from offload.machine import free_bytes
+from offload.limits import AUTO_SHARE
+from offload.machine import free_bytes, free_host_bytes
 from offload.planning.budget import parse_bytes
 from offload.planning.byte_forms import ByteForm
 
@@ -115,7 +116,8 @@ def report_of(arguments: argparse.Namespace) -> Report:
         )
     except OSError as error:
         raise ValueError(f"--home: cannot write in {arguments.home!r}: {error}; pass another directory") from error
-    situation = Situation(shards, works, rows, optimizer, rates, device.type == "cpu")
+    host_bytes = None if device.type == "cpu" else int(AUTO_SHARE * free_host_bytes())
+    situation = Situation(shards, works, rows, optimizer, rates, host_bytes)
     advices = advise(situation, limit)
     named = dict(advices)
     offered = named["given"] if named["given"].prediction is not None else named["least"]

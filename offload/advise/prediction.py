@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -156,7 +157,22 @@ class Situation:
     rows: Sequence[int]
     optimizer: OptimizerRate
     rates: Rates
-    on_host: bool
+    #: Of host memory, beside a device; None where layers compute there.
+    host_bytes: int | None = None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether layers compute in host memory."""
+        return self.host_bytes is None
+
+    @cached_property
+    def resting(self) -> dict[int, int]:
+        """Beside a device: the shards that rest in host memory, and the bytes of each."""
+        shards, states = self.shards, self.shards.state_bytes(self.optimizer.states)
+        parts = zip(shards.home_bytes, shards.stored_gradient_bytes, states, strict=True)
+        each = [int(sum(part)) for part in parts]
+        fits = itertools.takewhile(lambda total: total <= (self.host_bytes or 0), itertools.accumulate(each))
+        return {j: each[j] for j, _ in enumerate(fits)}
 
     def step_model(self, limit_bytes: int) -> StepModel:
         """The model of a step for a limit, on which the optimizer's buffers depend."""
@@ -167,24 +183,30 @@ class Situation:
         share = sum(self.rows) / len(self.rows) / self.rows[0]
         forward = [share * self._seconds(w.forward_flops, w.forward_bytes) for w in self.works]
         kept = [share * self._seconds(w.backward_flops, w.backward_bytes) for w in self.works]
-        slowest = max(1 / rates.read_bytes, 1 / rates.to_device_bytes if rates.to_device_bytes else 0.0)
-        slowest_back = max(1 / rates.write_bytes, 1 / rates.to_device_bytes if rates.to_device_bytes else 0.0)
+        link = 1 / rates.to_device_bytes if rates.to_device_bytes else 0.0
+        slowest, slowest_back = max(1 / rates.read_bytes, link), max(1 / rates.write_bytes, link)
+        resting = self.resting
         boundaries = [0, *(w.output_bytes for w in self.works)]
 
         def size(key: tuple[int, int]) -> int:
             return boundaries[key[0]] * self.rows[key[1]] // self.rows[0]
 
         costs = Costs(
-            load=[nbytes * slowest for nbytes in shards.loaded_bytes],
+            load=[nbytes * (link if j in resting else slowest) for j, nbytes in enumerate(shards.loaded_bytes)],
             forward=forward,
             backward=[a + b for a, b in zip(forward, kept, strict=True)],
             kept_backward=kept,
-            drain=[nbytes * slowest_back for nbytes in shards.stored_gradient_bytes],
+            drain=[
+                nbytes * (link if j in resting else slowest_back)
+                for j, nbytes in enumerate(shards.stored_gradient_bytes)
+            ],
+            waiting_drain=() if self.on_host else [nbytes * link for nbytes in shards.stored_gradient_bytes],
             update=[self._update_seconds(j) for j in range(count)],
             resting_update=[nbytes / self.optimizer.bytes_per_second for nbytes in gradient_bytes],
             boundary=[share * nbytes * slowest_back for nbytes in boundaries],
             contention=PRIOR if self.on_host else 0.0,
             updates_fill_slots=self._fills_slots,
+            updated_at_step=frozenset(resting),
         )
         buffers = 0
         if self.optimizer.states and self.on_host:
@@ -195,7 +217,7 @@ class Situation:
                 rounded=shards.form.gradients != "full",
             )
             buffers = stored.buffer_bytes(update_block_bytes_of(largest, limit_bytes // BUFFERS_SHARE, stored))
-        resting = zip(shards.home_bytes, shards.state_bytes(self.optimizer.states), strict=True)
+        movable_bytes = zip(shards.home_bytes, shards.state_bytes(self.optimizer.states), strict=True)
         movable = self.on_host and not shards.casts
         return StepModel(
             shards=count,
@@ -213,9 +235,12 @@ class Situation:
             buffer_bytes=buffers,
             updates=Updates(pending=frozenset(range(first, count)), updates=False, clips=False),
             resting_bytes={
-                j: weights + states for j, (weights, states) in enumerate(resting) if movable and not shards.borrows[j]
+                j: weights + states
+                for j, (weights, states) in enumerate(movable_bytes)
+                if movable and not shards.borrows[j]
             },
             gradients_wait=True,
+            host_bytes=None if self.host_bytes is None else self.host_bytes - sum(resting.values()),
         )
 
     def _seconds(self, flops: float, nbytes: float) -> float:
@@ -237,7 +262,7 @@ class Situation:
 
     def _update_seconds(self, shard: int) -> float:
         """Of reading and writing for the update of a shard, or of its arithmetic, whichever takes longer."""
-        moved, rates = self.update_bytes(shard), self.rates
+        moved, rates = Moved() if shard in self.resting else self.update_bytes(shard), self.rates
         seconds = moved.seconds_reading(rates) + moved.seconds_writing(rates)
         return max(self.shards.gradient_bytes[shard] / self.optimizer.bytes_per_second, seconds)
 
@@ -293,21 +318,23 @@ def moved_by(situation: Situation, advice: Advice) -> tuple[Moved, Moved]:
     """What loads and drains of a step read and write, and what its updates do; boundaries do not count."""
     prediction = advice.prediction
     assert prediction is not None
-    choice, shards = prediction.choice, situation.shards
+    shards = situation.shards
+    in_memory, waiting = prediction.choice.in_memory | situation.resting.keys(), prediction.choice.waiting
     kinds = {kind: [a.shard for a in prediction.plan.actions if a.kind is kind] for kind in Kind}
     stored, loaded = shards.stored_gradient_bytes, shards.loaded_bytes
-    drained = (j for j in kinds[Kind.DRAIN] if j not in choice.in_memory | choice.waiting)
-    copies = Moved(read=sum(loaded[j] for j in kinds[Kind.LOAD]), written=sum(stored[j] for j in drained))
+    drained = (j for j in kinds[Kind.DRAIN] if j not in in_memory | waiting)
+    read = sum(loaded[j] for j in kinds[Kind.LOAD] if j not in in_memory)
+    copies = Moved(read=read, written=sum(stored[j] for j in drained))
     updates = Moved()
     for j in kinds[Kind.UPDATE]:
-        if j not in choice.in_memory:
+        if j not in in_memory:
             each = situation.update_bytes(j)
-            updates += replace(each, read=each.read - (stored[j] if j in choice.waiting else 0))
+            updates += replace(each, read=each.read - (stored[j] if j in waiting else 0))
     return copies, updates
 
 
 def bound_of(situation: Situation, advice: Advice) -> str:
-    """Which of compute, reads, writes and updates takes longest."""
+    """Which of compute, copies to a device, reads, writes and updates takes longest."""
     prediction = advice.prediction
     assert prediction is not None
     copies, updates = moved_by(situation, advice)
@@ -315,8 +342,10 @@ def bound_of(situation: Situation, advice: Advice) -> str:
     link = rates.to_device_bytes or math.inf
     copying = replace(rates, read_bytes=min(rates.read_bytes, link), write_bytes=min(rates.write_bytes, link))
     updated = (action.shard for action in prediction.plan.actions if action.kind is Kind.UPDATE)
+    loaded = sum(situation.shards.loaded_bytes[a.shard] for a in prediction.plan.actions if a.kind is Kind.LOAD)
     found = {
         "compute": prediction.compute_seconds,
+        "copying": loaded / link,
         "reading": copies.seconds_reading(copying) + updates.seconds_reading(rates),
         "writing": copies.seconds_writing(copying) + updates.seconds_writing(rates),
         "updating": sum(gradients[j] for j in updated) / situation.optimizer.bytes_per_second,

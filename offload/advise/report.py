@@ -105,6 +105,7 @@ class Report:
             "home_bytes": self.home_bytes,
             "disk_free_bytes": self.disk_free_bytes,
             "free_bytes": self.free_bytes,
+            "shards_in_host_memory": None if self.situation.on_host else len(self.situation.resting),
             "rates": self.situation.rates.fields(),
             "optimizer": {
                 "name": self.optimizer,
@@ -158,6 +159,7 @@ class Report:
             f"read {rates.read_bytes / 1e9:.2f} GB/s, write {rates.write_bytes / 1e9:.2f} GB/s "
             f"({'direct' if rates.direct else 'page cache'}), memory {rates.touched_bytes / 1e9:.1f} GB/s, "
             f"{self.optimizer} {self.situation.optimizer.bytes_per_second / 1e9:.2f} GB/s of gradients",
+            *self._host_line(),
             "",
             *self._table(),
             "",
@@ -168,6 +170,17 @@ class Report:
             *self.lines,
         ]
         return "\n".join(lines)
+
+    def _host_line(self) -> list[str]:
+        """Beside a device: what rests in host memory."""
+        situation = self.situation
+        if situation.host_bytes is None:
+            return []
+        count, nbytes = len(situation.resting), sum(situation.resting.values())
+        return [
+            f"host memory: {count} of {len(situation.shards.layers)} shards rest there, {size(nbytes)} of "
+            f"{size(situation.host_bytes)} that may be used"
+        ]
 
     def _table(self) -> list[str]:
         cells = [("memory", "", "s/step", "tokens/s", "bound by", "plan")]

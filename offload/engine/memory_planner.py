@@ -27,6 +27,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from offload.engine.gradients_held import gradient_bytes, gradients_there, unowned_gradients
+from offload.engine.host_memory import bytes_left, shards_that_fit
 from offload.engine.least_limit import too_little
 from offload.engine.step_memory import StepMemory
 from offload.limits import MemoryLimits
@@ -219,38 +220,16 @@ class MemoryPlanner:
             gradients_wait=any(shard.blocking_io for shard in executor.shards)
             and not (updates["updates"] or model.sizes.draining_bytes),
             margin_bytes=self._memory.margin_bytes,
-            host_bytes=None if self._memory.on_host else self._host_bytes_left(),
+            host_bytes=None if self._memory.on_host else bytes_left(executor, self._limits.host_bytes),
             given=given,
         )
-
-    def _host_bytes_left(self) -> int:
-        """Of a device: bytes of host memory that shards in it and buffers of transfers and updates leave."""
-        executor = self._executor()
-        assert executor is not None
-        shards = zip(executor.bytes_in_memory(), self._streamer.shards, strict=True)
-        resting = (each for each, shard in shards if shard.file is not None)
-        buffers = executor.staging_bytes + self._streamer.gradient_offload.optimizers.buffer_bytes()
-        return max(0, self._limits.host_bytes - sum(each.total for each in resting) - buffers)
 
     def _rest_in_host_memory(self) -> None:
         """On a device: shards whose homes are files rest in host memory, as many as its limit allows."""
         executor = self._executor()
         assert executor is not None
-        if self._memory.on_host or executor.public.sharded:
-            return
-        optimizers, most = self._streamer.gradient_offload.optimizers, self._limits.host_bytes
-        if self._given.resident_bytes is not None:
-            most = min(most, self._given.resident_bytes)
-        most -= executor.staging_bytes + optimizers.buffer_bytes()
-        wanted: set[int] = set()
-        for shard, each in zip(self._streamer.shards, executor.bytes_in_memory(), strict=True):
-            most -= each.total
-            if most < 0:
-                break
-            # States of unknown size would come into memory with what an optimizer has yet to step.
-            if not (optimizers.awaits_states() and shard.trainable):
-                wanted.add(shard.index)
-        self._move(executor, wanted)
+        if not (self._memory.on_host or executor.public.sharded):
+            self._move(executor, shards_that_fit(executor, self._limits.host_bytes, self._given.resident_bytes))
 
     def _plan_again(self, rows: Sequence[int]) -> None:
         self._streamer.apply_pending_updates()  # the first ones make the optimizer's states, whose bytes count
@@ -411,9 +390,17 @@ class MemoryPlanner:
             more=more,
             more_limit_bytes=more_limit,
             measured_course=self._memory.course,
+            resting=self._resting(),
             free_bytes=0 if predicted is None else self._free_bytes(predicted.memory_bytes),
             others_bytes=0 if self._streamer.heap is None else self._streamer.heap.others_grown,
         )
+
+    def _resting(self) -> int | None:
+        """Beside a device: how many shards of files rest in host memory."""
+        shards = self._streamer.shards
+        in_files = any(shard.blocking_io or shard.file is not None for shard in shards)
+        beside = in_files and not self._memory.on_host
+        return sum(shard.file is not None for shard in shards) if beside else None
 
     def _free_bytes(self, nbytes: int) -> int:
         """Free memory of the heap beside so many bytes in a step that is not measured, which returns none that fits."""

@@ -44,6 +44,8 @@ class MemoryReport:
     measured_course: Sequence[int] = ()
     #: What stays on the compute device and belongs to no shard.
     outside: OutsideBytes = field(default_factory=OutsideBytes)
+    #: Beside a device, where homes are files: shards that rest in host memory; else None.
+    resting: int | None = None
     #: Free memory of the allocator that the process is expected to keep beside the plan, between blocks and for reuse.
     free_bytes: int = 0
     #: What the interpreter, libraries and threads have taken since the first step, which is no memory of the model.
@@ -78,15 +80,17 @@ class MemoryReport:
 
     def _kinds(self, p: Prediction) -> list[str]:
         top, choice = max(p.course, key=lambda moment: moment.nbytes), p.choice
+        there = len(choice.in_memory) if self.resting is None else self.resting
+        where = "memory" if self.resting is None else "host memory"
         recipes = ", with recipes of cheap results" if choice.cheap_recompute and choice.kept else ""
         boundaries = "all stay" if choice.boundary_bytes == float("inf") else f"at most {_mib(choice.boundary_bytes)}"
         rows = [
             (
                 "weights",
                 top.weights,
-                f"{choice.slots} slots; {len(choice.in_memory)} of {self.shards} shards in memory",
+                f"{choice.slots} slots; {there} of {self.shards} shards in {where}",
             ),
-            ("gradients", top.gradients, f"those of {len(choice.waiting)} shards wait in memory for their update"),
+            ("gradients", top.gradients, f"those of {len(choice.waiting)} shards wait in {where} for their update"),
             ("boundaries", top.boundaries, boundaries),
             ("graphs", top.graphs, f"{len(choice.kept)} of {self.cells} cells keep theirs{recipes}"),
             ("running cell", top.cell, "activations, and gradients of its weights"),

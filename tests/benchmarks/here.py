@@ -64,7 +64,7 @@ def run_case(case: Case, folder: str | Path, turns: int = 0) -> Outcome:
 
 
 def run_group_here(
-    cases: Sequence[Case], folder: str | Path, order: str = "alone", turns: int = 0, warmup: int = 0
+    cases: Sequence[Case], folder: str | Path, order: str = "alone", turns: int = 0, warmup: int = 0, done: Any = None
 ) -> list[Outcome]:
     outcomes = [run_case(case, folder, warmup + turns) for case in cases]
     for found in outcomes:

@@ -204,10 +204,12 @@ def test_from_the_lines_of_a_run_its_page_and_picture_are_made_again(tmp_path: P
 def test_what_was_measured_before_an_interruption_of_a_run_is_in_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_group(cases: object, folder: object, order: str, turns: int = 1) -> list[Outcome]:
+    def run_group(cases: object, folder: object, order: str, done: Any, turns: int = 1) -> list[Outcome]:
+        found = [outcome("measured", {"a": turns})]
+        done(found)
         if turns == 2:
             raise KeyboardInterrupt
-        return [outcome("measured", {"a": turns})]
+        return found
 
     def measure(run: Run) -> None:
         run.group("first", [])
@@ -219,7 +221,8 @@ def test_what_was_measured_before_an_interruption_of_a_run_is_in_its_file(
     with pytest.raises(KeyboardInterrupt):
         main(["offload-step", "--out", str(tmp_path / "t"), "--home", str(tmp_path)])
     groups = read_run(tmp_path / "t.jsonl", BENCHMARK).groups
-    assert {name: [each.name for each in outcomes] for name, outcomes in groups.items()} == {"first": ["measured"]}
+    expected = {"first": ["measured"], "second": ["measured"]}
+    assert {name: [each.name for each in outcomes] for name, outcomes in groups.items()} == expected
 
 
 def test_a_bound_that_does_not_hold_fails_the_run_and_is_on_the_page(

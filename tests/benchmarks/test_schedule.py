@@ -29,13 +29,23 @@ def test_pairs_alternate_who_starts_and_the_reference_keeps_its_process(tmp_path
     log = tmp_path / "log"
     cases = [turns("r", log), turns("a", log, 3.0), turns("b", log)]
     reference, first, second = run(cases, "pairs", 2, warmup=1)
-    assert log.read_text() == "r" + "a" + "raar" + "b" + "rbbr"
-    assert reference.result == {"turns": 5}
+    assert log.read_text() == "r" + "ra" + "raar" + "rb" + "rbbr"
+    assert reference.result == {"turns": 7}
     assert first.result == second.result == {"turns": 3}
-    assert first.ratios() == [3.0] * 2
-    assert [step["seconds"] for step in second.reference] == [4.0, 5.0]
+    assert first.ratios() == [3.0 * 2 / 3, 3.0 * 3 / 4], "a turn takes as many seconds as there were, times its own"
+    assert [step["seconds"] for step in second.before] == [5.0]
+    assert [step["seconds"] for step in second.reference] == [6.0, 7.0]
     assert len(first.steps) == 2
-    assert len(reference.steps) == 4
+    assert len(reference.steps) == 6
+
+
+@pytest.mark.parametrize(("order", "expected"), [("alone", ["r", "ra", "rab"]), ("pairs", ["ra", "rab"])])
+def test_outcomes_are_handed_on_whenever_a_case_has_ended(order: str, expected: list[str], tmp_path: Path) -> None:
+    """An interruption of a long run does not lose what was measured."""
+    seen: list[str] = []
+    cases = [turns(name, tmp_path / "log") for name in "rab"]
+    run_group(cases, ROOT, order, 1, done=lambda outcomes: seen.append("".join(o.name for o in outcomes)))
+    assert seen == expected
 
 
 def test_pairs_that_leave_the_median_in_doubt_are_followed_by_more() -> None:

@@ -6,6 +6,7 @@ cannot depend on them is there, and equal.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -358,6 +359,19 @@ def test_a_part_that_fails_or_hangs_is_told_and_leaves_no_process() -> None:
     assert failure == "not done after 2 s"
     while is_alive(int(tail)):  # it was killed, and is gone as soon as it is scheduled
         pass
+
+
+def test_a_part_that_is_not_done_in_time_has_a_page_of_the_cases_that_ended() -> None:
+    from benchmarks.gpu.benchmark import run_part
+
+    results = ROOT / "benchmarks" / "results" / "transfers.jsonl"
+    program = f"import shutil, signal; shutil.copy({str(results)!r}, 'part.jsonl'); signal.pause()"
+    part = python(program, 5)
+    part.arguments["words"] += ["--out", "part"]
+    found = run_part(part, {**os.environ, "PYTHONPATH": str(ROOT)})
+    assert found.failure == "not done after 5 s"
+    assert "page in part.md" in found.steps[0]["tail"]
+    assert Path("part.md").exists()
 
 
 def is_alive(pid: int) -> bool:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from gradcache import GradCache
 from gradcache.loss import SimpleContrastiveLoss
 from gradcache.streamed import StreamedModel
-from offload import MemoryPolicy, OffloadModel
+from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
+from offload.streaming.streamer import Streamer
 
 
 def tower(seed: int = 0, depth: int = 4, dropout: float = 0.0) -> nn.Sequential:
@@ -280,3 +281,21 @@ def test_an_exception_leaves_the_gradients_of_a_wrapped_model_on_disk_as_they_we
     after = [p.grad for p in ours.parameters() if p.grad is not None]
     assert len(before) == 8
     assert all(map(torch.equal, before, after))
+
+
+def test_updates_that_are_pending_run_beside_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step asks which modules and parameters there are; it reads no values before a shard is loaded."""
+    model = offloaded(tower(), f"{tmp_path}/")
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    cache = GradCache([model, model], 3, SimpleContrastiveLoss())
+    x, y = torch.randn(6, 8), torch.randn(6, 8)
+    cache(x, y)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert all(shard.pending is not None for shard in model._executor.shards)
+    finished: list[int] = []
+    monkeypatch.setattr(Streamer, "apply_pending_updates", lambda self: finished.append(1))
+    cache(x, y)
+    assert finished == []
+    monkeypatch.undo()
+    assert all(shard.pending is None for shard in model._executor.shards)

@@ -173,7 +173,7 @@ def test_the_sanitizer_finds_no_race() -> None:
 @pytest.mark.parametrize("ours", [False, True])
 @pytest.mark.parametrize("recompute", [True, False])
 def test_a_grad_scaler_trains_in_fp16(recompute: bool, ours: bool) -> None:
-    """Twin: test_torch_private.py::test_a_grad_scaler_waits_for_its_copies_to_host_memory.
+    """Twin: tests/pipe/test_every_wait.py, the_scale_of_a_grad_scaler_arrives_before_it_is_used.
 
     The scale is where the loss is, the gradients are in host memory. ``ours``: an OffloadOptimizer, else one of torch.
     """

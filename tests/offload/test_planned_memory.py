@@ -8,6 +8,7 @@ import tempfile
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +21,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.engine.gradients_held import accumulates_in_memory
 from offload.engine.memory_planner import MemoryPlanner
+from offload.engine.step_memory import StepMemory
 from offload.planning.byte_forms import ByteForm
 from offload.planning.explain import FewerBytes
 from offload.streaming.heap import anonymous_bytes
 from offload.streaming.shard import Shard
-from offload.telemetry.statistics import Meter
+from offload.telemetry.statistics import DRAIN_TO_MEMORY, LOAD_FROM_MEMORY, UPDATE_IN_MEMORY, Meter
 
 WIDTH, ROWS, DEPTH = 256, 64, 6
 MIB = 1 << 20
@@ -64,6 +66,79 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, rows: 
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def beside_a_device(model: OffloadModel, host_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory of so many bytes is another than that which layers compute in, and they never use it in place."""
+    planner = planner_of(model)
+    limits = SimpleNamespace(device_bytes=1 << 40, host_bytes=host_bytes)
+    monkeypatch.setattr(StepMemory, "on_host", property(lambda self: False))
+    monkeypatch.setattr(planner, "_limits", limits)
+    monkeypatch.setattr(model._executor, "_in_place", lambda shard, wanted: False)
+
+
+@pytest.mark.parametrize(
+    ("host_bytes", "resident_bytes", "count"),
+    [(1 << 30, None, DEPTH), (4 * 8 * MIB + MIB, None, 3), (1 << 30, "17MiB", 2), (0, None, 0)],
+)
+def test_beside_a_device_shards_of_files_rest_in_host_memory_as_far_as_it_reaches(
+    host_bytes: int, resident_bytes: str | None, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard is 2 MiB of weights, and as much of gradients and of each of the two states."""
+    plain = stack()
+    policy = MemoryPolicy("1GiB", resident_bytes=resident_bytes)
+    model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, memory=policy)
+    ours = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
+    buffers = ours.buffer_bytes() + model._executor.staging_bytes
+    beside_a_device(model, host_bytes + buffers if host_bytes else 0, monkeypatch)
+    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True), 5)
+    assert train(model, ours, 1) == expected[:1]
+    assert all(shard.file is None for shard in model._executor.shards), "the bytes of states are not known yet"
+    train(model, ours, 1)
+    resting = [shard.index for shard in model._executor.shards if shard.file is not None]
+    assert resting == [*range(count)]
+    assert all(not shard.in_place for shard in model._executor.shards)
+
+
+def test_beside_a_device_results_are_those_of_the_plain_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = stack()
+    model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, memory="1GiB")
+    ours = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
+    beside_a_device(model, ours.buffer_bytes() + model._executor.staging_bytes + 20 * MIB, monkeypatch)
+    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True), 6)
+    assert train(model, ours, 6) == expected
+    choice = planner_of(model).choice
+    assert choice is not None
+    assert {shard.index for shard in model._executor.shards if shard.file is not None} == {0, 1}
+    assert choice.waiting == {2, 3}, "of what is left for gradients"
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_copies_beside_a_device_are_timed_apart_where_they_are_in_memory(tmp_path: Path) -> None:
+    model = OffloadModel(stack(), "cpu", tmp_path, num_slices=DEPTH, checkpoint_activation=True)
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    train(model, optimizer, 2)
+    executor = model._executor
+    executor.keep_in_memory([0])
+    executor.device = torch.device("cuda", 0)  # no shard is used in place
+    each = {
+        "load": 5.0,
+        "drain": 4.0,
+        "update": 3.0,
+        LOAD_FROM_MEMORY: 2.0,
+        DRAIN_TO_MEMORY: 1.0,
+        UPDATE_IN_MEMORY: 0.5,
+    }
+    model._meter.copy_seconds_per_byte = lambda kind: each.get(kind, 0.0)  # type: ignore[method-assign]
+    costs = executor.measured([ROWS]).costs
+    nbytes = executor.bytes_in_memory()[0].weights
+    assert [costs.load[0] / nbytes, costs.load[1] / nbytes] == pytest.approx([2.0, 5.0], rel=0.01)
+    assert [costs.drain[0] / nbytes, costs.drain[1] / nbytes] == pytest.approx([1.0, 4.0], rel=0.01)
+    assert [costs.update[0] / nbytes, costs.update[1] / nbytes] == pytest.approx([0.5, 3.0], rel=0.01)
+    assert costs.waiting_drain[1] / nbytes == pytest.approx(1.0, rel=0.01)
+    assert costs.updated_at_step == {0}
+    executor.device = torch.device("cpu")
 
 
 @pytest.mark.parametrize("memory", ["23MiB", "32MiB", "64MiB", "1GiB", "auto"])

@@ -3,17 +3,20 @@
 The waits between the stages of a train pipeline have a table of their own (``train/test_waits.py``).
 """
 
+import inspect
 import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.amp.grad_scaler import _MultiDeviceReplicator
 
 from pipe import Pipe, skip, stream, threads
 from pipe.copy import Copy, Wait
 from pipe.stream import CPUStream, wait_stream
 from pipe.threads import Future, Threads
+from pipe.torch_private import amp
 from pipe.train.lane import InlineLane, Ticket
 from pipe.worker import spawn_workers
 from tests.late_cuda import LateCuda, LateEvent, LateStream
@@ -230,6 +233,34 @@ def compute_comes_after_what_a_lane_issued(monkeypatch: pytest.MonkeyPatch) -> N
     assert (read == 7).all(), "read before the lane wrote it"
 
 
+class ScaleOnDevice:
+    """A number on a CUDA device, whose copies to the host arrive when the stream has run."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, cuda: LateCuda, value: float) -> None:
+        self.cuda, self.value = cuda, value
+
+    def to(self, device: torch.device, non_blocking: bool, copy: bool) -> torch.Tensor:
+        there = torch.zeros(())
+        self.cuda.launch(lambda: there.fill_(self.value))
+        return there
+
+
+@fails_with("gradients were multiplied before the scale was there")
+def the_scale_of_a_grad_scaler_arrives_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defect of torch: operations in host memory follow no stream."""
+    cuda = LateCuda(monkeypatch)
+    monkeypatch.setattr(_MultiDeviceReplicator, "get", inspect.unwrap(_MultiDeviceReplicator.get))
+    amp.complete_copies_of_grad_scalers()
+    amp.complete_copies_of_grad_scalers()
+    copies: Any = _MultiDeviceReplicator(ScaleOnDevice(cuda, 0.5))
+    found = [float(copies.get(torch.device("cpu"))) for _ in range(2)]
+    assert found == [0.5, 0.5], "gradients were multiplied before the scale was there"
+    _MultiDeviceReplicator(torch.ones(())).get(torch.device("cpu"))
+    assert LateCuda.host_waits <= 1, "the host waited for what was there"
+
+
 @fails_with("running work was not waited for")
 def the_interpreter_ends_after_work_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     pools: Any = [Threads(1, "test"), Threads(1, "test", exit_seconds=1)]
@@ -284,6 +315,14 @@ WAITS = {
             ("super().wait()", a_ticket_is_waited_for_on_the_host),
             ("self._event.synchronize()", the_host_comes_after_what_a_lane_issued),
         ],
+    },
+    "pipe.torch_private.amp": {
+        "complete_copies_of_grad_scalers": [
+            (
+                "torch.cuda.current_stream(self.master.device).synchronize()",
+                the_scale_of_a_grad_scaler_arrives_before_it_is_used,
+            )
+        ]
     },
     "pipe.threads": {
         "Outcome.wait": [("self.wait_idle()", waits_end_after_the_work)],

@@ -9,15 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.amp.grad_scaler import _MultiDeviceReplicator
+from torch import nn
 
 from pipe.torch_private import ATTRIBUTES
-from pipe.torch_private.amp import complete_copies_of_grad_scalers
 from pipe.torch_private.autograd import hidden_hooks
 from pipe.torch_private.modules import has_module_hooks
 from pipe.torch_private.threads import limit_operation_threads
-from tests.late_cuda import LateCuda
 
 ROOT = Path(__file__).parents[2]
 MODULES = [path for package in ("pipe", "offload", "gradcache") for path in sorted((ROOT / package).rglob("*.py"))]
@@ -129,29 +126,3 @@ def test_operations_of_one_thread_use_fewer_threads_and_others_as_many_as_before
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
-
-
-class OnDevice:
-    """A scale on a CUDA device, whose copies to the host arrive when the host has waited for the stream."""
-
-    device = torch.device("cuda", 0)
-
-    def __init__(self, cuda: LateCuda, value: float) -> None:
-        self.cuda, self.value = cuda, value
-
-    def to(self, device: torch.device, non_blocking: bool, copy: bool) -> Tensor:
-        there = torch.zeros(())
-        self.cuda.launch(lambda: there.fill_(self.value))
-        return there
-
-
-def test_a_grad_scaler_waits_for_its_copies_to_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Defect of torch: gradients in host memory are multiplied by what was there before the scale was copied."""
-    cuda = LateCuda(monkeypatch)
-    complete_copies_of_grad_scalers()
-    complete_copies_of_grad_scalers()
-    copies = _MultiDeviceReplicator(OnDevice(cuda, 0.5))
-    assert float(copies.get(torch.device("cpu"))) == 0.5
-    assert float(copies.get(torch.device("cpu"))) == 0.5
-    _MultiDeviceReplicator(torch.ones(())).get(torch.device("cpu"))
-    assert LateCuda.host_waits == 1

@@ -22,7 +22,7 @@ from offload.advise.__main__ import main
 from offload.advise.blocks import layers_by_name
 from offload.advise.config import outline_of_config
 from offload.advise.outline import Layer, Outline, ParameterShape
-from offload.advise.prediction import Situation, advise, shards_of
+from offload.advise.prediction import Moved, Situation, advise, moved_by, shards_of
 from offload.advise.profile import profile
 from offload.advise.rates import OptimizerRate, Rates, measure_optimizer, measure_rates
 from offload.advise.sources import outline_of
@@ -132,7 +132,38 @@ def no_values(monkeypatch: pytest.MonkeyPatch) -> None:
 def situation(outline: Outline, *, rows: int = 4, positions: int = 128) -> Situation:
     shards = shards_of(outline, None)
     works = works_of(outline, shards, rows=rows, positions=positions)
-    return Situation(shards, works, [rows], ADAMW, RATES, True)
+    return Situation(shards, works, [rows], ADAMW, RATES)
+
+
+def test_beside_a_device_shards_and_gradients_are_in_host_memory_as_far_as_it_reaches(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    sparse_file(path, named_shapes(6, 256, 1000))
+    on_host = situation(outline_of(str(path), torch.float32))
+    rates = replace(RATES, to_device_bytes=40e9)
+    each = [
+        sum(part)
+        for part in zip(
+            on_host.shards.home_bytes,
+            on_host.shards.stored_gradient_bytes,
+            on_host.shards.state_bytes(on_host.optimizer.states),
+            strict=True,
+        )
+    ]
+    spare = on_host.shards.stored_gradient_bytes[3]
+    beside = replace(on_host, rates=rates, host_bytes=int(sum(each[:3])) + spare)
+    assert beside.resting == {j: int(each[j]) for j in range(3)}
+    model = beside.step_model(1 << 40)
+    assert model.host_bytes == spare
+    loaded = beside.shards.loaded_bytes
+    assert model.costs.load[2] == loaded[2] / 40e9 < model.costs.load[3] == loaded[3] / RATES.read_bytes
+    assert model.costs.update[2] == beside.shards.gradient_bytes[2] / ADAMW.bytes_per_second
+    assert model.costs.updated_at_step == {0, 1, 2}
+    advice = beside.at(1 << 40)
+    assert advice.prediction is not None
+    assert advice.prediction.choice.in_memory == frozenset()
+    whole = replace(beside, host_bytes=1 << 40).at(1 << 40)
+    assert whole.seconds < advice.seconds
+    assert moved_by(replace(beside, host_bytes=1 << 40), whole) == (Moved(), Moved())
 
 
 # --- what it is ---------------------------------------------------------------------------------------------------
@@ -189,7 +220,7 @@ def test_the_least_memory_of_a_tiny_model_is_enough(
     outline = outline_of(f"tiny:{what}", torch.float32)
     shards = shards_of(outline, None)
     works = works_of(outline, shards, rows=rows, positions=16, row_shape=shape)
-    given = Situation(shards, works, [rows], ADAMW, RATES, True)
+    given = Situation(shards, works, [rows], ADAMW, RATES)
     assert given.at(given.least_bytes()).prediction is not None
 
 

@@ -19,7 +19,7 @@ from offload.planning.plan import validate
 from offload.planning.planner import Updates
 from offload.planning.search import fill, search
 from offload.planning.simulate import Costs
-from offload.planning.step_model import Choice, Given, StepModel, predict, predicted_bytes
+from offload.planning.step_model import Choice, Given, StepModel, costs_of, predict, predicted_bytes
 
 MIB = 1 << 20
 
@@ -151,6 +151,43 @@ def test_gradients_wait_in_the_memory_that_graphs_have_left() -> None:
     without = fill(replace(model, gradients_wait=False), Choice(found.choice.slots), limit)
     assert found.choice.kept == without.kept
     assert len(found.choice.waiting) > 3
+
+
+def on_a_device(model: StepModel, host_bytes: int) -> StepModel:
+    """The same beside host memory of its own, where gradients wait, and are copied to."""
+    costs = replace(model.costs, waiting_drain=[0.001] * model.shards)
+    return replace(model, costs=costs, resting_bytes={}, host_bytes=host_bytes)
+
+
+def test_gradients_that_wait_in_host_memory_take_none_of_a_device() -> None:
+    alone = replace(model_of(6), resting_bytes={})
+    limit = least_of(alone)
+    found = search(on_a_device(alone, 3 * 20 * MIB), limit).best
+    assert len(found.choice.waiting) == 3, "as many as host memory holds"
+    without = replace(found.choice, waiting=frozenset())
+    assert found.memory_bytes == predict(on_a_device(alone, 0), without).memory_bytes <= limit
+    assert found.peak.begin_bytes == found.choice.slots * 20 * MIB + 3 * MIB
+    fewer = replace(on_a_device(alone, 1 << 40), given=Given(gradient_bytes=2 * 20 * MIB))
+    assert len(search(fewer, limit).best.choice.waiting) == 2
+
+
+def test_gradients_that_wait_beside_a_device_are_copied_there() -> None:
+    model = on_a_device(model_of(2, load=0.5), 1 << 40)
+    assert costs_of(model, Choice(2, waiting=frozenset({0}))).drain == [0.001, 0.5]
+    assert costs_of(replace(model, costs=replace(model.costs, waiting_drain=())), Choice(2, frozenset({1}))).drain == [
+        0.5,
+        0.0,
+    ]
+
+
+def test_a_device_keeps_whole_graphs_where_all_of_them_fit() -> None:
+    """The host finds recipes operation by operation, and a device waits for it."""
+    alone = model_of(contention=0.3, update=0.0)
+    alone = replace(alone, sizes=replace(alone.sizes, graph_bytes_per_row=dict.fromkeys(range(6), 30.0 * MIB)))
+    for limit, whole in ((2000 * MIB, True), (420 * MIB, False)):
+        choice = search(on_a_device(alone, 1 << 40), limit).best.choice
+        assert (len(choice.kept), choice.cheap_recompute) == (6, not whole)
+    assert search(replace(alone, resting_bytes={}), 2000 * MIB).best.choice.cheap_recompute, "memory others could use"
 
 
 def test_a_recomputation_that_hides_behind_loads_keeps_no_graph_that_another_use_needs() -> None:

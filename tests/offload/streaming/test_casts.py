@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload import MemoryPolicy, OffloadModel
-from offload.streaming.casts import Cast
+from offload.streaming.casts import Cast, CastsSeen
 from tests.offload.zoo import reference
 
 WIDTH = 24
@@ -227,3 +227,45 @@ def test_a_cast_refers_to_its_slot_only_while_the_slot_is_not_overwritten() -> N
     assert torch.equal(cast.recompute(slot).view(torch.bfloat16), first)
     cast.free()
     assert torch.equal(cast.recompute(slot).view(torch.bfloat16), 2 * first)
+
+
+class CastsLater(nn.Module):
+    """Casts its weight from the third forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x @ self.weight if self.calls < 3 else (x.double() @ self.weight.double()).to(x.dtype)
+
+
+def test_casts_are_looked_for_until_a_forward_had_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking for them looks at each operation, which takes time."""
+    looked: list[int] = []
+    enter = CastsSeen.__enter__
+    monkeypatch.setattr(CastsSeen, "__enter__", lambda self: (looked.append(1), enter(self))[1])
+    model = OffloadModel([nn.Linear(WIDTH, WIDTH)], "cpu", checkpoint_activation=False)
+    counts = []
+    for dtype in (None, None, torch.bfloat16, torch.bfloat16, None):
+        looked.clear()
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            model(torch.randn(3, WIDTH)).sum().backward()
+        counts.append(len(looked))
+    assert counts == [1, 0, 1, 1, 0]
+
+
+def test_a_cast_that_no_forward_had_before_is_saved_as_any_other_tensor(home: str) -> None:
+    bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), CastsLater())
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=2, checkpoint_activation=False)
+    for _ in range(4):
+        x = torch.randn(3, WIDTH)
+        for run in (bare, model):
+            run.zero_grad()
+            run(x).square().sum().backward()
+        for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            assert torch.equal(p.grad, q.grad)

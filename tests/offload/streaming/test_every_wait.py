@@ -390,6 +390,7 @@ EXCEPTIONS = {
     "offload.streaming.streamer Streamer.finish_updates_in_memory: pending.start().synchronize()": (
         "the bytes of gradients are counted, no values are read"
     ),
+    "offload.identities identities_only: _IDENTITIES_ONLY.set(True)": "a setting of this thread",
     "offload.advise.rates _seconds: torch.cuda.synchronize(device)": "times a device, which needs one",
     "offload.mesh.gradients MeshGradientOffload.cancel: super().cancel()": "passes on what is in the table above",
     "offload.mesh.gradients MeshGradientOffload.wait_idle: super().wait_idle()": "the same",

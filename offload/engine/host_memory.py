@@ -1,0 +1,47 @@
+"""The use of host memory where layers compute on a device of its own and homes are files.
+
+There, host memory holds no activations: shards rest in it as far as it reaches, the first ones of a forward first, and
+gradients of the others wait there for their update. Loads then come from memory instead of files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from offload.engine.homes import MovableHomes, ShardBytes
+    from offload.streaming.shard import Shard
+
+__all__ = ["bytes_left", "shards_that_fit"]
+
+
+def bytes_left(executor: MovableHomes, host_bytes: int) -> int:
+    """Of ``host_bytes``, those that shards in host memory and buffers of transfers and updates leave."""
+    resting = (each.total for shard, each in _shards(executor) if shard.file is not None)
+    return max(0, host_bytes - _buffer_bytes(executor) - sum(resting))
+
+
+def shards_that_fit(executor: MovableHomes, host_bytes: int, resident_bytes: int | None) -> set[int]:
+    """The shards that may rest in so much host memory, together in no more than ``resident_bytes``."""
+    optimizers = executor.streamer.gradient_offload.optimizers
+    left = host_bytes - _buffer_bytes(executor)
+    left = left if resident_bytes is None else min(left, resident_bytes)
+    found: set[int] = set()
+    for shard, each in _shards(executor):
+        # Before its first update, a shard's states have no size yet, and would come into memory with it.
+        if optimizers.awaits_states() and shard.trainable:
+            continue
+        left -= each.total
+        if left < 0:
+            break
+        found.add(shard.index)
+    return found
+
+
+def _shards(executor: MovableHomes) -> Iterator[tuple[Shard, ShardBytes]]:
+    return zip(executor.shards, executor.bytes_in_memory(), strict=True)
+
+
+def _buffer_bytes(executor: MovableHomes) -> int:
+    return executor.staging_bytes + executor.streamer.gradient_offload.optimizers.buffer_bytes()
