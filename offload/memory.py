@@ -254,5 +254,8 @@ def limits_for(
         memory.policy,
         device,
         least=(least, least if needs.on_host else stored),
-        held=(lambda: meter.held_bytes + homes + needs.outside, lambda: stored),
+        held=(
+            lambda: meter.held_bytes + homes + needs.outside + (meter.resting_bytes if needs.on_host else 0),
+            lambda: stored + meter.resting_bytes,
+        ),
     )

@@ -47,6 +47,7 @@ ORDERS = {
         "train",
     ],
     "offload": [
+        "identities",
         "machine",
         "storage",
         "planning",

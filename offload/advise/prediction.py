@@ -241,6 +241,7 @@ class Situation:
             },
             gradients_wait=True,
             host_bytes=None if self.host_bytes is None else self.host_bytes - sum(resting.values()),
+            in_host=frozenset(resting),
         )
 
     def _seconds(self, flops: float, nbytes: float) -> float:

@@ -162,6 +162,8 @@ class MovableHomes(ExclusivePasses):
             self.streamer.homes_moved()
             for optimizer in optimizers:
                 optimizer.reserve_buffers()
+            there = zip(self.shards, self.bytes_in_memory(), strict=True)
+            self._meter.resting_bytes = sum(each.weights + each.states for shard, each in there if shard.file)
 
         try:
             commit()

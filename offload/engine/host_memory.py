@@ -13,7 +13,12 @@ if TYPE_CHECKING:
     from offload.engine.homes import MovableHomes, ShardBytes
     from offload.streaming.shard import Shard
 
-__all__ = ["bytes_left", "shards_that_fit"]
+__all__ = ["bytes_left", "in_host_memory", "shards_that_fit"]
+
+
+def in_host_memory(executor: MovableHomes) -> frozenset[int]:
+    """The shards that rest in host memory although their homes are files."""
+    return frozenset(shard.index for shard in executor.shards if shard.file is not None)
 
 
 def bytes_left(executor: MovableHomes, host_bytes: int) -> int:

@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from offload.engine.gradients_held import gradient_bytes, gradients_there, unowned_gradients
-from offload.engine.host_memory import bytes_left, shards_that_fit
+from offload.engine.host_memory import bytes_left, in_host_memory, shards_that_fit
 from offload.engine.least_limit import too_little
 from offload.engine.step_memory import StepMemory
 from offload.limits import MemoryLimits
@@ -221,6 +221,7 @@ class MemoryPlanner:
             and not (updates["updates"] or model.sizes.draining_bytes),
             margin_bytes=self._memory.margin_bytes,
             host_bytes=None if self._memory.on_host else bytes_left(executor, self._limits.host_bytes),
+            in_host=frozenset() if self._memory.on_host else in_host_memory(executor),
             given=given,
         )
 
@@ -397,10 +398,10 @@ class MemoryPlanner:
 
     def _resting(self) -> int | None:
         """Beside a device: how many shards of files rest in host memory."""
-        shards = self._streamer.shards
-        in_files = any(shard.blocking_io or shard.file is not None for shard in shards)
-        beside = in_files and not self._memory.on_host
-        return sum(shard.file is not None for shard in shards) if beside else None
+        executor = self._executor()
+        assert executor is not None
+        in_files = any(shard.blocking_io or shard.file is not None for shard in executor.shards)
+        return len(in_host_memory(executor)) if in_files and not self._memory.on_host else None
 
     def _free_bytes(self, nbytes: int) -> int:
         """Free memory of the heap beside so many bytes in a step that is not measured, which returns none that fits."""

@@ -215,7 +215,7 @@ class Filling:
         model = self._model
         if not model.gradients_wait:
             return choice
-        away = [j for j in range(model.first, model.shards) if j not in choice.in_memory]
+        away = [j for j in range(model.first, model.shards) if j not in choice.in_memory | model.in_host]
 
         for most in (model.given.gradient_bytes, model.host_bytes):
             if most is not None:

@@ -90,6 +90,8 @@ class StepModel:
     #: Bytes of host memory for these where layers compute on a device of its own; None: they wait in the memory that
     #: layers compute in.
     host_bytes: int | None = None
+    #: Beside a device: shards that rest in host memory, with their gradients.
+    in_host: frozenset[int] = frozenset()
     #: Whether gradients in memory stay there from one backward to the next: they are accumulated, or zeroed in place.
     accumulates: bool = False
     #: Added to predicted bytes: what measured steps took more.

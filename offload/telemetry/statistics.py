@@ -105,6 +105,8 @@ class Meter:
         self.before_buffer: Callable[[int], None] | None = None
         #: Bytes that are on the compute device now.
         self.held_bytes = 0
+        #: Bytes of weights and optimizer states of shards that rest in host memory although their home is a file.
+        self.resting_bytes = 0
         self._peak = 0
         #: Time that copies take on their lanes, for their bytes.
         lanes = ("load", LOAD_FROM_MEMORY, "drain", DRAIN_TO_MEMORY, "boundary", REDUCTION)

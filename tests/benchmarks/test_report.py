@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -204,7 +205,9 @@ def test_from_the_lines_of_a_run_its_page_and_picture_are_made_again(tmp_path: P
 def test_what_was_measured_before_an_interruption_of_a_run_is_in_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_group(cases: object, folder: object, order: str, done: Any, turns: int = 1) -> list[Outcome]:
+    def run_group(
+        cases: object, folder: object, order: str, done: Callable[[list[Outcome]], None], turns: int = 1
+    ) -> list[Outcome]:
         found = [outcome("measured", {"a": turns})]
         done(found)
         if turns == 2:

@@ -322,3 +322,14 @@ def test_homes_in_host_memory_are_page_locked() -> None:
 def test_files_reach_the_device_through_staging(recompute: bool, tmp_path: Path) -> None:
     """Twin: test_transparency.py, whose models rest on disk as well."""
     assert_trains_alike(f"{tmp_path}/", recompute=recompute, boundary_bytes=0)
+
+
+def test_shards_of_files_rest_in_page_locked_host_memory(tmp_path: Path) -> None:
+    """Twin: test_planned_memory.py::test_beside_a_device_results_are_those_of_the_plain_model."""
+    bare = build(["linear", "dropout", "linear"])
+    model = OffloadModel(copy.deepcopy(bare), "cuda", f"{tmp_path}/", num_slices=4, memory="auto")
+    for expected, got in zip(train(bare.cuda(), 5), train(model, 5), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    shards = model._executor.shards
+    assert all(shard.file is not None and shard.home is not None for shard in shards)
+    assert all(shard.home.tensor.is_pinned() for shard in shards if shard.home is not None and shard.home.nbytes)

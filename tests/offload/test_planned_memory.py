@@ -75,11 +75,13 @@ def beside_a_device(model: OffloadModel, host_bytes: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(StepMemory, "on_host", property(lambda self: False))
     monkeypatch.setattr(planner, "_limits", limits)
     monkeypatch.setattr(model._executor, "_in_place", lambda shard, wanted: False)
+    measured = model._executor.measured
+    monkeypatch.setattr(model._executor, "measured", lambda rows: replace(measured(rows), resting_bytes={}))
 
 
 @pytest.mark.parametrize(
     ("host_bytes", "resident_bytes", "count"),
-    [(1 << 30, None, DEPTH), (4 * 8 * MIB + MIB, None, 3), (1 << 30, "17MiB", 2), (0, None, 0)],
+    [(1 << 30, None, DEPTH), (3 * 8 * MIB + MIB, None, 3), (1 << 30, "17MiB", 2), (0, None, 0)],
 )
 def test_beside_a_device_shards_of_files_rest_in_host_memory_as_far_as_it_reaches(
     host_bytes: int, resident_bytes: str | None, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -104,13 +106,16 @@ def test_beside_a_device_results_are_those_of_the_plain_model(tmp_path: Path, mo
     plain = stack()
     model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, memory="1GiB")
     ours = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
-    beside_a_device(model, ours.buffer_bytes() + model._executor.staging_bytes + 20 * MIB, monkeypatch)
+    beside_a_device(model, ours.buffer_bytes() + model._executor.staging_bytes + 21 * MIB, monkeypatch)
     expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True), 6)
     assert train(model, ours, 6) == expected
     choice = planner_of(model).choice
     assert choice is not None
     assert {shard.index for shard in model._executor.shards if shard.file is not None} == {0, 1}
     assert choice.waiting == {2, 3}, "of what is left for gradients"
+    told = str(model.memory_report())
+    assert "2 of 6 shards in host memory" in told
+    assert "those of 2 shards wait in host memory" in told
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(p, q)
 

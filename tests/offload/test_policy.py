@@ -315,6 +315,18 @@ def test_ranks_of_one_host_share_what_is_free(free: dict[torch.device, int], mon
     assert grant(GPU, None, least=0, held=lambda: 0).nbytes == 900 * MIB  # each has its own
 
 
+def test_shards_that_rest_in_memory_are_used_by_their_model(tmp_path: Path) -> None:
+    """Models that say "auto" share what is free, and what they use already."""
+    model = OffloadModel([nn.Linear(64, 64) for _ in range(3)], "cpu", tmp_path, memory="auto")
+    limits, executor = model._memory_limits, model._executor
+    assert limits is not None
+    before = limits.host._held()
+    executor.keep_in_memory([0, 2])
+    assert limits.host._held() - before == 2 * executor.bytes_in_memory()[0].weights
+    executor.keep_in_memory([])
+    assert limits.host._held() == before
+
+
 def test_auto_is_at_least_what_the_leanest_plan_needs(free: dict[torch.device, int]) -> None:
     free[CPU] = 5
     assert granted(least=77).nbytes == 77
