@@ -234,6 +234,7 @@ class MemoryPlanner:
 
     def _plan_again(self, rows: Sequence[int]) -> None:
         self._streamer.apply_pending_updates()  # the first ones make the optimizer's states, whose bytes count
+        self._meter.planned_before = True
         self._rest_in_host_memory()
         model = self._model(rows)
         try:

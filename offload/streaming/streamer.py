@@ -199,7 +199,7 @@ class Streamer:
         """Waits for the pending updates of shards that rest in memory. Raises what they raise."""
         for shard in self.shards:
             if (pending := shard.pending) is not None and not shard.blocking_io:
-                with error_context(f"updating shard {shard.index} in memory"):
+                with self._meter.updates_alone(), error_context(f"updating shard {shard.index} in memory"):
                     # Update lane -> host. Without this, their gradients count as held in one measurement of two.
                     pending.start().synchronize()
 
@@ -211,15 +211,16 @@ class Streamer:
         self.clean_up()
         if self.finish_step is not None:
             self.finish_step()
-        started = [(shard, pending.start()) for shard in self.shards if (pending := shard.pending) is not None]
         errors: list[BaseException] = []
-        for shard, arrival in started:
-            try:
-                with error_context(f"updating shard {shard.index} in {self._tier.name}"):
-                    # Update lane -> host. Without this, parameters are read while they are written.
-                    arrival.synchronize()
-            except BaseException as error:
-                errors.append(error)
+        with self._meter.updates_alone():
+            started = [(shard, pending.start()) for shard in self.shards if (pending := shard.pending) is not None]
+            for shard, arrival in started:
+                try:
+                    with error_context(f"updating shard {shard.index} in {self._tier.name}"):
+                        # Update lane -> host. Without this, parameters are read while they are written.
+                        arrival.synchronize()
+                except BaseException as error:
+                    errors.append(error)
         if errors:
             raise errors[0]
 

@@ -90,6 +90,8 @@ class Meter:
         self._disturbed = True
         #: Whether the memory of this step is measured: cells take pages anew that were returned before.
         self.measures_memory = False
+        #: Whether the next step begins with all updates done, since a plan was made: none runs beside its layers.
+        self.planned_before = False
         self._device = device
         self.tracer = Tracer()
         #: How much copies and updates slow down layers that compute on the same cores.
@@ -126,6 +128,12 @@ class Meter:
                 yield
         finally:
             self.contention.lane_ends()
+
+    @contextlib.contextmanager
+    def updates_alone(self) -> Iterator[None]:
+        """For updates beside which no layer computes, which are faster: their times count if there are no others."""
+        with self._lane_clocks["update"].disturbed(), self._lane_clocks[UPDATE_IN_MEMORY].disturbed():
+            yield
 
     @contextlib.contextmanager
     def waiting(self, token: str) -> Iterator[None]:
@@ -170,10 +178,12 @@ class Meter:
     def begin_step(self) -> None:
         """Begins a training step.
 
-        Times of the first one, which also makes files and buffers, and of steps that measure memory are kept apart.
+        Times of the first one, which also makes files and buffers, of those before which a plan was made, and of steps
+        that measure memory are kept apart.
         """
         self._steps += 1
-        self._disturbed = self._steps == 1 or self.measures_memory
+        self._disturbed = self._steps == 1 or self.measures_memory or self.planned_before
+        self.planned_before = False
         for clock in (*self.cells.values(), *self._lane_clocks.values()):
             clock.begin_step(disturbed=self._disturbed)
         self.overheads.begin_step(disturbed=self._disturbed)
