@@ -35,7 +35,7 @@ def shards_that_fit(executor: MovableHomes, host_bytes: int, resident_bytes: int
     found: set[int] = set()
     for shard, each in _shards(executor):
         # Before its first update, a shard's states have no size yet, and would come into memory with it.
-        if optimizers.awaits_states() and shard.trainable:
+        if optimizers.awaits_states() and shard.trainable and shard.file is None:
             continue
         left -= each.total
         if left < 0:

@@ -100,6 +100,10 @@ def test_beside_a_device_shards_of_files_rest_in_host_memory_as_far_as_it_reache
     resting = [shard.index for shard in model._executor.shards if shard.file is not None]
     assert resting == [*range(count)]
     assert all(not shard.in_place for shard in model._executor.shards)
+    another = OffloadOptimizer(model, torch.optim.SGD, lr=0.0)
+    train(model, ours, 1)
+    assert [shard.index for shard in model._executor.shards if shard.file is not None] == resting, "they need not move"
+    assert another.steps == 0
 
 
 def test_beside_a_device_results_are_those_of_the_plain_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
