@@ -1,7 +1,8 @@
 """Lists modules and parameters of a model without waiting for its pending updates.
 
-Whoever lists the parameters of an :class:`~offload.OffloadModel` may read their values, so listing finishes the updates
-that would otherwise run during the next forward. Code that only asks which they are says so.
+Listing the parameters of an :class:`~offload.OffloadModel` first finishes its pending updates, because the caller may
+read values. Code that needs the parameter objects only uses :func:`identities_only`: the updates then stay pending, and
+run during the next forward.
 """
 
 from __future__ import annotations
@@ -26,5 +27,5 @@ def identities_only() -> Iterator[None]:
 
 
 def values_may_be_read() -> bool:
-    """Whether who lists parameters now may read their values."""
+    """Whether the caller is outside of :func:`identities_only`."""
     return not _IDENTITIES_ONLY.get()

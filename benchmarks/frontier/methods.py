@@ -43,6 +43,8 @@ PLAIN, CHECKPOINTED, COMPILED, FSDP, TWO_PASSES, OURS = (
 )
 ADAMW = {"lr": 1e-4, "weight_decay": 0.01}
 MAX_NORM = 1.0
+#: Numbers of bytes that the search for the least tries: what the allocator keeps drifts from one to the next.
+MOST_TRIES = 30
 #: What errors tell of the least memory: of the model, of its steps; and of its optimizer.
 LEAST = re.compile(r"pass memory=([\d,]+), the least|takes at least ([\d,]+) bytes")
 LACKS = re.compile(r"make the model with memory=([\d,]+) or more")
@@ -260,7 +262,7 @@ def train(report: Reporter, method: str, work: dict[str, Any], how: dict[str, An
 def least(report: Reporter, work: dict[str, Any]) -> dict[str, Any]:
     """The least ``memory`` with which steps run and nothing warns, as the errors of smaller ones tell it."""
     chosen, nbytes, asked = Work(**work), 1, []
-    for _ in range(12):
+    for _ in range(MOST_TRIES):
         asked.append(nbytes)
         try:
             with warnings.catch_warnings():
@@ -269,8 +271,7 @@ def least(report: Reporter, work: dict[str, Any]) -> dict[str, Any]:
                 for k in range(PLANNED_AFTER + 1):
                     made.step(*chosen.batch(k))
         except (ValueError, RuntimeWarning) as error:
-            # What the allocator keeps drifts from try to try: after some, a little more than was told is asked for.
-            nbytes = max(nbytes + 1, round(_least_told(error) * (1.0 if len(asked) < 8 else 1.02)))
+            nbytes = max(nbytes + 1, _least_told(error))
             made = None
             tidy()
         else:

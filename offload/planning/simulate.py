@@ -49,7 +49,7 @@ class Costs:
     update: Sequence[float] = ()
     boundary: Sequence[float] = ()
     kept_backward: Sequence[float] = ()
-    #: Of storing gradients that stay in host memory until their update; where it is empty they stay where they are.
+    #: Of copying gradients to host memory, where they wait for their update. Empty: they are not copied.
     waiting_drain: Sequence[float] = ()
     #: Of an update of a shard that rests in memory; as ``update`` where it is empty.
     resting_update: Sequence[float] = ()

@@ -90,7 +90,7 @@ class Meter:
         self._disturbed = True
         #: Whether the memory of this step is measured: cells take pages anew that were returned before.
         self.measures_memory = False
-        #: Whether the next step begins with all updates done, since a plan was made: none runs beside its layers.
+        #: Whether planning has finished all pending updates, so that the next step runs none of them.
         self.planned_before = False
         self._device = device
         self.tracer = Tracer()
@@ -131,7 +131,7 @@ class Meter:
 
     @contextlib.contextmanager
     def updates_alone(self) -> Iterator[None]:
-        """For updates beside which no layer computes, which are faster: their times count if there are no others."""
+        """A context for updates that run while no layer computes. Forecasts use others if there are any."""
         with self._lane_clocks["update"].disturbed(), self._lane_clocks[UPDATE_IN_MEMORY].disturbed():
             yield
 

@@ -117,6 +117,15 @@ def test_optimizer(large: bool, outcomes: list[Outcome], complaints: list[str]) 
 # --- frontier, plan-grid ---------------------------------------------------------------------------------------------
 
 
+def test_a_prediction_is_compared_with_resident_steps_of_its_own_time() -> None:
+    """The host became twice as slow after the plan was chosen."""
+    steps, reference = [{"seconds": 4.0}] * 3, [{"seconds": 2.0}] * 3
+    found = outcome("ours", {"plan": {"planned_seconds": 2.2}}, steps=steps, reference=reference)
+    assert frontier.planned_off(found) == pytest.approx(2.2 / 4.0 - 1)
+    found.before = [{"seconds": 1.0}] * 3
+    assert frontier.planned_off(found) == pytest.approx(0.1)
+
+
 def at_memory(
     name: str,
     ratio: float = 1.0,
