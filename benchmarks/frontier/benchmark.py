@@ -25,6 +25,7 @@ from benchmarks.frontier.methods import (
     PLAIN,
     PLANNED_AFTER,
     STEPS,
+    TIMED_BEFORE,
     TRAINING,
     TWO_PASSES,
     WARMED,
@@ -49,9 +50,9 @@ ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1"}
 WORDS = (
     "Times are medians of the steps in turn, to those of the first row (least to greatest). `peak` is the most that a "
     "process held in a step, above what it held before the model was made; `planning` the same from the first step to "
-    "the last plan. `predicted s` is what was predicted when the plan of these steps was chosen, before them, and how "
-    "far that is off: its ratio to resident steps in turn until then, beside the ratio of these steps to those in turn "
-    "with them. `by all steps`: the same plan with what these steps measured, too."
+    "the last plan. `predicted peak` and `predicted s` are what was predicted before these steps, and how far that is "
+    "off: of seconds, their ratio to resident steps in turn with those that the prediction rests on, beside the ratio "
+    "of these steps to those in turn with them. `by all steps`: the same plan with what these steps measured, too."
 )
 
 
@@ -151,7 +152,8 @@ def planned_off(outcome: Outcome) -> float:
     planned = float(outcome.result["plan"]["planned_seconds"])
     if not outcome.before:
         return planned / outcome.median() - 1
-    return planned / statistics.median(each["seconds"] for each in outcome.before) / outcome.ratio() - 1
+    before = statistics.median(each["seconds"] for each in outcome.before[-TIMED_BEFORE:])
+    return planned / before / outcome.ratio() - 1
 
 
 def loss_difference(outcome: Outcome, reference: Outcome) -> float:

@@ -28,10 +28,13 @@ from benchmarks.memory_latency.methods import _join_group
 from benchmarks.models.transformer import Checkpointed
 from benchmarks.optimizer.methods import DEEPSPEED, Training, deepspeed_nvme, loss_of
 
+#: What a plan predicts, before the steps that count.
+PREDICTED = ("planned_seconds", "bytes")
 WARMED = "after steps of two blocks"
 PLANNING, STEPS = "planning", "steps"
-#: Turns after which ours has planned for the last time, and has taken a first step of that plan.
-PLANNED_AFTER = 7
+#: Turns after which ours has planned for the last time, and has taken a first step of that plan; and how many of them,
+#: the latest ones, the times rest on by which that plan was chosen.
+PLANNED_AFTER, TIMED_BEFORE = 12, 5
 TRAINING, CONTRASTIVE = "training", "contrastive"
 PLAIN, CHECKPOINTED, COMPILED, FSDP, TWO_PASSES, OURS = (
     "plain",
@@ -246,8 +249,10 @@ def train(report: Reporter, method: str, work: dict[str, Any], how: dict[str, An
         warnings.simplefilter("always", RuntimeWarning)
         made = METHODS[method](chosen, folder(), **how)
         report.phase(PLANNING)
+        planned: dict[str, Any] = {}
         for k in report.turns():
             if k == PLANNED_AFTER:
+                planned = {key: found[key] for key in PREDICTED} if (found := plan_of(made.model)) else {}
                 report.phase(STEPS)
             batch = chosen.batch(k)
             loss, values = measure(lambda batch=batch: made.step(*batch), made.model)
@@ -256,7 +261,8 @@ def train(report: Reporter, method: str, work: dict[str, Any], how: dict[str, An
             report.step(**values, loss=loss, kernel=time.perf_counter() - started)
         told = list(dict.fromkeys(str(one.message) for one in caught if one.category is RuntimeWarning))
     report.phase("end")
-    return {"plan": plan_of(made.model), "warnings": told}
+    plan = plan_of(made.model)
+    return {"plan": {**plan, **planned} if plan else None, "warnings": told}
 
 
 def least(report: Reporter, work: dict[str, Any]) -> dict[str, Any]:

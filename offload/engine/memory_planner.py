@@ -6,7 +6,7 @@ step  plan
 1     the leanest: two slots, every cell is recomputed; sizes and times are measured
 2     the fastest that fits, by these measurements
 4     the same with better measurements; another one only for a predicted gain of more than 5 %
-7     the same again, after the first step whose memory was not measured, which takes time
+12    the same again, after the first five steps that nothing disturbed: measuring memory, as earlier ones do, takes time
 ====  ==============================================================================================================
 
 Until an optimizer has stepped, the bytes of its states are unknown: nothing that stays between steps, such as more
@@ -47,6 +47,9 @@ __all__ = ["MemoryPlanner"]
 
 #: Steps after which a plan is chosen.
 PLAN_AFTER = (1, 3)
+#: Steps that nothing disturbed after which a plan is chosen for the last time. The times of a single one differ by up to a
+#: fifth from those of the next.
+UNDISTURBED_STEPS = 5
 #: Least predicted gain for which a plan is replaced by another.
 LEAST_GAIN = 0.05
 #: Of a limit of memory, the activations of chunks that run together take at most one part in so many.
@@ -86,8 +89,8 @@ class MemoryPlanner:
         self._choices: dict[tuple[object, ...], Prediction] = {}
         #: By the same keys, the last choices, whose memory was measured or will be.
         self._known: dict[tuple[object, ...], Choice] = {}
-        #: Whether a step was timed that nothing disturbed: one that did not measure memory.
-        self._timed = False
+        #: Steps that nothing disturbed: they did not measure memory.
+        self._undisturbed = 0
         #: Whether gradients were ever accumulated, or zeroed in place.
         self._accumulates = False
         self._warned: set[Hashable] = set()
@@ -185,8 +188,9 @@ class MemoryPlanner:
             self._due |= predicted.memory_bytes > self.limit_bytes - self._memory.margin_bytes
             self._choices.clear()
             self._counts.clear()
-        if self._memory.on_host and self._steps_done > PLAN_AFTER[-1] and not (self._timed or self._memory.measures):
-            self._timed = due = True
+        if self._memory.on_host and self._steps_done > PLAN_AFTER[-1] and not self._memory.measures:
+            self._undisturbed += 1
+            due |= self._undisturbed == UNDISTURBED_STEPS
         if due:
             self._due, self._in_vain = True, None
 
@@ -242,10 +246,10 @@ class MemoryPlanner:
         except NothingFitsError as error:
             self._refuse(error, rows)
             self._in_vain = tuple(rows)
+            self._choices.clear()
             least = self._leanest(model)
             if (self._streamer.slots, self._in_memory) != (least.slots, least.in_memory):
                 self._found = None
-                self._choices.clear()
                 self._switch(least)
             return  # :meth:`_choose` takes the leanest plan of these
         self._due = False
@@ -331,7 +335,7 @@ class MemoryPlanner:
                 self._choices.clear()
                 self._known.clear()
             self._choices[key] = predict(replace(model, accumulates=False), choice)
-            if not self._timed or self._known.get(key) != choice:
+            if not self._undisturbed or self._known.get(key) != choice:
                 self._memory.new_choice()
             self._known[key] = choice
         self._prediction = self._choices[key]
@@ -405,5 +409,10 @@ class MemoryPlanner:
         return len(in_host_memory(executor)) if in_files and not self._memory.on_host else None
 
     def _free_bytes(self, nbytes: int) -> int:
-        """Free memory of the heap beside so many bytes in a step that is not measured, which returns none that fits."""
+        """Free memory of the heap beside so many bytes in a step that is not measured, which returns none that fits.
+
+        As much as such steps have kept beside the present choice, else a part of the limit.
+        """
+        if self._memory.kept_peak_bytes is not None:
+            return max(0, self._memory.kept_peak_bytes - nbytes)
         return max(0, min(self.limit_bytes // GAPS_SHARE, self.limit_bytes - nbytes)) if self._memory.on_host else 0

@@ -45,6 +45,8 @@ class StepMemory:
         self.margin_bytes = 0
         #: The peak of the last step that was measured, and the bytes after each of its cells.
         self.peak_bytes: int | None = None
+        #: The greatest peak of steps of the present choice that were not measured, with the free memory that they keep.
+        self.kept_peak_bytes: int | None = None
         self.course: list[int] = []
         #: Whether slots and buffers of the present plan are still to be allocated.
         self._fresh = True
@@ -66,10 +68,12 @@ class StepMemory:
     def new_slots(self) -> None:
         """Called when slots or shards in memory have changed: the next step allocates them."""
         self._fresh, self.course, self._excess = True, [], {}
+        self.kept_peak_bytes = None
 
     def new_choice(self) -> None:
         """Called when the next steps are to be measured."""
         self._to_measure, self._excess = STEPS_MEASURED, {}
+        self.kept_peak_bytes = None
 
     def begin(self, prediction: Prediction | None, updated_bytes: int, *, idle: bool) -> None:
         """Begins a step.
@@ -152,7 +156,9 @@ class StepMemory:
             return False
         if self._heap is not None and not self.measures:
             # Free memory is a part of this peak, which says nothing of the plan unless it is too much.
-            self._to_measure += self._began_with + rise > self._limit() + 2 * LEAST_BYTES
+            peak = self._began_with + rise
+            self.kept_peak_bytes = max(self.kept_peak_bytes or 0, peak)
+            self._to_measure += peak > self._limit() + 2 * LEAST_BYTES
             return False
         # What is made in the first step of a plan is not there at its begin.
         peak = rise + (0 if self._fresh else self._held + self._gaps)
