@@ -1,7 +1,8 @@
 """Measures the peak of memory during a step: of the process on the CPU, of the allocator on a device.
 
 On Linux the kernel records the peak of a process's resident memory; writing ``5`` to ``/proc/self/clear_refs`` resets
-it. File-mapped pages are subtracted.
+it. File-mapped pages are subtracted, which the kernel counts for the present only: those of the begin or of now, whichever
+are more. Otherwise a file that other code unmaps meanwhile, such as a checkpoint, would look like a rise.
 """
 
 from __future__ import annotations
@@ -30,14 +31,11 @@ def anonymous_bytes() -> int:
     return status.get("RssAnon", 0) + status.get("RssShmem", 0)
 
 
-def _peak_bytes() -> int:
-    """The peak of anonymous and shared memory since :func:`_forget_peak`."""
-    status = _status()
-    return status.get("VmHWM", 0) - status.get("RssFile", 0)
-
-
-def _forget_peak() -> None:
+def _forget_peak() -> tuple[int, int]:
+    """Resets the peak; returns the bytes of anonymous and shared memory, and of file-mapped pages."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    status = _status()
+    return status.get("RssAnon", 0) + status.get("RssShmem", 0), status.get("RssFile", 0)
 
 
 class PeakMeter:
@@ -46,8 +44,8 @@ class PeakMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._began: int | None = None
-        #: On the CPU: the peak of the parts that have ended, and the begin of the present one.
-        self._highest = self._part_began = 0
+        #: On the CPU: the peak of the parts that have ended, and the begin of the present one, with its mapped files.
+        self._highest = self._part_began = self._files = 0
 
     def begin(self) -> None:
         """Begins to measure."""
@@ -57,22 +55,21 @@ class PeakMeter:
             return
         self._highest = 0
         try:
-            _forget_peak()
+            self._part_began, self._files = _forget_peak()
         except OSError:
             self._began = None  # not permitted here
         else:
-            self._began = self._part_began = anonymous_bytes()
+            self._began = self._part_began
 
     def begin_part(self) -> None:
         """Begins the next part, on the CPU."""
         if self._began is not None:
-            self._highest = max(self._highest, _peak_bytes())
-            _forget_peak()
-            self._part_began = anonymous_bytes()
+            self._highest = max(self._highest, self._peak_bytes())
+            self._part_began, self._files = _forget_peak()
 
     def part_rise(self) -> int | None:
         """Bytes of the peak of the present part above its begin, on the CPU; None where it cannot be measured."""
-        return None if self._began is None else max(0, _peak_bytes() - self._part_began)
+        return None if self._began is None else max(0, self._peak_bytes() - self._part_began)
 
     def now(self) -> int | None:
         """Bytes above the begin now; None where it cannot be measured."""
@@ -87,4 +84,9 @@ class PeakMeter:
             return None
         if self._device.type == "cuda":
             return max(0, torch.cuda.max_memory_allocated(self._device) - self._began)
-        return max(0, max(self._highest, _peak_bytes()) - self._began)
+        return max(0, max(self._highest, self._peak_bytes()) - self._began)
+
+    def _peak_bytes(self) -> int:
+        """The peak of anonymous and shared memory in the present part."""
+        status = _status()
+        return status.get("VmHWM", 0) - max(self._files, status.get("RssFile", 0))

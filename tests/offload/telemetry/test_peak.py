@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,3 +42,18 @@ def test_a_peak_in_a_part_is_told_apart_from_the_peak_of_the_whole() -> None:
         touch(48 * MIB)
         assert meter.part_rise() == pytest.approx(48 * MIB, abs=NEAR)
     assert meter.rise() == pytest.approx(80 * MIB, abs=NEAR)
+
+
+def test_a_file_that_is_unmapped_meanwhile_is_no_rise(tmp_path: Path) -> None:
+    meter, path = PeakMeter(torch.device("cpu")), tmp_path / "checkpoint"
+    path.write_bytes(bytes(64 * MIB))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        assert sum(mapped[:: mmap.PAGESIZE]) == 0  # each page is read
+        meter.begin()
+        if meter.now() is None:
+            pytest.skip("the system does not let a process forget its peak")
+    touch(16 * MIB)
+    assert meter.rise() == pytest.approx(0, abs=NEAR)  # beside the file there was more memory than now
+    meter.begin_part()
+    touch(16 * MIB)
+    assert meter.part_rise() == pytest.approx(16 * MIB, abs=NEAR)
