@@ -6,7 +6,7 @@ step  plan
 1     the leanest: two slots, every cell is recomputed; sizes and times are measured
 2     the fastest that fits, by these measurements
 4     the same with better measurements; another one only for a predicted gain of more than 5 %
-12    the same again, after the first five steps that nothing disturbed: measuring memory, as earlier ones do, takes time
+12    the same again, after the first five steps whose memory was not measured: measuring it takes time
 ====  ==============================================================================================================
 
 Until an optimizer has stepped, the bytes of its states are unknown: nothing that stays between steps, such as more
@@ -47,7 +47,7 @@ __all__ = ["MemoryPlanner"]
 
 #: Steps after which a plan is chosen.
 PLAN_AFTER = (1, 3)
-#: Steps that nothing disturbed after which a plan is chosen for the last time. The times of a single one differ by up to a
+#: Steps that nothing disturbed after which a plan is chosen for the last time: times of a single one differ by up to a
 #: fifth from those of the next.
 UNDISTURBED_STEPS = 5
 #: Least predicted gain for which a plan is replaced by another.

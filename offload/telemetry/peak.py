@@ -1,8 +1,8 @@
 """Measures the peak of memory during a step: of the process on the CPU, of the allocator on a device.
 
 On Linux the kernel records the peak of a process's resident memory; writing ``5`` to ``/proc/self/clear_refs`` resets
-it. File-mapped pages are subtracted, which the kernel counts for the present only: those of the begin or of now, whichever
-are more. Otherwise a file that other code unmaps meanwhile, such as a checkpoint, would look like a rise.
+it. File-mapped pages are subtracted, which the kernel counts for the present only: those of the begin or of now,
+whichever are more. Otherwise a file that other code unmaps meanwhile, such as a checkpoint, would look like a rise.
 """
 
 from __future__ import annotations

@@ -484,6 +484,46 @@ def test_the_report_predicts_the_seconds_of_the_present_plan_by_all_that_was_mea
         assert now.more.seconds < 1.05 * now.predicted.seconds
 
 
+def test_the_last_plan_rests_on_five_steps_that_nothing_disturbed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = OffloadModel(stack(), "cpu", tmp_path / "home", memory="64MiB")
+    optimizer, planner = OffloadOptimizer(model, torch.optim.AdamW), planner_of(model)
+    undisturbed, planned = [0], []
+    plan_again = MemoryPlanner._plan_again
+
+    def counted(self: MemoryPlanner, rows: Any) -> None:
+        planned.append((self._steps_done, undisturbed[0]))
+        plan_again(self, rows)
+
+    monkeypatch.setattr(MemoryPlanner, "_plan_again", counted)
+    # One margin would make another plan, of other steps to be measured.
+    monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 0)
+    while planner._steps_done < 20:
+        train(model, optimizer, 1)
+        undisturbed[0] += planner._steps_done > 3 and not planner._memory.measures
+    assert [steps for steps, _ in planned[:2]] == [1, 3]
+    assert [count for _, count in planned[2:]] == [5]
+
+
+def test_a_plan_tells_the_free_memory_that_its_steps_have_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = OffloadModel(stack(), "cpu", tmp_path / "home", memory="64MiB")
+    optimizer, memory = OffloadOptimizer(model, torch.optim.AdamW), planner_of(model)._memory
+    monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 0)
+    train(model, optimizer, 2)
+    expected = model.memory_report()
+    assert expected.predicted is not None
+    assert expected.free_bytes == min((64 * MIB) // 8, 64 * MIB - expected.predicted.memory_bytes)
+    train(model, optimizer, 10)
+    monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 50 * MIB)
+    train(model, optimizer, 1)
+    now = model.memory_report()
+    assert now.predicted is not None
+    assert now.predicted.memory_bytes + now.free_bytes == memory._began_with + 50 * MIB
+    memory.new_choice()  # of which nothing is known yet
+    assert model.memory_report().free_bytes == min((64 * MIB) // 8, 64 * MIB - now.predicted.memory_bytes)
+
+
 def test_two_forwards_before_a_backward_keep_the_plan_of_the_first(tmp_path: Path) -> None:
     plain = stack().eval()
     model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, memory="40MiB")
