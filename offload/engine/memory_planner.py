@@ -168,6 +168,7 @@ class MemoryPlanner:
         if self._steps_done:
             self._choose(rows, idle=idle)
         elif self._streamer.heap is not None:
+            self._streamer.heap.return_at_once(True)
             self._streamer.heap.measure_others_before(self._held_before(rows))
         self._optimizers_before = self._meter.overheads.optimizer_seconds - self._optimizers_until
         self._began = time.perf_counter()
@@ -182,6 +183,8 @@ class MemoryPlanner:
         self._optimizers_until = self._meter.overheads.optimizer_seconds
         predicted = self._prediction
         due = self._steps_done in PLAN_AFTER
+        if self._steps_done == 1 and self._streamer.heap is not None:
+            self._streamer.heap.return_at_once(self._is_scarce(rows))
         if self._memory.end(predicted):
             assert predicted is not None
             # Where no plan fitted, none does with a larger margin.
@@ -193,6 +196,12 @@ class MemoryPlanner:
             due |= self._undisturbed == UNDISTURBED_STEPS
         if due:
             self._due, self._in_vain = True, None
+
+    def _is_scarce(self, rows: Sequence[int]) -> bool:
+        """Whether even the leanest plan may exceed the limit where what a cell frees is not used again in it."""
+        model = self._model(rows)
+        lean = predict(model, self._leanest(model))
+        return lean.memory_bytes + max((moment.rise for moment in lean.course), default=0) > self.limit_bytes
 
     def _held_before(self, rows: Sequence[int]) -> int:
         """Bytes that the model holds before its first step."""

@@ -7,6 +7,7 @@ The same happens slowly while layers compute on the CPU: activations are freed b
 gaps fit no later block, and the heap grows from step to step. Returning every block at once is no solution: the first
 write to a new page takes eight times as long as to one that the process has. So free memory is kept until it exceeds
 :data:`KEEP_BYTES`, or :data:`BUDGET_SHARE` of the model's budget. Set that to None to leave the heap to the C library.
+Where memory is so scarce that gaps would not fit, blocks are returned one by one when they are freed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import ctypes
 import functools
 import math
 import os
+import weakref
 from collections.abc import Callable
 
 from offload.storage.buffer import mapped_bytes
@@ -71,6 +73,28 @@ def _allocated_bytes() -> int | None:
     return int(found.uordblks + found.hblkhd)
 
 
+#: Parameters of ``mallopt``; and the most to which glibc raises the second by itself when it frees large blocks, the
+#: first to twice as much.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_MOST_MMAP_THRESHOLD = 32 << 20
+#: Blocks of at least so many bytes can be returned as soon as they are freed.
+RETURNED_BYTES = 256 << 10
+#: Identities of the heaps that want that.
+_returning: set[int] = set()
+
+
+def _set_returning(heap: int, wanted: bool) -> None:
+    """Counts a heap among those that want large blocks to be returned at once; the first and the last one decide."""
+    before = bool(_returning)
+    (_returning.add if wanted else _returning.discard)(heap)
+    if before == bool(_returning) or _mallinfo() is None:
+        return
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(_M_MMAP_THRESHOLD, _MOST_MMAP_THRESHOLD if before else RETURNED_BYTES)
+    if before:
+        mallopt(_M_TRIM_THRESHOLD, 2 * _MOST_MMAP_THRESHOLD)
+
+
 def return_freed_memory() -> None:
     """Returns free pages of the C heap, if the allocator supports it; takes milliseconds."""
     trim = _malloc_trim()
@@ -123,10 +147,20 @@ class Heap:
         self._gaps_before: int | None = None
         #: What is taken for gaps between the model's blocks.
         self.gaps_bytes = 0
+        weakref.finalize(self, _set_returning, id(self), False).atexit = False
 
     def allow(self, nbytes: int) -> None:
         """Sets how much free memory may be kept."""
         self._most = max(nbytes, LEAST_BYTES)
+
+    def return_at_once(self, wanted: bool) -> None:
+        """Sets whether the C library returns large blocks as soon as they are freed, as long as any model wants that.
+
+        Otherwise it keeps them for reuse, without gaps only where the next blocks fit: in a backward that allocates 30
+        MiB, gaps came to 20. Returned ones have none, but their pages are taken from the system anew, which takes time.
+        Gaps that are there already are used, so this has to begin before they are made.
+        """
+        _set_returning(id(self), wanted)
 
     def trim(self) -> None:
         """Returns free memory; takes milliseconds."""

@@ -24,6 +24,7 @@ from offload.engine.memory_planner import MemoryPlanner
 from offload.engine.step_memory import StepMemory
 from offload.planning.byte_forms import ByteForm
 from offload.planning.explain import FewerBytes
+from offload.planning.step_model import Choice, predict
 from offload.streaming.heap import anonymous_bytes
 from offload.streaming.shard import Shard
 from offload.telemetry.statistics import DRAIN_TO_MEMORY, LOAD_FROM_MEMORY, UPDATE_IN_MEMORY, Meter
@@ -504,6 +505,25 @@ def test_the_last_plan_rests_on_five_steps_that_nothing_disturbed(
         undisturbed[0] += planner._steps_done > 3 and not planner._memory.measures
     assert [steps for steps, _ in planned[:2]] == [1, 3]
     assert [count for _, count in planned[2:]] == [5]
+
+
+@pytest.mark.parametrize("memory", ["10MiB", "64MiB"])
+def test_blocks_are_returned_at_once_in_the_first_step_and_then_where_memory_is_scarce(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gaps of what a cell frees may come to as much as the cell allocates."""
+    wanted: list[tuple[int, bool]] = []
+    model = OffloadModel(stack(), "cpu", tmp_path / "home", memory=memory)
+    optimizer, planner = OffloadOptimizer(model, torch.optim.SGD, lr=0.1), planner_of(model)
+    monkeypatch.setattr(
+        "offload.streaming.heap.Heap.return_at_once", lambda self, value: wanted.append((planner._steps_done, value))
+    )
+    monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 0)
+    train(model, optimizer, 5)
+    lean = predict(planner._model((ROWS,)), Choice(2))
+    most = lean.memory_bytes + max(moment.rise for moment in lean.course)
+    assert wanted == [(0, True), (1, most > planner.limit_bytes)]
+    assert (most > planner.limit_bytes) == (memory == "10MiB")
 
 
 def test_a_plan_tells_the_free_memory_that_its_steps_have_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,40 @@ def test_with_an_optimizer_on_disk_the_process_grows_by_no_more_than_the_budget(
     assert int(ended.output) < 1.03 * (32 << 20) + (8 << 20)
 
 
+_BLOCKS = """
+import gc, torch
+from offload.streaming.heap import Heap, anonymous_bytes
+
+def kept_of_31_mib() -> int:
+    blocks = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(32)]
+    del blocks[:-1]  # below a block that lives
+    kept = anonymous_bytes()
+    blocks.clear()
+    return (kept - before) >> 20
+
+heaps = [Heap(), Heap()]
+before = anonymous_bytes()
+kept = []
+for first, second in ((True, False), (True, True), (False, True), (False, False), (True, False)):
+    heaps[0].return_at_once(first), heaps[1].return_at_once(second)
+    kept.append(kept_of_31_mib())
+heaps.clear()
+gc.collect()  # with its last model, what it wanted ends
+kept.append(kept_of_31_mib())
+print(*kept)
+"""
+
+
+def test_large_blocks_are_returned_at_once_as_long_as_any_model_wants_that() -> None:
+    if not anonymous_bytes() or offload.streaming.heap._mallinfo() is None:
+        pytest.skip("needs a system with /proc and glibc")
+    ended = run_program(_BLOCKS)
+    assert ended.status == 0, ended.errors
+    wanted, both, other, nobody, *_, ended_with_it = map(int, ended.output.split())
+    assert max(wanted, both, other) < 8
+    assert min(nobody, ended_with_it) > 24
+
+
 def test_anonymous_memory_counts_what_is_written_to_and_not_what_a_file_backs(tmp_path: Path) -> None:
     before = anonymous_bytes()
     if not before:
