@@ -507,23 +507,24 @@ def test_the_last_plan_rests_on_five_steps_that_nothing_disturbed(
     assert [count for _, count in planned[2:]] == [5]
 
 
-@pytest.mark.parametrize("memory", ["10MiB", "64MiB"])
 def test_blocks_are_returned_at_once_in_the_first_step_and_then_where_memory_is_scarce(
-    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gaps of what a cell frees may come to as much as the cell allocates."""
-    wanted: list[tuple[int, bool]] = []
-    model = OffloadModel(stack(), "cpu", tmp_path / "home", memory=memory)
-    optimizer, planner = OffloadOptimizer(model, torch.optim.SGD, lr=0.1), planner_of(model)
-    monkeypatch.setattr(
-        "offload.streaming.heap.Heap.return_at_once", lambda self, value: wanted.append((planner._steps_done, value))
-    )
     monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 0)
-    train(model, optimizer, 5)
-    lean = predict(planner._model((ROWS,)), Choice(2))
-    most = lean.memory_bytes + max(moment.rise for moment in lean.course)
-    assert wanted == [(0, True), (1, most > planner.limit_bytes)]
-    assert (most > planner.limit_bytes) == (memory == "10MiB")
+
+    def wanted_with(memory: int) -> tuple[list[bool], int]:
+        model, wanted = OffloadModel(stack(), "cpu", tmp_path / f"{memory}", memory=memory), []
+        optimizer, planner = OffloadOptimizer(model, torch.optim.SGD, lr=0.1), planner_of(model)
+        monkeypatch.setattr("offload.streaming.heap.Heap.return_at_once", lambda self, value: wanted.append(value))
+        train(model, optimizer, 1)
+        lean = predict(planner._model((ROWS,)), Choice(2))
+        train(model, optimizer, 3)
+        return wanted, lean.memory_bytes + max(moment.rise for moment in lean.course)
+
+    wanted, most = wanted_with(12 * MIB)
+    assert wanted == [True, False]
+    assert wanted_with(most - 1)[0] == [True, True]
 
 
 def test_a_plan_tells_the_free_memory_that_its_steps_have_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
