@@ -513,18 +513,23 @@ def test_blocks_are_returned_at_once_in_the_first_step_and_then_where_memory_is_
     """The gaps of what a cell frees may come to as much as the cell allocates."""
     monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 0)
 
-    def wanted_with(memory: int) -> tuple[list[bool], int]:
-        model, wanted = OffloadModel(stack(), "cpu", tmp_path / f"{memory}", memory=memory), []
-        optimizer, planner = OffloadOptimizer(model, torch.optim.SGD, lr=0.1), planner_of(model)
+    def wanted_with(home: Path) -> tuple[list[bool], OffloadModel]:
+        model, wanted = OffloadModel(stack(), "cpu", home, memory="24MiB"), []
         monkeypatch.setattr("offload.streaming.heap.Heap.return_at_once", lambda self, value: wanted.append(value))
-        train(model, optimizer, 1)
-        lean = predict(planner._model((ROWS,)), Choice(2))
-        train(model, optimizer, 3)
-        return wanted, lean.memory_bytes + max(moment.rise for moment in lean.course)
+        train(model, OffloadOptimizer(model, torch.optim.SGD, lr=0.1), 4)
+        return wanted, model
 
-    wanted, most = wanted_with(12 * MIB)
+    wanted, model = wanted_with(tmp_path / "first")
+    planner = planner_of(model)
     assert wanted == [True, False]
-    assert wanted_with(most - 1)[0] == [True, True]
+    lean = predict(planner._model((ROWS,)), Choice(2))
+    most = lean.memory_bytes + max(moment.rise for moment in lean.course)
+    for limit, scarce in ((most, False), (most - 1, True)):
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryPlanner, "limit_bytes", limit)
+            assert planner._is_scarce((ROWS,)) is scarce
+    monkeypatch.setattr(MemoryPlanner, "_is_scarce", lambda self, rows: True)
+    assert wanted_with(tmp_path / "second")[0] == [True, True]
 
 
 def test_a_plan_tells_the_free_memory_that_its_steps_have_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
