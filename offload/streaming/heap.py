@@ -79,12 +79,12 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MOST_MMAP_THRESHOLD = 32 << 20
 #: Blocks of at least so many bytes can be returned as soon as they are freed.
 RETURNED_BYTES = 256 << 10
-#: Identities of the heaps that want that.
+#: Identities of the heaps that want it.
 _returning: set[int] = set()
 
 
 def _set_returning(heap: int, wanted: bool) -> None:
-    """Counts a heap among those that want large blocks to be returned at once; the first and the last one decide."""
+    """Counts a heap among those that want large blocks to be returned at once, or removes it."""
     before = bool(_returning)
     (_returning.add if wanted else _returning.discard)(heap)
     if before == bool(_returning) or _mallinfo() is None:
@@ -160,7 +160,7 @@ class Heap:
         MiB, gaps came to 20. Returned ones have none, but their pages are taken from the system anew, which takes time.
         Gaps that are there already are used, so this has to begin before they are made.
         """
-        _set_returning(id(self), wanted)
+        _set_returning(id(self), wanted and KEEP_BYTES is not None)
 
     def trim(self) -> None:
         """Returns free memory; takes milliseconds."""
