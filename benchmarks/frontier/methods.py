@@ -252,7 +252,8 @@ def train(report: Reporter, method: str, work: dict[str, Any], how: dict[str, An
         planned: dict[str, Any] = {}
         for k in report.turns():
             if k == PLANNED_AFTER:
-                planned = {key: found[key] for key in PREDICTED} if (found := plan_of(made.model)) else {}
+                found = plan_of(made.model) or {}
+                planned = {key: found[key] for key in PREDICTED if key in found}
                 report.phase(STEPS)
             batch = chosen.batch(k)
             loss, values = measure(lambda batch=batch: made.step(*batch), made.model)
