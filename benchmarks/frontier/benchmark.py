@@ -3,7 +3,7 @@
 First the fastest way with everything in memory (nothing recomputed, fused AdamW) takes some steps alone. Its peak, all
 of it and parts, is what ours gets as ``memory=``. Then each method takes its steps in turn with it. Ours has planned
 for the last time before the steps that count. Peaks are of the same processes, as the rise above what the process held
-before the model was made, under the allocator as it comes.
+before the model was made, with a batch, under the allocator as it comes.
 
 What runs is training of the transformer of ``optimizer``, or with ``--work contrastive`` steps as in
 ``gradcache-batch``, with an update.
@@ -49,10 +49,11 @@ TARGET = "benchmarks.frontier.methods"
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1"}
 WORDS = (
     "Times are medians of the steps in turn, to those of the first row (least to greatest). `peak` is the most that a "
-    "process held in a step, above what it held before the model was made; `planning` the same from the first step to "
-    "the last plan. `predicted peak` and `predicted s` are what was predicted before these steps, and how far that is "
-    "off: of seconds, their ratio to resident steps in turn with those that the prediction rests on, beside the ratio "
-    "of these steps to those in turn with them. `by all steps`: the same plan with what these steps measured, too."
+    "process held in a step, above what it held with a batch before the model was made; `planning` the same from the "
+    "first step to the last plan. `predicted peak` and `predicted s` are what was predicted before these steps, and "
+    "how far that is off: of seconds, their ratio to resident steps in turn with those that the prediction rests on, "
+    "beside the ratio of these steps to those in turn with them. `by all steps`: the same plan with what these steps "
+    "measured, too."
 )
 
 

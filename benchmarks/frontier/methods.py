@@ -1,7 +1,7 @@
 """The methods: one model, one batch, clipping and AdamW, with everything in memory or with ``memory=`` alone.
 
-A case warms its process with steps of two blocks by the same method, notes what it holds then, builds the model, and
-takes a step in each turn. What a method takes is the rise above that.
+A case warms its process with steps of two blocks by the same method, makes a batch, notes what it holds then, builds
+the model, and takes a step in each turn. What a method takes is the rise above that.
 """
 
 import ctypes
@@ -244,6 +244,7 @@ def train(report: Reporter, method: str, work: dict[str, Any], how: dict[str, An
     """A step in each turn; from turn :data:`PLANNED_AFTER` on in the phase "steps". ``how``: of the method."""
     chosen = Work(**work)
     warm(method, chosen, how)
+    batch = chosen.batch(0)  # belongs to no method
     report.phase(WARMED)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
@@ -255,6 +256,7 @@ def train(report: Reporter, method: str, work: dict[str, Any], how: dict[str, An
                 found = plan_of(made.model) or {}
                 planned = {key: found[key] for key in PREDICTED if key in found}
                 report.phase(STEPS)
+            del batch  # never two at once
             batch = chosen.batch(k)
             loss, values = measure(lambda batch=batch: made.step(*batch), made.model)
             started = time.perf_counter()

@@ -406,6 +406,7 @@ class MemoryPlanner:
             more_limit_bytes=more_limit,
             measured_course=self._memory.course,
             resting=self._resting(),
+            kept_peak_bytes=self._memory.kept_peak_bytes,
             free_bytes=0 if predicted is None else self._free_bytes(predicted.memory_bytes),
             others_bytes=0 if self._streamer.heap is None else self._streamer.heap.others_grown,
         )

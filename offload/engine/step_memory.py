@@ -2,7 +2,7 @@
 
 What a step took more than predicted becomes a margin of later predictions. Memory is measured in the steps after a new
 choice, in which free memory of the C heap is returned before a cell that could need it; in other steps free memory may
-take what the limit leaves. What a cell frees need not fit what it allocates next: by how much memory rises more than
+take what the limit leaves, and less after one that exceeded it. What a cell frees need not fit what it allocates next: by how much memory rises more than
 predicted in each is measured, too, and room is made for it.
 """
 
@@ -45,8 +45,10 @@ class StepMemory:
         self.margin_bytes = 0
         #: The peak of the last step that was measured, and the bytes after each of its cells.
         self.peak_bytes: int | None = None
-        #: The greatest peak of steps of the present choice that were not measured, with the free memory that they keep.
+        #: The greatest peak of steps of the present choice that were not measured, with the free memory that they keep;
+        #: and above how many bytes they return it: first the limit, then less by what they exceed it.
         self.kept_peak_bytes: int | None = None
+        self._kept_most: int | None = None
         self.course: list[int] = []
         #: Whether slots and buffers of the present plan are still to be allocated.
         self._fresh = True
@@ -67,13 +69,16 @@ class StepMemory:
 
     def new_slots(self) -> None:
         """Called when slots or shards in memory have changed: the next step allocates them."""
-        self._fresh, self.course, self._excess = True, [], {}
-        self.kept_peak_bytes = None
+        self._fresh, self.course = True, []
+        self._forget_choice()
 
     def new_choice(self) -> None:
         """Called when the next steps are to be measured."""
-        self._to_measure, self._excess = STEPS_MEASURED, {}
-        self.kept_peak_bytes = None
+        self._to_measure = STEPS_MEASURED
+        self._forget_choice()
+
+    def _forget_choice(self) -> None:
+        self._excess, self.kept_peak_bytes, self._kept_most = {}, None, None
 
     def begin(self, prediction: Prediction | None, updated_bytes: int, *, idle: bool) -> None:
         """Begins a step.
@@ -105,7 +110,9 @@ class StepMemory:
             held = self._held - self._streamer.slot_pool.unallocated_bytes
             self._heap.measure_others(held, most // GAPS_SHARE)
             self._gaps = self._heap.gaps_bytes
-            most = min(most, prediction.memory_bytes - self.margin_bytes + self._gaps + MEASURED_SLACK_BYTES)
+            most = min(most, self._least_room(prediction))
+        elif self._kept_most is not None:
+            most = self._kept_most
         cells, make_room, outside = prediction.cells(), self._heap.make_room, prediction.outside
         several = len({action.microbatch for action in prediction.plan.actions} - {None}) > 1
 
@@ -126,6 +133,17 @@ class StepMemory:
 
         self._meter.before_cell, self._meter.before_code = before, before_code
         self._meter.before_buffer = before_buffer
+
+    def _least_room(self, prediction: Prediction) -> int:
+        """The bytes of a step that keeps hardly any free memory."""
+        return prediction.memory_bytes - self.margin_bytes + self._gaps + MEASURED_SLACK_BYTES
+
+    def _keep_less(self, exceeded: int, prediction: Prediction) -> None:
+        """The next steps that are not measured return free memory sooner, down to what measured ones keep."""
+        before = self._limit() if self._kept_most is None else self._kept_most
+        self._kept_most = max(min(before, self._least_room(prediction)), before - exceeded)
+        assert self.kept_peak_bytes is not None
+        self.kept_peak_bytes -= before - self._kept_most
 
     def _end_cell(self) -> None:
         """Notes how much more than predicted memory rose in the cell that is measured, if any."""
@@ -158,7 +176,9 @@ class StepMemory:
             # Free memory is a part of this peak, which says nothing of the plan unless it is too much.
             peak = self._began_with + rise
             self.kept_peak_bytes = max(self.kept_peak_bytes or 0, peak)
-            self._to_measure += peak > self._limit() + 2 * LEAST_BYTES
+            if (exceeded := peak - self._limit()) > 0:
+                self._keep_less(exceeded, predicted)
+            self._to_measure += exceeded > 2 * LEAST_BYTES
             return False
         # What is made in the first step of a plan is not there at its begin.
         peak = rise + (0 if self._fresh else self._held + self._gaps)

@@ -46,6 +46,9 @@ class MemoryReport:
     outside: OutsideBytes = field(default_factory=OutsideBytes)
     #: Beside a device, where homes are files: shards that rest in host memory; else None.
     resting: int | None = None
+    #: What steps of the present plan have held whose memory was not measured, with free memory; None before them. It is
+    #: less than predicted where steps of other plans have exceeded their predictions.
+    kept_peak_bytes: int | None = None
     #: Free memory of the allocator that the process is expected to keep beside the plan, between blocks and for reuse.
     free_bytes: int = 0
     #: What the interpreter, libraries and threads have taken since the first step, which is no memory of the model.
@@ -57,7 +60,10 @@ class MemoryReport:
 
         With free memory, and what is not the model's; None before the first step.
         """
-        return None if self.predicted is None else self.predicted.memory_bytes + self.free_bytes + self.others_bytes
+        if self.predicted is None:
+            return None
+        kept = self.kept_peak_bytes
+        return self.others_bytes + (self.predicted.memory_bytes + self.free_bytes if kept is None else kept)
 
     def __str__(self) -> str:
         first = f"memory: {_mib(self.limit_bytes)} on {self.device}"

@@ -532,6 +532,39 @@ def test_blocks_are_returned_at_once_in_the_first_step_and_then_where_memory_is_
     assert wanted_with(tmp_path / "second")[0] == [True, True]
 
 
+def test_steps_that_exceed_the_limit_keep_less_free_memory_but_no_less_than_measured_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = OffloadModel(stack(), "cpu", tmp_path, memory=64 * MIB)
+    optimizer, memory = OffloadOptimizer(model, torch.optim.SGD, lr=0.1), planner_of(model)._memory
+    room: list[int] = []
+    monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 0)
+    monkeypatch.setattr("offload.streaming.heap.Heap.make_room", lambda self, there, rise, most: room.append(most))
+
+    def step(peak: int = 0) -> int:
+        """Above how many bytes a step returns free memory; its peak is above them."""
+        monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: max(0, peak - memory._began_with))
+        room.clear()
+        train(model, optimizer, 1)
+        (most,) = set(room)
+        return most
+
+    train(model, optimizer, 15)
+    memory.new_choice()
+    _, least = step(), step()
+    assert (memory.measures, least < 29 * MIB) == (True, True)
+    assert step(70 * MIB) == 64 * MIB
+    assert step(65 * MIB) == 58 * MIB
+    assert step(60 * MIB) == 57 * MIB
+    assert memory.kept_peak_bytes == 64 * MIB  # what the next ones keep
+    report = model.memory_report()
+    assert report.process_bytes == 64 * MIB + report.others_bytes
+    assert step(68 * MIB) == 57 * MIB
+    assert [step(72 * MIB) for _ in range(6)] == [53 * MIB, 45 * MIB, 37 * MIB, 29 * MIB, least, least]
+    memory.new_choice()
+    assert (step() < 29 * MIB, step() < 29 * MIB, step()) == (True, True, 64 * MIB)
+
+
 def test_a_plan_tells_the_free_memory_that_its_steps_have_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = OffloadModel(stack(), "cpu", tmp_path / "home", memory="64MiB")
     optimizer, memory = OffloadOptimizer(model, torch.optim.AdamW), planner_of(model)._memory
@@ -541,11 +574,11 @@ def test_a_plan_tells_the_free_memory_that_its_steps_have_kept(tmp_path: Path, m
     assert expected.predicted is not None
     assert expected.free_bytes == min((64 * MIB) // 8, 64 * MIB - expected.predicted.memory_bytes)
     train(model, optimizer, 10)
-    monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 50 * MIB)
+    monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 2 * MIB)
     train(model, optimizer, 1)
     now = model.memory_report()
     assert now.predicted is not None
-    assert now.predicted.memory_bytes + now.free_bytes == memory._began_with + 50 * MIB
+    assert now.predicted.memory_bytes + now.free_bytes == memory._began_with + 2 * MIB < 64 * MIB
     memory.new_choice()  # of which nothing is known yet
     assert model.memory_report().free_bytes == min((64 * MIB) // 8, 64 * MIB - now.predicted.memory_bytes)
 
