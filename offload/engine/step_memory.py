@@ -1,9 +1,9 @@
 """Bounds the memory of the steps of one model by what is predicted for them, and measures it.
 
 What a step took more than predicted becomes a margin of later predictions. Memory is measured in the steps after a new
-choice, in which free memory of the C heap is returned before a cell that could need it; in other steps free memory may
-take what the limit leaves, and less after one that exceeded it. What a cell frees need not fit what it allocates next: by how much memory rises more than
-predicted in each is measured, too, and room is made for it.
+choice, in which free memory of the C heap is returned before a cell that could need it. In other steps free memory may
+take what the limit leaves, and less after one that exceeded it. What a cell frees need not fit what it allocates next:
+by how much memory rises more than predicted in each is measured, too, and room is made for it.
 """
 
 from __future__ import annotations
