@@ -79,15 +79,24 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MOST_MMAP_THRESHOLD = 32 << 20
 #: Blocks of at least so many bytes can be returned as soon as they are freed.
 RETURNED_BYTES = 256 << 10
+#: How users set these or others with which glibc raises nothing by itself.
+_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
+_TUNABLES = ("mmap_threshold", "trim_threshold", "top_pad", "mmap_max")
 #: Identities of the heaps that want it.
 _returning: set[int] = set()
+
+
+def _set_by_user() -> bool:
+    """Whether the environment sets when the C library returns blocks."""
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    return any(name in os.environ for name in _SETTINGS) or any(f"malloc.{name}=" in tunables for name in _TUNABLES)
 
 
 def _set_returning(heap: int, wanted: bool) -> None:
     """Counts a heap among those that want large blocks to be returned at once, or removes it."""
     before = bool(_returning)
     (_returning.add if wanted else _returning.discard)(heap)
-    if before == bool(_returning) or _mallinfo() is None:
+    if before == bool(_returning) or _mallinfo() is None or _set_by_user():
         return
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(_M_MMAP_THRESHOLD, _MOST_MMAP_THRESHOLD if before else RETURNED_BYTES)
@@ -158,7 +167,8 @@ class Heap:
 
         Otherwise it keeps them for reuse, without gaps only where the next blocks fit: in a backward that allocates 30
         MiB, gaps came to 20. Returned ones have none, but their pages are taken from the system anew, which takes time.
-        Gaps that are there already are used, so this has to begin before they are made.
+        Gaps that are there already are used, so this has to begin before they are made. What the environment of the
+        process sets stays.
         """
         _set_returning(id(self), wanted and KEEP_BYTES is not None)
 

@@ -542,7 +542,7 @@ def test_steps_that_exceed_the_limit_keep_less_free_memory_but_no_less_than_meas
     monkeypatch.setattr("offload.streaming.heap.Heap.make_room", lambda self, there, rise, most: room.append(most))
 
     def step(peak: int = 0) -> int:
-        """Above how many bytes a step returns free memory; its peak is above them."""
+        """Takes a step with this peak; returns above how many bytes it has returned free memory."""
         monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: max(0, peak - memory._began_with))
         room.clear()
         train(model, optimizer, 1)

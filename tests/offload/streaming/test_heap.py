@@ -198,6 +198,36 @@ def test_large_blocks_are_returned_at_once_as_long_as_any_model_wants_that() -> 
     assert after_both_died > 24
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MALLOC_MMAP_THRESHOLD_", "33554432"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=67108864")],
+)
+def test_when_blocks_are_returned_stays_as_the_environment_sets_it(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed: list[tuple[int, int]] = []
+
+    class Library:
+        @staticmethod
+        def mallopt(parameter: int, value: int) -> None:
+            changed.append((parameter, value))
+
+    monkeypatch.setattr("offload.streaming.heap.ctypes.CDLL", lambda _: Library)
+    monkeypatch.setattr("offload.streaming.heap._mallinfo", lambda: object())
+    monkeypatch.setattr("offload.streaming.heap._returning", set())
+    for setting in offload.streaming.heap._SETTINGS:
+        monkeypatch.delenv(setting, raising=False)
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=7")
+    heap = Heap()
+    heap.return_at_once(True)
+    heap.return_at_once(False)
+    assert len(changed) == 3
+    monkeypatch.setenv(name, value)
+    heap.return_at_once(True)
+    heap.return_at_once(False)
+    assert len(changed) == 3
+
+
 def test_anonymous_memory_counts_what_is_written_to_and_not_what_a_file_backs(tmp_path: Path) -> None:
     before = anonymous_bytes()
     if not before:
