@@ -19,6 +19,7 @@ ORDERS = {
         "torch_private",
         "nested",
         "process",
+        "freed",
         "threads",
         "phony",
         "stream",

@@ -49,9 +49,7 @@ class _Node:
         self.differentiable = list(dict.fromkeys(self.same_as.values()))
         self.results: list[Tensor] = [leaves[k] for k in self.differentiable]
         self.leaves = leaves
-        #: Inputs of the node besides the user's inputs.
-        self.parameters = tape.trainable
-        executor.nodes.add(self)
+        tape.state.parameters = tape.trainable
 
     # Autograd frees saved tensors as soon as backward is done, unless the graph is retained. The tape replaces a saved
     # tensor, so it has the same lifetime. Without this it would live until the user deletes the loss, at the same time
@@ -120,13 +118,14 @@ class _Offload(torch.autograd.Function):
             for row, part in zip(output_gradients, parts, strict=True):
                 row[k] = part
         everywhere = accumulates_everywhere()
+        parameters = tape.state.parameters
         to_inputs = True
         if everywhere:
-            returned = [p for p in node.parameters if has_hooks(p)]
+            returned = [p for p in parameters if has_hooks(p)]
         else:
             requested = [edge is not None and is_requested(edge) for edge, _ in ctx.next_functions]
-            first = len(requested) - len(node.parameters)
-            returned = [p for p, asked in zip(node.parameters, requested[first:], strict=True) if asked]
+            first = len(requested) - len(parameters)
+            returned = [p for p, asked in zip(parameters, requested[first:], strict=True) if asked]
             to_inputs = any(requested[1:first])  # after the phony
         node.executor.public.refuse_requests(returned)
         # Without consuming, the whole tape would stay in memory until the end of backward; plain autograd, too, frees
@@ -150,8 +149,8 @@ class _Offload(torch.autograd.Function):
         for parameter in returned if everywhere else ():
             if parameter not in taken:
                 run_hooks_with_gradient_only(parameter)
-        inputs = _joined(back, tape, ctx.needs_input_grad[2 : len(ctx.needs_input_grad) - len(node.parameters)])
-        return (None, None, *inputs, *(taken.get(p) for p in node.parameters))
+        inputs = _joined(back, tape, ctx.needs_input_grad[2 : len(ctx.needs_input_grad) - len(parameters)])
+        return (None, None, *inputs, *(taken.get(p) for p in parameters))
 
 
 def _joined(back: list[list[Any]], tape: Tape, needed: Sequence[bool]) -> list[Tensor | None]:
@@ -186,7 +185,7 @@ def attach(executor: Executor, tape: Tape, outputs: Sequence[Any], inputs: Any) 
         if node.differentiable:
             phony = get_phony(executor.device, requires_grad=True)
             with torch.autograd.graph.saved_tensors_hooks(node.pack, node.unpack):
-                parameters = executor.public.for_autograd(node.parameters)
+                parameters = executor.public.for_autograd(tape.state.parameters)
                 results = _Offload.apply(node, phony, *tensors_in(inputs), *parameters)  # type: ignore[no-untyped-call]
             made = dict(zip(node.differentiable, results, strict=True))
             for k, first in node.same_as.items():

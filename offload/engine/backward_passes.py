@@ -7,7 +7,6 @@ gradients of a shard are offloaded while the shard before it computes.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from offload.engine.reach import Reach
 from offload.engine.shard_cells import ShardCells
 from offload.engine.since_forward import check_buffers, frozen_again
 from offload.engine.steps import joined
-from offload.engine.tape import Tape
+from offload.engine.tape import LivingTapes, Tape
 from offload.planning.planner import Pass
 from offload.planning.residency import Key
 from offload.streaming.lane import CopyLanes
@@ -34,7 +33,7 @@ class BackwardPasses(BlockForwards):
 
     _lanes: CopyLanes
     #: Of forwards whose backward may follow.
-    _tapes: weakref.WeakSet[Tape]
+    _tapes: LivingTapes
 
     def trainable(self, first: int) -> list[nn.Parameter]:
         """The parameters that take a gradient in a backward down to shard ``first``, each once."""
@@ -77,7 +76,7 @@ class BackwardPasses(BlockForwards):
             self.assigned_data.check_unchanged(tape)
             self._cell_executor.check_homes(tape)
             check_buffers(tape)
-            waiting = sum(other is not tape and not other.used for other in self._tapes)
+            waiting = sum(other is not tape.state and not other.used for other in self._tapes)
             gradient_offload = self.streamer.gradient_offload
             only = None if accumulate else frozenset(returned)
             shards = self._cell_executor.shards
@@ -100,7 +99,7 @@ class BackwardPasses(BlockForwards):
             self.public.begin_pass(this, stores=accumulate)
             cells = ShardCells(self, self._cell_executor, self.steps)
             if consume:
-                tape.used = True  # its used boundaries are freed
+                tape.state.used = True  # its used boundaries are freed
 
             def size(key: Key) -> int:
                 # Gradients of outputs are stored one by one, when the plan asks for them, so that one can be spilled

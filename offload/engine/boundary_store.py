@@ -25,6 +25,7 @@ from offload.planning.residency import WRITES_IN_FLIGHT, Key
 from offload.storage import Scratch
 from offload.streaming.lane import Arrival, CopyLane, error_context
 from offload.telemetry.statistics import Meter
+from pipe.freed import WhenFreed
 from pipe.nested import TreeSpec, flatten, unflatten
 
 __all__ = ["BoundaryStore", "SpillingStore"]
@@ -90,12 +91,33 @@ class BoundaryStore:
         self._entries.pop(key, None)
 
 
+class _Held:
+    """The bytes of one store among those that the meter counts."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._nbytes = 0
+
+    def add(self, nbytes: int) -> None:
+        self._nbytes += nbytes
+        self._meter.hold(nbytes)
+
+    def remove(self, nbytes: int) -> None:
+        self._nbytes -= nbytes
+        self._meter.release(nbytes)
+
+    def remove_all(self) -> None:
+        self.remove(self._nbytes)
+
+
 class SpillingStore(BoundaryStore):
     """Values that can be spilled to ``scratch`` space; ``gradients``: of boundaries, whose tokens are lower case."""
 
     def __init__(self, scratch: Scratch | None, lane: CopyLane, meter: Meter, *, gradients: bool = False) -> None:
         self._writes: deque[tuple[Arrival, list[Any], int]] = deque()
         self._meter = meter
+        self._held = _Held(meter)
+        self._freed = WhenFreed(self._held.remove_all)
         self._releases: list[Arrival] = []
         self._scratch = scratch
         self._scratch_name = "nowhere" if scratch is None else scratch.name
@@ -109,7 +131,7 @@ class SpillingStore(BoundaryStore):
         entry = self._entries[key]
         tensors = {_memory_of(leaf): leaf for leaf in entry.leaves or () if isinstance(leaf, Tensor)}
         entry.nbytes = sum(bytes_of_boundary(tensor) for tensor in tensors.values())
-        self._meter.hold(entry.nbytes)
+        self._held.add(entry.nbytes)
         return entry.nbytes
 
     def extend(self, key: Key, more: Sequence[Any]) -> int:
@@ -169,7 +191,7 @@ class SpillingStore(BoundaryStore):
         """Drops the copy in memory of a spilled value."""
         entry = self._entries[key]
         entry.leaves = None
-        self._meter.release(entry.nbytes)
+        self._held.remove(entry.nbytes)
 
     def prefetch(self, key: Key) -> None:
         """Starts to read a spilled value."""
@@ -190,7 +212,7 @@ class SpillingStore(BoundaryStore):
         # Without ``after``, a boundary is read while it is still being written.
         after = [entry.written] if entry.written is not None else []
         entry.fetching = (self._lane.submit("fetch boundary", fetch, after), leaves)
-        self._meter.hold(entry.nbytes)
+        self._held.add(entry.nbytes)
 
     def drop(self, key: Key) -> None:
         """Removes a value. Its scratch space is released on the lane, after its copies, for which no thread waits."""
@@ -198,7 +220,7 @@ class SpillingStore(BoundaryStore):
         if entry is None:
             return
         if entry.is_held:
-            self._meter.release(entry.nbytes)
+            self._held.remove(entry.nbytes)
         if entry.written is None:
             return
         scratch, tickets = self._scratch, entry.tickets
@@ -213,12 +235,6 @@ class SpillingStore(BoundaryStore):
         after = [entry.written] if entry.fetching is None else [entry.written, entry.fetching[0]]
         self._releases.append(self._lane.submit("release boundary", release, after))
 
-    def __del__(self) -> None:
-        if not hasattr(self, "_entries"):
-            return  # an interrupt in the constructor
-        held = sum(entry.nbytes for entry in self._entries.values() if entry.is_held)
-        self._meter.release(held + sum(nbytes for _, _, nbytes in self._writes))
-
     def close(self) -> None:
         """Forgets all values, after the running copies."""
         copies = [arrival for arrival, _, _ in self._writes] + self._releases
@@ -229,12 +245,9 @@ class SpillingStore(BoundaryStore):
                 # Boundary lane -> host. Without this, a copy still runs in space that is released.
                 arrival.synchronize()
         self._releases.clear()
-        while self._writes:
-            self._meter.release(self._writes.popleft()[2])
-        while self._entries:
-            entry = self._entries.popitem()[1]
-            if entry.is_held:
-                self._meter.release(entry.nbytes)
+        self._writes.clear()
+        self._entries.clear()
+        self._held.remove_all()
         if self._scratch is not None:
             self._scratch.close()
 
@@ -244,7 +257,7 @@ class SpillingStore(BoundaryStore):
             with self._meter.waiting("spill"), error_context(f"spilling a boundary to {self._scratch_name}"):
                 # Boundary lane -> compute. Without this, the memory of a tensor is reused while it is being read.
                 arrival.wait()
-            self._meter.release(nbytes)
+            self._held.remove(nbytes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,6 @@ sum a gradient of another layout than in the bare model, in another order.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -30,25 +29,38 @@ def used_outside(shard: int) -> RuntimeError:
     )
 
 
+class _Arrivals:
+    """Receives the gradients of a cell's input from autograd.
+
+    Not the input itself: that refers to the node, and the node refers to this. Such a cycle would live until a garbage
+    collection, and a weak reference of a node may be lost in one (:mod:`pipe.freed`).
+    """
+
+    __slots__ = ("gradients", "open", "shard")
+
+    def __init__(self, shard: int, count: int) -> None:
+        self.shard = shard
+        #: Whether the running backward is that of the cell.
+        self.open = False
+        self.gradients: tuple[Tensor | None, ...] = (None,) * count
+
+
 class CellInput:
     """The begin of one cell's graph, for a flat boundary of which some leaves require a gradient."""
 
     def __init__(self, leaves: Sequence[Any], requires: Sequence[bool], shard: int) -> None:
-        self._shard = shard
-        #: Whether the running backward is that of the cell.
-        self._open = False
         # A tensor that occurs more than once is one tensor in the cell as well, with one gradient.
         first: dict[int, int] = {}
         same_as = [first.setdefault(id(x), k) if isinstance(x, Tensor) else k for k, x in enumerate(leaves)]
         self._positions = [k for k, wanted in enumerate(requires) if wanted and same_as[k] == k]
-        self._gradients: tuple[Tensor | None, ...] = (None,) * len(self._positions)
+        self._arrivals = _Arrivals(shard, len(self._positions))
         #: The boundary, as a part of the cell's graph.
         self.leaves = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
         if self._positions:
             tensors = [self.leaves[k] for k in self._positions]
             with torch.enable_grad():
                 phony = get_phony(tensors[0].device, requires_grad=True)
-                results = _Begin.apply(self, phony, *tensors)  # type: ignore[no-untyped-call]
+                results = _Begin.apply(self._arrivals, phony, *tensors)  # type: ignore[no-untyped-call]
             for k, result in zip(self._positions, results, strict=True):
                 self.leaves[k] = result
         self.leaves = [self.leaves[k] for k in same_as]
@@ -70,16 +82,16 @@ class CellInput:
         """
         wanted = self.wanted[:1]  # every path into the graph leads to them
         if any(will_run(tensor.grad_fn) for tensor in wanted) or (not wanted and any(map(will_run, _nodes(outputs)))):
-            raise used_outside(self._shard)
+            raise used_outside(self._arrivals.shard)
 
     @contextlib.contextmanager
     def expecting(self) -> Iterator[None]:
         """A context for the backward of the cell; outside of it, a gradient that arrives is an error."""
-        self._open = True
+        self._arrivals.open = True
         try:
             yield
         finally:
-            self._open = False
+            self._arrivals.open = False
 
     def reaches(self, outputs: Sequence[Any], own: Iterable[Tensor]) -> tuple[list[nn.Parameter], bool]:
         """What the graph of a cell's flat ``outputs`` reaches beside this begin and the parameters ``own``.
@@ -107,18 +119,12 @@ class CellInput:
 
     def take(self, gradients: Sequence[Tensor | None] | None = None) -> list[Tensor | None]:
         """One gradient or None for each leaf: those received here, or ``gradients`` of the ``wanted`` tensors."""
-        arrived = self._gradients if gradients is None else gradients
-        self._gradients = (None,) * len(self._positions)
+        arrived = self._arrivals.gradients if gradients is None else gradients
+        self._arrivals.gradients = (None,) * len(self._positions)
         back: list[Tensor | None] = [None] * len(self.leaves)
         for k, gradient in zip(self._positions, arrived, strict=True):
             back[k] = gradient
         return back
-
-    def receive(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Called by autograd, once the gradients of all tensors are complete."""
-        if not self._open:
-            raise used_outside(self._shard)
-        self._gradients = gradients
 
 
 def _nodes(outputs: Sequence[Any]) -> Iterator[Any]:
@@ -135,16 +141,15 @@ def _nodes(outputs: Sequence[Any]) -> Iterator[Any]:
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, source: CellInput, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, arrivals: _Arrivals, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        # Without a weak reference, the source and its graph are a cycle, which lives until a garbage collection.
-        ctx.source, ctx.shard = weakref.ref(source), source._shard
+        ctx.arrivals = arrivals
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        source = ctx.source()
-        if source is None:  # of a forward that kept no graph
-            raise used_outside(ctx.shard)
-        source.receive(gradients)
+        arrivals: _Arrivals = ctx.arrivals
+        if not arrivals.open:  # nor ever open where the forward kept no graph
+            raise used_outside(arrivals.shard)
+        arrivals.gradients = gradients
         return (None,) * (2 + len(gradients))

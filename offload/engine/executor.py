@@ -15,7 +15,6 @@ of the other pass is not loaded again.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import Counter
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any
@@ -34,7 +33,7 @@ from offload.engine.shape_inference import inferred_boundaries
 from offload.engine.shard_cells import ShardCells
 from offload.engine.since_forward import buffers_of, frozen, refuse_unrepeatable
 from offload.engine.structure import Structure
-from offload.engine.tape import Tape
+from offload.engine.tape import LivingTapes, Tape
 from offload.engine.weight_writes import AssignedData
 from offload.mesh.public import PublicParameters
 from offload.mesh.sharding import Sharding
@@ -128,9 +127,7 @@ class Executor(BackwardPasses):
         self.assigned_data = AssignedData(self.shards, self.streamer.gradient_offload.optimizers.views, lenders)
         #: The parameters that users see; with a mesh, layers hold them from now on.
         self.public = PublicParameters() if sharding is None else sharding.public(self.shards)
-        self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
-        #: The autograd nodes whose outputs are alive: each holds ``parameters``.
-        self.nodes: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._tapes = LivingTapes()
 
     def waits_for_backward(self) -> bool:
         """Whether a forward still needs its backward."""
@@ -138,8 +135,8 @@ class Executor(BackwardPasses):
 
     def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool:
         """See :meth:`.References.held_elsewhere`; ``known`` is without the engine's own graphs."""
-        for node in self.nodes:
-            known.update(p for p in node.parameters if p in known)
+        for tape in self._tapes:
+            known.update(p for p in tape.parameters if p in known)
         return self._references.held_elsewhere(known, views)
 
     def check_structure(self) -> None:

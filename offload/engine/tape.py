@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from offload.engine.cell_input import CellInput
 from offload.engine.glue import Glue
 from offload.planning.plan import Plan
 from offload.planning.residency import Key, Residency
+from pipe.freed import WhenFreed
 from pipe.nested import TreeSpec, flatten, unflatten
 from pipe.recompute.rerun import Rerun
 from pipe.torch_private.autograd import has_hooks
@@ -22,7 +24,7 @@ from pipe.torch_private.autograd import has_hooks
 if TYPE_CHECKING:
     from offload.engine.executor import Executor
 
-__all__ = ["CellRecords", "KeptCell", "Tape"]
+__all__ = ["CellRecords", "KeptCell", "LivingTapes", "Tape", "TapeState"]
 
 
 @dataclass
@@ -69,6 +71,32 @@ class CellRecords:
     input_versions: list[tuple[Any, ...]] = field(default_factory=list)
 
 
+@dataclass(eq=False)
+class TapeState:
+    """What a model knows of a tape, apart from the tape, which a model must not hold."""
+
+    #: Whether its backward began and freed what it used, or its forward failed.
+    used: bool = False
+    #: Those that the tape's node takes as inputs, besides the user's.
+    parameters: Sequence[nn.Parameter] = ()
+
+
+class LivingTapes:
+    """The states of those tapes of a model that still exist."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, TapeState] = {}
+
+    def add(self, tape: Tape) -> None:
+        """Lists a tape until it is freed."""
+        key = id(tape.state)
+        tape.listed = WhenFreed(partial(self._states.pop, key, None))
+        self._states[key] = tape.state
+
+    def __iter__(self) -> Iterator[TapeState]:
+        return iter([*self._states.values()])
+
+
 @dataclass(eq=False, kw_only=True)
 class Tape(CellRecords):
     """Boundaries and replays of one forward.
@@ -98,7 +126,13 @@ class Tape(CellRecords):
     plan: Plan | None = None
     output_specs: list[TreeSpec] = field(default_factory=list)
     output_shapes: list[list[torch.Size | None]] = field(default_factory=list)
-    used: bool = False
+    state: TapeState = field(default_factory=TapeState)
+    listed: WhenFreed | None = None
+
+    @property
+    def used(self) -> bool:
+        """See :attr:`.TapeState.used`."""
+        return self.state.used
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -131,7 +165,7 @@ class Tape(CellRecords):
                 f"expected one gradient for each of the {self.microbatches} chunks, got {len(output_gradients)}"
             )
         flat = [self._flat(i, gradient) for i, gradient in enumerate(output_gradients)]
-        self.used = True
+        self.state.used = True
         try:
             # Autograd runs the hooks of a parameter, once, on its whole gradient.
             hooked = [p for p in self.trainable if has_hooks(p)]
@@ -167,7 +201,7 @@ class Tape(CellRecords):
 
     def discard(self) -> None:
         """Frees the tape after a failure: it has no backward any more."""
-        self.used = True
+        self.state.used = True
         self.close()
 
     def close(self) -> None:

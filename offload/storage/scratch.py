@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from offload.storage.buffer import view_memory
 from offload.storage.contract import Scratch, bytes_of
 from offload.storage.stripes import Extent, Stripes
 from offload.storage.transfer import Transfers, move_all
+from pipe.freed import WhenFreed
 
 __all__ = ["DiskScratch"]
 
@@ -53,7 +54,7 @@ class DiskScratch(Scratch):
     def _open(self) -> None:
         """Opens the files, at first use: most steps keep their boundaries in memory."""
         opened: list[int] = []
-        finalizer = weakref.finalize(self, _close, opened)
+        finalizer = WhenFreed(partial(_close, opened))
         try:
             for folder in self._folders:
                 fd, path = tempfile.mkstemp(prefix="boundaries-", dir=folder)

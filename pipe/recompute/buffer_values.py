@@ -7,7 +7,6 @@ the first write. Forwards that only read a buffer share one value of it.
 from __future__ import annotations
 
 from enum import Enum
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,8 @@ class BufferValue:
     __slots__ = ("tensor", "value", "version")
 
     def __init__(self, tensor: Tensor, version: int | None) -> None:
-        self.tensor, self.version = ref(tensor), version
+        # No weak reference: a graph holds this, see :mod:`pipe.freed`.
+        self.tensor, self.version = tensor, version
         #: Set when a later forward writes the buffer.
         self.value: Tensor | None = None
 
@@ -59,14 +59,14 @@ class BufferHabits:
     def shared_value(self, tensor: Tensor, version: int | None) -> BufferValue:
         """What all forwards that read the buffer at this version share; made for the first."""
         shared = self.shared
-        if shared is None or shared.version != version or shared.tensor() is not tensor:
+        if shared is None or shared.version != version or shared.tensor is not tensor:
             shared = self.shared = BufferValue(tensor, version)
         return shared
 
     def keep_for_readers(self, tensor: Tensor, version: int | None, value: Tensor) -> None:
         """Keeps the ``value`` that a written buffer had at this version, for forwards that only read it."""
         shared, self.shared = self.shared, None
-        if shared is not None and shared.version == version and shared.tensor() is tensor:
+        if shared is not None and shared.version == version and shared.tensor is tensor:
             shared.value = value
 
 

@@ -191,8 +191,7 @@ class ModuleState:
         return [
             repr(name)
             for _, name, shared in self._shared
-            if shared.value is None and shared.version is not None and (tensor := shared.tensor()) is not None
-            if tensor._version != shared.version
+            if shared.value is None and shared.version is not None and shared.tensor._version != shared.version
         ]
 
     def take_back(self) -> None:
@@ -225,11 +224,11 @@ class ModuleState:
             if strict:
                 self._check()
             read = [(owner, name, shared.value) for owner, name, shared in self._shared if shared.value is not None]
-            for owner, name, shared in self._shared:  # buffers that other code replaced, if they are kept
-                now, tensor = owner._buffers.get(name), shared.tensor()
-                if shared.value is None and now is not tensor and now is not None and tensor is not None:
+            for owner, name, shared in self._shared:  # buffers that other code replaced
+                now = owner._buffers.get(name)
+                if shared.value is None and now is not shared.tensor and now is not None:
                     before.append((owner._buffers, name, now))
-                    owner._buffers[name] = tensor
+                    owner._buffers[name] = shared.tensor
             for owner, name, snapshot in [*self._buffers, *read]:
                 before.append((owner._buffers, name, owner._buffers[name]))
                 owner._buffers[name] = snapshot.clone()  # a retained graph may need the snapshot again

@@ -47,15 +47,19 @@ def test_a_repeated_forward_reads_what_the_first_read_and_writes_nothing() -> No
     assert module.calls == 2
 
 
-def test_only_written_buffers_are_kept() -> None:
+def test_a_buffer_that_was_only_read_is_freed_with_the_last_forward_that_read_it() -> None:
     module = Counter()
     _, module_state = run(module)
     read = weakref.ref(module.table)
-    del module.table
+    module.table = torch.ones(4)
+    with module_state.again():
+        assert module.table is read()
+        assert module() == 1.0
+    run(module)
+    assert read() is not None
+    del module_state
     gc.collect()
     assert read() is None
-    with module_state.again():
-        assert module() == 1.0
 
 
 def test_a_buffer_replaced_by_the_forward_counts_as_written() -> None:
