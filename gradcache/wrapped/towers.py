@@ -34,6 +34,7 @@ from gradcache.streamed import Tape, Tower
 from gradcache.two_pass import InputGradients, is_trainable
 from gradcache.wrapped.call_state import Observer
 from gradcache.wrapped.suspended import SuspendedForward, TowerState
+from offload.identities import identities_only
 from pipe.microbatch import gather_nested
 from pipe.nested import flatten
 
@@ -64,6 +65,7 @@ def streamed_inside(model: nn.Module) -> list[nn.Module]:
 class WrappedTowers:
     """Runs the two passes of all towers of a step that contain streamed models."""
 
+    @identities_only()
     def __init__(self, owner: GradCache, towers: Sequence[Tower], inputs: InputGradients) -> None:
         self._models = {id(part): part for tower in towers for part in streamed_inside(tower.model)}
         observers = {key: Observer(part) for key, part in self._models.items()}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gradcache import GradCache
 from gradcache.loss import SimpleContrastiveLoss
 from offload import MemoryPolicy, OffloadOptimizer
+from offload.streaming.streamer import Streamer
 from tests.gradcache.wrapped_towers import (
     KINDS,
     SHARDS,
@@ -157,6 +158,32 @@ def test_an_offload_optimizer_trains_a_wrapped_model_as_the_plain_one(update_in_
             optimizer.zero_grad()
     for (name, expected), (_, actual) in zip(plain.named_parameters(), ours.named_parameters(), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13, msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_updates_that_are_pending_run_beside_the_next_step(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step asks which modules and parameters a tower has; it reads no values before a shard is loaded."""
+    plain = KINDS[kind]()
+    ours = with_offload(plain, tmp_path)
+    optimizers = [OffloadOptimizer(body, torch.optim.SGD, lr=0.1) for body in bodies(ours)]
+    inside = [part for part in plain.children() if isinstance(part, nn.Sequential)]
+    reference = torch.optim.SGD([p for part in inside for p in part.parameters()], 0.1)
+    shards = [shard for body in bodies(ours) for shard in body._executor.shards]
+    finished: list[int] = []
+    for step in range(3):
+        GradCache([plain], 2, square)(rows(6, step))
+        with monkeypatch.context() as patch:
+            patch.setattr(Streamer, "apply_pending_updates", lambda self: finished.append(1))
+            GradCache([ours], 2, square)(rows(6, step))
+        assert finished == []
+        for optimizer in (reference, *optimizers):
+            optimizer.step()
+        assert all(shard.pending is not None for shard in shards)
+        for optimizer in (reference, *optimizers):
+            optimizer.zero_grad()
+    assert_same(plain, ours)
 
 
 def test_gradients_stored_in_16_bits_receive_the_sum_of_all_chunks() -> None:
