@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from pipe.torch_private.distributed import store_of_processes
 
-__all__ = ["Notices"]
+__all__ = ["Notices", "is_default"]
 
 #: How often a rank looks whether it is asked, and how long it may take to answer.
 LOOK_SECONDS, GRACE_SECONDS = 1.0, 5.0
@@ -50,7 +50,7 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:_LENGTH]}" if lines else type(error).__name__
 
 
-def _is_default(store: weakref.ref[Any]) -> bool:
+def is_default(store: weakref.ref[Any]) -> bool:
     """Whether the default process group, of this store, has not been destroyed."""
     return dist.is_initialized() and store_of_processes()[0] is store()
 
@@ -107,7 +107,7 @@ class Notices:
         if found is None or not found._is_open():
             # Weakly, since a store may be the server, whose port the next process group needs.
             shared, connect = store_of_processes()
-            found = cls._open[key] = cls(rank, connect(), partial(_is_default, weakref.ref(shared)))
+            found = cls._open[key] = cls(rank, connect(), partial(is_default, weakref.ref(shared)))
         return found
 
     # --- what this rank tells -------------------------------------------------------------------------------------

@@ -38,12 +38,14 @@ import contextlib
 import hashlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offload.mesh.groups import Group, Groups, Kind, new_group
 from offload.mesh.notices import Notices
 from offload.mesh.traffic import MESSAGE_BYTES
 from offload.mesh.transport import CPU, HOST, Transport
@@ -67,9 +69,11 @@ class CollectiveLane(ThreadCopyLane):
 
     def __init__(self, device: torch.device = CPU) -> None:
         super().__init__("ranks", device)
-        #: Number of jobs, and the token of the first that failed.
-        self.submitted = 0
+        #: Number of jobs, of those that have ended, and the token of the first that failed.
+        self.submitted = self._ended = 0
         self.failed: str | None = None
+        #: Called after the last job, if none failed.
+        self.at_end: Callable[[], None] = _nothing
 
     def check(self) -> None:
         """Raises RuntimeError after a failure."""
@@ -93,8 +97,24 @@ class CollectiveLane(ThreadCopyLane):
             except BaseException:
                 self.failed = token
                 raise
+            finally:
+                self._ended += 1
 
         return super().submit(token, job)
+
+    def close(self) -> None:
+        """Ends the thread after all submitted jobs, without joining it."""
+        at_end, self.at_end = self.at_end, _nothing
+        if self._ended < self.submitted:
+            with contextlib.suppress(RuntimeError):  # Python ends, and takes no more jobs
+                self.submit("the end", at_end)
+        elif self.failed is None:
+            at_end()
+        super().close()
+
+
+def _nothing() -> None:
+    """At the end of a lane whose groups are not used again."""
 
 
 class Ranks:
@@ -127,23 +147,23 @@ class Ranks:
         #: The thread of all collectives, and of what is done with their bytes.
         self.lane = CollectiveLane(transport.device)
         self._meter = meter
-        timeout = timeout_of(mesh.get_group(last), mesh.device_type)
-
-        def group(members: list[int], backend: str = transport.backend) -> Any:
-            return dist.new_group(members, backend=backend, timeout=timeout, use_local_synchronization=True)
-
-        dimensions = [dist.get_process_group_ranks(mesh.get_group(k)) for k in range(mesh.ndim)]
-        #: Those of the lane; and one for messages, which are exchanged while the lane may be waiting.
-        self._group = group(dimensions[last])
-        self._messages = group(everybody, "gloo")
         self._members = everybody
         self._mesh = mesh
-        #: The mesh of what is at home.
-        self._host_mesh = mesh if transport is HOST else _mesh_on_host(mesh, [group(ranks) for ranks in dimensions])
         #: What ranks tell each other about failures.
         self.notices = Notices.of_this_process(dist.get_rank())
         self._pass = ("the construction of a model", 0)
-        self._rows = group(dimensions[0]) if self.replicas > 1 else None
+        timeout = timeout_of(mesh.get_group(last), mesh.device_type)
+        dimensions = [tuple(dist.get_process_group_ranks(mesh.get_group(k))) for k in range(mesh.ndim)]
+        of_lane = [Kind(members, transport.backend, timeout) for members in dimensions]
+        between_rows = of_lane[:1] if self.replicas > 1 else []
+        pool = Groups.of_this_process()
+        taken = pool.take([of_lane[last], Kind(tuple(everybody), "gloo", timeout), *between_rows], everybody, timeout)
+        #: Those of the lane; and one for messages, which are exchanged while the lane may be waiting.
+        self._group, self._messages = taken[:2]
+        self._rows: Group | None = taken[2] if between_rows else None
+        self.lane.at_end = partial(pool.give_back, taken)
+        #: The mesh of what is at home.
+        self._host_mesh = mesh if transport is HOST else _mesh_on_host(mesh, [new_group(kind) for kind in of_lane])
         self._staging = torch.empty(0)
 
     def staging(self, nbytes: int) -> Tensor:
@@ -167,13 +187,13 @@ class Ranks:
     def all_gather(self, staging: Tensor) -> None:
         """Fills ``staging``, of one row of bytes a rank, with the rows of the others. On the lane only."""
         with self._naming_ranks(f"gathering the parameters of a shard in {self._pass[0]}"):
-            _all_gather(staging.view(-1), staging[self.rank], self._group)
+            _all_gather(staging.view(-1), staging[self.rank], self._group.begin())
         self._meter.bytes_gathered += staging[0].numel() * (self.count - 1)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
         """Sends row ``r`` of bytes to rank ``r``, and receives one row from each. On the lane only."""
         with self._naming_ranks(f"reducing the gradients of a shard in {self._pass[0]}"):
-            dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._group)
+            dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._group.begin())
         self._meter.bytes_reduced += sent[0].numel() * (self.count - 1)
 
     def reduce(self, received: Tensor, sent: Tensor, dtype: torch.dtype) -> None:
@@ -187,7 +207,7 @@ class Ranks:
         real = dtype.to_real()
         with self._naming_ranks(f"reducing the gradients of a shard in {self._pass[0]}"):
             # A sum, divided later: AVG is no operation of some backends, and has silently been a sum.
-            _reduce_scatter(received.view(-1).view(real), sent.view(-1).view(real), self._group)
+            _reduce_scatter(received.view(-1).view(real), sent.view(-1).view(real), self._group.begin())
         self._meter.bytes_reduced += sent[0].numel() * (self.count - 1)
 
     def any_rank_has(self, flags: Sequence[bool]) -> list[bool]:
@@ -195,31 +215,34 @@ class Ranks:
         rows = torch.zeros(self.count, aligned(len(flags)), dtype=torch.uint8)
         rows[self.rank, : len(flags)] = torch.tensor(flags, dtype=torch.uint8)
         with self._naming_ranks(f"reducing the gradients of a shard in {self._pass[0]}"):
-            _all_gather(rows.view(-1), rows[self.rank], self._group)
+            _all_gather(rows.view(-1), rows[self.rank], self._group.begin())
         self._meter.bytes_reduced += rows[0].numel() * (self.count - 1)
         found: list[bool] = rows[:, : len(flags)].any(dim=0).tolist()
         return found
 
     def all_to_all_replicas(self, received: Tensor, sent: Tensor) -> None:
         """Sends row ``r`` of bytes to replica ``r`` of what this rank stores, and receives one row from each."""
+        assert self._rows is not None
         with self._naming_ranks(f"reducing the gradients of a shard over replicas in {self._pass[0]}"):
-            dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._rows)
+            dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._rows.begin())
         self._meter.bytes_reduced += sent[0].numel() * (self.replicas - 1)
 
     def all_gather_replicas(self, rows: Tensor) -> None:
         """Fills ``rows``, of bytes for each replica of what this rank stores, with those of the others."""
+        assert self._rows is not None
         with self._naming_ranks(f"reducing the gradients of a shard over replicas in {self._pass[0]}"):
-            _all_gather(rows.view(-1), rows[self.replica], self._rows)
+            _all_gather(rows.view(-1), rows[self.replica], self._rows.begin())
         self._meter.bytes_reduced += rows[0].numel() * (self.replicas - 1)
 
     def copy_first_replica(self, tensor: Tensor) -> None:
         """Gives ``tensor``, the home of a shard, the values of the first row of the mesh."""
         if self._rows is not None:
-            source = dist.get_global_rank(self._rows, 0)
+            rows = self._rows
+            source = dist.get_global_rank(rows.handle, 0)
 
             def copy() -> None:
                 with self._naming_ranks("copying the first replica"):
-                    dist.broadcast(tensor, source, self._rows)
+                    dist.broadcast(tensor, source, rows.begin())
 
             arrival = self.lane.submit("initial values", copy)
             # Lane -> host. Without this, a failure would be told by a later call.
@@ -229,7 +252,8 @@ class Ranks:
         """The values that ``tensor`` has on the first rank of the mesh, in new memory."""
         copy = tensor.detach().clone(memory_format=torch.preserve_format)
         values = copy.cpu().contiguous()
-        dist.broadcast(values.view(-1).view(torch.uint8), dist.get_global_rank(self._messages, 0), self._messages)
+        group = self._messages.begin()
+        dist.broadcast(values.view(-1).view(torch.uint8), dist.get_global_rank(group, 0), group)
         return copy if values is copy else copy.copy_(values)
 
     # --- agreement, on the thread that runs the model -------------------------------------------------------------
@@ -237,14 +261,14 @@ class Ranks:
     @property
     def everybody(self) -> Any:
         """The process group of all ranks, on the thread that runs the model."""
-        return self._messages
+        return self._messages.begin()
 
     def exchange(self, answer: Any) -> list[Any]:
         """What each rank answers, in the order of all ranks; each a small object."""
         self.lane.check()
         answers: list[Any] = [None] * self.total
         with self._naming_ranks("meeting"):
-            dist.all_gather_object(answers, answer, group=self._messages)
+            dist.all_gather_object(answers, answer, group=self._messages.begin())
         return answers
 
     def agree(self, what: str, text: str, number: float = 0.0, *, everywhere: bool = False) -> list[float]:
@@ -261,7 +285,7 @@ class Ranks:
         mine = messages[self.number]
         mine[:] = torch.frombuffer(bytearray(digest + struct.pack("<d", number)), dtype=torch.uint8)
         with self._naming_ranks(f"meeting before {what}"):
-            _all_gather(messages.view(-1), mine, self._messages)
+            _all_gather(messages.view(-1), mine, self._messages.begin())
         self._meter.bytes_agreed += MESSAGE_BYTES * (self.total - 1)
         rows = [bytes(row.tolist()) for row in messages]
         if any(row[:32] != digest for row in rows):

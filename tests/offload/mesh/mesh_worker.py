@@ -924,6 +924,38 @@ def a_failure_on_all_ranks_leaves_the_model_usable(world: World) -> None:
     assert greatest_error(model, bare) < 1e-6
 
 
+def models_that_follow_each_other_use_the_same_process_groups(world: World) -> None:
+    def trained() -> tuple[OffloadModel, list[Any]]:
+        bare = build()
+        model = world.model(bare)
+        loss_of(model(world.part(batches()[0]))).backward()
+        loss_of(bare(batches()[0])).backward()
+        assert greatest_error(model, bare) < 1e-6
+        ranks = model._executor.public.ranks
+        return model, [ranks._group.handle, ranks._messages.handle]
+
+    model, first = trained()
+    model.close()
+    model, used = trained()
+    assert used == first
+    held = [model] if world.rank else []  # a rank whose model is collected later
+    del model
+    gc.collect()
+    model, apart = trained()
+    assert not {*apart} & {*used}
+    model.close()
+    for each in held:
+        each.close()
+    model, used = trained()
+    assert {*used} <= {*first, *apart}
+    if world.rank == 0:
+        model._executor.public.ranks._messages.begin()  # the others have missed this one
+    model.close()
+    _, after = trained()
+    assert used[0] in after
+    assert used[1] not in after
+
+
 CLAIMS = [
     gradients_are_those_of_one_process_on_the_whole_batch,
     the_same_run_gives_the_same_bits,
@@ -954,6 +986,7 @@ CLAIMS = [
     what_is_not_supported_is_refused_before_anything_changes,
     layers_that_write_their_own_parameters_are_refused,
     a_failure_on_all_ranks_leaves_the_model_usable,
+    models_that_follow_each_other_use_the_same_process_groups,
     *blocks_claims.CLAIMS,
     *accumulate_claims.CLAIMS,
 ]
@@ -963,6 +996,7 @@ OF_FOUR = [
     rows_of_a_mesh_of_two_dimensions_store_the_model_each,
     bytes_are_those_of_the_formula,
     gradcache_runs_over_it_with_unequal_rows_and_chunks,
+    models_that_follow_each_other_use_the_same_process_groups,
     *blocks_claims.CLAIMS[:2],
 ]
 #: Checked as well with what ranks do on GPUs, here in host memory.
