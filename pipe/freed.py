@@ -9,33 +9,60 @@ looks for what is in use. Before it counts once more, and keeps them, it has
 * cleared weak references to them, and those that are among them;
 * called their finalizers, ``weakref.finalize`` and ``__del__``.
 
-So what a graph may hold has neither. It holds a :class:`WhenFreed` instead, which no collection looks at.
+So what a graph may hold has neither. It holds a :class:`Life` instead, which no collection looks at.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
 
-__all__ = ["WhenFreed"]
+__all__ = ["Life", "Living", "WhenFreed"]
+
+T = TypeVar("T")
 
 #: Python tracks an object for its collections until it is told not to.
 _untrack = ctypes.pythonapi.PyObject_GC_UnTrack
 _untrack.argtypes, _untrack.restype = [ctypes.py_object], None
 
 
-class WhenFreed:
-    """Calls ``function`` when it is freed itself, with the object that it is an attribute of.
+class Life:
+    """Ends when it is freed, with the object that it is an attribute of."""
 
-    ``function`` must not refer to that object, which would never be freed then. Like any finalizer it may be called in
-    any thread, also in a forked child.
+    __slots__ = ("__weakref__",)
+
+    def __init__(self) -> None:
+        _untrack(self)
+
+
+class Living(Generic[T]):
+    """Values, each as long as a life lasts. A value must not refer to the object whose life it is."""
+
+    def __init__(self) -> None:
+        self._values: dict[weakref.ref[Life], T] = {}
+
+    def add(self, life: Life, value: T) -> None:
+        """Adds a value."""
+        # ``pop`` is no Python code, in which an interrupt could be raised and lost.
+        self._values[weakref.ref(life, self._values.pop)] = value
+
+    def __iter__(self) -> Iterator[T]:
+        return iter([*self._values.values()])
+
+
+class WhenFreed(Life):
+    """Calls ``function`` when it is freed. ``function`` must not refer to the object that it is an attribute of.
+
+    Like any finalizer it may be called in any thread, also in a forked child.
     """
 
     __slots__ = ("_function",)
 
     def __init__(self, function: Callable[[], object]) -> None:
         self._function: Callable[[], object] | None = function
-        _untrack(self)
+        super().__init__()
 
     def __call__(self) -> None:
         """Calls the function now, if it was not called yet."""

@@ -20,10 +20,11 @@ from offload.engine.reach import Reach
 from offload.engine.shard_cells import ShardCells
 from offload.engine.since_forward import check_buffers, frozen_again
 from offload.engine.steps import joined
-from offload.engine.tape import LivingTapes, Tape
+from offload.engine.tape import Tape, TapeState
 from offload.planning.planner import Pass
 from offload.planning.residency import Key
 from offload.streaming.lane import CopyLanes
+from pipe.freed import Living
 
 __all__ = ["BackwardPasses"]
 
@@ -33,7 +34,7 @@ class BackwardPasses(BlockForwards):
 
     _lanes: CopyLanes
     #: Of forwards whose backward may follow.
-    _tapes: LivingTapes
+    _tapes: Living[TapeState]
 
     def trainable(self, first: int) -> list[nn.Parameter]:
         """The parameters that take a gradient in a backward down to shard ``first``, each once."""

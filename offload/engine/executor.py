@@ -33,7 +33,7 @@ from offload.engine.shape_inference import inferred_boundaries
 from offload.engine.shard_cells import ShardCells
 from offload.engine.since_forward import buffers_of, frozen, refuse_unrepeatable
 from offload.engine.structure import Structure
-from offload.engine.tape import LivingTapes, Tape
+from offload.engine.tape import Tape, TapeState
 from offload.engine.weight_writes import AssignedData
 from offload.mesh.public import PublicParameters
 from offload.mesh.sharding import Sharding
@@ -50,6 +50,7 @@ from offload.streaming.resident import resident_shard
 from offload.streaming.streamer import Streamer
 from offload.streaming.weight_forms import WeightForm
 from offload.telemetry.statistics import Meter
+from pipe.freed import Living
 from pipe.nested import flatten, tensors_in
 from pipe.recompute.phase import is_recomputing
 
@@ -127,7 +128,7 @@ class Executor(BackwardPasses):
         self.assigned_data = AssignedData(self.shards, self.streamer.gradient_offload.optimizers.views, lenders)
         #: The parameters that users see; with a mesh, layers hold them from now on.
         self.public = PublicParameters() if sharding is None else sharding.public(self.shards)
-        self._tapes = LivingTapes()
+        self._tapes: Living[TapeState] = Living()
 
     def waits_for_backward(self) -> bool:
         """Whether a forward still needs its backward."""
@@ -274,7 +275,7 @@ class Executor(BackwardPasses):
                 tape.output_shapes.append([x.shape if isinstance(x, Tensor) else None for x in leaves])
             if tape.records:
                 tape.first = self.first_with_graph(tape)
-                self._tapes.add(tape)
+                self._tapes.add(tape.life, tape.state)
                 self.order_held = True
                 self.streamer.wait_for_home_reads(tape.first)  # changes of the others are refused in backward
             else:

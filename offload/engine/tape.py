@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,7 @@ from offload.engine.cell_input import CellInput
 from offload.engine.glue import Glue
 from offload.planning.plan import Plan
 from offload.planning.residency import Key, Residency
-from pipe.freed import WhenFreed
+from pipe.freed import Life
 from pipe.nested import TreeSpec, flatten, unflatten
 from pipe.recompute.rerun import Rerun
 from pipe.torch_private.autograd import has_hooks
@@ -24,7 +23,7 @@ from pipe.torch_private.autograd import has_hooks
 if TYPE_CHECKING:
     from offload.engine.executor import Executor
 
-__all__ = ["CellRecords", "KeptCell", "LivingTapes", "Tape", "TapeState"]
+__all__ = ["CellRecords", "KeptCell", "Tape", "TapeState"]
 
 
 @dataclass
@@ -81,22 +80,6 @@ class TapeState:
     parameters: Sequence[nn.Parameter] = ()
 
 
-class LivingTapes:
-    """The states of those tapes of a model that still exist."""
-
-    def __init__(self) -> None:
-        self._states: dict[int, TapeState] = {}
-
-    def add(self, tape: Tape) -> None:
-        """Lists a tape until it is freed."""
-        key = id(tape.state)
-        tape.listed = WhenFreed(partial(self._states.pop, key, None))
-        self._states[key] = tape.state
-
-    def __iter__(self) -> Iterator[TapeState]:
-        return iter([*self._states.values()])
-
-
 @dataclass(eq=False, kw_only=True)
 class Tape(CellRecords):
     """Boundaries and replays of one forward.
@@ -127,7 +110,7 @@ class Tape(CellRecords):
     output_specs: list[TreeSpec] = field(default_factory=list)
     output_shapes: list[list[torch.Size | None]] = field(default_factory=list)
     state: TapeState = field(default_factory=TapeState)
-    listed: WhenFreed | None = None
+    life: Life = field(default_factory=Life)
 
     @property
     def used(self) -> bool:

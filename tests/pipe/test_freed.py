@@ -1,53 +1,92 @@
-"""A finalizer that follows its object alone, whatever a garbage collection takes the object for."""
+"""What follows the life of its object alone, whatever a garbage collection takes the object for."""
 
 from __future__ import annotations
 
 import gc
 import subprocess
 import sys
+from collections.abc import Callable
 
-from pipe.freed import WhenFreed
+from pipe.freed import Life, Living, WhenFreed
 
 
 class Owner:
-    """Has a finalizer, and may be a part of a cycle."""
+    """Has a life, and may be a part of a cycle."""
 
-    def __init__(self, called: list[str]) -> None:
-        self.freed = WhenFreed(lambda: called.append("freed"))
+    def __init__(self, life: Life) -> None:
+        self.life = life
         self.itself: Owner | None = None
 
 
-def test_it_is_called_once_with_the_end_of_its_owner() -> None:
-    called: list[str] = []
-    owner = Owner(called)
+def ends(make: Callable[[], Owner]) -> None:
+    """Frees owners by their last reference, and by a collection."""
+    owner = make()
     gc.collect()
-    assert called == []
     del owner
-    assert called == ["freed"]
-
-
-def test_it_is_called_for_a_cycle_that_is_collected() -> None:
-    called: list[str] = []
-    owner = Owner(called)
+    owner = make()
     owner.itself = owner
     del owner
     gc.collect()
-    assert called == ["freed"]
 
 
-def test_it_can_be_called_before_and_is_not_called_again() -> None:
+def test_a_function_is_called_once_at_the_end_of_each_owner() -> None:
     called: list[str] = []
-    owner = Owner(called)
-    owner.freed()
+    ends(lambda: Owner(WhenFreed(lambda: called.append("freed"))))
+    assert called == ["freed", "freed"]
+
+
+def test_a_function_is_not_called_before_the_end() -> None:
+    called: list[str] = []
+    owner = Owner(WhenFreed(lambda: called.append("freed")))
+    gc.collect()
+    assert called == []
     del owner
+
+
+def test_a_function_can_be_called_before_and_is_not_called_again() -> None:
+    called: list[str] = []
+    life = WhenFreed(lambda: called.append("freed"))
+    life()
+    del life
     assert called == ["freed"]
 
 
-def test_no_collection_looks_at_it() -> None:
+def test_values_live_as_long_as_their_owners() -> None:
+    living: Living[str] = Living()
+    owner = Owner(Life())
+    living.add(owner.life, "first")
+
+    def make() -> Owner:
+        made = Owner(Life())
+        living.add(made.life, "second")
+        assert [*living] == ["first", "second"]
+        return made
+
+    ends(make)
+    assert [*living] == ["first"]
+
+
+def test_an_interrupt_while_an_owner_is_freed_leaves_no_value() -> None:
+    living: Living[str] = Living()
+    owner = Owner(Life())
+    living.add(owner.life, "value")
+    lines: list[int] = []
+    before = sys.gettrace()
+    sys.settrace(lambda frame, event, argument: lines.append(frame.f_lineno))
+    try:
+        del owner  # runs no Python code, in which an interrupt could be raised
+    finally:
+        sys.settrace(before)
+    assert not lines
+    assert [*living] == []
+
+
+def test_no_collection_looks_at_a_life() -> None:
+    assert not gc.is_tracked(Life())
     assert not gc.is_tracked(WhenFreed(lambda: None))
 
 
-def test_it_is_quiet_when_python_ends() -> None:
+def test_a_function_is_called_quietly_when_python_ends() -> None:
     code = "from pipe.freed import WhenFreed; import builtins; builtins.kept = WhenFreed(lambda: print('freed'))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (ended.stdout, ended.stderr) == ("freed\n", "")
