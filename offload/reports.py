@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from offload.engine.cell_executor import largest_rows
 from offload.engine.executor import Executor
 from offload.engine.prediction import predict_step
+from offload.engine.row_units import largest_rows
 from offload.planning.estimate import Estimate
 from offload.planning.plan import Plan
 from offload.policy import MemoryPolicy
@@ -68,7 +68,10 @@ class ReportingModule(SlotSharingModule):
     def _microbatches_of(self, inputs: Any) -> int:
         """Micro-batches of a batch of nested tensors."""
         given = self._num_microbatches
-        return self._executor.microbatches(largest_rows(flatten(inputs)[0])) if given is None else given
+        if given is not None:
+            return given
+        leaves = flatten(inputs)[0]
+        return self._executor.microbatches(largest_rows(leaves), self._executor.row_units.count(leaves))
 
     def _check_splitting(self, num_microbatches: int | None, *, plans: bool) -> None:
         """Raises ValueError for ``num_microbatches=None`` where no plan chooses them."""

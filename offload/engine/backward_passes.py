@@ -110,7 +110,7 @@ class BackwardPasses(BlockForwards):
                     given = list(output_gradients[i])
                     if tape.glue is not None:
                         given = tape.glue.from_result(i, given, consume=consume)
-                    self.steps.gradient_bytes[n, tape.rows[i]] = gradients.put(key, given)
+                    self.steps.record_gradient(n, tape.rows[i], gradients.put(key, given))
                 return gradients.nbytes(key)
 
             def run(cell: Cell) -> None:
@@ -126,7 +126,7 @@ class BackwardPasses(BlockForwards):
                     first=reach.block,
                 )
                 if j > reach.shard:
-                    self.steps.gradient_bytes[j, tape.rows[i]] = gradients.put(cell, back)
+                    self.steps.record_gradient(j, tape.rows[i], gradients.put(cell, back))
                 elif j == 0 and not reach.block:
                     input_gradients[i] = back
 
@@ -136,7 +136,7 @@ class BackwardPasses(BlockForwards):
             follower = Follower(performers(run, self.streamer, tape.boundaries, gradients))
             follower.follow(this.actions(tape.residency, size, self.steps.residency(gradients=True)), visit)
             if tape.plan is not None and tape.plan.in_memory == this.in_memory:
-                self.steps.record_step(joined(tape.plan, follower.plan(this)), tape.rows, training=True)
+                self.steps.record_step(joined(tape.plan, follower.plan(this)), tape.rows, tape.planned, training=True)
                 tape.plan = None  # a second backward begins with other shards in slots
             self.streamer.gradient_offload.wait_idle()
             if tape.glue is not None and reach.shard > 0:  # inputs that code after those shards has used

@@ -44,7 +44,7 @@ from offload.telemetry.statistics import Meter
 from pipe.nested import flatten, map_distinct, unflatten
 from pipe.torch_private.autograd import hidden_hooks
 
-__all__ = ["CellExecutor", "largest_rows", "requires"]
+__all__ = ["CellExecutor", "requires"]
 
 
 class CellExecutor:
@@ -382,9 +382,3 @@ def _source(tape: CellRecords, cell: Cell, boundary: Any) -> tuple[CellInput, An
 def requires(leaves: Sequence[Any]) -> list[bool]:
     """Whether each leaf needs a gradient."""
     return [isinstance(x, Tensor) and x.requires_grad for x in leaves]
-
-
-def largest_rows(leaves: Sequence[Any]) -> int:
-    """Rows of a micro-batch: the largest dimension 0 of its tensors; 1 if there is none."""
-    raw = (x.rows for x in leaves if isinstance(x, LazyInput))
-    return max((*(x.size(0) for x in leaves if isinstance(x, Tensor) and x.dim()), *raw), default=1)

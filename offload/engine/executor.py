@@ -24,11 +24,12 @@ from torch import Tensor, nn
 
 from offload.engine.backward_passes import BackwardPasses
 from offload.engine.cell import Cell, OutputFn
-from offload.engine.cell_executor import largest_rows, requires
+from offload.engine.cell_executor import requires
 from offload.engine.follow import Follower, ForwardActions, performers
 from offload.engine.inputs import check_inputs
 from offload.engine.layouts import bytes_of_boundary
 from offload.engine.raw_chunk import RawChunk, versions_of
+from offload.engine.row_units import RowUnits, largest_rows, rounded_up
 from offload.engine.shape_inference import inferred_boundaries
 from offload.engine.shard_cells import ShardCells
 from offload.engine.since_forward import buffers_of, frozen, refuse_unrepeatable
@@ -129,6 +130,7 @@ class Executor(BackwardPasses):
         #: The parameters that users see; with a mesh, layers hold them from now on.
         self.public = PublicParameters() if sharding is None else sharding.public(self.shards)
         self._tapes: Living[TapeState] = Living()
+        self.row_units = RowUnits()
 
     def waits_for_backward(self) -> bool:
         """Whether a forward still needs its backward."""
@@ -160,12 +162,13 @@ class Executor(BackwardPasses):
             self.check_structure()
         self.public.take_settings()
         first = 0 if any(x.requires_grad for x in tensors) else self.first_trainable()
-        rows = [largest_rows(leaves) for leaves in inputs]
+        rows = [self.row_units.count(leaves) for leaves in inputs]
+        planned = [rounded_up(units, largest_rows(leaves)) for units, leaves in zip(rows, inputs, strict=True)]
         records = torch.is_grad_enabled() and (first < len(self.shards) or self.trains_outside)
         if records:
             refuse_unrepeatable(self.shards)
         elements = [sum(x.numel() for x in leaves if isinstance(x, Tensor)) for leaves in inputs]
-        self.steps.begin(rows, elements, training=records, idle=not self.waits_for_backward())
+        self.steps.begin(planned, elements, training=records, idle=not self.waits_for_backward())
         if self.steps.needs_sizes and not self.blocks and not any(isinstance(chunk, RawChunk) for chunk in chunks):
             i = max(range(len(chunks)), key=elements.__getitem__)
             sizes = inferred_boundaries([shard.layers for shard in self.shards], chunks[i], self.layer_homes.dtype)
@@ -186,6 +189,7 @@ class Executor(BackwardPasses):
             output_fns=output_fns or [None] * len(chunks),
             inputs=inputs,
             rows=rows,
+            planned=planned,
             elements=elements,
             graphs=self.steps.kept_cells(rows, first),
             cheap_recompute=self.recompute and self.steps.cheap_recompute,
@@ -279,7 +283,7 @@ class Executor(BackwardPasses):
                 self.order_held = True
                 self.streamer.wait_for_home_reads(tape.first)  # changes of the others are refused in backward
             else:
-                self.steps.record_step(tape.plan, tape.rows, training=False)
+                self.steps.record_step(tape.plan, tape.rows, tape.planned, training=False)
                 self.streamer.wait_for_home_reads()
                 if not reuses_slots:  # the next pass begins with empty slots anyway
                     self.streamer.release_own_slots()

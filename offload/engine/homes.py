@@ -15,6 +15,7 @@ from offload.engine.measured import step_model
 from offload.engine.mesh_planner import planner_for
 from offload.engine.references import References
 from offload.engine.regroup import looks_across_rows
+from offload.engine.row_units import RowUnits
 from offload.engine.shard_parts import ShardParts
 from offload.engine.steps import Steps
 from offload.engine.stored_form import stored_form
@@ -74,6 +75,7 @@ class MovableHomes(ExclusivePasses):
     strict: bool
     runners: list[ShardRunner]
     steps: Steps
+    row_units: RowUnits
     _cell_executor: CellExecutor
     _references: References
     assigned_data: AssignedData
@@ -214,8 +216,11 @@ class MovableHomes(ExclusivePasses):
         """Bytes that the activations of a cell of joined chunks may take; None if that is not planned."""
         return None if self.steps.planner is None else self.steps.planner.cell_bytes
 
-    def microbatches(self, rows: int) -> int:
-        """Micro-batches of a training batch of so many rows: as few as fit; 1 where the result would be another."""
+    def microbatches(self, rows: int, units: int | None = None) -> int:
+        """Micro-batches of a training batch of so many rows: as few as fit; 1 where the result would be another.
+
+        ``units``: as how many these rows count, if they are not as long as those of the first batch.
+        """
         planner = self.steps.planner
         if planner is None or not torch.is_grad_enabled():
             return 1
@@ -223,7 +228,7 @@ class MovableHomes(ExclusivePasses):
         layers = [layer for shard in self.shards for layer in shard.layers]
         if (draws and not planner.may_draw_otherwise) or looks_across_rows(layers):
             return 1
-        return planner.microbatches(rows)
+        return planner.microbatches(rows, rows if units is None else units)
 
     def memory_report(self) -> MemoryReport:
         """See :meth:`OffloadModel.memory_report <offload.OffloadModel.memory_report>`."""

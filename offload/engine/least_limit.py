@@ -48,10 +48,12 @@ def too_little(executor: MovableHomes, rows: Sequence[int], least: int, limit: i
     sizes = [shard.slot_bytes for shard in executor.shards]
     merges = len(sizes) > 1 and not executor.layers_apart and min(sizes) < smallest_shard(sum(sizes), works)
     cuts = f" and num_slices={len(executor.shards)}" if merges else ""
+    differ = executor.row_units.differ
+    as_long, or_shorter = (" as long as those of the first batch", " or shorter") if differ else ("", "")
     return (
-        f"a step of micro-batches of {max(rows)} rows takes at least {least:,} bytes on {executor.device}, "
+        f"a step of micro-batches of {max(rows)} rows{as_long} takes at least {least:,} bytes on {executor.device}, "
         f"{least - limit:,} more than memory={limit:,}"
         + (f" ({said})" if said else "")
-        + f"; memory={works}{cuts} works with it; pass more memory, fewer rows, or more "
+        + f"; memory={works}{cuts} works with it; pass more memory, fewer{or_shorter} rows, or more "
         f"micro-batches (num_microbatches)"
     )

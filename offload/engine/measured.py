@@ -61,6 +61,13 @@ def step_model(
     in_memory = meter.copy_seconds_per_byte(UPDATE_IN_MEMORY) or each["update"] * UPDATE_SHARE_IN_MEMORY
     in_files = each["update"] or in_memory / UPDATE_SHARE_IN_MEMORY
     boundaries = steps.sizes(rows)
+    recomputed, kept_graphs = meter.memory_profiles.nearest(max(rows)), meter.kept_profiles.nearest(max(rows))
+    # Not of a smaller size than the recomputed ones, which also tell what a graph holds.
+    kept_graphs = {
+        j: profile
+        for j, profile in kept_graphs.items()
+        if profile.rows >= max(rows) or j not in recomputed or profile.rows >= recomputed[j].rows
+    }
     on_host = device.type == "cpu"
     # In host memory beside a device, although homes are files; on the CPU the choice says which shards rest there.
     rests = [tier.blocking_io and not (on_host or shard.blocking_io) for shard in shards]
@@ -103,8 +110,8 @@ def step_model(
         boundaries=boundaries,
         gradients=steps.sizes(rows, gradients=True),
         grows=steps.boundaries_grow,
-        memory_profiles=meter.memory_profiles,
-        kept_profiles=meter.kept_profiles,
+        memory_profiles=recomputed,
+        kept_profiles=kept_graphs,
         graph_bytes_per_row=steps.graph_bytes_per_row(),
         outside=outside,
         copied_bytes=steps.copied_bytes() if on_host else {},

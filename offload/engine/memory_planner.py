@@ -19,6 +19,7 @@ smaller plan.
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
 import warnings
 import weakref
@@ -70,8 +71,8 @@ class MemoryPlanner:
         )
         #: Whether the policy lets layers draw other random numbers than they would for the whole batch.
         self.may_draw_otherwise = policy.join_chunks is True
-        #: Rows of a batch -> its micro-batches.
-        self._counts: dict[int, int] = {}
+        #: Rows of a batch, and as how many they count -> its micro-batches.
+        self._counts: dict[tuple[int, int], int] = {}
         self._executor = weakref.ref(executor)  # without it, a cycle with its steps
         self._streamer = executor.streamer
         self._meter = executor.meter
@@ -86,6 +87,8 @@ class MemoryPlanner:
         #: Of the present step, if anything is known yet.
         self.choice: Choice | None = None
         self._prediction: Prediction | None = None
+        #: Whether it is of rows that are longer than all before, with the least memory.
+        self._probes = False
         self._choices: dict[tuple[object, ...], Prediction] = {}
         #: By the same keys, the last choices, whose memory was measured or will be.
         self._known: dict[tuple[object, ...], Choice] = {}
@@ -96,7 +99,7 @@ class MemoryPlanner:
         self._warned: set[Hashable] = set()
         #: Rows of the micro-batches of the last step.
         self._rows: tuple[int, ...] | None = None
-        #: Sizes of batches that ran: these are never refused later.
+        #: Sizes of batches that ran: these, and smaller ones, are never refused later.
         self._ran: set[tuple[int, ...]] = set()
         self._memory = StepMemory(lambda: limits.device_bytes, self._streamer, self._meter, self._device)
         #: Of this step: gradients there at its predicted begin that updates of the step before free.
@@ -128,25 +131,27 @@ class MemoryPlanner:
     def _in_memory(self) -> frozenset[int]:
         return self._streamer.in_place()
 
-    def microbatches(self, rows: int) -> int:
+    def microbatches(self, rows: int, units: int) -> int:
         """The least number of micro-batches with which a batch of so many rows fits, of powers of two and the most.
+
+        ``units``: as how many these rows count, see :mod:`.row_units`.
 
         One before a step was measured. A number that was chosen stays until a step takes more memory than predicted.
         """
         if not self._steps_done:
             return 1
-        if rows not in self._counts:
+        if (rows, units) not in self._counts:
             count = 1
-            while count < rows and not self._fits_in_parts(rows, count):
+            while count < rows and not self._fits_in_parts(units, count):
                 count = min(2 * count, rows)
             if len(self._counts) >= SIZES_REMEMBERED:
                 self._counts.clear()
-            self._counts[rows] = count
-        return self._counts[rows]
+            self._counts[rows, units] = count
+        return self._counts[rows, units]
 
-    def _fits_in_parts(self, rows: int, count: int) -> bool:
+    def _fits_in_parts(self, units: int, count: int) -> bool:
         """Whether the leanest plan fits for a batch that is cut into so many micro-batches."""
-        model = self._model([rows // count + (i < rows % count) for i in range(count)])
+        model = self._model([units // count + (i < units % count) for i in range(count)])
         model = replace(model, sizes=replace(model.sizes, **self._gradients_there()))
         return least_bytes(model, self._leanest(model)) <= self.limit_bytes
 
@@ -172,7 +177,7 @@ class MemoryPlanner:
             self._streamer.heap.measure_others_before(self._held_before(rows))
         self._optimizers_before = self._meter.overheads.optimizer_seconds - self._optimizers_until
         self._began = time.perf_counter()
-        self._memory.begin(self._prediction, self._updated_bytes, idle=idle)
+        self._memory.begin(self._prediction, self._updated_bytes, rows=sum(rows), idle=idle)
 
     def end(self, rows: Sequence[int]) -> None:
         """Ends a training step: measures it, and decides whether to plan again before the next."""
@@ -185,7 +190,10 @@ class MemoryPlanner:
         due = self._steps_done in PLAN_AFTER
         if self._steps_done == 1 and self._streamer.heap is not None:
             self._streamer.heap.return_at_once(self._is_scarce(rows))
-        if self._memory.end(predicted):
+        changed = self._memory.end(predicted, probes=self._probes)
+        if self._probes:
+            self._warn_of_longer(rows)
+        if changed:
             assert predicted is not None
             # Where no plan fitted, none does with a larger margin.
             self._due |= predicted.memory_bytes > self.limit_bytes - self._memory.margin_bytes
@@ -232,7 +240,7 @@ class MemoryPlanner:
             # Not where whole gradients are counted on a device, and parts of them would wait in host memory.
             gradients_wait=any(shard.blocking_io for shard in executor.shards)
             and not (updates["updates"] or model.sizes.draining_bytes),
-            margin_bytes=self._memory.margin_bytes,
+            margin_bytes=self._memory.margin(sum(rows)),
             host_bytes=None if self._memory.on_host else bytes_left(executor, self._limits.host_bytes),
             in_host=frozenset() if self._memory.on_host else in_host_memory(executor),
             given=given,
@@ -251,7 +259,7 @@ class MemoryPlanner:
         self._rest_in_host_memory()
         model = self._model(rows)
         try:
-            found = self._within(lambda nbytes: search(model, nbytes, self._whole_limit_bytes))
+            found = self._within(model, lambda nbytes: search(model, nbytes, self._whole_limit_bytes))
         except NothingFitsError as error:
             self._refuse(error, rows)
             self._in_vain = tuple(rows)
@@ -275,7 +283,7 @@ class MemoryPlanner:
         """The limit of a plan in which nothing moves and nothing is recomputed."""
         return self.limit_bytes - (self.limit_bytes // WHOLE_GAPS_SHARE if self._memory.on_host else 0)
 
-    def _within(self, plan: Callable[[int], _T]) -> _T:
+    def _within(self, model: StepModel, plan: Callable[[int], _T]) -> _T:
         """A plan that leaves a part of the limit to gaps between allocated blocks, or as much of it as a plan can.
 
         Gaps that steps have shown are in the margin; but free pages are returned in steps that are measured, so as much
@@ -284,7 +292,7 @@ class MemoryPlanner:
         gaps = 0
         if self._memory.on_host:
             share = self.limit_bytes // (FIRST_GAPS_SHARE if self._memory.peak_bytes is None else GAPS_SHARE)
-            gaps = max(share // 2, share - self._memory.margin_bytes)
+            gaps = max(share // 2, share - model.margin_bytes)
         try:
             return plan(self.limit_bytes - gaps)
         except NothingFitsError as error:
@@ -295,7 +303,8 @@ class MemoryPlanner:
 
     def _filled(self, model: StepModel, choice: Choice) -> Prediction | None:
         with contextlib.suppress(NothingFitsError):
-            return predict(model, self._within(lambda nbytes: fill(model, choice, nbytes, self._whole_limit_bytes)))
+            found = self._within(model, lambda nbytes: fill(model, choice, nbytes, self._whole_limit_bytes))
+            return predict(model, found)
         return None
 
     def _switch(self, choice: Choice) -> None:
@@ -331,23 +340,29 @@ class MemoryPlanner:
             known = self._model(rows)
             model = replace(known, sizes=replace(known.sizes, **there))
             present = Choice(self._streamer.slots, self._in_memory)
+            least = replace(present, boundary_bytes=0)
             try:
-                choice = self._within(lambda nbytes: fill(model, present, nbytes, self._whole_limit_bytes))
+                choice = self._within(model, lambda nbytes: fill(model, present, nbytes, self._whole_limit_bytes))
             except NothingFitsError as error:
                 if idle and self._in_vain != tuple(rows):
                     self._plan_again(rows)
                     self._choose(rows, idle=False)
                     return
                 self._refuse(error, rows)
-                choice = replace(present, boundary_bytes=0)
+                choice = least
+            # What longer rows take may grow faster than they do: the first time they have the least memory.
+            self._probes = executor.row_units.differ and not self._has_run(rows)
+            choice = least if self._probes else choice
             if len(self._choices) >= SIZES_REMEMBERED:
                 self._choices.clear()
                 self._known.clear()
-            self._choices[key] = predict(replace(model, accumulates=False), choice)
+            self._prediction = predict(replace(model, accumulates=False), choice)
             if not self._undisturbed or self._known.get(key) != choice:
                 self._memory.new_choice()
-            self._known[key] = choice
-        self._prediction = self._choices[key]
+            if not self._probes:
+                self._choices[key], self._known[key] = self._prediction, choice
+        else:
+            self._prediction, self._probes = self._choices[key], False
         pending = self._prediction.plan.pending - there["held"]
         self._updated_bytes = sum(gradient_bytes(s) for s in shards if s.index in pending and not s.blocking_io)
         self._streamer.allow_free_bytes(self.limit_bytes)
@@ -359,15 +374,31 @@ class MemoryPlanner:
         return gradients_there(self._streamer.shards) if self._memory.on_host else {"held": frozenset(), "begins": None}
 
     def _refuse(self, error: NothingFitsError, rows: Sequence[int]) -> None:
-        """Raises ValueError for a batch that does not fit; warns for a size that ran before, which goes on."""
+        """Raises ValueError for a batch that does not fit; warns for one no larger than one that ran, which goes on."""
         if error.least_bytes <= self.limit_bytes:
             return  # it fits just so: with the least memory
         executor = self._executor()
         assert executor is not None
-        message = too_little(executor, rows, error.least_bytes, self.limit_bytes, self._memory.margin_bytes)
-        if tuple(rows) not in self._ran:
+        message = too_little(executor, rows, error.least_bytes, self.limit_bytes, self._memory.margin(sum(rows)))
+        if not self._has_run(rows):
             raise ValueError(message)
         self._warn(message, tuple(rows))
+
+    def _has_run(self, rows: Sequence[int]) -> bool:
+        """Whether a batch that ran was at least as large."""
+        return any(len(ran) == len(rows) and all(map(operator.ge, ran, rows)) for ran in self._ran)
+
+    def _warn_of_longer(self, rows: Sequence[int]) -> None:
+        """Warns if the first step of longer rows than before has taken more memory than there is."""
+        peak = self._memory.peak_bytes
+        if peak is not None and peak > self.limit_bytes:
+            self._warn(
+                f"a step of micro-batches of {max(rows)} rows as long as those of the first batch took {peak:,} bytes, "
+                f"{peak - self.limit_bytes:,} more than memory={self.limit_bytes:,}: what rows longer than all before "
+                f"take had been predicted from shorter ones; from now on it is known. Begin with the longest rows, or "
+                f"pass more memory, fewer rows, or more micro-batches (num_microbatches)",
+                ("longer", tuple(rows)),
+            )
 
     def _warn(self, message: str, trouble: Hashable) -> None:
         """Warns once of the same trouble."""

@@ -57,6 +57,8 @@ class LazyInput(ABC):
 
     #: Rows of the input.
     rows: int
+    #: Those that it is computed from, as far as they are known.
+    tensors: Sequence[Tensor] = ()
 
     @abstractmethod
     def entering(self, bring: Callable[[Tensor], Tensor]) -> Any:
@@ -73,10 +75,10 @@ class RawChunk(LazyInput):
         self._i = i
         self._value = value
         self._input_fn = input_fn
-        self._tensors = tensors_in(value)
-        self._versions = versions_of(self._tensors)
+        self.tensors = tensors_in(value)
+        self._versions = versions_of(self.tensors)
         #: Largest number of rows of its tensors; 1 if there is none.
-        self.rows = max((tensor.size(0) for tensor in self._tensors if tensor.dim()), default=1)
+        self.rows = max((tensor.size(0) for tensor in self.tensors if tensor.dim()), default=1)
 
     def entering(self, bring: Callable[[Tensor], Tensor]) -> Any:
         """A function, so that it is replayed with the cell."""
@@ -84,12 +86,12 @@ class RawChunk(LazyInput):
 
     def call(self, bring: Callable[[Tensor], Tensor]) -> Any:
         """(args, kwargs) for the first layer, with all tensors on the compute device."""
-        if self._versions != versions_of(self._tensors):
+        if self._versions != versions_of(self.tensors):
             raise RuntimeError(
                 f"an input of the model (chunk {self._i}) was changed in place between the forward and its backward; "
                 f"clone it before changing it"
             )
-        own = {part.untyped_storage().data_ptr() for tensor in self._tensors for part in parts_of(tensor)}
+        own = {part.untyped_storage().data_ptr() for tensor in self.tensors for part in parts_of(tensor)}
 
         def brought(tensor: Tensor) -> Tensor:
             moved = bring(tensor)

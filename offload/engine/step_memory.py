@@ -41,8 +41,10 @@ class StepMemory:
         self._meter = meter
         self._peak = PeakMeter(device)
         self._heap = streamer.heap
-        #: What earlier steps took more than predicted.
-        self.margin_bytes = 0
+        #: Rows of a batch -> what its steps took more than predicted.
+        self._margins: dict[int, int] = {}
+        #: Of the present step.
+        self.margin_bytes = self._rows = 0
         #: The peak of the last step that was measured, and the bytes after each of its cells.
         self.peak_bytes: int | None = None
         #: The greatest peak of steps of the present choice that were not measured, with the free memory that they keep;
@@ -67,6 +69,14 @@ class StepMemory:
         """Whether it is the memory of the host."""
         return self._heap is not None
 
+    def margin(self, rows: int) -> int:
+        """What steps of a batch of so many rows may take more than predicted: as much as smaller ones have taken.
+
+        And as much as the next larger one: only that size itself tells that it is less.
+        """
+        larger = min((size for size in self._margins if size >= rows), default=rows)
+        return max((nbytes for size, nbytes in self._margins.items() if size <= larger), default=0)
+
     def new_slots(self) -> None:
         """Called when slots or shards in memory have changed: the next step allocates them."""
         self._fresh, self.course = True, []
@@ -80,14 +90,16 @@ class StepMemory:
     def _forget_choice(self) -> None:
         self._excess, self.kept_peak_bytes, self._kept_most = {}, None, None
 
-    def begin(self, prediction: Prediction | None, updated_bytes: int, *, idle: bool) -> None:
+    def begin(self, prediction: Prediction | None, updated_bytes: int, *, rows: int, idle: bool) -> None:
         """Begins a step.
 
         Args:
             prediction: of the step.
+            rows: of the whole batch.
             updated_bytes: gradients there at the predicted begin that updates of the step before free.
             idle: whether no earlier forward waits for its backward.
         """
+        self._rows, self.margin_bytes = rows, self.margin(rows)
         self.measures, self._cell = False, None  # of a step that failed there may be a cell
         if idle and prediction is not None:
             self._bound(prediction, updated_bytes)
@@ -136,7 +148,7 @@ class StepMemory:
 
     def _least_room(self, prediction: Prediction) -> int:
         """The bytes of a step that keeps hardly any free memory."""
-        return prediction.memory_bytes - self.margin_bytes + self._gaps + MEASURED_SLACK_BYTES
+        return prediction.memory_bytes - prediction.margin_bytes + self._gaps + MEASURED_SLACK_BYTES
 
     def _keep_less(self, exceeded: int, prediction: Prediction) -> None:
         """The next steps that are not measured return free memory sooner, down to what measured ones keep."""
@@ -165,8 +177,11 @@ class StepMemory:
         if wanted:
             self.course = samples
 
-    def end(self, predicted: Prediction | None) -> bool:
-        """Ends a step; returns whether the margin has grown."""
+    def end(self, predicted: Prediction | None, *, probes: bool = False) -> bool:
+        """Ends a step; returns whether the margin has changed: with one that has grown plans have less room.
+
+        ``probes``: its prediction is that of other sizes, and so no measure of what plans of its own exceed.
+        """
         self._meter.before_cell = self._meter.after_cell = self._meter.before_code = self._meter.before_buffer = None
         self._end_cell()
         rise = self._peak.rise()
@@ -182,13 +197,17 @@ class StepMemory:
             return False
         # What is made in the first step of a plan is not there at its begin.
         peak = rise + (0 if self._fresh else self._held + self._gaps)
-        if not self._fresh:
+        fresh, self._fresh = self._fresh, False
+        if not fresh:
             self.peak_bytes = peak
-        self._fresh = False
-        more = peak - (predicted.memory_bytes - self.margin_bytes)
+        if probes:
+            return False
+        more = peak - (predicted.memory_bytes - predicted.margin_bytes)
         # Peaks differ a little from step to step: a margin that followed would choose again and again.
         steady = 0 if self._heap is None else min(MEASURED_SLACK_BYTES, self._limit() // STEADY_SHARE)
-        grows = more > self.margin_bytes + steady
-        if grows:
-            self.margin_bytes = more
-        return grows
+        if more > self.margin_bytes + steady:
+            self._margins[self._rows] = more
+        elif not fresh:  # that of a larger size does not hold for this one any more
+            self._margins.setdefault(self._rows, more if more > steady else 0)
+        before, self.margin_bytes = self.margin_bytes, self.margin(self._rows)
+        return self.margin_bytes != before

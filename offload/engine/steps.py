@@ -26,6 +26,8 @@ __all__ = ["Steps", "joined"]
 BUFFERS_SHARE = 8
 #: Or this much, where it is at most half of the limit: less is too little for any update in files.
 SMALLEST_BUFFERS_BYTES = 256 << 10
+#: Sizes of batches of which those of boundaries are remembered.
+SIZES_REMEMBERED = 64
 
 
 class Steps:
@@ -178,7 +180,19 @@ class Steps:
             self._least_per_element[j] = min(each, self._least_per_element.get(j, each))
         if self._strict and (training or j < self._shards):
             check_boundaries(nbytes, self._budget_bytes)
-        self.boundary_bytes[j, rows] = nbytes  # not of a step that is refused: an optimizer leaves room for this
+        # Not of a step that is refused: an optimizer leaves room for this.
+        self._remember(self.boundary_bytes, (j, rows), nbytes)
+
+    def record_gradient(self, j: int, rows: int, nbytes: int) -> None:
+        """Records the size of the gradient of a boundary."""
+        self._remember(self.gradient_bytes, (j, rows), nbytes)
+
+    def _remember(self, sizes: dict[tuple[int, int], int], key: tuple[int, int], nbytes: int) -> None:
+        """Records a size as the last one, and forgets the first where batches have very many different ones."""
+        sizes.pop(key, None)
+        sizes[key] = nbytes
+        if len(sizes) > SIZES_REMEMBERED * (self._shards + 1):
+            del sizes[next(iter(sizes))]
 
     def forget_boundaries(self, first: int) -> None:
         """Forgets the sizes of the boundaries that enter shard ``first`` and those after it: they are others now."""
@@ -198,10 +212,10 @@ class Steps:
 
     # --- steps that ran ---------------------------------------------------------------------------------------------
 
-    def record_step(self, plan: Plan, rows: Sequence[int], *, training: bool) -> None:
-        """Records the plan of a step that ran."""
+    def record_step(self, plan: Plan, rows: Sequence[int], planned: Sequence[int], *, training: bool) -> None:
+        """Records the plan of a step that ran, and the sizes for which it was planned."""
         if training and self.planner is not None:
-            self.planner.end(rows)
+            self.planner.end(planned)
         self._last_steps[training] = plan, sum(rows)
 
     def plan(

@@ -65,6 +65,7 @@ class CellRecords:
     #: Version counters of each shard's parameters at the forward.
     versions: dict[int, tuple[int, ...]] = field(default_factory=dict)
     inputs: list[list[Any]] = field(default_factory=list)
+    #: See :mod:`.row_units`.
     rows: list[int] = field(default_factory=list)
     input_specs: list[TreeSpec] = field(default_factory=list)
     input_versions: list[tuple[Any, ...]] = field(default_factory=list)
@@ -97,7 +98,8 @@ class Tape(CellRecords):
     homes: dict[int, tuple[int, int]] = field(default_factory=dict)
     #: Number of calls that had stored assigned data until the forward.
     assignments: int = 0
-    #: Elements of the input, for each micro-batch.
+    #: The sizes for which the step is planned, see :mod:`.row_units`; and elements of the input, for each micro-batch.
+    planned: list[int] = field(default_factory=list)
     elements: list[int] = field(default_factory=list)
     #: The parameters that took no gradient in the forward, where cells are recomputed.
     frozen: Sequence[nn.Parameter] = ()

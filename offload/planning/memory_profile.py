@@ -9,11 +9,15 @@ Not included: memory that operations allocate inside, and gradients that wait fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-__all__ = ["MemoryProfile", "SavedTensor"]
+__all__ = ["MemoryProfile", "ProfilesBySize", "SavedTensor"]
+
+#: Sizes of a cell whose profiles are remembered.
+SIZES_REMEMBERED = 16
 
 
 @dataclass(frozen=True)
@@ -78,3 +82,34 @@ class MemoryProfile:
         if adds:
             return int(peak) + gradient_bytes
         return int(max(peak, gradient_bytes + following))
+
+
+class ProfilesBySize:
+    """Profiles of cells of several sizes, by shard. What does not grow with rows alone is measured at each size."""
+
+    def __init__(self) -> None:
+        self._profiles: dict[int, dict[int, MemoryProfile]] = {}
+
+    def add(self, shard: int, profile: MemoryProfile, *, continues: bool) -> None:
+        """Adds the profile of a cell; ``continues``: of another step of it, whose backward comes first."""
+        known = self._profiles.setdefault(shard, {})
+        before = known.pop(profile.rows, None)
+        if continues and before is not None:
+            profile = MemoryProfile(profile.rows, [*profile.saved_tensors, *before.saved_tensors])
+        known[profile.rows] = profile
+        if len(known) > SIZES_REMEMBERED:
+            del known[next(iter(known))]
+
+    def nearest(self, rows: int) -> dict[int, MemoryProfile]:
+        """By shard: the profile of the size nearest to ``rows``, of two that are as near the larger one."""
+
+        def distance(size: int) -> tuple[float, int]:
+            return abs(math.log(max(size, 1) / max(rows, 1))), -size
+
+        return {shard: known[min(known, key=distance)] for shard, known in self._profiles.items()}
+
+    def renumbered(self, moved: Mapping[int, int]) -> ProfilesBySize:
+        """The same with new numbers of shards, from old to new of those that differ."""
+        renumbered = ProfilesBySize()
+        renumbered._profiles = {moved.get(j, j): known for j, known in self._profiles.items()}
+        return renumbered

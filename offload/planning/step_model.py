@@ -130,6 +130,8 @@ class Prediction:
     outside: OutsideBytes = field(default_factory=OutsideBytes)
     #: Of :attr:`seconds`, what the engine, the loss and the optimizer's step take beside computing and waiting.
     overhead_seconds: float = 0.0
+    #: Of :attr:`memory_bytes`, what measured steps took more.
+    margin_bytes: int = 0
 
     def cells(self) -> dict[tuple[str, int, int | None], Moment]:
         """:attr:`course` by letter, shard and micro-batch of the cell."""
@@ -162,6 +164,7 @@ def predict(model: StepModel, choice: Choice) -> Prediction:
         course,
         model.sizes.outside,
         forecast.overhead_seconds,
+        model.margin_bytes,
     )
 
 

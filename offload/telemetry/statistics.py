@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.planning.memory_profile import MemoryProfile
+from offload.planning.memory_profile import MemoryProfile, ProfilesBySize
 from offload.telemetry.clock import Clock
 from offload.telemetry.contention import Contention
 from offload.telemetry.overheads import OverheadMeter
@@ -84,8 +84,7 @@ class Meter:
         #: Largest number of bytes that autograd keeps of one row while a shard computes.
         self.activation_bytes_per_row = 0.0
         #: Shard -> tensors that a recomputed cell saves for backward; the same of one that keeps its graph.
-        self.memory_profiles: dict[int, MemoryProfile] = {}
-        self.kept_profiles: dict[int, MemoryProfile] = {}
+        self.memory_profiles, self.kept_profiles = ProfilesBySize(), ProfilesBySize()
         self._steps = 0
         self._disturbed = True
         #: Whether the memory of this step is measured: cells take pages anew that were returned before.
@@ -191,8 +190,7 @@ class Meter:
     def prepare_renumbering(self, moved: Mapping[int, int]) -> Callable[[], None]:
         """Prepares new numbers of shards, from old to new of those that differ; what is returned is idempotent."""
         cells = {(kind, moved.get(j, j)): clock for (kind, j), clock in self.cells.items()}
-        profiles = {moved.get(j, j): profile for j, profile in self.memory_profiles.items()}
-        kept = {moved.get(j, j): profile for j, profile in self.kept_profiles.items()}
+        profiles, kept = self.memory_profiles.renumbered(moved), self.kept_profiles.renumbered(moved)
 
         def commit() -> None:
             self.cells, self.memory_profiles, self.kept_profiles = cells, profiles, kept
@@ -255,11 +253,7 @@ class Meter:
 
         ``continues``: it is another step of the cell, whose backward comes first.
         """
-        profiles = self.kept_profiles if keeps else self.memory_profiles
-        if continues and (before := profiles.get(shard)) is not None:
-            saved = [*memory_profile.saved_tensors, *before.saved_tensors]
-            memory_profile = MemoryProfile(memory_profile.rows, saved)
-        profiles[shard] = memory_profile
+        (self.kept_profiles if keeps else self.memory_profiles).add(shard, memory_profile, continues=continues)
 
     def hold(self, nbytes: int) -> None:
         """Counts bytes that were allocated on the compute device."""

@@ -108,7 +108,9 @@ def train(
             last = k + 1 == loop["accumulation"]
             context = contextlib.nullcontext() if last else getattr(optimizer, "accumulate", contextlib.nullcontext)()
             with context:
-                loss = model(torch.randn(rows, width)).square().mean()
+                # ``longer``: a batch that grows has longer rows, not more of them.
+                shape = (16, rows // 16, width) if loop.get("longer") else (rows, width)
+                loss = model(torch.randn(shape)).square().mean()
                 loss.backward()
             losses.append(loss.item())
             del loss
