@@ -96,7 +96,7 @@ class CellExecutor:
                 saved_tensors = runner.saved_tensors
                 self._meter.record_activations(runner.activation_bytes, rows)
                 if runner.graph_bytes is not None:
-                    runner.graph_bytes_per_row = runner.graph_bytes / max(rows, 1)
+                    runner.graph_bytes_per_row = runner.graph_bytes / (rows or 1)
             else:
                 output, saved_tensors = runner.forward_with_graph(
                     value, output_fn, cheap_recompute=tape.cheap_recompute
@@ -114,7 +114,7 @@ class CellExecutor:
             tape.requires[Cell(cell.j + 1, cell.i)] = requires(leaves)
             return map_distinct(Tensor.detach, output)
 
-    def _metered(self, kind: str, step: Cell, rows: int) -> contextlib.AbstractContextManager[None]:
+    def _metered(self, kind: str, step: Cell, rows: float) -> contextlib.AbstractContextManager[None]:
         """Counts the time of a cell, or of a step of it."""
         runners = self.shards[self._runners[step.j].shard.index]
         steps = runners.steps[::-1] if kind in "BG" else runners.steps

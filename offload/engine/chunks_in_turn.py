@@ -30,7 +30,7 @@ class _NoMeter(Meter):
 
     @contextlib.contextmanager
     def cell(
-        self, kind: str, shard: int, microbatch: int, rows: int, *, step: int = 0, steps: int = 1
+        self, kind: str, shard: int, microbatch: int, rows: float, *, step: int = 0, steps: int = 1
     ) -> Iterator[None]:
         """Does nothing."""
         yield

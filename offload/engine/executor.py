@@ -163,12 +163,13 @@ class Executor(BackwardPasses):
         self.public.take_settings()
         first = 0 if any(x.requires_grad for x in tensors) else self.first_trainable()
         rows = [self.row_units.count(leaves) for leaves in inputs]
-        planned = [rounded_up(units, largest_rows(leaves)) for units, leaves in zip(rows, inputs, strict=True)]
+        rounded = [rounded_up(units, largest_rows(leaves)) for units, leaves in zip(rows, inputs, strict=True)]
         records = torch.is_grad_enabled() and (first < len(self.shards) or self.trains_outside)
         if records:
             refuse_unrepeatable(self.shards)
         elements = [sum(x.numel() for x in leaves if isinstance(x, Tensor)) for leaves in inputs]
-        self.steps.begin(planned, elements, training=records, idle=not self.waits_for_backward())
+        idle = not self.waits_for_backward()
+        planned = self.steps.begin(rows, rounded, elements, training=records, idle=idle)
         if self.steps.needs_sizes and not self.blocks and not any(isinstance(chunk, RawChunk) for chunk in chunks):
             i = max(range(len(chunks)), key=elements.__getitem__)
             sizes = inferred_boundaries([shard.layers for shard in self.shards], chunks[i], self.layer_homes.dtype)

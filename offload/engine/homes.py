@@ -216,7 +216,7 @@ class MovableHomes(ExclusivePasses):
         """Bytes that the activations of a cell of joined chunks may take; None if that is not planned."""
         return None if self.steps.planner is None else self.steps.planner.cell_bytes
 
-    def microbatches(self, rows: int, units: int | None = None) -> int:
+    def microbatches(self, rows: int, units: float | None = None) -> int:
         """Micro-batches of a training batch of so many rows: as few as fit; 1 where the result would be another.
 
         ``units``: as how many these rows count, if they are not as long as those of the first batch.
@@ -236,7 +236,7 @@ class MovableHomes(ExclusivePasses):
             raise RuntimeError("expected a model with memory=..., whose plan is chosen; this one has no limit")
         return self.steps.planner.report()
 
-    def measured(self, rows: Sequence[int]) -> StepModel:
+    def measured(self, rows: Sequence[float]) -> StepModel:
         """What is known of a step on micro-batches of so many rows."""
         resting = {j: each.weights + each.states for j, each in enumerate(self.bytes_in_memory())}
         exchange = self.public.exchange_bytes()
@@ -257,7 +257,7 @@ class MovableHomes(ExclusivePasses):
         homes = [block for block in blocks if block is not None]
         return sum(block.nbytes for block in (*homes, *(region.block for region in regions_of(self.shards))))
 
-    def next_plan(self, rows: Sequence[int], *, training: bool) -> Plan:
+    def next_plan(self, rows: Sequence[float], *, training: bool) -> Plan:
         """The plan of the next step from empty slots, on micro-batches of so many rows."""
         streamer = self.streamer
         updates = streamer.gradient_offload.optimizers.planned()

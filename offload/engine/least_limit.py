@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from offload.engine.row_units import shown
 from offload.planning.partition import smallest_shard
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def least_limit(needed: Callable[[int], int], limit: int) -> int:
     return limit
 
 
-def too_little(executor: MovableHomes, rows: Sequence[int], least: int, limit: int, margin: int) -> str:
+def too_little(executor: MovableHomes, rows: Sequence[float], least: int, limit: int, margin: int) -> str:
     """Says that a step needs ``least`` bytes, of which ``margin`` by earlier steps, and has ``limit``; what to do."""
     steps, optimizers = executor.steps, executor.streamer.gradient_offload.optimizers
     on_host = executor.device.type == "cpu"
@@ -51,8 +52,8 @@ def too_little(executor: MovableHomes, rows: Sequence[int], least: int, limit: i
     differ = executor.row_units.differ
     as_long, or_shorter = (" as long as those of the first batch", " or shorter") if differ else ("", "")
     return (
-        f"a step of micro-batches of {max(rows)} rows{as_long} takes at least {least:,} bytes on {executor.device}, "
-        f"{least - limit:,} more than memory={limit:,}"
+        f"a step of micro-batches of {shown(max(rows))} rows{as_long} takes at least {least:,} bytes on "
+        f"{executor.device}, {least - limit:,} more than memory={limit:,}"
         + (f" ({said})" if said else "")
         + f"; memory={works}{cuts} works with it; pass more memory, fewer{or_shorter} rows, or more "
         f"micro-batches (num_microbatches)"

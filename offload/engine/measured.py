@@ -27,7 +27,7 @@ UPDATE_SHARE_IN_MEMORY = 0.4
 def step_model(
     shards: Sequence[Shard],
     steps: Steps,
-    rows: Sequence[int],
+    rows: Sequence[float],
     resting_bytes: Mapping[int, int],
     *,
     meter: Meter,

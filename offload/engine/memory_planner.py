@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from offload.engine.gradients_held import gradient_bytes, gradients_there, unowned_gradients
 from offload.engine.host_memory import bytes_left, in_host_memory, shards_that_fit
 from offload.engine.least_limit import too_little
+from offload.engine.row_units import shown, split
 from offload.engine.step_memory import StepMemory
 from offload.limits import MemoryLimits
 from offload.planning.budget import FIRST_GAPS_SHARE, GAPS_SHARE, WHOLE_GAPS_SHARE
@@ -72,7 +73,7 @@ class MemoryPlanner:
         #: Whether the policy lets layers draw other random numbers than they would for the whole batch.
         self.may_draw_otherwise = policy.join_chunks is True
         #: Rows of a batch, and as how many they count -> its micro-batches.
-        self._counts: dict[tuple[int, int], int] = {}
+        self._counts: dict[tuple[int, float], int] = {}
         self._executor = weakref.ref(executor)  # without it, a cycle with its steps
         self._streamer = executor.streamer
         self._meter = executor.meter
@@ -80,7 +81,7 @@ class MemoryPlanner:
         self._steps_done = 0
         self._due = False
         #: Rows for which no plan fitted since the last one became due: each search would also wait for all updates.
-        self._in_vain: tuple[int, ...] | None = None
+        self._in_vain: tuple[float, ...] | None = None
         #: Whether an optimizer had not stepped at the begin of the last step: several backwards, one update.
         self._awaited = False
         self._found: Found | None = None
@@ -98,9 +99,9 @@ class MemoryPlanner:
         self._accumulates = False
         self._warned: set[Hashable] = set()
         #: Rows of the micro-batches of the last step.
-        self._rows: tuple[int, ...] | None = None
+        self._rows: tuple[float, ...] | None = None
         #: Sizes of batches that ran: these, and smaller ones, are never refused later.
-        self._ran: set[tuple[int, ...]] = set()
+        self._ran: set[tuple[float, ...]] = set()
         self._memory = StepMemory(lambda: limits.device_bytes, self._streamer, self._meter, self._device)
         #: Of this step: gradients there at its predicted begin that updates of the step before free.
         self._updated_bytes = 0
@@ -131,7 +132,7 @@ class MemoryPlanner:
     def _in_memory(self) -> frozenset[int]:
         return self._streamer.in_place()
 
-    def microbatches(self, rows: int, units: int) -> int:
+    def microbatches(self, rows: int, units: float) -> int:
         """The least number of micro-batches with which a batch of so many rows fits, of powers of two and the most.
 
         ``units``: as how many these rows count, see :mod:`.row_units`.
@@ -149,16 +150,30 @@ class MemoryPlanner:
             self._counts[rows, units] = count
         return self._counts[rows, units]
 
-    def _fits_in_parts(self, units: int, count: int) -> bool:
+    def _fits_in_parts(self, units: float, count: int) -> bool:
         """Whether the leanest plan fits for a batch that is cut into so many micro-batches."""
-        model = self._model([units // count + (i < units % count) for i in range(count)])
+        model = self._model(split(units, count))
         model = replace(model, sizes=replace(model.sizes, **self._gradients_there()))
         return least_bytes(model, self._leanest(model)) <= self.limit_bytes
 
     def _leanest(self, model: StepModel) -> Choice:
         return Choice(min(self._given.slots or model.least_slots, model.shards))
 
-    def begin(self, rows: Sequence[int], *, idle: bool) -> None:
+    def begin_rounded(self, rows: Sequence[float], rounded: Sequence[float], *, idle: bool) -> Sequence[float]:
+        """Begins a training step with the sizes ``rounded`` up, or with ``rows`` where only these fit; returns them.
+
+        See :meth:`begin`.
+        """
+        try:
+            self.begin(rounded, idle=idle)
+        except ValueError:
+            if [*rows] == [*rounded]:
+                raise
+            self.begin(rows, idle=idle)
+            return rows
+        return rounded
+
+    def begin(self, rows: Sequence[float], *, idle: bool) -> None:
         """Begins a training step; ``idle``: no earlier forward waits for its backward.
 
         Raises:
@@ -179,7 +194,7 @@ class MemoryPlanner:
         self._began = time.perf_counter()
         self._memory.begin(self._prediction, self._updated_bytes, rows=sum(rows), idle=idle)
 
-    def end(self, rows: Sequence[int]) -> None:
+    def end(self, rows: Sequence[float]) -> None:
         """Ends a training step: measures it, and decides whether to plan again before the next."""
         self._steps_done += 1
         self._rows = tuple(rows)
@@ -205,20 +220,20 @@ class MemoryPlanner:
         if due:
             self._due, self._in_vain = True, None
 
-    def _is_scarce(self, rows: Sequence[int]) -> bool:
+    def _is_scarce(self, rows: Sequence[float]) -> bool:
         """Whether even the leanest plan may exceed the limit where what a cell frees is not used again in it."""
         model = self._model(rows)
         lean = predict(model, self._leanest(model))
         return lean.memory_bytes + max((moment.rise for moment in lean.course), default=0) > self.limit_bytes
 
-    def _held_before(self, rows: Sequence[int]) -> int:
+    def _held_before(self, rows: Sequence[float]) -> int:
         """Bytes that the model holds before its first step."""
         executor, slots = self._executor(), self._streamer.slot_pool
         assert executor is not None
         sizes = executor.measured(rows).sizes
         return sizes.constant_bytes + sizes.outside.begins + slots.slots * slots.slot_bytes - slots.unallocated_bytes
 
-    def _model(self, rows: Sequence[int]) -> StepModel:
+    def _model(self, rows: Sequence[float]) -> StepModel:
         executor = self._executor()
         assert executor is not None
         model = executor.measured(rows)
@@ -253,7 +268,7 @@ class MemoryPlanner:
         if not (self._memory.on_host or executor.public.sharded):
             self._move(executor, shards_that_fit(executor, self._limits.host_bytes, self._given.resident_bytes))
 
-    def _plan_again(self, rows: Sequence[int]) -> None:
+    def _plan_again(self, rows: Sequence[float]) -> None:
         self._streamer.apply_pending_updates()  # the first ones make the optimizer's states, whose bytes count
         self._meter.planned_before = True
         self._rest_in_host_memory()
@@ -330,7 +345,7 @@ class MemoryPlanner:
             return False
         return True
 
-    def _choose(self, rows: Sequence[int], *, idle: bool) -> None:
+    def _choose(self, rows: Sequence[float], *, idle: bool) -> None:
         """The choice for micro-batches of so many rows, with the present slots and shards in memory if it fits so."""
         executor, shards = self._executor(), self._streamer.shards
         assert executor is not None
@@ -373,7 +388,7 @@ class MemoryPlanner:
         """See :func:`gradients_there`; of a device, whose memory holds none between steps."""
         return gradients_there(self._streamer.shards) if self._memory.on_host else {"held": frozenset(), "begins": None}
 
-    def _refuse(self, error: NothingFitsError, rows: Sequence[int]) -> None:
+    def _refuse(self, error: NothingFitsError, rows: Sequence[float]) -> None:
         """Raises ValueError for a batch that does not fit; warns for one no larger than one that ran, which goes on."""
         if error.least_bytes <= self.limit_bytes:
             return  # it fits just so: with the least memory
@@ -384,19 +399,19 @@ class MemoryPlanner:
             raise ValueError(message)
         self._warn(message, tuple(rows))
 
-    def _has_run(self, rows: Sequence[int]) -> bool:
+    def _has_run(self, rows: Sequence[float]) -> bool:
         """Whether a batch that ran was at least as large."""
         return any(len(ran) == len(rows) and all(map(operator.ge, ran, rows)) for ran in self._ran)
 
-    def _warn_of_longer(self, rows: Sequence[int]) -> None:
+    def _warn_of_longer(self, rows: Sequence[float]) -> None:
         """Warns if the first step of longer rows than before has taken more memory than there is."""
         peak = self._memory.peak_bytes
         if peak is not None and peak > self.limit_bytes:
             self._warn(
-                f"a step of micro-batches of {max(rows)} rows as long as those of the first batch took {peak:,} bytes, "
-                f"{peak - self.limit_bytes:,} more than memory={self.limit_bytes:,}: what rows longer than all before "
-                f"take had been predicted from shorter ones; from now on it is known. Begin with the longest rows, or "
-                f"pass more memory, fewer rows, or more micro-batches (num_microbatches)",
+                f"a step of micro-batches of {shown(max(rows))} rows as long as those of the first batch took {peak:,} "
+                f"bytes, {peak - self.limit_bytes:,} more than memory={self.limit_bytes:,}: what rows longer than all "
+                f"before take had been predicted from shorter ones; from now on it is known. Begin with the longest "
+                f"rows, or pass more memory, fewer rows, or more micro-batches (num_microbatches)",
                 ("longer", tuple(rows)),
             )
 

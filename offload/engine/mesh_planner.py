@@ -41,7 +41,12 @@ class MeshMemoryPlanner(MemoryPlanner):
         #: What the search of this rank found.
         self._wanted = Choice(self._streamer.slots)
 
-    def begin(self, rows: Sequence[int], *, idle: bool) -> None:
+    def begin_rounded(self, rows: Sequence[float], rounded: Sequence[float], *, idle: bool) -> Sequence[float]:
+        """Begins a training step on all ranks, which try no other sizes after one has refused."""
+        self.begin(rounded, idle=idle)
+        return rounded
+
+    def begin(self, rows: Sequence[float], *, idle: bool) -> None:
         """Begins a training step on all ranks.
 
         Raises:
@@ -63,7 +68,7 @@ class MeshMemoryPlanner(MemoryPlanner):
                 f"error"
             )
 
-    def _status(self, rows: Sequence[int]) -> float:
+    def _status(self, rows: Sequence[float]) -> float:
         """The number that tells the other ranks whether this one needs another plan."""
         stepped = self._awaited != self._streamer.gradient_offload.optimizers.awaits_states()
         if not (self._due or stepped) and self._steps_done:
@@ -73,7 +78,7 @@ class MeshMemoryPlanner(MemoryPlanner):
                 return _DUE
         return _DUE if self._due or stepped else _IDLE
 
-    def _plan_again(self, rows: Sequence[int]) -> None:
+    def _plan_again(self, rows: Sequence[float]) -> None:
         """Plans for this rank, then takes the least number of slots of all."""
         self._wanted = Choice(self._streamer.slots)
         refused: ValueError | None = None
@@ -91,5 +96,5 @@ class MeshMemoryPlanner(MemoryPlanner):
     def _switch(self, choice: Choice) -> None:
         self._wanted = choice
 
-    def _choose(self, rows: Sequence[int], *, idle: bool) -> None:
+    def _choose(self, rows: Sequence[float], *, idle: bool) -> None:
         super()._choose(rows, idle=False)  # ranks plan again together only

@@ -33,7 +33,7 @@ def measured_activations(executor: Executor, call: Any, output_fn: OutputFn | No
     return max((runner.activation_bytes for runner in executor.runners[first:]), default=0)
 
 
-def predict_step(plan: Plan, rows: Sequence[int], executor: Executor, *, meter: Meter, tier: Tier) -> Estimate:
+def predict_step(plan: Plan, rows: Sequence[float], executor: Executor, *, meter: Meter, tier: Tier) -> Estimate:
     """Predicts a plan for micro-batches of so many ``rows``."""
     shards = executor.shards
     seen = all(meter.backward_seconds_per_row(shard.index) for shard in shards if shard.trainable)

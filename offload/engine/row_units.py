@@ -7,6 +7,7 @@ counts as two. So where all rows are alike, they are counted as they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ class RowUnits:
         #: Whether rows of other lengths have come.
         self.differ = False
 
-    def count(self, leaves: Sequence[Any]) -> int:
+    def count(self, leaves: Sequence[Any]) -> float:
         """Rows of a micro-batch, by the elements of its first tensor; its own rows where these are unknown."""
         rows = largest_rows(leaves)
         raw = [tensor for x in leaves if isinstance(x, LazyInput) for tensor in x.tensors]
@@ -38,9 +39,10 @@ class RowUnits:
             return rows
         kind = bool(raw), main.dim(), main.is_floating_point()
         first_rows, first_elements = self._first.setdefault(kind, (rows, main.numel()))
-        units = max(1, -(-first_rows * main.numel() // first_elements))
-        self.differ |= units != rows
-        return units
+        if first_rows * main.numel() == first_elements * rows:
+            return rows
+        self.differ = True
+        return first_rows * main.numel() / first_elements
 
 
 def largest_rows(leaves: Sequence[Any]) -> int:
@@ -49,9 +51,21 @@ def largest_rows(leaves: Sequence[Any]) -> int:
     return max((*(x.size(0) for x in leaves if isinstance(x, Tensor) and x.dim()), *raw), default=1)
 
 
-def rounded_up(units: int, rows: int) -> int:
+def rounded_up(units: float, rows: int) -> float:
     """The size for which a micro-batch of ``units`` is planned; exactly that where it has so many rows itself."""
     if units == rows:
         return units
-    step = 1 << max(0, units.bit_length() - ROUNDING.bit_length())
-    return -(-units // step) * step
+    step: float = 2.0 ** (math.floor(math.log2(units)) + 1) / (2 * ROUNDING)
+    return math.ceil(units / step) * step
+
+
+def split(units: float, count: int) -> list[float]:
+    """The sizes of the parts of a batch."""
+    if not isinstance(units, int):
+        return [units / count] * count
+    return [units // count + (i < units % count) for i in range(count)]
+
+
+def shown(units: float) -> str:
+    """In words of a message."""
+    return f"{units:.2f}".rstrip("0").rstrip(".")

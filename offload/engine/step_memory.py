@@ -42,9 +42,10 @@ class StepMemory:
         self._peak = PeakMeter(device)
         self._heap = streamer.heap
         #: Rows of a batch -> what its steps took more than predicted.
-        self._margins: dict[int, int] = {}
+        self._margins: dict[float, int] = {}
         #: Of the present step.
-        self.margin_bytes = self._rows = 0
+        self.margin_bytes = 0
+        self._rows = 0.0
         #: The peak of the last step that was measured, and the bytes after each of its cells.
         self.peak_bytes: int | None = None
         #: The greatest peak of steps of the present choice that were not measured, with the free memory that they keep;
@@ -69,7 +70,7 @@ class StepMemory:
         """Whether it is the memory of the host."""
         return self._heap is not None
 
-    def margin(self, rows: int) -> int:
+    def margin(self, rows: float) -> int:
         """What steps of a batch of so many rows may take more than predicted: as much as smaller ones have taken.
 
         And as much as the next larger one: only that size itself tells that it is less.
@@ -90,7 +91,7 @@ class StepMemory:
     def _forget_choice(self) -> None:
         self._excess, self.kept_peak_bytes, self._kept_most = {}, None, None
 
-    def begin(self, prediction: Prediction | None, updated_bytes: int, *, rows: int, idle: bool) -> None:
+    def begin(self, prediction: Prediction | None, updated_bytes: int, *, rows: float, idle: bool) -> None:
         """Begins a step.
 
         Args:

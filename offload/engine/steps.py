@@ -65,14 +65,14 @@ class Steps:
         #: Chooses plans, for a model with a limit of memory.
         self.planner: MemoryPlanner | None = None
         #: Bytes of a shard's boundary, and of its gradient, in the last step, by (shard, rows of the micro-batch).
-        self.boundary_bytes: dict[tuple[int, int], int] = {}
-        self.gradient_bytes: dict[tuple[int, int], int] = {}
+        self.boundary_bytes: dict[tuple[int, float], int] = {}
+        self.gradient_bytes: dict[tuple[int, float], int] = {}
         #: Of what enters the first block of a model, and of what its last one returns, for each row.
         self._around_per_row: dict[str, float] = {}
         #: Least bytes of each boundary, for each element of the model's input.
         self._least_per_element: dict[int, float] = {}
         #: The last step with a backward, the last one without, and the rows of their batches.
-        self._last_steps: dict[bool, tuple[Plan, int]] = {}
+        self._last_steps: dict[bool, tuple[Plan, float]] = {}
 
     @property
     def cheap_recompute(self) -> bool:
@@ -80,7 +80,7 @@ class Steps:
         choice = None if self.planner is None else self.planner.choice
         return choice is None or choice.cheap_recompute
 
-    def kept_cells(self, rows: Sequence[int], first: int) -> frozenset[Cell]:
+    def kept_cells(self, rows: Sequence[float], first: int) -> frozenset[Cell]:
         """The cells that keep their graphs, for micro-batches of so many rows."""
         everything = range(len(rows))
         if not self._recompute:
@@ -94,7 +94,7 @@ class Steps:
             kept |= {Cell(*key) for key in fitting}
         return kept
 
-    def written_cells(self, rows: Sequence[int], first: int) -> frozenset[Cell]:
+    def written_cells(self, rows: Sequence[float], first: int) -> frozenset[Cell]:
         """The cells whose recomputation would write parameters again: they keep their graphs."""
         writing = (j for j, runner in enumerate(self._runners) if runner.repeats_writes is False and j >= first)
         return frozenset(Cell(j, i) for j in writing for i in range(len(rows)))
@@ -142,10 +142,10 @@ class Steps:
 
     # --- sizes --------------------------------------------------------------------------------------------------
 
-    def sizes(self, rows: Sequence[int], *, gradients: bool = False) -> Sizes:
+    def sizes(self, rows: Sequence[float], *, gradients: bool = False) -> Sizes:
         """Bytes of boundaries for micro-batches of so many rows, from those seen so far; 0 if unknown."""
         seen = self.gradient_bytes if gradients else self.boundary_bytes
-        per_row = {j: nbytes / max(count, 1) for (j, count), nbytes in seen.items()}
+        per_row = {j: nbytes / (count or 1) for (j, count), nbytes in seen.items()}
         return lambda key: seen.get((key[0], rows[key[1]]), round(per_row.get(key[0], 0.0) * rows[key[1]]))
 
     def graph_bytes_per_row(self) -> dict[int, float]:
@@ -162,18 +162,34 @@ class Steps:
         """Whether a first input could be too large for the budget."""
         return self._strict and not self._least_per_element
 
-    def begin(self, rows: Sequence[int], elements: Sequence[int], *, training: bool, idle: bool) -> None:
+    def begin(
+        self,
+        rows: Sequence[float],
+        rounded: Sequence[float],
+        elements: Sequence[int],
+        *,
+        training: bool,
+        idle: bool,
+    ) -> Sequence[float]:
         """Begins a step. Raises ValueError if it is known to be too large for the budget, before anything has moved.
 
-        ``elements``: of the input of each micro-batch; 0 if unknown. ``idle``: no forward waits for its backward.
+        Args:
+            rows, rounded: of each micro-batch, exactly and rounded up (:mod:`.row_units`).
+            elements: of the input of each micro-batch; 0 if unknown.
+            training: whether there is a backward.
+            idle: no forward waits for its backward.
+
+        Returns the sizes for which it is planned: rounded ones, if these fit.
         """
+        planned = rounded
         if training and self.planner is not None:
-            self.planner.begin(rows, idle=idle)
+            planned = self.planner.begin_rounded(rows, rounded, idle=idle)
         if self._strict:
             each = [least for j, least in self._least_per_element.items() if training or j < self._shards]
             check_boundaries(int(max(elements) * max(each, default=0)), self._budget_bytes)
+        return planned
 
-    def record_boundary(self, j: int, rows: int, elements: int, nbytes: int, *, training: bool) -> None:
+    def record_boundary(self, j: int, rows: float, elements: int, nbytes: int, *, training: bool) -> None:
         """Records the size of a boundary or of the output; refuses one that is too large, or whose gradient will be."""
         if elements:
             each = nbytes / elements
@@ -183,11 +199,11 @@ class Steps:
         # Not of a step that is refused: an optimizer leaves room for this.
         self._remember(self.boundary_bytes, (j, rows), nbytes)
 
-    def record_gradient(self, j: int, rows: int, nbytes: int) -> None:
+    def record_gradient(self, j: int, rows: float, nbytes: int) -> None:
         """Records the size of the gradient of a boundary."""
         self._remember(self.gradient_bytes, (j, rows), nbytes)
 
-    def _remember(self, sizes: dict[tuple[int, int], int], key: tuple[int, int], nbytes: int) -> None:
+    def _remember(self, sizes: dict[tuple[int, float], int], key: tuple[int, float], nbytes: int) -> None:
         """Records a size as the last one, and forgets the first where batches have very many different ones."""
         sizes.pop(key, None)
         sizes[key] = nbytes
@@ -202,17 +218,17 @@ class Steps:
         for j in [j for j in self._least_per_element if j >= first]:
             del self._least_per_element[j]
 
-    def record_around(self, which: str, rows: int, nbytes: int) -> None:
+    def record_around(self, which: str, rows: float, nbytes: int) -> None:
         """Records the size of what the code around blocks holds until backward: ``"entered"`` or ``"returned"``."""
-        self._around_per_row[which] = nbytes / max(rows, 1)
+        self._around_per_row[which] = nbytes / (rows or 1)
 
-    def around_bytes(self, rows: Sequence[int]) -> int:
+    def around_bytes(self, rows: Sequence[float]) -> int:
         """Bytes of the same for micro-batches of so many rows."""
         return round(sum(self._around_per_row.values()) * sum(rows))
 
     # --- steps that ran ---------------------------------------------------------------------------------------------
 
-    def record_step(self, plan: Plan, rows: Sequence[int], planned: Sequence[int], *, training: bool) -> None:
+    def record_step(self, plan: Plan, rows: Sequence[float], planned: Sequence[float], *, training: bool) -> None:
         """Records the plan of a step that ran, and the sizes for which it was planned."""
         if training and self.planner is not None:
             self.planner.end(planned)
@@ -220,7 +236,7 @@ class Steps:
 
     def plan(
         self,
-        rows: Sequence[int],
+        rows: Sequence[float],
         updates: Updates,
         *,
         slots: int,
@@ -246,7 +262,7 @@ class Steps:
             **updates,
         )
 
-    def last(self, rows: int | None, *, training: bool) -> Plan | None:
+    def last(self, rows: float | None, *, training: bool) -> Plan | None:
         """The plan of the last step, if its batch had so many rows; any for None."""
         plan, count = self._last_steps.get(training, (None, None))
         return plan if rows is None or rows == count else None

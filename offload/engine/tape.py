@@ -66,7 +66,7 @@ class CellRecords:
     versions: dict[int, tuple[int, ...]] = field(default_factory=dict)
     inputs: list[list[Any]] = field(default_factory=list)
     #: See :mod:`.row_units`.
-    rows: list[int] = field(default_factory=list)
+    rows: list[float] = field(default_factory=list)
     input_specs: list[TreeSpec] = field(default_factory=list)
     input_versions: list[tuple[Any, ...]] = field(default_factory=list)
 
@@ -99,7 +99,7 @@ class Tape(CellRecords):
     #: Number of calls that had stored assigned data until the forward.
     assignments: int = 0
     #: The sizes for which the step is planned, see :mod:`.row_units`; and elements of the input, for each micro-batch.
-    planned: list[int] = field(default_factory=list)
+    planned: Sequence[float] = ()
     elements: list[int] = field(default_factory=list)
     #: The parameters that took no gradient in the forward, where cells are recomputed.
     frozen: Sequence[nn.Parameter] = ()

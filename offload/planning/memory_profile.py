@@ -37,20 +37,20 @@ class SavedTensor:
 class MemoryProfile:
     """The tensors that one cell of ``rows`` rows saved, in the order of backward. All but weights grow with rows."""
 
-    rows: int
+    rows: float
     saved_tensors: Sequence[SavedTensor]
     #: Results of :meth:`peak_bytes`: a search of plans asks for the same ones again and again.
-    _peaks: dict[tuple[int, int, bool], int] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _peaks: dict[tuple[float, int, bool], int] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
     def _freed_bytes(self) -> int:
         return sum(saved_tensor.freed for saved_tensor in self.saved_tensors)
 
-    def kept_bytes(self, rows: int) -> int:
+    def kept_bytes(self, rows: float) -> int:
         """Bytes that a cell keeps until its backward begins."""
-        return self._freed_bytes * rows // max(self.rows, 1)
+        return int(self._freed_bytes * rows // (self.rows or 1))
 
-    def peak_bytes(self, rows: int, gradient_bytes: int, *, adds: bool = False) -> int:
+    def peak_bytes(self, rows: float, gradient_bytes: int, *, adds: bool = False) -> int:
         """Peak bytes of its activations, their gradients and the gradients of its weights.
 
         ``gradient_bytes``: of all weights; those that autograd did not save (a bias, an embedding) come last.
@@ -61,8 +61,8 @@ class MemoryProfile:
             self._peaks[key] = self._peak_bytes(*key)
         return self._peaks[key]
 
-    def _peak_bytes(self, rows: int, gradient_bytes: int, adds: bool) -> int:
-        scale = rows / max(self.rows, 1)
+    def _peak_bytes(self, rows: float, gradient_bytes: int, adds: bool) -> int:
+        scale = rows / (self.rows or 1)
         kept = float(self.kept_bytes(rows))
         weights, new, following = 0.0, 0.0, 0.0  # gradients of weights, the newest of them, of the operation after
         peak = kept
@@ -88,7 +88,7 @@ class ProfilesBySize:
     """Profiles of cells of several sizes, by shard. What does not grow with rows alone is measured at each size."""
 
     def __init__(self) -> None:
-        self._profiles: dict[int, dict[int, MemoryProfile]] = {}
+        self._profiles: dict[int, dict[float, MemoryProfile]] = {}
 
     def add(self, shard: int, profile: MemoryProfile, *, continues: bool) -> None:
         """Adds the profile of a cell; ``continues``: of another step of it, whose backward comes first."""
@@ -100,11 +100,11 @@ class ProfilesBySize:
         if len(known) > SIZES_REMEMBERED:
             del known[next(iter(known))]
 
-    def nearest(self, rows: int) -> dict[int, MemoryProfile]:
+    def nearest(self, rows: float) -> dict[int, MemoryProfile]:
         """By shard: the profile of the size nearest to ``rows``, of two that are as near the larger one."""
 
-        def distance(size: int) -> tuple[float, int]:
-            return abs(math.log(max(size, 1) / max(rows, 1))), -size
+        def distance(size: float) -> tuple[float, float]:
+            return abs(math.log((size or 1) / (rows or 1))), -size
 
         return {shard: known[min(known, key=distance)] for shard, known in self._profiles.items()}
 

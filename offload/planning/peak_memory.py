@@ -84,7 +84,7 @@ class StepBytes:
     #: Shard -> position in the plan of the first cell after its gradients were stored. Missing: at the next drain.
     drained: Mapping[int, int] = field(default_factory=dict)
     #: Rows of each micro-batch.
-    rows: Sequence[int] = (1,)
+    rows: Sequence[float] = (1,)
     #: Of the input of a cell, and of its gradient. Shard ``shards`` stands for the output.
     boundaries: Sizes = lambda key: 0
     gradients: Sizes = lambda key: 0
@@ -153,7 +153,7 @@ def peak_memory(plan: Plan, sizes: StepBytes, course: list[Moment] | None = None
 
 
 def graphs_that_fit(
-    bytes_per_row: Sequence[float | None], rows: Sequence[int], *, first: int, budget_bytes: int
+    bytes_per_row: Sequence[float | None], rows: Sequence[float], *, first: int, budget_bytes: int
 ) -> frozenset[Key]:
     """The cells that keep their graphs: those that backward begins with, up to the first that does not fit.
 

@@ -152,7 +152,7 @@ class Meter:
 
     @contextlib.contextmanager
     def cell(
-        self, kind: str, shard: int, microbatch: int, rows: int, *, step: int = 0, steps: int = 1
+        self, kind: str, shard: int, microbatch: int, rows: float, *, step: int = 0, steps: int = 1
     ) -> Iterator[None]:
         """Counts the time of one cell, whose letter in the plan is ``kind``; or of one of its ``steps``, in order."""
         clock = self._clock_of(kind, shard)
@@ -242,9 +242,9 @@ class Meter:
         """Predicted seconds of a lane's copies per byte (of updates: of gradients); 0 if none was measured."""
         return self._lane_clocks[lane].seconds_each()
 
-    def record_activations(self, nbytes: int, rows: int) -> None:
+    def record_activations(self, nbytes: int, rows: float) -> None:
         """Records the activations of one cell of so many rows."""
-        self.activation_bytes_per_row = max(self.activation_bytes_per_row, nbytes / max(rows, 1))
+        self.activation_bytes_per_row = max(self.activation_bytes_per_row, nbytes / (rows or 1))
 
     def record_memory_profile(
         self, shard: int, memory_profile: MemoryProfile, *, keeps: bool, continues: bool = False

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.engine.gradients_held import accumulates_in_memory
 from offload.engine.memory_planner import MemoryPlanner
+from offload.engine.row_units import rounded_up
 from offload.engine.step_memory import StepMemory
 from offload.planning.byte_forms import ByteForm
 from offload.planning.explain import FewerBytes
@@ -786,10 +787,38 @@ def test_rows_that_are_longer_than_before_are_planned_or_refused_as_more_rows(tm
         assert torch.equal(a, b), name
     assert sizes == [(16,)] * 4 + [(80,), (8,), (88,), (16,)]  # 82 is rounded up
     before = model.statistics()
-    with pytest.raises(ValueError, match=r"81920 rows as long as those of the first batch takes .* or shorter"):
+    with pytest.raises(ValueError, match=r"80000 rows as long as those of the first batch takes .* or shorter"):
         model(words(16, 40000))
     assert model.statistics() == before
     model(words(16, 8)).square().mean().backward()
+
+
+def test_a_single_row_counts_by_its_length_too(tmp_path: Path) -> None:
+    model = OffloadModel(Sequences(), "cpu", tmp_path, memory="40MiB", blocks="blocks")
+    sizes, predicted = [], []
+    for length in (64, 64, 64, 64, 65, 16, 16):
+        model(words(1, length)).square().mean().backward()
+        planner = planner_of(model)
+        sizes.append(planner._rows)
+        predicted.append(
+            0 if planner._prediction is None else planner._model(planner._rows or ()).sizes.boundaries((1, 0))
+        )
+    assert sizes == [(1,)] * 4 + [(1.125,), (0.25,), (0.25,)]
+    assert predicted[-1] * 4 == predicted[3] == 64 * WIDTH * 4
+
+
+def test_a_size_that_fits_exactly_is_not_refused_since_it_was_rounded_up(tmp_path: Path) -> None:
+    model = OffloadModel(Sequences(), "cpu", tmp_path, memory="40MiB", blocks="blocks")
+    planner = planner_of(model)
+    for _ in range(4):
+        model(words(16, 8)).square().mean().backward()
+
+    def fits(units: float) -> bool:
+        return planner._fits_in_parts(units, 1)
+
+    length = next(n for n in range(9, 4000) if fits(2.0 * n) and not fits(rounded_up(2.0 * n, 16)))
+    model(words(16, length)).square().mean().backward()
+    assert planner._rows == (2.0 * length,)
 
 
 class Squares(nn.Module):
