@@ -25,24 +25,30 @@ class RowUnits:
     """The rows of one model."""
 
     def __init__(self) -> None:
-        #: Kind of a first tensor -> rows and elements of the first batch of that kind.
-        self._first: dict[tuple[bool, int, bool], tuple[int, int]] = {}
+        #: Kind of a tensor -> rows and elements of the first batch that had one.
+        self._first: dict[tuple[int, bool, int, bool], tuple[int, int]] = {}
         #: Whether rows of other lengths have come.
         self.differ = False
 
     def count(self, leaves: Sequence[Any]) -> float:
-        """Rows of a micro-batch, by the elements of its first tensor; its own rows where these are unknown."""
+        """Rows of a micro-batch, by the elements of its tensors; its own rows where these are unknown.
+
+        Those of the first tensor, as of the tokens of a model, or of the first that has as many rows as any, and more
+        than one element in each: labels, or a table or positions that all rows share, may come before it.
+        """
         rows = largest_rows(leaves)
         raw = [tensor for x in leaves if isinstance(x, LazyInput) for tensor in x.tensors]
-        main = next((x for x in (*leaves, *raw) if isinstance(x, Tensor) and x.dim()), None)
-        if main is None or not main.numel():
-            return rows
-        kind = bool(raw), main.dim(), main.is_floating_point()
-        first_rows, first_elements = self._first.setdefault(kind, (rows, main.numel()))
-        if first_rows * main.numel() == first_elements * rows:
-            return rows
-        self.differ = True
-        return first_rows * main.numel() / first_elements
+        tensors = [x for x in (*leaves, *raw) if isinstance(x, Tensor) and x.dim() and x.numel()]
+        counts: list[float] = []
+        of_rows = sorted((x for x in tensors if x.size(0) == rows), key=lambda x: x.numel() == rows)
+        for which, tensor in enumerate((*tensors[:1], *of_rows[:1])):
+            kind = which, bool(raw), tensor.dim(), tensor.is_floating_point()
+            first_rows, elements = self._first.setdefault(kind, (rows, tensor.numel()))
+            alike = first_rows * tensor.numel() == elements * rows
+            counts.append(rows if alike else first_rows * tensor.numel() / elements)
+        units = max(counts, default=rows)
+        self.differ |= units != rows
+        return units
 
 
 def largest_rows(leaves: Sequence[Any]) -> int:

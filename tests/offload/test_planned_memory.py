@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.engine.gradients_held import accumulates_in_memory
 from offload.engine.memory_planner import MemoryPlanner
-from offload.engine.row_units import rounded_up
+from offload.engine.row_units import RowUnits, rounded_up
 from offload.engine.step_memory import StepMemory
 from offload.planning.byte_forms import ByteForm
 from offload.planning.explain import FewerBytes
@@ -791,6 +791,23 @@ def test_rows_that_are_longer_than_before_are_planned_or_refused_as_more_rows(tm
         model(words(16, 40000))
     assert model.statistics() == before
     model(words(16, 8)).square().mean().backward()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "units"),
+    [
+        # Rows of tokens, and positions that they share: more rows, longer ones, fewer.
+        ([[(8, 32), (32,)], [(16, 32), (32,)], [(8, 64), (64,)], [(4, 32), (32,)]], [32, 64, 64, 32]),
+        # A table that all rows share comes first.
+        ([[(3, 9), (8, 5)], [(3, 9), (24, 5)], [(3, 9), (8, 10)]], [8, 24, 16]),
+        # Labels without a length come first.
+        ([[(8,), (8, 5)], [(16,), (16, 5)], [(4,), (4, 5)], [(4,), (4, 15)]], [8, 16, 4, 12]),
+        ([[], [(7, 0)], [(5, 2)], [(5, 3)]], [1, 7, 5, 7.5]),
+    ],
+)
+def test_rows_count_by_the_tensor_that_grows(shapes: list[list[tuple[int, ...]]], units: list[float]) -> None:
+    rows = RowUnits()
+    assert [rows.count([torch.zeros(shape) for shape in batch]) for batch in shapes] == units
 
 
 def test_a_single_row_counts_by_its_length_too(tmp_path: Path) -> None:
