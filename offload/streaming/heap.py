@@ -114,9 +114,11 @@ def return_freed_memory() -> None:
 def anonymous_bytes() -> int:
     """Anonymous memory of this process; 0 if the system does not say."""
     try:
-        # Without a buffer; and no bare number, which an interrupt could lose before it is closed.
-        with open("/proc/self/statm", "rb", buffering=0) as statm:
-            _, resident, shared, *_ = map(int, statm.read(256).split())
+        statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _, resident, shared, *_ = map(int, os.read(statm, 256).split())
+        finally:
+            os.close(statm)
     except (OSError, ValueError):
         return 0
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
