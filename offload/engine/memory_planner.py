@@ -12,8 +12,8 @@ step  plan
 Until an optimizer has stepped, the bytes of its states are unknown: nothing that stays between steps, such as more
 slots, takes their place. Slots and the shards that rest in memory stay until the next choice. Which graphs are kept,
 which boundaries are spilled and whose gradients wait is chosen for each size of batch, before anything of its step has
-moved. If a step took more memory than predicted, the difference becomes a margin and the next step begins with a
-smaller plan.
+moved. If a step took more memory than predicted, the difference becomes a margin and the next one as large begins with
+a smaller plan. Rows longer than all before begin with the least memory, since theirs may grow faster than they do.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from offload.engine.host_memory import bytes_left, in_host_memory, shards_that_f
 from offload.engine.least_limit import too_little
 from offload.engine.row_units import shown, split
 from offload.engine.step_memory import StepMemory
+from offload.engine.steps import SIZES_REMEMBERED
 from offload.limits import MemoryLimits
 from offload.planning.budget import FIRST_GAPS_SHARE, GAPS_SHARE, WHOLE_GAPS_SHARE
 from offload.planning.explain import explain, fewer_bytes
@@ -56,8 +57,6 @@ UNDISTURBED_STEPS = 5
 LEAST_GAIN = 0.05
 #: Of a limit of memory, the activations of chunks that run together take at most one part in so many.
 CELL_SHARE = 4
-#: Different sizes of a batch whose choices are remembered.
-SIZES_REMEMBERED = 64
 
 _T = TypeVar("_T")
 

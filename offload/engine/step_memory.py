@@ -1,9 +1,12 @@
 """Bounds the memory of the steps of one model by what is predicted for them, and measures it.
 
-What a step took more than predicted becomes a margin of later predictions. Memory is measured in the steps after a new
-choice, in which free memory of the C heap is returned before a cell that could need it. In other steps free memory may
-take what the limit leaves, and less after one that exceeded it. What a cell frees need not fit what it allocates next:
-by how much memory rises more than predicted in each is measured, too, and room is made for it.
+What a step took more than predicted becomes a margin of later predictions for batches of its size and larger ones. The
+first step of rows longer than all before gives none: it was predicted from other sizes.
+
+Memory is measured in the steps after a new choice, in which free memory of the C heap is returned before a cell that
+could need it. In other steps free memory may take what the limit leaves, and less after one that exceeded it. What a
+cell frees need not fit what it allocates next: by how much memory rises more than predicted in each is measured, too,
+and room is made for it.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ __all__ = ["Steps", "joined"]
 BUFFERS_SHARE = 8
 #: Or this much, where it is at most half of the limit: less is too little for any update in files.
 SMALLEST_BUFFERS_BYTES = 256 << 10
-#: Sizes of batches of which those of boundaries are remembered.
+#: Different sizes of batches of which something is remembered: their choices, and the bytes of their boundaries.
 SIZES_REMEMBERED = 64
 
 

@@ -98,8 +98,9 @@ class Tape(CellRecords):
     homes: dict[int, tuple[int, int]] = field(default_factory=dict)
     #: Number of calls that had stored assigned data until the forward.
     assignments: int = 0
-    #: The sizes for which the step is planned, see :mod:`.row_units`; and elements of the input, for each micro-batch.
+    #: The sizes of micro-batches for which the step is planned: their rows, or more; see :mod:`.row_units`.
     planned: Sequence[float] = ()
+    #: Elements of the input, for each micro-batch.
     elements: list[int] = field(default_factory=list)
     #: The parameters that took no gradient in the forward, where cells are recomputed.
     frozen: Sequence[nn.Parameter] = ()

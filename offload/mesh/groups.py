@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch.distributed as dist
 
@@ -51,7 +51,7 @@ class Groups:
     """Those of one rank that no model uses. :meth:`of_this_process` has the same for all models."""
 
     #: By process and rank; threads may be ranks, too.
-    _open: dict[tuple[int, int], Groups] = {}  # noqa: RUF012
+    _open: ClassVar[dict[tuple[int, int], Groups]] = {}
 
     def __init__(self, is_open: Callable[[], bool] = lambda: True) -> None:
         self._is_open = is_open

@@ -284,12 +284,20 @@ def test_room_is_made_for_what_a_cell_took_more_than_predicted(tmp_path: Path, m
     assert len(measured) >= 2 * DEPTH
 
 
-def test_a_size_that_ran_is_not_refused_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = OffloadModel(stack(), "cpu", tmp_path, memory="30MiB")
+def trained_beyond(
+    path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> tuple[OffloadModel, OffloadOptimizer, list[float]]:
+    """A model whose steps take far more memory than it has, and the losses of its first ones."""
+    model = OffloadModel(stack(), "cpu", path, memory="30MiB")
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 500 * MIB)
     with pytest.warns(RuntimeWarning, match="by which earlier steps exceeded their prediction"):
-        losses = train(model, optimizer, 6)
+        losses = train(model, optimizer, steps)
+    return model, optimizer, losses
+
+
+def test_a_size_that_ran_is_not_refused_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, losses = trained_beyond(tmp_path, monkeypatch, 6)
     choice = planner_of(model).choice
     assert choice is not None
     assert not choice.in_memory | choice.kept | choice.waiting  # it goes on with the least memory
@@ -301,11 +309,7 @@ def test_no_plan_is_searched_again_in_each_step_of_a_size_that_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each search would first wait for all updates, which otherwise run while layers compute."""
-    model = OffloadModel(stack(), "cpu", tmp_path, memory="30MiB")
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
-    monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 500 * MIB)
-    with pytest.warns(RuntimeWarning, match="by which earlier steps exceeded their prediction"):
-        train(model, optimizer, 10)
+    model, optimizer, _ = trained_beyond(tmp_path, monkeypatch, 10)
     monkeypatch.setattr("offload.engine.memory_planner.search", lambda *_: pytest.fail("searched"))
     assert len(train(model, optimizer, 2)) == 2
     # Nor where peaks go on to grow: with a larger margin even less fits.
@@ -877,15 +881,11 @@ def test_other_arguments_do_not_change_how_long_rows_are(tmp_path: Path) -> None
 def test_a_batch_that_is_smaller_than_one_that_ran_is_not_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = OffloadModel(stack(), "cpu", tmp_path, memory="30MiB")
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
-    monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 500 * MIB)
-    with pytest.warns(RuntimeWarning, match="by which earlier steps exceeded their prediction"):
-        train(model, optimizer, 6, rows=64)
+    model, optimizer, _ = trained_beyond(tmp_path, monkeypatch, 6)
     with pytest.warns(RuntimeWarning, match="57 rows takes at least"):
-        train(model, optimizer, 1, rows=57)
+        train(model, optimizer, 1, rows=ROWS - 7)
     with pytest.raises(ValueError, match="65 rows takes at least"):
-        train(model, optimizer, 1, rows=65)
+        train(model, optimizer, 1, rows=ROWS + 1)
 
 
 def test_what_large_batches_exceed_is_no_margin_of_small_ones_that_ran(
