@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from offload import core
 from offload.arguments import (
     check_choices,
     check_gradient_dtype,
@@ -19,6 +20,7 @@ from offload.arguments import (
 )
 from offload.blocks.face import class_for
 from offload.blocks.find import Blocks
+from offload.core.engine import Engine
 from offload.engine.executor import Executor
 from offload.engine.outside import bytes_staying
 from offload.files.pretrained import Pretrained
@@ -294,6 +296,16 @@ class OffloadModel(RunningModule):
             self._finalizer = finalize_here(self._executor, _close, lanes, self._tier)
             if self._memory_limits is not None and recompute:
                 self._executor.plan_memory(self._memory_limits, resources.policy)
+            if core.IN_USE and mesh is None and called is None and self._memory_limits is None:
+                self._engine = Engine(
+                    self._executor.streamer,
+                    [[[(str(s.first + k), layer) for k, layer in enumerate(s.layers)]] for s in self._executor.shards],
+                    device=self.device,
+                    recompute=recompute,
+                    store_assigned=self._executor.assigned_data.store,
+                    structure=self._executor.structure,
+                )
+                self._executor.native = self._engine
             self._persistent_home.begin()
             return_freed_memory()
             undo.pop_all()

@@ -9,15 +9,19 @@ import torch
 from torch import Tensor
 
 from offload.arguments import names_given
+from offload.core.engine import Engine
+from offload.core.sequential import run_layers
 from offload.engine.autograd import attach
+from offload.engine.inputs import check_inputs
 from offload.engine.prediction import measured_activations
 from offload.engine.raw_chunk import RawChunk, as_call
 from offload.engine.regroup import RegroupedTape, by_chunk, join_chunks, rows_together, split_output
 from offload.engine.tape import Tape
 from offload.loading import LoadingModule
+from offload.streaming.quantised import check_frozen
 from pipe.interception import offered
 from pipe.microbatch import gather_nested, split_nested
-from pipe.nested import map_tensors
+from pipe.nested import flatten, map_tensors
 from pipe.torch_private.tracing import outside_of_compiled_graphs
 
 __all__ = ["RunningModule"]
@@ -26,6 +30,8 @@ __all__ = ["RunningModule"]
 class RunningModule(LoadingModule):
     """The part of a model that runs forwards."""
 
+    #: Runs the layers while autograd drives; None where the executor does.
+    _engine: Engine | None = None
     #: Names of the arguments of layers after the first.
     _taken_later: set[str]
 
@@ -53,9 +59,21 @@ class RunningModule(LoadingModule):
         answered = offered(self, chunks)
         if answered is not None:
             return gather_nested(answered)
+        if self._engine is not None:
+            return gather_nested(self._run_engine(chunks))
         tape = self._executor.tape(chunks)
         outputs = self._executor.forward(tape, chunks)
         return attach(self._executor, tape, outputs, (inputs, kwargs)) if tape.records else gather_nested(outputs)
+
+    def _run_engine(self, chunks: Sequence[Any]) -> list[Any]:
+        """The outputs of chunks, in one graph."""
+        executor, engine = self._executor, self._engine
+        assert engine is not None
+        executor.check_open()
+        check_inputs([flatten(chunk)[0] for chunk in chunks])
+        check_frozen(executor.quantised)
+        layers = [shard.layers for shard in executor.shards]
+        return run_layers(engine, layers, chunks, dtype=executor.layer_homes.dtype)
 
     def _check_arguments(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raises TypeError for an argument that later layers also have: only the first layer would get it."""

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 
@@ -32,6 +33,7 @@ class ExclusivePasses:
     runners: Sequence[ShardRunner]
     streamer: Streamer
     public: PublicParameters
+    native: Any = None
     #: The methods whose frames are running passes.
     pass_codes: frozenset[CodeType]
 
@@ -57,7 +59,7 @@ class ExclusivePasses:
     @property
     def busy(self) -> bool:
         """Whether a forward or backward is running."""
-        return self._busy and self._passes() > 0
+        return (self.native is not None and self.native.running) or (self._busy and self._passes() > 0)
 
     def _passes(self) -> int:
         """Number of running forwards and backwards of this model, in all threads."""

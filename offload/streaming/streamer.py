@@ -313,6 +313,24 @@ class Streamer:
         if self.heap is not None:
             self.heap.trim_if_grown()
 
+    @property
+    def loaded(self) -> int:
+        """How many shards are in slots, or on the way there."""
+        return len(self._loads)
+
+    def await_load(self, j: int) -> None:
+        """Makes compute wait for the load of shard ``j``."""
+        with self._meter.waiting(f"L{j}"), error_context(f"loading shard {j} from {self._tier.name}"):
+            # Load lane -> compute. Without this, layers read a slot that is not filled yet.
+            self._loads[j].wait()
+
+    def await_update_in_place(self, j: int) -> None:
+        """Makes compute wait for the pending update of a shard that layers use where it rests."""
+        if (pending := self.shards[j].pending) is not None:
+            with self._meter.waiting(f"U{j}"), error_context(f"updating shard {j} in memory"):
+                # Update lane -> compute. Without this, layers read weights from before the optimizer's step.
+                pending.start().wait()
+
     def store_written_weights(self, j: int, written: Sequence[int]) -> None:
         """Stores parameters, at positions ``written`` of ``slices``, that layers wrote to in forward; after a visit.
 

@@ -78,6 +78,11 @@ class Attributes:
                 if now.get(key, _MISSING) is not value or _changed(value, content):
                     yield name, module, key, value, content
 
+    def take_back(self) -> None:
+        """After :meth:`record_changes`: restores the attributes that the forward changed."""
+        for owner, key, value, content in self._changed:
+            _put(owner, key, value, content)
+
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """A context with the attributes from before the forward. If it is the forward, its changes are undone."""

@@ -63,14 +63,18 @@ class InputWrites:
         written = [tensor._version != version for tensor, version in zip(tensors, before, strict=True)]
         writes = any(written)
         if writes and not copies:
-            self._writes[kind] = True
-            raise RuntimeError(
-                f"{self._name} wrote into its input in place, which it did not do when it ran first. Discard this "
-                f"forward and run it again: the input is copied from now on"
-            )
+            self.refuse(kind)
         if writes:
             self._check_apart(self._tensors_in(value), written)
         self._writes.setdefault(kind, writes)
+
+    def refuse(self, kind: Hashable) -> None:
+        """Raises RuntimeError for a run that wrote into its input, unlike those before; later ones get copies."""
+        self._writes[kind] = True
+        raise RuntimeError(
+            f"{self._name} wrote into its input in place, which it did not do when it ran first. Discard this "
+            f"forward and run it again: the input is copied from now on"
+        )
 
     def _check_apart(self, tensors: Sequence[Tensor], written: Sequence[bool]) -> None:
         """Raises if a written tensor shares memory with another one: only in the bare model the write changes both.

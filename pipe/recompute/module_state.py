@@ -194,8 +194,13 @@ class ModuleState:
             if shared.value is None and shared.version is not None and shared.tensor._version != shared.version
         ]
 
-    def take_back(self) -> None:
-        """After :meth:`record_changes`: restores the values from before the forward in the buffers that it wrote."""
+    def take_back(self, *, attributes: bool = False) -> None:
+        """After :meth:`record_changes`: restores the values from before the forward in the buffers that it wrote.
+
+        ``attributes``: in plain attributes as well.
+        """
+        if attributes and self._attributes is not None:
+            self._attributes.take_back()
         for owner, name, value in self._buffers:
             now = owner._buffers[name]
             if now is not None and now.shape == value.shape and now.dtype == value.dtype:

@@ -28,10 +28,10 @@ from pipe.recompute.generators import Generator, generators_of
 from pipe.recompute.phase import enable_recomputing
 from pipe.recompute.thread_state import ThreadState
 
-__all__ = ["Replay", "autocast_without_cache", "devices_of"]
+__all__ = ["Replay", "autocast_without_cache", "devices_of", "shared_generators"]
 
 # These generators are shared by all threads of the process; two recomputations that rewind them must not overlap.
-_shared_generators = threading.RLock()
+shared_generators = threading.RLock()
 
 
 def devices_of(*values: Any) -> set[torch.device]:
@@ -113,7 +113,7 @@ class Replay:
         """
         shared = any(generator.shared for generator, _ in self._states)
         # Not by the stack: an interrupt between taking a lock and registering its release would leave it locked.
-        with _shared_generators if shared else contextlib.nullcontext(), contextlib.ExitStack() as stack:
+        with shared_generators if shared else contextlib.nullcontext(), contextlib.ExitStack() as stack:
             for generator, state in self._states:
                 # Registered before the generator is rewound, so that an exception in between restores all of them.
                 stack.callback(generator.set, generator.get())

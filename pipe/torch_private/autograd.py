@@ -15,6 +15,7 @@ __all__ = [
     "SavedTensorHooks",
     "accumulates_everywhere",
     "at_end_of_backward",
+    "backward_number",
     "has_hooks",
     "hidden_hooks",
     "in_backward",
@@ -44,6 +45,10 @@ def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
 def in_backward() -> bool:
     """Whether this thread is running a backward."""
     return torch._C._current_graph_task_id() != -1
+
+
+#: The number of the backward that this thread is running; -1 outside of any.
+backward_number: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "ModeStack",
     "OperationMode",
     "is_traceable_wrapper_subclass",
+    "modes_active",
     "no_subclasses",
     "no_torch_function",
     "with_subclasses",
@@ -52,6 +53,11 @@ DISPATCH_MODES = ModeStack(dispatch._get_current_dispatch_mode_stack, dispatch._
 
 
 FUNCTION_MODES = ModeStack(overrides._get_current_function_mode_stack, overrides._push_mode, overrides._pop_mode)
+
+
+def modes_active() -> bool:
+    """Whether any mode intercepts torch's functions or operations in this thread."""
+    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
 class OperationMode(dispatch.TorchDispatchMode):

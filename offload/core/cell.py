@@ -1,0 +1,244 @@
+"""Runs a block for one micro-batch: recomputed in backward, or with its graph kept; weights are saved by reference.
+
+============  ==========================================================================  ==========================
+memory mode   forward                                                                     backward
+============  ==========================================================================  ==========================
+recompute     what enters is kept (:mod:`pipe.recompute.recomputed`)                      runs the block again
+keep          autograd saves activations; weights are saved as their place in the slot    looks them up in the slot
+no graph      under ``no_grad``, or where nothing takes a gradient
+============  ==========================================================================  ==========================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.core.visit import Visit, enter
+from offload.core.weights import Weights
+from pipe.nested import map_tensors, tensors_in
+from pipe.recompute.input_writes import InputWrites
+from pipe.recompute.recomputed import References, recomputed, unchanged
+from pipe.recompute.region import Region
+from pipe.recompute.thread_state import lasting_hooks
+from pipe.torch_private.tracing import uncompiled_hooks
+
+__all__ = ["Block"]
+
+#: Runs of each mode in which it is found out whether a block writes into its input or its weights.
+RUNS_NOTED = 2
+
+Call = Callable[..., Any]
+
+
+class Block:
+    """What is known of one block, or of consecutive layers that run as one.
+
+    Args:
+        weights: of its shard.
+        region: its modules.
+        name: for errors.
+        views_for: makes a shard usable in backward, and returns views of the slot that holds it.
+        store_written: called with the weights, the visit and the positions that the block has written.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        region: Region,
+        name: str,
+        *,
+        views_for: Callable[[Visit], Sequence[Tensor]],
+        store_written: Callable[..., None],
+    ) -> None:
+        self.weights, self.region, self.name = weights, region, name
+        self._views_for = views_for
+        self._store_written = partial(store_written, weights)
+        #: Whether its graph is always kept, since a second run would write its weights again.
+        self.keeps = False
+        #: Whether a run has written weights.
+        self.writes = False
+        self._inputs = InputWrites(name)
+        #: By modes.
+        self._runs: dict[tuple[bool, ...], int] = {}
+
+    def run(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], views: Sequence[Tensor]) -> Any:
+        """The output without a graph."""
+        with torch.no_grad():
+            return self._first(call, views, views, args, kwargs)
+
+    def keep(
+        self,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        visit: Visit,
+        views: Sequence[Tensor],
+        handles: Sequence[Tensor],
+    ) -> Any:
+        """The output with its graph, in which weights are references."""
+        if not views:
+            return self._first(call, views, views, args, kwargs)
+        outer = lasting_hooks()
+        refer, resolve = self._references(visit, views)
+
+        def pack(tensor: Tensor) -> Any:
+            saved = refer(tensor)
+            if type(saved) is _Reference:
+                return saved
+            if outer is not None:
+                return outer[0](tensor)
+            # Without detaching, an operation that saves its own output is a cycle that Python cannot collect.
+            return tensor.detach(), tensor._version
+
+        def unpack(saved: Any) -> Tensor:
+            if type(saved) is _Reference:
+                return resolve(saved)
+            return unchanged(*saved, self.name) if outer is None else outer[1](saved)
+
+        with torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(pack, unpack)):
+            return self._first(call, views, enter(visit, views, handles), args, kwargs, visit)
+
+    def recompute(
+        self,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        visit: Visit,
+        views: Sequence[Tensor],
+        handles: Sequence[Tensor],
+    ) -> Any:
+        """The output with a graph that runs the block again when backward reaches it."""
+        state, modes = self.region.begin(), tuple(self.region.modes)
+        weights, written = [enter(visit, views, handles)], len(visit.written)
+
+        def first(*args: Any, **kwargs: Any) -> Any:
+            # Popped, since the graph holds this function.
+            return self._first(call, views, weights.pop(), args, kwargs, visit)
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            leaves = [
+                view.detach().requires_grad_() if k in visit.positions else view
+                for k, view in enumerate(self._views_for(visit))
+            ]
+            if self._inputs.writes(modes):
+                args, kwargs = self._inputs.copy((args, kwargs))
+            return self._call(call, leaves, args, kwargs)
+
+        output = recomputed(
+            first,
+            args,
+            kwargs,
+            state,
+            again=again,
+            references=self._references(visit, views) if views else None,
+            name=self.name,
+        )
+        if len(visit.written) == written:
+            return output
+        # A second run would write the weights again. So the run is undone, and repeated with its graph kept.
+        self.keeps = True
+        del output
+        state.take_back()
+        visit.restore_written(written, views)
+        return self.keep(call, args, kwargs, visit, views, handles)
+
+    def _first(
+        self,
+        call: Call,
+        views: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        visit: Visit | None = None,
+    ) -> Any:
+        """A run on the input, or on a copy of it; notes what the block writes in place: its input, its weights."""
+        modes = tuple(self.region.modes)
+        runs = self._runs[modes] = self._runs.get(modes, 0) + 1
+        before = [view._version for view in views]
+        notes = runs <= RUNS_NOTED or self._inputs.writes(modes)
+        try:
+            if notes:
+                with self._inputs.survived((args, kwargs), modes) as given:
+                    return self._call(call, weights, *given)
+            versions = [x._version for x in args if type(x) is Tensor]
+            output = self._call(call, weights, args, kwargs)
+            if versions != [x._version for x in args if type(x) is Tensor]:
+                self._inputs.refuse(modes)
+            return output
+        finally:
+            # Also after an exception: writes into weights are as durable as those into buffers.
+            if runs <= RUNS_NOTED or self.writes or before != [view._version for view in views]:
+                self._note_writes(visit, views, weights, before)
+
+    def _note_writes(
+        self, visit: Visit | None, views: Sequence[Tensor], weights: Sequence[Tensor], before: list[int]
+    ) -> None:
+        """Stores the weights that the block has written.
+
+        What no version counter shows (``weight.data.copy_``, ``weight.data = ...``) is found by comparison with the
+        home: in the first runs, and always in a block that has written its weights before.
+        """
+        written = []
+        for k, (view, weight) in enumerate(zip(views, weights, strict=True)):
+            assigned = weight.data_ptr() != view.data_ptr()
+            if assigned:
+                view.copy_(weight.detach())
+            if assigned or view._version != before[k] or self.weights.differs_from_home(k, view):
+                written.append(k)
+        if written:
+            self.writes = True
+            self._store_written(visit, written, undone=not self.keeps)
+
+    def _call(self, call: Call, weights: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        with self.weights.bound(weights):
+            output = call(*args, **kwargs)
+        if not weights:
+            return output
+        slot = weights[0].untyped_storage().data_ptr()
+
+        def own(value: Tensor) -> Tensor:
+            # Without the copy, an output that is a view of the slot would change with the next load.
+            in_slot = value.layout is torch.strided and value.untyped_storage().data_ptr() == slot
+            return value.clone() if in_slot else value
+
+        return own(output) if isinstance(output, Tensor) else map_tensors(own, output)
+
+    def _references(self, visit: Visit, views: Sequence[Tensor]) -> References:
+        """What replaces saved tensors that are views of the slot, and what finds them in the slot of the backward."""
+        address = views[0].untyped_storage().data_ptr()
+        views_for = self._views_for
+
+        def refer(tensor: Tensor) -> Any:
+            if tensor.layout is not torch.strided or tensor.untyped_storage().data_ptr() != address:
+                return tensor
+            return _Reference(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+        def resolve(saved: Any) -> Tensor:
+            if type(saved) is not _Reference:
+                return saved  # type: ignore[no-any-return]
+            storage = views_for(visit)[0].untyped_storage()
+            memory = torch.empty(0, dtype=saved.dtype, device=storage.device)
+            return memory.set_(storage, saved.offset, saved.size, saved.stride)
+
+        return refer, resolve
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """A view of the slot that holds a shard."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def requires_grad(*values: Any) -> bool:
+    """Whether any tensor in nested values takes a gradient."""
+    return any(x.requires_grad for x in tensors_in(values))

@@ -1,0 +1,273 @@
+"""Runs the blocks of one model while autograd drives: a forward at a time, and whatever backward autograd runs.
+
+::
+
+    forward     for shard j:                 in a slot; shard j+1 is being loaded
+                  for micro-batch i:         a cell: its block on the weights of the visit
+    backward    (autograd)  cells of shard j, the last first; then the visit's backward:
+                                             gradients of shard j leave while cells of shard j-1 run
+
+Ready nodes of a graph run by the order in which they were made, the latest first. So where a forward ran shard by shard
+over all micro-batches, backward comes back shard by shard: each shard is loaded once per pass, and its gradients leave
+once, whatever the number of micro-batches.
+
+After an exception in either pass no copy is running, and the model can be used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.core.cell import Block, requires_grad
+from offload.core.passes import Forward, Slots, before
+from offload.core.visit import Visit
+from offload.core.weights import Weights
+from offload.engine.structure import Structure
+from offload.streaming.shard import Shard
+from offload.streaming.streamer import Streamer
+from pipe.process import check_process
+from pipe.recompute.region import Region
+from pipe.torch_private.autograd import (
+    accumulates_everywhere,
+    at_end_of_backward,
+    has_hooks,
+    is_requested,
+    run_hooks_with_gradient_only,
+)
+
+__all__ = ["Engine"]
+
+#: Whether the graph of a cell of a shard and micro-batch is kept.
+Keeps = Callable[[int, int], bool]
+
+
+class _Pass:
+    """One forward: its order of shards, and the visits of its graph with their handles."""
+
+    def __init__(self, forward: Forward, keeps: Keeps) -> None:
+        self.forward, self.keeps = forward, keeps
+        self.visits: dict[int, tuple[Visit, Sequence[Tensor]]] = {}
+
+
+class _Backward:
+    """A running backward. Autograd frees it with the callback that would end it: also when it fails."""
+
+
+class Engine:
+    """Runs blocks whose weights are streamed by ``streamer``.
+
+    Args:
+        blocks: for each shard, its blocks: named layers that run one by one, or consecutive ones that run together.
+        recompute: whether cells are recomputed in backward, except those for which ``keeps`` says otherwise.
+    """
+
+    def __init__(
+        self,
+        streamer: Streamer,
+        blocks: Sequence[Sequence[Sequence[tuple[str, nn.Module]]]],
+        *,
+        device: torch.device,
+        recompute: bool,
+        store_assigned: Callable[[], None],
+        structure: Structure,
+    ) -> None:
+        self.streamer = streamer
+        self.device = device
+        self.recompute = recompute
+        self._slots = Slots(streamer)
+        self._store_assigned, self._structure = store_assigned, structure
+        self._made_in = os.getpid()
+        self._weights = [Weights(shard) for shard in streamer.shards]
+        self.blocks = [
+            [
+                Block(
+                    self._weights[j],
+                    Region(layers, [device]),
+                    f"layers {layers[0][0]} to {layers[-1][0]} (shard {j})",
+                    views_for=self._views_in_backward,
+                    store_written=self._store_written,
+                )
+                for layers in several
+            ]
+            for j, several in enumerate(blocks)
+        ]
+        #: The shards that the last forward used, in order, with gradients and without.
+        self._orders: dict[bool, Sequence[int]] = dict.fromkeys((True, False), range(len(blocks)))
+        self._pass: _Pass | None = None
+        self._backward: weakref.ref[_Backward] | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward or backward runs."""
+        return self._pass is not None or self._backward is not None
+
+    # --- forward ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def forward(self, keeps: Keeps | None = None) -> Iterator[None]:
+        """A context for one forward, in which blocks may be run in any order and any number of times."""
+        if self._pass is not None:
+            raise RuntimeError(
+                "this OffloadModel is in the middle of a forward; a layer or a hook of it called it again, or another "
+                "thread did"
+            )
+        check_process(self._made_in, "this OffloadModel")
+        self._check_structure()
+        training = torch.is_grad_enabled()
+        if self.streamer.must_cancel:
+            self.streamer.cancel()
+        if self.streamer.finish_step is not None:
+            self.streamer.finish_step()
+        if self._backward is None:
+            self.streamer.release()
+            self._store_assigned()
+        self._pass = this = _Pass(
+            Forward(self._orders[training], returns=training), keeps or (lambda j, i: not self.recompute)
+        )
+        try:
+            yield
+            self.streamer.wait_for_home_reads()
+            self._orders[training] = this.forward.uses
+        except BaseException:
+            self.streamer.cancel()
+            raise
+        finally:
+            self._pass = None
+
+    def _check_structure(self) -> None:
+        """Refuses layers and parameters that were replaced; from now on the present modules and buffers count."""
+        if self._structure.check():
+            for weights in self._weights:
+                weights.find()
+            for several in self.blocks:
+                for block in several:
+                    block.region.find()
+
+    def run(
+        self, block: Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], i: int = 0
+    ) -> Any:
+        """Runs a block of micro-batch ``i`` within :meth:`forward`."""
+        this = self._pass
+        assert this is not None
+        weights = block.weights
+        j = weights.shard.index
+        place = this.forward.begin(j)
+        self._slots.use(j, this.forward.following())
+        in_place = weights.shard.in_place
+        views = [] if in_place else weights.views(self.streamer.slot_pool)
+        graph = torch.is_grad_enabled() and (requires_grad(args, kwargs) or weights.shard.trainable)
+        if not graph:
+            return block.run(call, args, kwargs, views)
+        visit, handles = self._visit(this, j, place)
+        run = block.keep if block.keeps or this.keeps(j, i) else block.recompute
+        return run(call, args, kwargs, visit, views, handles)
+
+    def _visit(self, this: _Pass, j: int, place: int) -> tuple[Visit, Sequence[Tensor]]:
+        """The visit of a shard in this pass, made at its first cell."""
+        if j not in this.visits:
+            visit = Visit(self._weights[j], this.forward.uses, place, self._leave)
+            shard = self.streamer.shards[j]
+            this.visits[j] = visit, () if shard.in_place else visit.begin(self.device)
+        return this.visits[j]
+
+    def _store_written(
+        self, weights: Weights, visit: Visit | None, positions: Sequence[int], *, undone: bool
+    ) -> None:
+        """Stores weights that a block has written; other weights are never copied back.
+
+        ``undone``: the visit keeps what they were, since the run may be undone.
+        """
+        shard = weights.shard
+        shard.check_stores(positions)
+        views = weights.views(self.streamer.slot_pool)
+        for k in positions:
+            owner, s = shard.owner_of(k)
+            home = owner.home_view(s)
+            if visit is not None and undone:
+                visit.written.append((k, home.clone()))
+            home.copy_(views[k].detach())
+            torch.autograd.graph.increment_version(s.parameter)
+        shard.loaded_versions = shard.versions()
+        if visit is not None:
+            visit.versions = shard.loaded_versions
+
+    # --- backward -----------------------------------------------------------------------------------------------
+
+    def _views_in_backward(self, visit: Visit) -> Sequence[Tensor]:
+        """The weights of a visit, on the slot that holds its shard now."""
+        shard = visit.weights.shard
+        self._enter_backward()
+        _check_unchanged(shard, visit.versions)
+        self._slots.use(shard.index, before(visit.uses, visit.place))
+        return [] if shard.in_place else visit.weights.views(self.streamer.slot_pool)
+
+    def _leave(
+        self, visit: Visit, accumulators: Sequence[Any], gradients: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        """Sends the gradients of a shard home; returns those that autograd accumulates, or that were asked for."""
+        self._enter_backward()
+        shard = visit.weights.shard
+        returned: list[Tensor | None] = [None] * len(gradients)
+        home: list[Tensor | None] = [None] * len(shard.slices)
+        everywhere = accumulates_everywhere()
+        for n, (k, gradient) in enumerate(zip(visit.positions, gradients, strict=True)):
+            owner, s = shard.owner_of(k)
+            parameter = s.parameter
+            by_autograd = has_hooks(parameter) if everywhere else is_requested(accumulators[n])
+            if gradient is None:
+                if everywhere and by_autograd:
+                    run_hooks_with_gradient_only(parameter)
+            elif by_autograd or (everywhere and _is_at_home(owner, s, gradient)):
+                returned[n] = gradient.to(parameter.device, parameter.dtype)
+            elif everywhere and parameter.requires_grad:
+                home[k] = gradient
+        if any(gradient is not None for gradient in home):
+            self.streamer.gradient_offload.drain(shard, home)
+        return returned
+
+    def _enter_backward(self) -> None:
+        """Begins a backward, unless it runs already. It ends with autograd's, or when that fails."""
+        if self._backward is not None or self._pass is not None:
+            return
+        self.streamer.gradient_offload.begin(0)
+        backward = _Backward()
+        self._backward = weakref.ref(backward, self._backward_failed)
+        at_end_of_backward(partial(self._end_backward, backward))
+
+    def _end_backward(self, backward: _Backward) -> None:
+        self.streamer.gradient_offload.wait_idle()
+        self.streamer.release()
+        self._backward = None
+
+    def _backward_failed(self, backward: weakref.ref[_Backward]) -> None:
+        if self._backward is backward:
+            self._backward = None
+            self.streamer.cancel()
+
+
+def _is_at_home(owner: Shard, s: Any, gradient: Tensor) -> bool:
+    """Whether a gradient is where its parameter rests, so that autograd accumulates it as in the bare model."""
+    return (
+        not owner.blocking_io
+        and s.form is None
+        and gradient.device == s.parameter.device
+        and not owner.gradient_types.rounds(s)
+    )
+
+
+def _check_unchanged(shard: Shard, versions: tuple[int, ...]) -> None:
+    if shard.versions() == versions:
+        return
+    names = [s.name for s, then in zip(shard.slices, versions, strict=True) if s.parameter._version != then]
+    raise RuntimeError(
+        f"parameter {', '.join(names[:3])} of shard {shard.index} was changed in place between the forward and its "
+        f"backward, so the gradient would belong to neither value; step the optimizer after the backward"
+    )

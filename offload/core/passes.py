@@ -1,0 +1,78 @@
+"""Decides which shards are in slots: the one that is used, and those that the pass will use next.
+
+The order of a forward is that of the forward before; a backward takes the reverse of its own forward. So prefetching
+needs no plan. What comes otherwise is loaded on demand.
+
+Invariant: a shard is evicted only if it is not among the next ones to be used, as many as there are slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from offload.streaming.shard import State
+from offload.streaming.streamer import Streamer
+
+__all__ = ["Forward", "Slots"]
+
+
+class Slots:
+    """The slots of one model, as the shards in them."""
+
+    def __init__(self, streamer: Streamer) -> None:
+        self._streamer = streamer
+
+    def use(self, j: int, following: Iterable[int]) -> None:
+        """Makes shard ``j`` usable by compute, and begins to load those ``following``, which are used after it."""
+        streamer = self._streamer
+        shards = streamer.shards
+        if shards[j].in_place:
+            streamer.await_update_in_place(j)
+            wanted = []
+        else:
+            wanted = [j]
+        for other in following:
+            if len(wanted) >= streamer.slots:
+                break
+            if other not in wanted and not shards[other].in_place:
+                wanted.append(other)
+        for other in wanted:
+            if shards[other].state is State.HOME:
+                while streamer.loaded >= streamer.slots:
+                    gone = next(s.index for s in shards if s.state is not State.HOME and s.index not in wanted)
+                    streamer.evict(gone)
+                streamer.load(other)
+        if not shards[j].in_place:
+            streamer.await_load(j)
+
+
+class Forward:
+    """The order of the cells of one forward. ``expected``: the shards that the last one used, in order."""
+
+    def __init__(self, expected: Sequence[int], *, returns: bool) -> None:
+        self._expected = expected
+        self._returns = returns
+        self._at = -1
+        #: The shards so far, in the order of their use.
+        self.uses: list[int] = []
+
+    def begin(self, j: int) -> int:
+        """Called before a cell of shard ``j``; returns the place of this use."""
+        if not self.uses or self.uses[-1] != j:
+            self.uses.append(j)
+            ahead = range(self._at + 1, len(self._expected))
+            self._at = next((k for k in ahead if self._expected[k] == j), self._at)
+        return len(self.uses) - 1
+
+    def following(self) -> Iterator[int]:
+        """The shards that are expected to be used next; then those that the backward will use."""
+        rest = self._expected[self._at + 1 :]
+        yield from rest
+        if self._returns:
+            yield from reversed(rest)
+            yield from reversed(self.uses)
+
+
+def before(uses: Sequence[int], place: int) -> Iterator[int]:
+    """The shards that a backward uses after that at ``place`` of its forward's ``uses``."""
+    return reversed(uses[:place])

@@ -1,0 +1,64 @@
+"""Runs layers that are called one after the other, over all micro-batches of one shard before the next shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.core.engine import Engine, Keeps
+from pipe.nested import map_tensors
+
+__all__ = ["run_layers"]
+
+
+def run_layers(
+    engine: Engine,
+    layers: Sequence[Sequence[nn.Module]],
+    chunks: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+    *,
+    output_fns: Sequence[Callable[[Any], Any] | None] = (),
+    dtype: torch.dtype | None = None,
+    keeps: Keeps | None = None,
+) -> list[Any]:
+    """The outputs of ``chunks``, arguments of the first layer, with one graph.
+
+    Args:
+        layers: of each shard.
+        output_fns: applied to the output of each chunk, as a part of the last shard.
+        dtype: to which floating-point inputs are cast; None: as they are.
+    """
+
+    def brought(x: Tensor) -> Tensor:
+        # Without waiting, a copy from page-locked memory reads what a loader has written there since.
+        goes_on = x.layout is torch.strided and x.is_pinned()
+        kind = dtype if dtype is not None and x.is_floating_point() else x.dtype
+        return x.to(engine.device, kind, non_blocking=not goes_on)
+
+    values: list[Any] = list(map_tensors(brought, list(chunks)))
+    with engine.forward(keeps):
+        for j, several in enumerate(layers):
+            first, last = j == 0, j == len(layers) - 1
+            block = engine.blocks[j][0]
+            for i, value in enumerate(values):
+                output_fn = output_fns[i] if last and output_fns else None
+                call = _in_turn(several, output_fn)
+                args, kwargs = value if first else ((value,), {})
+                values[i] = engine.run(block, call, args, kwargs, i)
+    return values
+
+
+def _in_turn(layers: Sequence[nn.Module], output_fn: Callable[[Any], Any] | None) -> Callable[..., Any]:
+    if len(layers) == 1 and output_fn is None:
+        return layers[0]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        first, *rest = layers
+        value = first(*args, **kwargs)
+        for layer in rest:
+            value = layer(value)
+        return value if output_fn is None else output_fn(value)
+
+    return call

@@ -1,0 +1,144 @@
+"""Puts the weights of a shard into its modules for one call.
+
+The user's parameters are never moved: they are the home. While a block runs, the registers of its modules
+(``module._parameters``) hold tensors on the slot in their place, and the parameters again afterwards. ::
+
+    weights = Weights(shard)
+    with weights.bound(weights.leaves()):
+        block(input)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from offload.streaming.quantised import refresh
+from offload.streaming.shard import Shard
+from offload.streaming.slot_pool import SlotPool
+from pipe.torch_private.autograd import outside_inference_mode
+from pipe.torch_private.tensors import storage_uses
+
+__all__ = ["Weights"]
+
+
+
+class Weights:
+    """The places of one shard's parameters in its modules, and views of them on the slot that holds the shard."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+        #: Positions in :attr:`Shard.slices` of what is copied to the slot; other parameters stay on the compute device.
+        self.streamed = [k for k in range(len(shard.slices)) if not shard.owner_of(k)[0].resident]
+        #: Positions of parts of quantised parameters, to which these refer themselves.
+        self._parts = [k for k in self.streamed if shard.slices[k].part_of is not None]
+        self._views: dict[int, tuple[weakref.ref[Tensor], list[Tensor]]] = {}
+        self.find()
+
+    def find(self) -> None:
+        """Finds the parameters in the modules as they are now. Raises RuntimeError if one is in none of them."""
+        shard = self.shard
+        position = {id(shard.slices[k].parameter): k for k in self.streamed if k not in self._parts}
+        #: Attributes of each module, the parameters that it has, and at which position each of them is streamed.
+        self._modules: list[tuple[dict[str, Any], dict[str, Any], list[tuple[str, int]]]] = []
+        #: The lists with which recurrent layers compute.
+        self._lists: list[tuple[dict[str, Any], list[tuple[int, int]]]] = []
+        found: set[int] = set()
+        for module in dict.fromkeys(m for layer in shard.layers for m in layer.modules()):
+            register = vars(module)["_parameters"]
+            items = [(name, position[id(p)]) for name, p in dict.items(register) if id(p) in position]
+            if items:
+                self._modules.append((vars(module), register, items))
+                found.update(k for _, k in items)
+            if isinstance(module, nn.RNNBase):
+                flat = [(n, position[id(p)]) for n, p in enumerate(module._flat_weights) if id(p) in position]
+                self._lists.append((vars(module), flat))
+        gone = [shard.slices[k].name for k in position.values() if k not in found]
+        if gone:
+            raise RuntimeError(
+                f"layers or parameters were replaced, added or removed after this OffloadModel was made: "
+                f"{', '.join(gone[:5])}. Change the layers first, and wrap them afterwards"
+            )
+
+    @property
+    def trained(self) -> list[int]:
+        """The positions of the parameters that take a gradient."""
+        slices = self.shard.slices
+        return [k for k in self.streamed if slices[k].parameter.requires_grad]
+
+    def views(self, slots: SlotPool) -> list[Tensor]:
+        """A view of the slot for each parameter, without a graph; the same ones as long as the slot exists."""
+        slot = self.shard.slot
+        key = id(slot)
+        known = self._views.get(key)
+        if known is not None and known[0]() is slot:
+            return known[1]
+        before = storage_uses(slot)
+        # Outside inference mode: autograd never accepts a view created inside.
+        with outside_inference_mode():
+            views = [s.view(slot) for s in self.shard.slices]
+        # Views keep memory, so they are dropped with the slot.
+        self._views[key] = weakref.ref(slot, partial(self._views.pop, key)), views
+        slots.count_views(slot, storage_uses(slot) - before)
+        return views
+
+    def point_parts(self, values: Sequence[Tensor] | None) -> None:
+        """Gives the parts of quantised parameters the memory of ``values``, or of their homes."""
+        for k in self._parts:
+            owner, s = self.shard.owner_of(k)
+            s.point_to(owner.home_view(s) if values is None else values[k])
+        for parameter in self.shard.quantised:
+            refresh(parameter)
+
+    def bound(self, values: Sequence[Tensor]) -> _Bound:
+        """A context in which the modules have ``values`` in place of their parameters; none: they keep those."""
+        return _Bound(self, values)
+
+
+class _Bound:
+    """See :meth:`Weights.bound`."""
+
+    __slots__ = ("_before", "_values", "_weights")
+
+    def __init__(self, weights: Weights, values: Sequence[Tensor]) -> None:
+        self._weights, self._values = weights, values
+
+    def __enter__(self) -> None:
+        self._before: list[tuple[dict[str, Any], str, Any, Any]] = []
+        values, weights = self._values, self._weights
+        if not values:
+            return
+        slices = weights.shard.slices
+        for attributes, register, items in weights._modules:
+            if attributes["_parameters"] is not register or any(
+                [dict.get(register, name) is not slices[k].parameter for name, k in items]
+            ):
+                weights.find()  # follows those that other modules hold now, as with ``weight_norm``
+                break
+        for attributes, register, items in weights._modules:
+            bound = dict(register)
+            for name, k in items:
+                bound[name] = value = values[k]
+                value._is_param = True  # type: ignore[attr-defined]  # libraries look for ``nn.Parameter``
+            self._before.append((attributes, "_parameters", register, bound))
+            attributes["_parameters"] = bound
+        for attributes, flat in weights._lists:
+            before = attributes["_flat_weights"]
+            now = list(before)
+            for n, k in flat:
+                now[n] = values[k]
+            self._before.append((attributes, "_flat_weights", before, now))
+            attributes["_flat_weights"] = now
+        if weights._parts:
+            weights.point_parts(values)
+
+    def __exit__(self, *raised: Any) -> None:
+        for attributes, name, before, _ in self._before:
+            attributes[name] = before
+        if self._values and self._weights._parts:
+            self._weights.point_parts(None)
+        self._before = []

@@ -1,0 +1,200 @@
+"""Runs a call whose graph keeps only what enters it, and runs the call again when backward asks for what it saved.
+
+The graph is that of the call itself. In place of each tensor that it would save there is a number; the first one that
+backward asks for runs the call again until all of them have been made::
+
+    forward     call(input)      saved: input;  0, 1, 2, ...
+    backward    asks for 2  ->   call(input) again: makes 0, 1, 2, ... and stops after the last
+                asks for 1, 0    they are there; each is freed when it is used
+
+So a loss on any activation inside, ``torch.autograd.grad``, ``backward(inputs=...)``, a retained graph and a nested
+checkpoint are what they are without it. Every backward that asks runs the call once.
+
+Guarantees
+    * What enters is saved as autograd saves it: hooks around the call (``save_on_cpu``) see it, and a change in place
+      raises torch's error.
+    * The second run has the state of the first (:mod:`pipe.recompute.region`) and its settings (autocast, modes), and
+      leaves the present state as it is.
+    * A second run that saves other tensors than the first (another number, shape, type or device) raises RuntimeError.
+
+Source: ``torch.utils.checkpoint`` without reentrant autograd, which keeps a holder for each saved tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipe.nested import flatten, unflatten
+from pipe.recompute.region import RegionState, Settings
+from pipe.torch_private.autograd import at_end_of_backward, backward_number
+from pipe.torch_private.tracing import uncompiled_hooks
+
+__all__ = ["Stop", "recomputed"]
+
+
+References = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+class Stop(BaseException):
+    """Ends a second run when all tensors have been made."""
+
+
+class _Inputs(torch.autograd.Function):
+    """A node that saves what enters, for nothing but to be read by the second run."""
+
+    @staticmethod
+    def forward(ctx: Any, phony: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return phony.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        return (None,) * len(ctx.needs_input_grad)
+
+
+_PHONY = torch.empty(0, requires_grad=True)
+
+
+class _Call:
+    """One call: what it saved, and what its second run needs."""
+
+    __slots__ = (
+        "again", "kinds", "leaves", "made", "name", "number", "places", "references", "saved", "settings", "spec", "state"
+    )  # fmt: skip
+
+    def __init__(
+        self, name: str, again: Callable[..., Any], state: RegionState, references: References | None
+    ) -> None:
+        self.name, self.again, self.state, self.references = name, again, state, references
+        self.settings = Settings(state.devices)
+        #: Shape, type and device of each tensor that the first run saved.
+        self.kinds: list[tuple[Any, ...]] = []
+        #: The same tensors of the second run, in the backward of this number; None where used.
+        self.made: list[Any] | None = None
+        self.number = -1
+
+    def save_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if kwargs or any(not isinstance(x, Tensor) for x in args):
+            leaves, self.spec = flatten((args, kwargs))
+        else:
+            leaves, self.spec = list(args), None
+        self.places = [k for k, x in enumerate(leaves) if isinstance(x, Tensor)]
+        self.saved = _Inputs.apply(_PHONY, *[leaves[k] for k in self.places]).grad_fn  # type: ignore[no-untyped-call]
+        for k in self.places:
+            leaves[k] = leaves[k].requires_grad
+        self.leaves = leaves
+
+    def pack(self, tensor: Tensor) -> Any:
+        self.kinds.append((tensor.shape, tensor.dtype, tensor.device))
+        return self, len(self.kinds) - 1
+
+    def run_again(self) -> None:
+        """Makes all tensors that the first run saved."""
+        leaves = list(self.leaves)
+        try:
+            entered = self.saved.saved_tensors
+        except RuntimeError as error:
+            if "inplace" not in str(error):
+                raise
+            raise RuntimeError(
+                f"an input of {self.name} was changed in place between the forward and its backward; clone it before "
+                f"changing it"
+            ) from error
+        for k, tensor in zip(self.places, entered, strict=True):
+            leaves[k] = tensor.detach().requires_grad_(leaves[k])
+        args, kwargs = (leaves, {}) if self.spec is None else unflatten(leaves, self.spec)
+        made: list[Any] = []
+        found: list[tuple[Any, ...]] = []
+        expected = len(self.kinds)
+        refer = None if self.references is None else self.references[0]
+
+        def pack(tensor: Tensor) -> Any:
+            detached = tensor.detach()
+            found.append((tensor.shape, tensor.dtype, tensor.device))
+            made.append((detached if refer is None else refer(detached), tensor._version))
+            if len(made) == expected:
+                raise Stop
+            return detached
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(pack, _same))
+        try:
+            with self.state.again(), self.settings.again(), torch.enable_grad(), hooks:
+                self.again(*args, **kwargs)
+        except Stop:
+            pass
+        if found != self.kinds:
+            raise RuntimeError(
+                f"expected the recomputation of {self.name} to save what its forward saved, {_shown(self.kinds)}, got "
+                f"{_shown(found)}; make it deterministic, or compute it without recomputation"
+            )
+        self.made, self.number = made, backward_number()
+        if self.number != -1:
+            at_end_of_backward(self.forget)
+
+    def forget(self) -> None:
+        """Frees what a backward did not use."""
+        self.made = None
+
+
+def _unpack(place: tuple[_Call, int]) -> Tensor:
+    call, k = place
+    number = backward_number()
+    if call.made is None or call.number != number or call.made[k] is None:
+        call.run_again()
+    made = call.made
+    assert made is not None
+    saved, version = made[k]
+    made[k] = None
+    if isinstance(saved, Tensor):
+        return unchanged(saved, version, call.name)
+    assert call.references is not None
+    return call.references[1](saved)
+
+
+def unchanged(tensor: Tensor, version: int, name: str) -> Tensor:
+    """A saved tensor. Raises RuntimeError if it was changed in place since it was saved."""
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} that the graph of {name} needs for its backward was changed in "
+            f"place after it was saved; clone it before changing it"
+        )
+    return tensor
+
+
+def _same(tensor: Any) -> Any:
+    return tensor
+
+
+def recomputed(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    state: RegionState,
+    *,
+    again: Callable[..., Any] | None = None,
+    references: References | None = None,
+    name: str = "a checkpointed function",
+) -> Any:
+    """``function(*args, **kwargs)``, of which only the arguments are kept.
+
+    Args:
+        function: the call; ``again`` is what runs in backward in its place, with the same arguments (None: the same).
+        args, kwargs: may be nested.
+        state: of the modules that run, begun just before.
+        references: what replaces a tensor of the second run until it is used, and what makes the tensor of it.
+        name: for errors.
+    """
+    call = _Call(name, again or function, state, references)
+    call.save_inputs(args, kwargs)
+    pack, unpack = uncompiled_hooks(call.pack, _unpack)
+    with state.first(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return function(*args, **kwargs)
+
+
+def _shown(kinds: list[tuple[Any, ...]]) -> str:
+    shown = ", ".join(f"{tuple(shape)} {dtype}" for shape, dtype, _ in kinds[:8])
+    return f"{len(kinds)} tensors ({shown}{', ...' if len(kinds) > 8 else ''})"

@@ -1,0 +1,229 @@
+"""The state besides inputs that a recomputation must find as its forward did: generators, buffers, attributes, modes.
+
+``torch.utils.checkpoint`` restores autocast and the global generators. A :class:`Region` adds what modules hold, for
+one call of some modules that is to be repeated::
+
+    state = region.begin()
+    with state.first():
+        output = call(...)
+    ...
+    with state.again():
+        call(...)
+
+Guarantees
+    * Buffers, attributes and modes have their values from before the first run in each further one, and those from
+      before it afterwards: a running statistic, or a counter, counts once.
+    * A generator that the first run drew from repeats its draws. One that it did not draw from is neither read nor
+      written again.
+    * Modules without buffers that changed no attribute in their first runs cost one comparison of each generator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipe.recompute.generators import Generator, generators_of
+from pipe.recompute.module_state import ModuleState, WatchedModule
+from pipe.recompute.phase import phase
+from pipe.recompute.replay import shared_generators
+from pipe.recompute.thread_state import ThreadState
+from pipe.torch_private.dispatch import modes_active
+
+__all__ = ["Region", "RegionState", "Settings"]
+
+
+class Region:
+    """Modules that run more than once with the same result.
+
+    Args:
+        modules: by name; their submodules are part of the region.
+        devices: the devices that they draw random numbers on.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], devices: Sequence[torch.device]) -> None:
+        self._group = nn.Module()
+        self._group._modules.update(dict(modules))
+        self.devices = devices
+        self.find()
+
+    def find(self) -> None:
+        """Finds the modules, buffers and generators that there are now."""
+        self.watched = WatchedModule(self._group)
+        self._generators = generators_of(self.devices, self.watched.generators)
+        self._modules = [module for _, module in self.watched.modules]
+
+    def begin(self) -> RegionState:
+        """The state before a first run."""
+        return RegionState(self)
+
+    @property
+    def modes(self) -> list[bool]:
+        """The ``training`` flags of all modules."""
+        return [module.training for module in self._modules]
+
+    @property
+    def hooked(self) -> list[nn.Module]:
+        """The modules with forward hooks."""
+        return [m for m in self._modules if m._forward_hooks or m._forward_pre_hooks]
+
+
+class Settings:
+    """The settings of this thread that a further run must have again: autocast, default device, modes."""
+
+    __slots__ = ("_kinds", "_then")
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._kinds = [device.type for device in devices]
+        self._then = ThreadState.capture(self._kinds) if _any_set(self._kinds) else None
+
+    def again(self) -> contextlib.AbstractContextManager[Any]:
+        """A context with these settings."""
+        if self._then is not None:
+            # Without autocast's cache of casted weights, which outlives this run.
+            return self._then.again(recomputation=True, cache_casts=False)
+        return _no_autocast({"cpu", *self._kinds}) if _any_set(self._kinds) else contextlib.nullcontext()
+
+
+def _any_set(kinds: list[str]) -> bool:
+    return modes_active() or torch.is_autocast_enabled("cpu") or any([torch.is_autocast_enabled(k) for k in kinds])
+
+
+@contextlib.contextmanager
+def _no_autocast(kinds: Iterable[str]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+class RegionState:
+    """The state of a region before one run. ``None`` parts need no restoring."""
+
+    __slots__ = ("_hooked", "_modes", "_module_state", "_region", "_states")
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._modes = region.modes
+        self._states: list[tuple[Generator, Any]] = [(each, each.get()) for each in region._generators]
+        watched = region.watched
+        self._hooked = region.hooked
+        stateful = watched.buffers or watched.stateful.modules or self._hooked
+        self._module_state = ModuleState(watched, attributes=True) if stateful else None
+
+    def first(self) -> _First:
+        """A context for the first run."""
+        return _First(self)
+
+    def again(self) -> _Again:
+        """A context for a further run, whose changes are undone."""
+        return _Again(self)
+
+    @property
+    def devices(self) -> Sequence[torch.device]:
+        """Those that the modules draw random numbers on."""
+        return self._region.devices
+
+    def take_back(self) -> None:
+        """After the first run: undoes what it drew, and wrote into buffers and attributes."""
+        for generator, before in self._states:
+            generator.set(before)
+        if self._module_state is not None:
+            self._module_state.take_back(attributes=True)
+
+    @property
+    def drawn(self) -> bool:
+        """After the first run: whether it drew random numbers."""
+        return bool(self._states)
+
+    def _record_changes(self) -> None:
+        self._states = [(each, state) for each, state in self._states if each.moved(state)]
+        if self._module_state is not None:
+            self._module_state.record_changes()
+
+
+class _First:
+    """See :meth:`RegionState.first`."""
+
+    __slots__ = ("_checkpointing", "_running", "_state")
+
+    def __init__(self, state: RegionState) -> None:
+        self._state = state
+        self._running: contextlib.AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> None:
+        self._checkpointing, phase.checkpointing = phase.checkpointing, True
+        if self._state._module_state is not None:
+            self._running = self._state._module_state.running()
+            self._running.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        phase.checkpointing = self._checkpointing
+        if self._running is not None:
+            self._running.__exit__(kind, error, traceback)
+        if kind is None:
+            self._state._record_changes()
+
+
+class _Again:
+    """See :meth:`RegionState.again`."""
+
+    __slots__ = ("_phase", "_stack", "_state")
+
+    def __init__(self, state: RegionState) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        state, region = self._state, self._state._region
+        self._phase = phase.checkpointing, phase.recomputing
+        phase.checkpointing, phase.recomputing = False, True
+        self._stack: contextlib.ExitStack | None = None
+        if state._states or state._module_state is not None or region.hooked or region.modes != state._modes:
+            with contextlib.ExitStack() as stack:
+                if any(generator.shared for generator, _ in state._states):
+                    # Without this, two recomputations that rewind a generator of the process mix their draws.
+                    stack.enter_context(shared_generators)
+                for generator, before in state._states:
+                    stack.callback(generator.set, generator.get())
+                    generator.set(before)
+                if state._module_state is not None:
+                    stack.enter_context(state._module_state.again(strict=False))
+                else:
+                    stack.enter_context(_as_before(region, state._modes))
+                self._stack = stack.pop_all()
+
+    def __exit__(self, *raised: Any) -> None:
+        phase.checkpointing, phase.recomputing = self._phase
+        if self._stack is not None:
+            self._stack.__exit__(*raised)
+            self._stack = None
+
+
+@contextlib.contextmanager
+def _as_before(region: Region, modes: list[bool]) -> Iterator[None]:
+    """A context with these modes, and without hooks: modules that had some have a :class:`ModuleState`."""
+    now = region.modes
+    hooks = [(m, m._forward_hooks, m._forward_pre_hooks) for m in region.hooked]
+    try:
+        for module, *_ in hooks:
+            module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
+        _set_modes(region, modes)
+        yield
+    finally:
+        for module, after, before in hooks:
+            module._forward_hooks, module._forward_pre_hooks = after, before
+        _set_modes(region, now)
+
+
+def _set_modes(region: Region, modes: list[bool]) -> None:
+    for module, training in zip(region._modules, modes, strict=True):
+        if module.training is not training:
+            module.training = training
