@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from offload.arguments import (
     names_taken,
 )
 from offload.blocks.face import class_for
+from offload.blocks.body import run_of
 from offload.blocks.find import Blocks
 from offload.core.engine import Engine
 from offload.engine.executor import Executor
@@ -296,16 +298,22 @@ class OffloadModel(RunningModule):
             self._finalizer = finalize_here(self._executor, _close, lanes, self._tier)
             if self._memory_limits is not None and recompute:
                 self._executor.plan_memory(self._memory_limits, resources.policy)
-            if core.IN_USE and mesh is None and called is None and self._memory_limits is None:
+            if core.IN_USE and mesh is None and self._memory_limits is None:
+                shards, names = self._executor.shards, list(named)
+                every = [[(names[s.first + k], layer) for k, layer in enumerate(s.layers)] for s in shards]
+                apart = called is not None
                 self._engine = Engine(
                     self._executor.streamer,
-                    [[[(str(s.first + k), layer) for k, layer in enumerate(s.layers)]] for s in self._executor.shards],
+                    [[[layer] for layer in layers] if apart else [layers] for layers in every],
+                    numbers=[(s.index, k) for s in shards for k in range(len(s.layers))] if apart else (),
+                    calls=[run_of(layer) for s in shards for layer in s.layers] if apart else (),
                     device=self.device,
                     recompute=recompute,
-                    store_assigned=self._executor.assigned_data.store,
+                    assigned=self._executor.assigned_data,
                     structure=self._executor.structure,
+                    owner=self._executor,
                 )
-                self._executor.native = self._engine
+                self._executor.native = weakref.ref(self._engine)
             self._persistent_home.begin()
             return_freed_memory()
             undo.pop_all()

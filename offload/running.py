@@ -11,6 +11,7 @@ from torch import Tensor
 from offload.arguments import names_given
 from offload.core.engine import Engine
 from offload.core.sequential import run_layers
+from offload.core.tape import with_tape
 from offload.engine.autograd import attach
 from offload.engine.inputs import check_inputs
 from offload.engine.prediction import measured_activations
@@ -116,6 +117,11 @@ class RunningModule(LoadingModule):
             calls: list[Any] = [RawChunk(i, chunk, input_fn) for i, chunk in enumerate(chunks)]
         else:
             calls = [as_call(i, chunk) for i, chunk in enumerate(chunks)]
+        if self._engine is not None:
+            layers = [shard.layers for shard in self._executor.shards]
+            fns = [output_fn] * len(calls)
+            given = [call() if isinstance(call, RawChunk) else call for call in calls]
+            return with_tape(run_layers(self._engine, layers, given, output_fns=fns, dtype=self._executor.layer_homes.dtype))
         groups, rows = calls, [[0]] * len(calls)
         per_row, runners = self._meter.activation_bytes_per_row, self._executor.runners
         most_rows = rows_together(self._policy, self._executor.cell_bytes(), per_row, self._layers(), runners)

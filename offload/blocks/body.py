@@ -18,7 +18,7 @@ from torch import nn
 from offload.engine.block_forwards import BlockForwards
 from pipe.torch_private.tracing import outside_of_compiled_graphs
 
-__all__ = ["Body", "StreamedForward"]
+__all__ = ["Body", "StreamedForward", "run_of"]
 
 
 class Body(nn.Module):
@@ -47,6 +47,12 @@ class Body(nn.Module):
         return run(*args, **kwargs)
 
 
+def run_of(body: nn.Module) -> Callable[..., Any]:
+    """The forward of a block, of its :class:`Body`."""
+    run: Callable[..., Any] = object.__getattribute__(body, "_run")
+    return run
+
+
 class StreamedForward:
     """The ``forward`` of a block instance: hands the call to the executor."""
 
@@ -73,6 +79,9 @@ class StreamedForward:
         executor, block = self._executor(), self._block()
         if executor is None or block is None:
             raise RuntimeError("the OffloadModel of this block was deleted, and with it the block's parameters")
+        native = executor.native()
+        if native is not None:
+            return native.call_block(self._j, args, kwargs)
         return executor.call_block(self._j, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

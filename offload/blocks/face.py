@@ -23,6 +23,8 @@ from offload.blocks.find import BlockNames, Blocks, find_blocks, modules_outside
 from offload.blocks.fixed_structure import methods_refused
 from offload.blocks.outside import OutsideCasts, place_outside
 from offload.blocks.rest import with_rest
+from offload.core.chunks import run_chunks
+from offload.core.tape import with_tape
 from offload.engine.autograd import attach
 from offload.engine.block_forwards import tensors_of_call
 from offload.engine.executor import Executor
@@ -243,6 +245,12 @@ class ModelWithBlocks(ReportingModule):
         answered = offered(self, chunks)
         if answered is not None:
             return answered[0] if one else gather_nested(answered)
+        if self._engine is not None:
+            with self._computing():
+                if one:
+                    with self._engine.forward():
+                        return self._forward_on(call)
+                return gather_nested(run_chunks(self._engine, self._forward_on, chunks, self._modules_around()))
         with self._computing():
             run = self._executor.run_one(self._forward_on, call) if one else None
             tape, outputs = self._executor.run_many(self._forward_on, chunks) if run is None else run
@@ -250,6 +258,9 @@ class ModelWithBlocks(ReportingModule):
                 return outputs[0] if len(outputs) == 1 else gather_nested(outputs)
             with torch.enable_grad():  # a forward may have enabled gradients itself
                 return attach(self._executor, tape, outputs, call)
+
+    def _modules_around(self) -> list[nn.Module]:
+        return self._executor.modules_outside()
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
@@ -288,6 +299,8 @@ class ModelWithBlocks(ReportingModule):
             return output if output_fn is None else output_fn(output)
 
         with self._computing():
+            if self._engine is not None:
+                return with_tape(run_chunks(self._engine, forward, chunks, self._modules_around()))
             tape, outputs = self._executor.run_many(forward, chunks)
         return outputs, tape
 

@@ -94,7 +94,8 @@ class Block:
             if outer is not None:
                 return outer[0](tensor)
             # Without detaching, an operation that saves its own output is a cycle that Python cannot collect.
-            return tensor.detach(), tensor._version
+            detached = tensor.detach()
+            return detached, detached._version
 
         def unpack(saved: Any) -> Tensor:
             if type(saved) is _Reference:
@@ -166,9 +167,9 @@ class Block:
             if notes:
                 with self._inputs.survived((args, kwargs), modes) as given:
                     return self._call(call, weights, *given)
-            versions = [x._version for x in args if type(x) is Tensor]
+            versions = _versions(args)
             output = self._call(call, weights, args, kwargs)
-            if versions != [x._version for x in args if type(x) is Tensor]:
+            if versions != _versions(args):
                 self._inputs.refuse(modes)
             return output
         finally:
@@ -237,6 +238,13 @@ class _Reference:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+def _versions(args: tuple[Any, ...]) -> list[int]:
+    try:
+        return [x._version for x in args if type(x) is Tensor]
+    except RuntimeError:  # inference tensors count none
+        return []
 
 
 def requires_grad(*values: Any) -> bool:

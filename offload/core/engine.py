@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,14 +32,20 @@ from offload.core.passes import Forward, Slots, before
 from offload.core.visit import Visit
 from offload.core.weights import Weights
 from offload.engine.structure import Structure
+from offload.engine.weight_writes import AssignedData
 from offload.streaming.shard import Shard
+from offload.streaming.stored_gradients import set_gradient
 from offload.streaming.streamer import Streamer
+from pipe.freed import Life, Living
 from pipe.process import check_process
 from pipe.recompute.region import Region
+from pipe.recompute.rerun import refuse_cached_parametrizations
 from pipe.torch_private.autograd import (
     accumulates_everywhere,
     at_end_of_backward,
+    backward_number,
     has_hooks,
+    in_backward,
     is_requested,
     run_hooks_with_gradient_only,
 )
@@ -55,6 +62,8 @@ class _Pass:
     def __init__(self, forward: Forward, keeps: Keeps) -> None:
         self.forward, self.keeps = forward, keeps
         self.visits: dict[int, tuple[Visit, Sequence[Tensor]]] = {}
+        #: Of its graph.
+        self.life = Life()
 
 
 class _Backward:
@@ -76,14 +85,20 @@ class Engine:
         *,
         device: torch.device,
         recompute: bool,
-        store_assigned: Callable[[], None],
+        assigned: AssignedData,
         structure: Structure,
+        owner: object,
+        numbers: Sequence[tuple[int, int]] = (),
+        calls: Sequence[Callable[..., Any]] = (),
     ) -> None:
         self.streamer = streamer
         self.device = device
         self.recompute = recompute
         self._slots = Slots(streamer)
-        self._store_assigned, self._structure = store_assigned, structure
+        self._assigned, self._structure = assigned, structure
+        #: What a backward needs after the model was deleted: its end closes lanes and homes.
+        self._owner = owner
+        self._forwards: Living[None] = Living()
         self._made_in = os.getpid()
         self._weights = [Weights(shard) for shard in streamer.shards]
         self.blocks = [
@@ -91,7 +106,7 @@ class Engine:
                 Block(
                     self._weights[j],
                     Region(layers, [device]),
-                    f"layers {layers[0][0]} to {layers[-1][0]} (shard {j})",
+                    f"shard {j}",
                     views_for=self._views_in_backward,
                     store_written=self._store_written,
                 )
@@ -99,10 +114,18 @@ class Engine:
             ]
             for j, several in enumerate(blocks)
         ]
+        #: Blocks by the number that the model calls them by, and their own forwards.
+        self.numbered = [self.blocks[j][k] for j, k in numbers]
+        self._calls = calls
+        self._local = threading.local()
         #: The shards that the last forward used, in order, with gradients and without.
         self._orders: dict[bool, Sequence[int]] = dict.fromkeys((True, False), range(len(blocks)))
         self._pass: _Pass | None = None
         self._backward: weakref.ref[_Backward] | None = None
+        #: By the number of its shard: gradients that belong to parameters again when the backward ends.
+        self._leaving: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
+        #: Whether shards are updated in the running backward.
+        self._updates = False
 
     @property
     def running(self) -> bool:
@@ -120,27 +143,63 @@ class Engine:
                 "thread did"
             )
         check_process(self._made_in, "this OffloadModel")
-        self._check_structure()
+        if not in_backward():
+            self._check_structure()
         training = torch.is_grad_enabled()
+        in_between = in_backward()
+        if training:
+            refuse_cached_parametrizations(m for several in self.blocks for b in several for m in b.region.modules)
         if self.streamer.must_cancel:
             self.streamer.cancel()
         if self.streamer.finish_step is not None:
             self.streamer.finish_step()
         if self._backward is None:
             self.streamer.release()
-            self._store_assigned()
+            self._assigned.store()
         self._pass = this = _Pass(
             Forward(self._orders[training], returns=training), keeps or (lambda j, i: not self.recompute)
         )
         try:
             yield
             self.streamer.wait_for_home_reads()
-            self._orders[training] = this.forward.uses
+            if not in_between:
+                self._orders[training] = this.forward.uses
+            if this.forward.graphed and not in_between:
+                self._forwards.add(this.life, None)
         except BaseException:
             self.streamer.cancel()
             raise
         finally:
             self._pass = None
+
+    @contextlib.contextmanager
+    def calling(self, call: Callable[..., Any]) -> Iterator[None]:
+        """A context in which blocks that a forward in this thread calls are run by ``call(number, args, kwargs)``."""
+        self._local.call = call
+        try:
+            yield
+        finally:
+            self._local.call = None
+
+    def call_block(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Called in place of the forward of a block, which has this ``number``."""
+        call = getattr(self._local, "call", None)
+        if call is not None:
+            return call(number, args, kwargs)
+        if self._pass is not None:
+            return self.run_numbered(number, args, kwargs)
+        # Outside of the model's forward: by other code, or again in backward by a checkpoint of the model itself.
+        with self.forward():
+            return self.run_numbered(number, args, kwargs)
+
+    def run_numbered(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], i: int = 0) -> Any:
+        """Runs the block of this number within :meth:`forward`."""
+        return self.run(self.numbered[number], self._calls[number], args, kwargs, i)
+
+    def order_of(self, number: int) -> int:
+        """The place of a block's shard in the order of the last forward."""
+        order, j = self._orders[torch.is_grad_enabled()], self.numbered[number].weights.shard.index
+        return order.index(j) if j in order else len(order)
 
     def _check_structure(self) -> None:
         """Refuses layers and parameters that were replaced; from now on the present modules and buffers count."""
@@ -159,11 +218,11 @@ class Engine:
         assert this is not None
         weights = block.weights
         j = weights.shard.index
-        place = this.forward.begin(j)
+        graph = torch.is_grad_enabled() and (weights.shard.trainable or requires_grad(args, kwargs))
+        place = this.forward.begin(j, graph=graph)
         self._slots.use(j, this.forward.following())
         in_place = weights.shard.in_place
         views = [] if in_place else weights.views(self.streamer.slot_pool)
-        graph = torch.is_grad_enabled() and (requires_grad(args, kwargs) or weights.shard.trainable)
         if not graph:
             return block.run(call, args, kwargs, views)
         visit, handles = self._visit(this, j, place)
@@ -173,7 +232,8 @@ class Engine:
     def _visit(self, this: _Pass, j: int, place: int) -> tuple[Visit, Sequence[Tensor]]:
         """The visit of a shard in this pass, made at its first cell."""
         if j not in this.visits:
-            visit = Visit(self._weights[j], this.forward.uses, place, self._leave)
+            uses, stores = this.forward.graphed, self._assigned.stores
+            visit = Visit(self._weights[j], uses, place, self._leave, this.life, stores)
             shard = self.streamer.shards[j]
             this.visits[j] = visit, () if shard.in_place else visit.begin(self.device)
         return this.visits[j]
@@ -205,9 +265,27 @@ class Engine:
         """The weights of a visit, on the slot that holds its shard now."""
         shard = visit.weights.shard
         self._enter_backward()
-        _check_unchanged(shard, visit.versions)
+        if visit.checked != (number := backward_number()):
+            self._check_unchanged(visit)
+            visit.checked = number
         self._slots.use(shard.index, before(visit.uses, visit.place))
         return [] if shard.in_place else visit.weights.views(self.streamer.slot_pool)
+
+    def _check_unchanged(self, visit: Visit) -> None:
+        shard = visit.weights.shard
+        if visit.stores == self._assigned.stores and visit.weights.at_home():
+            assigned = []
+        else:
+            assigned = self._assigned.since(visit.stores, shard)
+        if shard.versions() == visit.versions and not assigned:
+            return
+        pairs = zip(shard.slices, visit.versions, strict=True)
+        changed = assigned or [s.name for s, then in pairs if s.parameter._version != then]
+        raise RuntimeError(
+            f"parameter {', '.join(changed[:3])} of shard {shard.index} was "
+            f"{'given other data' if assigned else 'changed in place'} between the forward and its backward, so the "
+            f"gradient would belong to neither value; step the optimizer after the backward"
+        )
 
     def _leave(
         self, visit: Visit, accumulators: Sequence[Any], gradients: Sequence[Tensor | None]
@@ -225,32 +303,81 @@ class Engine:
             if gradient is None:
                 if everywhere and by_autograd:
                     run_hooks_with_gradient_only(parameter)
-            elif by_autograd or (everywhere and _is_at_home(owner, s, gradient)):
+            elif by_autograd or (everywhere and not self._updates and _is_at_home(owner, s, gradient)):
                 returned[n] = gradient.to(parameter.device, parameter.dtype)
+                self.streamer.count_stored(gradient)
             elif everywhere and parameter.requires_grad:
                 home[k] = gradient
-        if any(gradient is not None for gradient in home):
-            self.streamer.gradient_offload.drain(shard, home)
+        if self._updates or any([gradient is not None for gradient in home]):
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    "expected a backward without create_graph=True: gradients of parameters that rest in files, or in "
+                    "another type, leave their graph; take them by torch.autograd.grad, or keep homes in host memory"
+                )
+            self._offload(shard, home)
+        if self._updates:
+            self.streamer.update_in_backward(shard.index)
         return returned
+
+    def _offload(self, shard: Shard, gradients: list[Tensor | None]) -> None:
+        """Starts to store gradients. Until the backward ends, ``.grad`` is what autograd makes of other uses.
+
+        Without that, autograd would add a gradient of code outside of the blocks while a lane writes.
+        """
+        owners = dict.fromkeys(shard.owner_of(k)[0] for k, g in enumerate(gradients) if g is not None)
+        for owner in owners:
+            self._give_back(self._leaving.pop(owner.index, ()))
+        self.streamer.gradient_offload.drain(shard, gradients)
+        if self._updates:
+            return
+        for owner in owners:
+            self._leaving[owner.index] = taken = []
+            for s in owner.own:
+                if (gradient := s.parameter.grad) is not None:
+                    taken.append((s.parameter, gradient))
+                    s.parameter.grad = None
+
+    def _give_back(self, taken: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+        """Gives parameters their gradients back; no copy writes these."""
+        for parameter, gradient in taken:
+            if (by_autograd := parameter.grad) is not None:
+                gradient.add_(by_autograd.to(gradient.device))
+            set_gradient(parameter, gradient)
 
     def _enter_backward(self) -> None:
         """Begins a backward, unless it runs already. It ends with autograd's, or when that fails."""
         if self._backward is not None or self._pass is not None:
             return
-        self.streamer.gradient_offload.begin(0)
+        hooked: Sequence[nn.Parameter] = ()
+        if self.streamer.gradient_offload.optimizers.in_backward is not None:
+            hooked = [p for weights in self._weights for p in weights.shard.parameters if has_hooks(p)]
+        everywhere = accumulates_everywhere()
+        self._updates = self.streamer.gradient_offload.begin(self._waiting(), hooked, drop_others=not everywhere)
         backward = _Backward()
         self._backward = weakref.ref(backward, self._backward_failed)
         at_end_of_backward(partial(self._end_backward, backward))
 
+    def _waiting(self) -> int:
+        """Forwards that still need their backward, besides the running one."""
+        return max(0, sum(1 for _ in self._forwards) - 1)
+
     def _end_backward(self, backward: _Backward) -> None:
+        self.streamer.gradient_offload.settle()
+        self._end()
         self.streamer.gradient_offload.wait_idle()
         self.streamer.release()
         self._backward = None
+
+    def _end(self) -> None:
+        for taken in self._leaving.values():
+            self._give_back(taken)
+        self._leaving.clear()
 
     def _backward_failed(self, backward: weakref.ref[_Backward]) -> None:
         if self._backward is backward:
             self._backward = None
             self.streamer.cancel()
+            self._end()
 
 
 def _is_at_home(owner: Shard, s: Any, gradient: Tensor) -> bool:
@@ -262,12 +389,3 @@ def _is_at_home(owner: Shard, s: Any, gradient: Tensor) -> bool:
         and not owner.gradient_types.rounds(s)
     )
 
-
-def _check_unchanged(shard: Shard, versions: tuple[int, ...]) -> None:
-    if shard.versions() == versions:
-        return
-    names = [s.name for s, then in zip(shard.slices, versions, strict=True) if s.parameter._version != then]
-    raise RuntimeError(
-        f"parameter {', '.join(names[:3])} of shard {shard.index} was changed in place between the forward and its "
-        f"backward, so the gradient would belong to neither value; step the optimizer after the backward"
-    )

@@ -53,16 +53,19 @@ class Forward:
         self._expected = expected
         self._returns = returns
         self._at = -1
-        #: The shards so far, in the order of their use.
+        #: The shards so far, in the order of their use; and those of them that the backward uses.
         self.uses: list[int] = []
+        self.graphed: list[int] = []
 
-    def begin(self, j: int) -> int:
-        """Called before a cell of shard ``j``; returns the place of this use."""
+    def begin(self, j: int, *, graph: bool) -> int:
+        """Called before a cell of shard ``j``; returns its place among those that the backward uses."""
         if not self.uses or self.uses[-1] != j:
             self.uses.append(j)
             ahead = range(self._at + 1, len(self._expected))
             self._at = next((k for k in ahead if self._expected[k] == j), self._at)
-        return len(self.uses) - 1
+        if graph and (not self.graphed or self.graphed[-1] != j):
+            self.graphed.append(j)
+        return len(self.graphed) - 1
 
     def following(self) -> Iterator[int]:
         """The shards that are expected to be used next; then those that the backward will use."""
@@ -70,9 +73,9 @@ class Forward:
         yield from rest
         if self._returns:
             yield from reversed(rest)
-            yield from reversed(self.uses)
+            yield from reversed(self.graphed)
 
 
 def before(uses: Sequence[int], place: int) -> Iterator[int]:
-    """The shards that a backward uses after that at ``place`` of its forward's ``uses``."""
+    """The shards that a backward uses after that at ``place`` of ``uses``, those of its forward with a graph."""
     return reversed(uses[:place])

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.core.weights import Weights
+from pipe.freed import Life
 
 __all__ = ["Visit", "enter"]
 
@@ -33,16 +34,21 @@ class Visit:
         weights: of the shard.
         uses, place: the shards of the pass in the order of their use, and this one's place there.
         leave: see :data:`Leave`.
+        life: of the pass.
     """
 
-    __slots__ = ("leave", "place", "positions", "uses", "versions", "weights", "written")
+    __slots__ = ("checked", "leave", "life", "place", "positions", "stores", "uses", "versions", "weights", "written")
 
-    def __init__(self, weights: Weights, uses: Sequence[int], place: int, leave: Leave) -> None:
+    def __init__(
+        self, weights: Weights, uses: Sequence[int], place: int, leave: Leave, life: Life, stores: int
+    ) -> None:
         self.weights = weights
         #: Positions in :attr:`Shard.slices` of the parameters that took a gradient in the forward.
         self.positions = weights.trained
         self.versions = weights.shard.versions()
-        self.uses, self.place, self.leave = uses, place, leave
+        self.uses, self.place, self.leave, self.life = uses, place, leave, life
+        #: Number of calls that had stored assigned data until the forward; and the last backward that was checked.
+        self.stores, self.checked = stores, -1
         #: Weights that blocks have written in this forward: their positions and earlier values.
         self.written: list[tuple[int, Tensor]] = []
 
@@ -67,10 +73,12 @@ class _Visit(torch.autograd.Function):
     def forward(ctx: Any, visit: Visit, device: torch.device, *parameters: nn.Parameter) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.visit = visit
-        slices = visit.weights.shard.slices
+        types = [visit.weights.summed_in(k) for k in visit.positions]
         return tuple(
-            torch.empty_strided(s.parameter.shape, (0,) * s.parameter.dim(), dtype=s.full_dtype, device=device)
-            for s in (slices[k] for k in visit.positions)
+            [
+                torch.empty_strided(p.shape, (0,) * len(p.shape), dtype=dtype, device=device)
+                for p, dtype in zip(parameters, types, strict=True)
+            ]
         )
 
     @staticmethod

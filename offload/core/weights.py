@@ -15,8 +15,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from offload.engine.weight_writes import same_bytes
 from offload.streaming.quantised import refresh
 from offload.streaming.shard import Shard
 from offload.streaming.slot_pool import SlotPool
@@ -70,6 +72,11 @@ class Weights:
         slices = self.shard.slices
         return [k for k in self.streamed if slices[k].parameter.requires_grad]
 
+    def summed_in(self, k: int) -> torch.dtype:
+        """The type in which gradients of the parameter at a position are summed over cells: 32 bits at least."""
+        dtype = self.shard.owner_of(k)[1].full_dtype
+        return torch.float32 if dtype.itemsize < 4 else dtype
+
     def views(self, slots: SlotPool) -> list[Tensor]:
         """A view of the slot for each parameter, without a graph; the same ones as long as the slot exists."""
         slot = self.shard.slot
@@ -85,6 +92,18 @@ class Weights:
         self._views[key] = weakref.ref(slot, partial(self._views.pop, key)), views
         slots.count_views(slot, storage_uses(slot) - before)
         return views
+
+    def differs_from_home(self, k: int, view: Tensor) -> bool:
+        """Whether the parameter at a position has other bytes in the slot than at home."""
+        owner, s = self.shard.owner_of(k)
+        return not same_bytes(self.shard.part_at_home(k, view), owner.home_view(s).to(view.dtype))
+
+    def at_home(self) -> bool:
+        """Whether parameters are on the memory of their homes: no other ``data`` was assigned."""
+        now = [self.shard.slices[k].parameter.data_ptr() for k in self.streamed]
+        places = [self.shard.owner_of(k) for k in self.streamed]
+        bases = {id(o): o.home.tensor.data_ptr() for o, _ in places if o.home is not None}
+        return now == [bases[id(owner)] + s.offset if s.nbytes else at for at, (owner, s) in zip(now, places, strict=True)]
 
     def point_parts(self, values: Sequence[Tensor] | None) -> None:
         """Gives the parts of quantised parameters the memory of ``values``, or of their homes."""

@@ -33,7 +33,8 @@ class ExclusivePasses:
     runners: Sequence[ShardRunner]
     streamer: Streamer
     public: PublicParameters
-    native: Any = None
+    #: Returns the engine that runs the model in place of this executor, or None.
+    native: Any = staticmethod(lambda: None)
     #: The methods whose frames are running passes.
     pass_codes: frozenset[CodeType]
 
@@ -59,7 +60,8 @@ class ExclusivePasses:
     @property
     def busy(self) -> bool:
         """Whether a forward or backward is running."""
-        return (self.native is not None and self.native.running) or (self._busy and self._passes() > 0)
+        native = self.native()
+        return (native is not None and native.running) or (self._busy and self._passes() > 0)
 
     def _passes(self) -> int:
         """Number of running forwards and backwards of this model, in all threads."""

@@ -47,6 +47,7 @@ __all__ = [
     "differs_from_home",
     "find_writes",
     "has_values",
+    "same_bytes",
     "set_values",
     "values_at_home",
     "values_in_slot",
@@ -89,7 +90,7 @@ def values_at_home(shard: Shard) -> list[Tensor]:
 
 def has_values(shard: Shard, values: Sequence[Tensor]) -> bool:
     """Whether the parameters have the bytes of ``values``."""
-    return all(_same_bytes(p.detach(), value) for p, value in zip(shard.parameters, values, strict=True))
+    return all(same_bytes(p.detach(), value) for p, value in zip(shard.parameters, values, strict=True))
 
 
 def set_values(shard: Shard, values: Sequence[Tensor]) -> None:
@@ -102,10 +103,11 @@ def set_values(shard: Shard, values: Sequence[Tensor]) -> None:
 def _equals_home(shard: Shard, position: int) -> bool:
     here = shard.part_at_home(position, shard.slices[position].parameter.detach())
     owner, s = shard.owner_of(position)
-    return _same_bytes(here, owner.home_view(s).to(here.dtype))
+    return same_bytes(here, owner.home_view(s).to(here.dtype))
 
 
-def _same_bytes(a: Tensor, b: Tensor) -> bool:
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and type have the same bytes."""
     if a.stride() != b.stride():
         a, b = a.contiguous(), b.contiguous()
     return all(map(torch.equal, _words(a.cpu()), _words(b.cpu())))
@@ -180,6 +182,13 @@ class AssignedData:
                     f"memory of its old value is still in use (a backup such as p.data, or a state_dict()): storing "
                     f"the new value would overwrite that tensor; keep a copy instead, such as p.data.clone()"
                 )
+
+    def since(self, stores: int, shard: Shard) -> list[str]:
+        """Names of the parameters of a shard to which data was assigned since ``stores`` calls of :meth:`store`."""
+        assigned = [s.name for s in shard.assigned()]
+        if stores != self.stores and self._assigned_at:
+            assigned += [s.name for s in shard.slices if self._assigned_at.get(id(s.parameter), 0) > stores]
+        return assigned
 
     def check_unchanged(self, tape: Tape) -> None:
         """Raises RuntimeError if a parameter that the backward of a tape uses was changed since its forward."""

@@ -124,11 +124,15 @@ class GradientOffload:
         update = self._in_slots.pop(slot.data_ptr(), None)
         return [] if update is None else [update]
 
-    def wait_idle(self) -> None:
-        """Waits until all gradients are stored, at the end of the backward."""
+    def settle(self) -> None:
+        """Waits until all gradients so far are stored."""
         while self._drains:
             # Drain lane -> host. Without this, an optimizer on the host reads gradients that are not stored yet.
             self._synchronize(on_host=True)
+
+    def wait_idle(self) -> None:
+        """Waits until all gradients are stored, at the end of the backward."""
+        self.settle()
         self._in_slots.clear()
         # Only now: a norm is valid until the next write, and all gradients in a block share one version counter.
         for parameter, norm in self._norms:

@@ -313,6 +313,10 @@ class Streamer:
         if self.heap is not None:
             self.heap.trim_if_grown()
 
+    def count_stored(self, gradient: Tensor) -> None:
+        """Counts a gradient that stays where autograd left it."""
+        self._meter.bytes_stored += gradient.numel() * gradient.element_size()
+
     @property
     def loaded(self) -> int:
         """How many shards are in slots, or on the way there."""

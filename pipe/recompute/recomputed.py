@@ -115,7 +115,7 @@ class _Call:
         def pack(tensor: Tensor) -> Any:
             detached = tensor.detach()
             found.append((tensor.shape, tensor.dtype, tensor.device))
-            made.append((detached if refer is None else refer(detached), tensor._version))
+            made.append((detached if refer is None else refer(detached), detached._version))
             if len(made) == expected:
                 raise Stop
             return detached

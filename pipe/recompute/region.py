@@ -57,7 +57,7 @@ class Region:
         """Finds the modules, buffers and generators that there are now."""
         self.watched = WatchedModule(self._group)
         self._generators = generators_of(self.devices, self.watched.generators)
-        self._modules = [module for _, module in self.watched.modules]
+        self.modules = [module for _, module in self.watched.modules]
 
     def begin(self) -> RegionState:
         """The state before a first run."""
@@ -66,12 +66,12 @@ class Region:
     @property
     def modes(self) -> list[bool]:
         """The ``training`` flags of all modules."""
-        return [module.training for module in self._modules]
+        return [module.training for module in self.modules]
 
     @property
     def hooked(self) -> list[nn.Module]:
         """The modules with forward hooks."""
-        return [m for m in self._modules if m._forward_hooks or m._forward_pre_hooks]
+        return [m for m in self.modules if m._forward_hooks or m._forward_pre_hooks]
 
 
 class Settings:
@@ -224,6 +224,6 @@ def _as_before(region: Region, modes: list[bool]) -> Iterator[None]:
 
 
 def _set_modes(region: Region, modes: list[bool]) -> None:
-    for module, training in zip(region._modules, modes, strict=True):
+    for module, training in zip(region.modules, modes, strict=True):
         if module.training is not training:
             module.training = training

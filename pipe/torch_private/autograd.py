@@ -26,6 +26,7 @@ __all__ = [
     "run_hooks_with_gradient_only",
     "saved_tensor_hooks",
     "set_grad_enabled",
+    "set_sequence_numbers",
     "set_versions",
     "will_run",
 ]
@@ -155,6 +156,22 @@ def run_hooks_with_gradient_only(leaf: Tensor) -> None:
     leaf_._backward_hooks = OrderedDict({0: gradient_hooks})
     leaf_._post_accumulate_grad_hooks = OrderedDict({0: accumulation_hooks})
     at_end_of_backward(hooks.restore)
+
+
+def set_sequence_numbers(tensors: Iterable[Tensor], known: set[Any]) -> None:
+    """Gives the nodes that made ``tensors`` the present sequence number of this thread, except those before ``known``.
+
+    Autograd runs ready nodes by these numbers, the latest first. Adds the nodes to ``known``.
+    """
+    number = _autograd._get_sequence_nr()
+    nodes = [x.grad_fn for x in tensors if x.grad_fn is not None]
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in known or node.name() == "torch::autograd::AccumulateGrad":
+            continue
+        known.add(node)
+        node._set_sequence_nr(number)
+        nodes += [following for following, _ in node.next_functions]
 
 
 def set_grad_enabled(enabled: bool) -> None:

@@ -1,0 +1,78 @@
+"""Runs a model's own forward for many chunks, each block for all of them while its shard is in a slot.
+
+Each chunk's forward has a thread, of which one runs at a time: it runs until it calls a block, and waits for the output
+(:mod:`offload.engine.suspend`). The caller's thread runs the block for all chunks that wait for it. Chunks may call
+blocks in any order, and leave some out.
+
+Invariant: backward comes back block by block. Autograd runs ready nodes by their sequence numbers, which each thread
+counts for itself; so the nodes between two blocks get the number of the caller's thread when they are handed over.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from offload.core.engine import Engine
+from offload.engine.own_attributes import OwnAttributes
+from offload.engine.suspend import BlockCall, Result, SuspendedForward
+from pipe.nested import tensors_in
+from pipe.torch_private.autograd import set_sequence_numbers
+
+__all__ = ["run_chunks"]
+
+
+def run_chunks(
+    engine: Engine, forward: Callable[[Any], Any], chunks: Sequence[Any], outside: Sequence[Any]
+) -> list[Any]:
+    """The outputs of ``forward`` for each chunk, with one graph. ``outside``: the modules outside of the blocks."""
+    own = OwnAttributes(len(chunks))
+    everywhere = [*outside, *itertools.chain(*(block.region.modules for block in engine.numbered))]
+    known: list[set[Any]] = [set() for _ in chunks]
+    forwards: list[SuspendedForward] = []
+
+    def suspended(chunk: Any) -> SuspendedForward:
+        def run(call: Callable[..., Any]) -> Any:
+            with engine.calling(call):
+                return forward(chunk)
+
+        return SuspendedForward(run, engine.device)
+
+    try:
+        with engine.forward():
+            states: list[BlockCall | Result] = []
+            for i, chunk in enumerate(chunks):
+                forwards.append(suspended(chunk))
+                with own.running(i, everywhere):
+                    states.append(forwards[i].start())
+            while waiting := [i for i, state in enumerate(states) if isinstance(state, BlockCall)]:
+                number = min((engine.order_of(states[i].j), states[i].j) for i in waiting)[1]  # type: ignore[union-attr]
+                outputs = {}
+                for i in waiting:
+                    call = states[i]
+                    assert isinstance(call, BlockCall)
+                    if call.j != number:
+                        continue
+                    set_sequence_numbers(tensors_in((call.args, call.kwargs)), known[i])
+                    with own.running(i, engine.numbered[number].region.modules), call.settings.again():
+                        outputs[i] = engine.run_numbered(number, call.args, call.kwargs, i)
+                    known[i].update(_nodes(outputs[i]))
+                    states[i] = Result(None)  # frees the arguments
+                    del call
+                for i in list(outputs):
+                    with own.running(i, outside):
+                        states[i] = forwards[i].resume(outputs.pop(i))
+            results = [state.value for state in states if isinstance(state, Result)]
+            for result, nodes in zip(results, known, strict=True):
+                set_sequence_numbers(tensors_in(result), nodes)
+            return results
+    finally:
+        for each in forwards:
+            each.cancel()
+
+
+def _nodes(value: Any) -> Iterable[Any]:
+    return [x.grad_fn for x in tensors_in(value) if isinstance(x, Tensor) and x.grad_fn is not None]
