@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from offload.core.visit import Visit, enter
 from offload.core.weights import Weights
-from pipe.nested import map_tensors, tensors_in
+from pipe.nested import map_distinct, map_tensors, tensors_in
 from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.recomputed import References, recomputed, unchanged
 from pipe.recompute.region import Region
@@ -70,7 +71,14 @@ class Block:
     def run(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], views: Sequence[Tensor]) -> Any:
         """The output without a graph."""
         with torch.no_grad():
-            return self._first(call, views, views, args, kwargs)
+            return self._noted(call, views, views, args, kwargs)
+
+    def protected(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Arguments of the user, or copies where the block may write into them in place."""
+        modes = self.region.settings
+        if self._runs.get(modes, 0) < RUNS_NOTED or self._inputs.writes(modes):
+            return self._inputs.copy((args, kwargs))
+        return args, kwargs
 
     def keep(
         self,
@@ -83,7 +91,7 @@ class Block:
     ) -> Any:
         """The output with its graph, in which weights are references."""
         if not views:
-            return self._first(call, views, views, args, kwargs)
+            return self._noted(call, views, views, args, kwargs)
         outer = lasting_hooks()
         refer, resolve = self._references(visit, views)
 
@@ -103,7 +111,7 @@ class Block:
             return unchanged(*saved, self.name) if outer is None else outer[1](saved)
 
         with torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(pack, unpack)):
-            return self._first(call, views, enter(visit, views, handles), args, kwargs, visit)
+            return self._noted(call, views, enter(visit, views, handles), args, kwargs, visit)
 
     def recompute(
         self,
@@ -115,12 +123,12 @@ class Block:
         handles: Sequence[Tensor],
     ) -> Any:
         """The output with a graph that runs the block again when backward reaches it."""
-        state, modes = self.region.begin(), tuple(self.region.modes)
+        state, modes = self.region.begin(), self.region.settings
         weights, written = [enter(visit, views, handles)], len(visit.written)
 
         def first(*args: Any, **kwargs: Any) -> Any:
             # Popped, since the graph holds this function.
-            return self._first(call, views, weights.pop(), args, kwargs, visit)
+            return self._noted(call, views, weights.pop(), args, kwargs, visit)
 
         def again(*args: Any, **kwargs: Any) -> Any:
             leaves = [
@@ -131,6 +139,10 @@ class Block:
                 args, kwargs = self._inputs.copy((args, kwargs))
             return self._call(call, leaves, args, kwargs)
 
+        # A second run starts from what the first one was given, which that may write in place.
+        watched = self._runs.get(modes, 0) < RUNS_NOTED or self._inputs.writes(modes)
+        tensors = tensors_in((args, kwargs)) if watched else [x for x in args if type(x) is Tensor]
+        versions = _versions(tensors)
         output = recomputed(
             first,
             args,
@@ -138,18 +150,20 @@ class Block:
             state,
             again=again,
             references=self._references(visit, views) if views else None,
+            saved=map_distinct(_copied, (args, kwargs)) if watched else None,
             name=self.name,
         )
-        if len(visit.written) == written:
-            return output
-        # A second run would write the weights again. So the run is undone, and repeated with its graph kept.
-        self.keeps = True
-        del output
-        state.take_back()
-        visit.restore_written(written, views)
-        return self.keep(call, args, kwargs, visit, views, handles)
+        if len(visit.written) > written:
+            # A second run would write the weights again. So the run is undone, and repeated with its graph kept.
+            self.keeps = True
+            del output
+            state.take_back()
+            visit.restore_written(written, views)
+            return self.keep(call, args, kwargs, visit, views, handles)
+        self._inputs.note(modes, tensors, [a != b for a, b in zip(versions, _versions(tensors), strict=True)], watched)
+        return output
 
-    def _first(
+    def _noted(
         self,
         call: Call,
         views: Sequence[Tensor],
@@ -158,20 +172,12 @@ class Block:
         kwargs: Mapping[str, Any],
         visit: Visit | None = None,
     ) -> Any:
-        """A run on the input, or on a copy of it; notes what the block writes in place: its input, its weights."""
-        modes = tuple(self.region.modes)
+        """A run of which it is noted what the block writes into its weights."""
+        modes = self.region.settings
         runs = self._runs[modes] = self._runs.get(modes, 0) + 1
         before = [view._version for view in views]
-        notes = runs <= RUNS_NOTED or self._inputs.writes(modes)
         try:
-            if notes:
-                with self._inputs.survived((args, kwargs), modes) as given:
-                    return self._call(call, weights, *given)
-            versions = _versions(args)
-            output = self._call(call, weights, args, kwargs)
-            if versions != _versions(args):
-                self._inputs.refuse(modes)
-            return output
+            return self._call(call, weights, args, kwargs)
         finally:
             # Also after an exception: writes into weights are as durable as those into buffers.
             if runs <= RUNS_NOTED or self.writes or before != [view._version for view in views]:
@@ -188,8 +194,8 @@ class Block:
         written = []
         for k, (view, weight) in enumerate(zip(views, weights, strict=True)):
             assigned = weight.data_ptr() != view.data_ptr()
-            if assigned:
-                view.copy_(weight.detach())
+            if assigned:  # by another view, since the weight has the version counter of this one
+                self.weights.shard.slices[k].view(self.weights.shard.slot).copy_(weight.detach())
             if assigned or view._version != before[k] or self.weights.differs_from_home(k, view):
                 written.append(k)
         if written:
@@ -240,11 +246,22 @@ class _Reference:
     offset: int
 
 
-def _versions(args: tuple[Any, ...]) -> list[int]:
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
     try:
-        return [x._version for x in args if type(x) is Tensor]
+        return [tensor._version for tensor in tensors]
     except RuntimeError:  # inference tensors count none
-        return []
+        return [0] * len(tensors)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def has_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a block gets a cache of keys and values, into which a second run would write again."""
+    every = (*args, *kwargs.values())
+    objects = [x for x in every if not isinstance(x, (Tensor, NoneType, bool, int, float, str, tuple, list, dict))]
+    return any(hasattr(x, "get_seq_length") and hasattr(x, "update") for x in objects)
 
 
 def requires_grad(*values: Any) -> bool:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.core.cell import Block, requires_grad
+from offload.core.cell import Block, has_cache, requires_grad
 from offload.core.passes import Forward, Slots, before
 from offload.core.visit import Visit
 from offload.core.weights import Weights
@@ -226,7 +226,8 @@ class Engine:
         if not graph:
             return block.run(call, args, kwargs, views)
         visit, handles = self._visit(this, j, place)
-        run = block.keep if block.keeps or this.keeps(j, i) else block.recompute
+        keeps = block.keeps or this.keeps(j, i) or has_cache(args, kwargs)
+        run = block.keep if keeps else block.recompute
         return run(call, args, kwargs, visit, views, handles)
 
     def _visit(self, this: _Pass, j: int, place: int) -> tuple[Visit, Sequence[Tensor]]:

@@ -45,7 +45,7 @@ def run_layers(
             for i, value in enumerate(values):
                 output_fn = output_fns[i] if last and output_fns else None
                 call = _in_turn(several, output_fn)
-                args, kwargs = value if first else ((value,), {})
+                args, kwargs = block.protected(*value) if first else ((value,), {})
                 values[i] = engine.run(block, call, args, kwargs, i)
     return values
 

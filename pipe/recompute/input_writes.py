@@ -68,6 +68,14 @@ class InputWrites:
             self._check_apart(self._tensors_in(value), written)
         self._writes.setdefault(kind, writes)
 
+    def note(self, kind: Hashable, tensors: Sequence[Tensor], written: Sequence[bool], copied: bool) -> None:
+        """Notes which tensors of the input a run has written. Raises if there is no copy from before, or none serves."""
+        if any(written):
+            if not copied:
+                self.refuse(kind)
+            self._check_apart(tensors, written)
+            self._writes[kind] = True
+
     def refuse(self, kind: Hashable) -> None:
         """Raises RuntimeError for a run that wrote into its input, unlike those before; later ones get copies."""
         self._writes[kind] = True

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipe.nested import flatten, unflatten
+from pipe.nested import LEAVES, flatten, unflatten
 from pipe.recompute.region import RegionState, Settings
 from pipe.torch_private.autograd import at_end_of_backward, backward_number
 from pipe.torch_private.tracing import uncompiled_hooks
@@ -80,6 +80,9 @@ class _Call:
     def save_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if kwargs or any(not isinstance(x, Tensor) for x in args):
             leaves, self.spec = flatten((args, kwargs))
+            objects = [x for x in leaves if type(x) not in LEAVES and not isinstance(x, Tensor)]
+            if objects:
+                self.state.add_generators(objects)
         else:
             leaves, self.spec = list(args), None
         self.places = [k for k, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -177,6 +180,7 @@ def recomputed(
     *,
     again: Callable[..., Any] | None = None,
     references: References | None = None,
+    saved: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
     name: str = "a checkpointed function",
 ) -> Any:
     """``function(*args, **kwargs)``, of which only the arguments are kept.
@@ -185,11 +189,12 @@ def recomputed(
         function: the call; ``again`` is what runs in backward in its place, with the same arguments (None: the same).
         args, kwargs: may be nested.
         state: of the modules that run, begun just before.
+        saved: the arguments of the second run, where the first one may change its own.
         references: what replaces a tensor of the second run until it is used, and what makes the tensor of it.
         name: for errors.
     """
     call = _Call(name, again or function, state, references)
-    call.save_inputs(args, kwargs)
+    call.save_inputs(*((args, kwargs) if saved is None else saved))
     pack, unpack = uncompiled_hooks(call.pack, _unpack)
     with state.first(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         return function(*args, **kwargs)

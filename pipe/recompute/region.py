@@ -21,6 +21,7 @@ Guarantees
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
@@ -29,14 +30,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipe.recompute.generators import Generator, generators_of
+from pipe.recompute.generators import Generator, generators_in, generators_of
 from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.phase import phase
 from pipe.recompute.replay import shared_generators
-from pipe.recompute.thread_state import ThreadState
+from pipe.recompute.thread_state import ThreadState, with_variables
 from pipe.torch_private.dispatch import modes_active
 
 __all__ = ["Region", "RegionState", "Settings"]
+
+#: Runs before which generators are looked for.
+RUNS_NOTED = 2
 
 
 class Region:
@@ -55,18 +59,28 @@ class Region:
 
     def find(self) -> None:
         """Finds the modules, buffers and generators that there are now."""
+        self._begun = 0
         self.watched = WatchedModule(self._group)
         self._generators = generators_of(self.devices, self.watched.generators)
         self.modules = [module for _, module in self.watched.modules]
 
     def begin(self) -> RegionState:
         """The state before a first run."""
+        if self._begun < RUNS_NOTED:  # generators may be assigned at any time before
+            self._begun += 1
+            self.watched.find_generators()
+            self._generators = generators_of(self.devices, self.watched.generators)
         return RegionState(self)
 
     @property
     def modes(self) -> list[bool]:
         """The ``training`` flags of all modules."""
         return [module.training for module in self.modules]
+
+    @property
+    def settings(self) -> tuple[bool, ...]:
+        """On what it depends what the modules do: their modes, and which have hooks."""
+        return (*self.modes, *[not (m._forward_hooks or m._forward_pre_hooks) for m in self.modules])
 
     @property
     def hooked(self) -> list[nn.Module]:
@@ -77,10 +91,11 @@ class Region:
 class Settings:
     """The settings of this thread that a further run must have again: autocast, default device, modes."""
 
-    __slots__ = ("_kinds", "_then")
+    __slots__ = ("_kinds", "_then", "_variables")
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._kinds = [device.type for device in devices]
+        self._variables = contextvars.copy_context()
         self._then = ThreadState.capture(self._kinds) if _any_set(self._kinds) else None
 
     def again(self) -> contextlib.AbstractContextManager[Any]:
@@ -88,6 +103,8 @@ class Settings:
         if self._then is not None:
             # Without autocast's cache of casted weights, which outlives this run.
             return self._then.again(recomputation=True, cache_casts=False)
+        if self._variables != contextvars.copy_context():
+            return with_variables(self._variables)
         return _no_autocast({"cpu", *self._kinds}) if _any_set(self._kinds) else contextlib.nullcontext()
 
 
@@ -124,6 +141,12 @@ class RegionState:
     def again(self) -> _Again:
         """A context for a further run, whose changes are undone."""
         return _Again(self)
+
+    def add_generators(self, objects: Sequence[Any]) -> None:
+        """Before the first run: adds the generators among the objects that the modules get as arguments."""
+        known = self._region.watched.generators
+        more = [each for each in generators_in(objects) if not any(each is other for other in known)]
+        self._states += [(each, each.get()) for each in generators_of((), more)[-len(more) :] if more]
 
     @property
     def devices(self) -> Sequence[torch.device]:

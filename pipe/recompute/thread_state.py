@@ -26,7 +26,14 @@ from pipe.recompute.phase import phase
 from pipe.torch_private.autograd import SavedTensorHooks, pop_saved_tensor_hooks, saved_tensor_hooks, set_grad_enabled
 from pipe.torch_private.dispatch import DISPATCH_MODES, FUNCTION_MODES, ModeStack
 
-__all__ = ["Autocast", "ThreadState", "close_contexts", "lasting_hooks", "restores_thread_state"]
+__all__ = [
+    "Autocast",
+    "ThreadState",
+    "close_contexts",
+    "lasting_hooks",
+    "restores_thread_state",
+    "with_variables",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -155,6 +162,14 @@ def _enter(stack: contextlib.ExitStack, kind: ModeStack, modes: tuple[Any, ...])
     for mode in modes:
         if id(mode) not in active:
             stack.enter_context(kind.pushed(mode))
+
+
+@contextlib.contextmanager
+def with_variables(then: contextvars.Context) -> Iterator[None]:
+    """A context in which the context variables of this thread have their values of ``then``."""
+    with contextlib.ExitStack() as stack:
+        _enter_variables(stack, then)
+        yield
 
 
 _UNSET: Any = object()
