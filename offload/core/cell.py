@@ -87,7 +87,7 @@ class Block:
         kwargs: Mapping[str, Any],
         visit: Visit,
         views: Sequence[Tensor],
-        handles: Sequence[Tensor],
+        token: Tensor | None,
     ) -> Any:
         """The output with its graph, in which weights are references."""
         if not views:
@@ -111,7 +111,7 @@ class Block:
             return unchanged(*saved, self.name) if outer is None else outer[1](saved)
 
         with torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(pack, unpack)):
-            return self._noted(call, views, enter(visit, views, handles), args, kwargs, visit)
+            return self._noted(call, views, enter(visit, views, token), args, kwargs, visit)
 
     def recompute(
         self,
@@ -120,11 +120,11 @@ class Block:
         kwargs: Mapping[str, Any],
         visit: Visit,
         views: Sequence[Tensor],
-        handles: Sequence[Tensor],
+        token: Tensor | None,
     ) -> Any:
         """The output with a graph that runs the block again when backward reaches it."""
         state, modes = self.region.begin(), self.region.settings
-        weights, written = [enter(visit, views, handles)], len(visit.written)
+        weights, written = [enter(visit, views, token)], len(visit.written)
 
         def first(*args: Any, **kwargs: Any) -> Any:
             # Popped, since the graph holds this function.
@@ -159,7 +159,7 @@ class Block:
             del output
             state.take_back()
             visit.restore_written(written, views)
-            return self.keep(call, args, kwargs, visit, views, handles)
+            return self.keep(call, args, kwargs, visit, views, token)
         self._inputs.note(modes, tensors, [a != b for a, b in zip(versions, _versions(tensors), strict=True)], watched)
         return output
 
@@ -218,11 +218,14 @@ class Block:
 
     def _references(self, visit: Visit, views: Sequence[Tensor]) -> References:
         """What replaces saved tensors that are views of the slot, and what finds them in the slot of the backward."""
-        address = views[0].untyped_storage().data_ptr()
+        storage = views[0].untyped_storage()
+        begin = storage.data_ptr()
+        end = begin + storage.nbytes()
+        del storage  # the graph holds these functions
         views_for = self._views_for
 
         def refer(tensor: Tensor) -> Any:
-            if tensor.layout is not torch.strided or tensor.untyped_storage().data_ptr() != address:
+            if tensor.layout is not torch.strided or not begin <= tensor.data_ptr() < end:
                 return tensor
             return _Reference(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 

@@ -57,11 +57,11 @@ Keeps = Callable[[int, int], bool]
 
 
 class _Pass:
-    """One forward: its order of shards, and the visits of its graph with their handles."""
+    """One forward: its order of shards, and the visits of its graph with their tokens."""
 
     def __init__(self, forward: Forward, keeps: Keeps) -> None:
         self.forward, self.keeps = forward, keeps
-        self.visits: dict[int, tuple[Visit, Sequence[Tensor]]] = {}
+        self.visits: dict[int, tuple[Visit, Tensor | None]] = {}
         #: Of its graph.
         self.life = Life()
 
@@ -122,6 +122,10 @@ class Engine:
         self._orders: dict[bool, Sequence[int]] = dict.fromkeys((True, False), range(len(blocks)))
         self._pass: _Pass | None = None
         self._backward: weakref.ref[_Backward] | None = None
+        #: The visit whose weights backward used last, with its slot and views of that.
+        self._visited: Visit | None = None
+        self._visited_slot: Tensor | None = None
+        self._visited_views: Sequence[Tensor] = []
         #: By the number of its shard: gradients that belong to parameters again when the backward ends.
         self._leaving: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
         #: Whether shards are updated in the running backward.
@@ -225,18 +229,18 @@ class Engine:
         views = [] if in_place else weights.views(self.streamer.slot_pool)
         if not graph:
             return block.run(call, args, kwargs, views)
-        visit, handles = self._visit(this, j, place)
+        visit, token = self._visit(this, j, place)
         keeps = block.keeps or this.keeps(j, i) or has_cache(args, kwargs)
         run = block.keep if keeps else block.recompute
-        return run(call, args, kwargs, visit, views, handles)
+        return run(call, args, kwargs, visit, views, token)
 
-    def _visit(self, this: _Pass, j: int, place: int) -> tuple[Visit, Sequence[Tensor]]:
+    def _visit(self, this: _Pass, j: int, place: int) -> tuple[Visit, Tensor | None]:
         """The visit of a shard in this pass, made at its first cell."""
         if j not in this.visits:
             uses, stores = this.forward.graphed, self._assigned.stores
             visit = Visit(self._weights[j], uses, place, self._leave, this.life, stores)
             shard = self.streamer.shards[j]
-            this.visits[j] = visit, () if shard.in_place else visit.begin(self.device)
+            this.visits[j] = visit, None if shard.in_place else visit.begin()
         return this.visits[j]
 
     def _store_written(
@@ -265,12 +269,16 @@ class Engine:
     def _views_in_backward(self, visit: Visit) -> Sequence[Tensor]:
         """The weights of a visit, on the slot that holds its shard now."""
         shard = visit.weights.shard
+        if self._visited is visit and self._visited_slot is shard._slot:
+            return self._visited_views
         self._enter_backward()
         if visit.checked != (number := backward_number()):
             self._check_unchanged(visit)
             visit.checked = number
         self._slots.use(shard.index, before(visit.uses, visit.place))
-        return [] if shard.in_place else visit.weights.views(self.streamer.slot_pool)
+        self._visited, self._visited_slot = visit, shard._slot
+        self._visited_views = [] if shard.in_place else visit.weights.views(self.streamer.slot_pool)
+        return self._visited_views
 
     def _check_unchanged(self, visit: Visit) -> None:
         shard = visit.weights.shard
@@ -289,26 +297,31 @@ class Engine:
         )
 
     def _leave(
-        self, visit: Visit, accumulators: Sequence[Any], gradients: Sequence[Tensor | None]
+        self, visit: Visit, accumulators: Sequence[Any], gradients: list[Tensor | None]
     ) -> Sequence[Tensor | None]:
         """Sends the gradients of a shard home; returns those that autograd accumulates, or that were asked for."""
         self._enter_backward()
-        shard = visit.weights.shard
+        weights = visit.weights
+        shard = weights.shard
         returned: list[Tensor | None] = [None] * len(gradients)
-        home: list[Tensor | None] = [None] * len(shard.slices)
+        home: list[Tensor | None] = [None] * len(weights.parameters)
         everywhere = accumulates_everywhere()
-        for n, (k, gradient) in enumerate(zip(visit.positions, gradients, strict=True)):
-            owner, s = shard.owner_of(k)
-            parameter = s.parameter
+        nbytes = 0
+        for n, k in enumerate(visit.positions):
+            gradient, parameter = gradients[n], weights.parameters[k]
             by_autograd = has_hooks(parameter) if everywhere else is_requested(accumulators[n])
             if gradient is None:
                 if everywhere and by_autograd:
                     run_hooks_with_gradient_only(parameter)
-            elif by_autograd or (everywhere and not self._updates and _is_at_home(owner, s, gradient)):
-                returned[n] = gradient.to(parameter.device, parameter.dtype)
-                self.streamer.count_stored(gradient)
+            elif by_autograd or (everywhere and not self._updates and weights.gradient_is_at_home(k, gradient)):
+                stays = gradient.device == parameter.device and gradient.dtype == parameter.dtype
+                returned[n] = gradient if stays else gradient.to(parameter.device, parameter.dtype)
+                nbytes += gradient.numel() * gradient.element_size()
             elif everywhere and parameter.requires_grad:
                 home[k] = gradient
+            gradients[n] = None  # the lane, or autograd, is to free it
+        if nbytes:
+            self.streamer.count_stored(nbytes)
         if self._updates or any([gradient is not None for gradient in home]):
             if torch.is_grad_enabled():
                 raise RuntimeError(
@@ -373,20 +386,11 @@ class Engine:
         for taken in self._leaving.values():
             self._give_back(taken)
         self._leaving.clear()
+        self._visited, self._visited_slot, self._visited_views = None, None, []
 
     def _backward_failed(self, backward: weakref.ref[_Backward]) -> None:
         if self._backward is backward:
             self._backward = None
             self.streamer.cancel()
             self._end()
-
-
-def _is_at_home(owner: Shard, s: Any, gradient: Tensor) -> bool:
-    """Whether a gradient is where its parameter rests, so that autograd accumulates it as in the bare model."""
-    return (
-        not owner.blocking_io
-        and s.form is None
-        and gradient.device == s.parameter.device
-        and not owner.gradient_types.rounds(s)
-    )
 

@@ -38,9 +38,9 @@ class Slots:
                 wanted.append(other)
         for other in wanted:
             if shards[other].state is State.HOME:
-                while streamer.loaded >= streamer.slots:
-                    gone = next(s.index for s in shards if s.state is not State.HOME and s.index not in wanted)
-                    streamer.evict(gone)
+                loaded = streamer.loaded
+                if len(loaded) >= streamer.slots:
+                    streamer.evict(next(k for k in loaded if k not in wanted))
                 streamer.load(other)
         if not shards[j].in_place:
             streamer.await_load(j)

@@ -2,12 +2,11 @@
 
 ::
 
-    parameters (homes)  --  Visit  --  handles  --  Enter (one a cell)  --  weights on the slot  --  block
+    parameters (homes)  --  Visit  --  token  --  Enter (one a cell)  --  weights on the slot  --  block
 
-A handle has the shape and type of a parameter, but no memory. ``Enter`` turns the handles of a shard into views of the
-slot for one cell, and its backward passes on the gradients of these. Autograd sums the gradients of all cells on the
-compute device, in the handle's type: 16-bit weights have 32-bit sums. When all cells have run backward, autograd runs
-the backward of ``Visit``: at that moment gradients leave and the slot is free.
+``Enter`` makes views of the slot for one cell. Its backward adds the gradients of these to the sums of the visit, on the
+compute device and in 32 bits at least. When all cells have run backward, autograd runs the backward of ``Visit``: at
+that moment the sums leave and the slot is free.
 """
 
 from __future__ import annotations
@@ -16,15 +15,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from offload.core.weights import Weights
 from pipe.freed import Life
+from pipe.torch_private.autograd import backward_number
 
 __all__ = ["Visit", "enter"]
 
-#: Called with a visit and the gradients of its trained parameters; returns those that autograd accumulates.
-Leave = Callable[["Visit", Sequence[Any], Sequence[Tensor | None]], Sequence[Tensor | None]]
+#: Called with a visit, the nodes of its trained parameters and their gradients; returns those that autograd accumulates.
+Leave = Callable[["Visit", Sequence[Any], list[Tensor | None]], Sequence[Tensor | None]]
 
 
 class Visit:
@@ -32,12 +32,16 @@ class Visit:
 
     Args:
         weights: of the shard.
-        uses, place: the shards of the pass in the order of their use, and this one's place there.
+        uses, place: the shards of the pass that its backward uses, in the order of the forward, and this one's place.
         leave: see :data:`Leave`.
         life: of the pass.
+        stores: number of calls that had stored assigned data until the forward.
     """
 
-    __slots__ = ("checked", "leave", "life", "place", "positions", "stores", "uses", "versions", "weights", "written")
+    __slots__ = (
+        "_owned", "checked", "leave", "life", "number", "place", "positions", "stores", "sums", "uses", "versions",
+        "weights", "written",
+    )  # fmt: skip
 
     def __init__(
         self, weights: Weights, uses: Sequence[int], place: int, leave: Leave, life: Life, stores: int
@@ -46,19 +50,43 @@ class Visit:
         #: Positions in :attr:`Shard.slices` of the parameters that took a gradient in the forward.
         self.positions = weights.trained
         self.versions = weights.shard.versions()
-        self.uses, self.place, self.leave, self.life = uses, place, leave, life
-        #: Number of calls that had stored assigned data until the forward; and the last backward that was checked.
-        self.stores, self.checked = stores, -1
+        self.uses, self.place, self.leave, self.life, self.stores = uses, place, leave, life, stores
+        #: The last backward in which the weights were compared with those of the forward.
+        self.checked = -1
+        #: The number of a backward, and the gradients of its cells so far.
+        self.number, self.sums = -1, list[Tensor | None]()
+        self._owned: list[bool] = []
         #: Weights that blocks have written in this forward: their positions and earlier values.
         self.written: list[tuple[int, Tensor]] = []
 
-    def begin(self, device: torch.device) -> Sequence[Tensor]:
-        """The handles. The graph refers to the visit, so the visit does not refer to them."""
-        parameters = [self.weights.shard.slices[k].parameter for k in self.positions]
-        if not parameters:
-            return ()
-        handles: tuple[Tensor, ...] = _Visit.apply(self, device, *parameters)  # type: ignore[no-untyped-call]
-        return handles
+    def begin(self) -> Tensor | None:
+        """The token; None where nothing is trained. The graph refers to the visit, so the visit does not refer to it."""
+        slices = self.weights.shard.slices
+        parameters = [slices[k].parameter for k in self.positions]
+        return _Visit.apply(self, *parameters) if parameters else None  # type: ignore[no-untyped-call]
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Adds the gradients of one cell."""
+        if self.number != (now := backward_number()):
+            self.number, self.sums, self._owned = now, list(gradients), [False] * len(gradients)
+            return
+        differentiable = torch.is_grad_enabled()
+        for n, gradient in enumerate(gradients):
+            before = self.sums[n]
+            if gradient is None or before is None:
+                self.sums[n] = gradient if before is None else before
+            elif self._owned[n]:
+                before.add_(gradient)
+            else:
+                # Not in place: other code may hold the first gradient.
+                self.sums[n] = before.to(self.weights.summed_in(self.positions[n])) + gradient
+                self._owned[n] = not differentiable
+
+    def take(self) -> list[Tensor | None]:
+        """The sums, which are forgotten."""
+        sums = self.sums if self.number == backward_number() else [None] * len(self.positions)
+        self.number, self.sums = -1, []
+        return sums
 
     def restore_written(self, count: int, views: Sequence[Tensor]) -> None:
         """Restores in the slot, and forgets, what was written after the first ``count`` writes."""
@@ -68,43 +96,41 @@ class Visit:
         del self.written[count:]
 
 
+_NOTHING = torch.empty(0)
+
+
 class _Visit(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, visit: Visit, device: torch.device, *parameters: nn.Parameter) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
+    def forward(ctx: Any, visit: Visit, *parameters: Tensor) -> Tensor:
         ctx.visit = visit
-        types = [visit.weights.summed_in(k) for k in visit.positions]
-        return tuple(
-            [
-                torch.empty_strided(p.shape, (0,) * len(p.shape), dtype=dtype, device=device)
-                for p, dtype in zip(parameters, types, strict=True)
-            ]
-        )
+        return _NOTHING.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
         visit: Visit = ctx.visit
+        gradients = visit.take()
         edges = [edge for edge, _ in ctx.next_functions]
-        return (None, None, *visit.leave(visit, edges[-len(gradients) :], gradients))
+        return (None, *visit.leave(visit, edges[-len(gradients) :], gradients))
 
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, views: Sequence[Tensor], *handles: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, visit: Visit, views: Sequence[Tensor], token: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tuple([view.detach() for view in views])
+        ctx.visit = visit
+        return tuple([views[k].detach() for k in visit.positions])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        return (None, *gradients)  # autograd converts them to the types of the handles
+        ctx.visit.add(gradients)
+        return None, None, _NOTHING
 
 
-def enter(visit: Visit, views: Sequence[Tensor], handles: Sequence[Tensor]) -> list[Tensor]:
+def enter(visit: Visit, views: Sequence[Tensor], token: Tensor | None) -> list[Tensor]:
     """The weights of a shard for one cell, with their graph; ``views`` are those of the slot."""
     weights = list(views)
-    if handles:
-        positions = visit.positions
-        entered = _Enter.apply([views[k] for k in positions], *handles)  # type: ignore[no-untyped-call]
-        for k, weight in zip(positions, entered, strict=True):
+    if token is not None:
+        entered = _Enter.apply(visit, views, token)  # type: ignore[no-untyped-call]
+        for k, weight in zip(visit.positions, entered, strict=True):
             weights[k] = weight
     return weights

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.engine.weight_writes import same_bytes
+from offload.storage import Block
 from offload.streaming.quantised import refresh
 from offload.streaming.shard import Shard
 from offload.streaming.slot_pool import SlotPool
@@ -38,6 +39,10 @@ class Weights:
         self.streamed = [k for k in range(len(shard.slices)) if not shard.owner_of(k)[0].resident]
         #: Positions of parts of quantised parameters, to which these refer themselves.
         self._parts = [k for k in self.streamed if shard.slices[k].part_of is not None]
+        #: For each position, the shard that stores the parameter and its slice there; and the parameter.
+        self.owners = [shard.owner_of(k) for k in range(len(shard.slices))]
+        self.parameters = shard.parameters
+        self._homes: list[Block | None] | None = None
         self._views: dict[int, tuple[weakref.ref[Tensor], list[Tensor]]] = {}
         self.find()
 
@@ -69,12 +74,18 @@ class Weights:
     @property
     def trained(self) -> list[int]:
         """The positions of the parameters that take a gradient."""
-        slices = self.shard.slices
-        return [k for k in self.streamed if slices[k].parameter.requires_grad]
+        parameters = self.parameters
+        return [k for k in self.streamed if parameters[k].requires_grad]
+
+    def gradient_is_at_home(self, k: int, gradient: Tensor) -> bool:
+        """Whether a gradient is where its parameter rests, so that autograd accumulates it as in the bare model."""
+        owner, s = self.owners[k]
+        file = owner.tier is not None and owner.tier.blocking_io
+        return not file and gradient.device == s.parameter.device and s.form is None and not owner.gradient_types.rounded
 
     def summed_in(self, k: int) -> torch.dtype:
         """The type in which gradients of the parameter at a position are summed over cells: 32 bits at least."""
-        dtype = self.shard.owner_of(k)[1].full_dtype
+        dtype = self.owners[k][1].full_dtype
         return torch.float32 if dtype.itemsize < 4 else dtype
 
     def views(self, slots: SlotPool) -> list[Tensor]:
@@ -95,20 +106,25 @@ class Weights:
 
     def differs_from_home(self, k: int, view: Tensor) -> bool:
         """Whether the parameter at a position has other bytes in the slot than at home."""
-        owner, s = self.shard.owner_of(k)
+        owner, s = self.owners[k]
         return not same_bytes(self.shard.part_at_home(k, view), owner.home_view(s).to(view.dtype))
 
     def at_home(self) -> bool:
         """Whether parameters are on the memory of their homes: no other ``data`` was assigned."""
-        now = [self.shard.slices[k].parameter.data_ptr() for k in self.streamed]
-        places = [self.shard.owner_of(k) for k in self.streamed]
-        bases = {id(o): o.home.tensor.data_ptr() for o, _ in places if o.home is not None}
-        return now == [bases[id(owner)] + s.offset if s.nbytes else at for at, (owner, s) in zip(now, places, strict=True)]
+        return [self.parameters[k].data_ptr() for k in self.streamed] == self._addresses()
+
+    def _addresses(self) -> list[int]:
+        homes = [owner.home for owner, _ in self.owners]
+        if self._homes != homes:  # made anew where shards move between files and memory
+            self._homes = homes
+            bases = [0 if home is None else home.tensor.data_ptr() for home in homes]
+            self._at = [bases[k] + self.owners[k][1].offset if self.owners[k][1].nbytes else 0 for k in self.streamed]
+        return self._at
 
     def point_parts(self, values: Sequence[Tensor] | None) -> None:
         """Gives the parts of quantised parameters the memory of ``values``, or of their homes."""
         for k in self._parts:
-            owner, s = self.shard.owner_of(k)
+            owner, s = self.owners[k]
             s.point_to(owner.home_view(s) if values is None else values[k])
         for parameter in self.shard.quantised:
             refresh(parameter)
@@ -131,11 +147,11 @@ class _Bound:
         values, weights = self._values, self._weights
         if not values:
             return
-        slices = weights.shard.slices
+        parameters = weights.parameters
         for attributes, register, items in weights._modules:
-            if attributes["_parameters"] is not register or any(
-                [dict.get(register, name) is not slices[k].parameter for name, k in items]
-            ):
+            if attributes["_parameters"] is not register or [
+                name for name, k in items if dict.get(register, name) is not parameters[k]
+            ]:
                 weights.find()  # follows those that other modules hold now, as with ``weight_norm``
                 break
         for attributes, register, items in weights._modules:

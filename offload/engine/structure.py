@@ -34,7 +34,7 @@ class Structure:
     def check(self) -> bool:
         """Whether modules or buffers changed since the last call; refuses other layers or parameters than at first."""
         layers = {name: id(layer) for name, layer in self._layers.items()}
-        if layers == self._wrapped and all(_members(module) == recorded for module, recorded in self._recorded):
+        if layers == self._wrapped and not any([_differs(*each) for each in self._recorded]):
             return False
         current = {**layers, **dict(self._named_parameters())}
         wrapped = {**self._wrapped, **self._parameters}
@@ -52,7 +52,7 @@ class Structure:
 
     def _record(self) -> None:
         modules = dict.fromkeys(m for layer in self._layers.values() if layer is not None for m in layer.modules())
-        self._recorded = [(module, _members(module)) for module in modules]
+        self._recorded = [_members(module) for module in modules]
 
     def _named_parameters(self) -> Iterator[tuple[str, int]]:
         for name, layer in self._layers.items():
@@ -60,6 +60,21 @@ class Structure:
                 yield from ((f"{path}.{key}", id(p)) for key, p in module._parameters.items() if p is not None)
 
 
-def _members(module: nn.Module) -> tuple[object, ...]:
-    """Identities of the children and parameters of a module, and the names of its buffers."""
-    return (*map(id, module._parameters.values()), *map(id, module._modules.values()), *module._buffers)
+#: A module, and its parameters, children and names of buffers.
+_Recorded = tuple[nn.Module, list[object], list[object], list[str]]
+
+
+def _members(module: nn.Module) -> _Recorded:
+    parameters, children = dict.values(module._parameters), module._modules.values()
+    return module, list(parameters), list(children), list(module._buffers)
+
+
+def _differs(module: nn.Module, parameters: list[object], children: list[object], buffers: list[str]) -> bool:
+    attributes = vars(module)
+    now = list(dict.values(attributes["_parameters"]))
+    return (
+        len(now) != len(parameters)
+        or [*attributes["_modules"].values()] != children
+        or [*attributes["_buffers"]] != buffers
+        or [p for p, then in zip(now, parameters, strict=True) if p is not then] != []
+    )

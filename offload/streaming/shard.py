@@ -18,6 +18,7 @@ their gradients are added to the owner's.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -123,6 +124,11 @@ class Shard:
     def at_home(self) -> list[Slice]:
         """Slices in storage of the parameters of :attr:`slices`, in this shard or the owner's."""
         return [*self.own, *(there for _, there in self.loans)]
+
+    @functools.cached_property
+    def bytes_at_home(self) -> int:
+        """Bytes that a load reads."""
+        return sum(s.nbytes for s in self.at_home)
 
     @property
     def casts(self) -> bool:

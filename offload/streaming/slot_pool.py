@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.storage.buffer import device_buffer
 from offload.telemetry.statistics import Meter
@@ -52,7 +51,8 @@ class SlotPool:
         #: Buffers of single shards, with the meter that counts each.
         self._own: list[tuple[Tensor, Meter]] = []
         self._meter: Meter | None = None
-        self._views = WeakTensorKeyDictionary()
+        #: References to each slot that the engine made, by its identity.
+        self._views: dict[int, int] = {}
 
     @property
     def shared(self) -> bool:
@@ -116,11 +116,11 @@ class SlotPool:
 
     def count_views(self, slot: Tensor, count: int) -> None:
         """Records ``count`` references to a slot that the engine itself created."""
-        self._views[slot] = self._views.get(slot, 0) + count
+        self._views[id(slot)] = self._views.get(id(slot), 0) + count
 
     def is_referenced(self, slot: Tensor) -> bool:
         """Whether a slot's storage has references that the engine did not create."""
-        return storage_uses(slot) > 1 + int(self._views.get(slot, 0))
+        return storage_uses(slot) > 1 + self._views.get(id(slot), 0)
 
     def replace(self, slot: Tensor) -> Tensor:
         """Allocates a new slot in place of one that is still referenced. A shard's own buffer is not used again."""
@@ -129,12 +129,14 @@ class SlotPool:
         with outside_inference_mode():
             new = device_buffer(slot.numel(), self._device)
         self._all = [new if old is slot else old for old in self._all]
+        self._views.pop(id(slot), None)
         return new
 
     def release(self, slot: Tensor, *, last: bool = False) -> None:
         """Returns a slot; ``last``: others are acquired before it, since an update still writes to it."""
         if self._is_own(slot):
             own = self._own
+            self._views.pop(id(slot), None)
             self._own = [each for each in own if each[0] is not slot]
             for each, meter in own:
                 if each is slot:
@@ -150,6 +152,7 @@ class SlotPool:
         """Frees buffers that belong to one shard, which is larger than a slot."""
         while self._own:
             slot, meter = self._own.pop()
+            self._views.pop(id(slot), None)
             meter.release(slot.numel())
 
     def resize(self, slots: int, slot_bytes: int) -> None:
@@ -165,6 +168,7 @@ class SlotPool:
             self._meter.release(self.slots * self.slot_bytes)
         self._free = self._meter = None
         self._all = []
+        self._views.clear()
 
     def reset(self) -> None:
         """Marks all slots as free, after a failure, once no user has one."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -178,7 +178,7 @@ class Streamer:
         shard = self.shards[j]
         shard.load(slot)
         self._meter.shard_loads += 1
-        nbytes = sum(s.nbytes for s in shard.at_home)
+        nbytes = shard.bytes_at_home
         self._meter.bytes_loaded += nbytes
         kind = LOAD_FROM_MEMORY if shard.file is not None else None
 
@@ -313,14 +313,14 @@ class Streamer:
         if self.heap is not None:
             self.heap.trim_if_grown()
 
-    def count_stored(self, gradient: Tensor) -> None:
-        """Counts a gradient that stays where autograd left it."""
-        self._meter.bytes_stored += gradient.numel() * gradient.element_size()
+    def count_stored(self, nbytes: int) -> None:
+        """Counts bytes of gradients that stay where autograd left them."""
+        self._meter.bytes_stored += nbytes
 
     @property
-    def loaded(self) -> int:
-        """How many shards are in slots, or on the way there."""
-        return len(self._loads)
+    def loaded(self) -> Collection[int]:
+        """The shards that are in slots, or on the way there, the earliest first."""
+        return self._loads
 
     def await_load(self, j: int) -> None:
         """Makes compute wait for the load of shard ``j``."""

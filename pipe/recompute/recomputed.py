@@ -63,7 +63,7 @@ class _Call:
     """One call: what it saved, and what its second run needs."""
 
     __slots__ = (
-        "again", "kinds", "leaves", "made", "name", "number", "places", "references", "saved", "settings", "spec", "state"
+        "again", "count", "kinds", "leaves", "made", "name", "number", "places", "references", "saved", "settings", "spec", "state"
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +71,7 @@ class _Call:
     ) -> None:
         self.name, self.again, self.state, self.references = name, again, state, references
         self.settings = Settings(state.devices)
+        self.count = 0
         #: Shape, type and device of each tensor that the first run saved.
         self.kinds: list[tuple[Any, ...]] = []
         #: The same tensors of the second run, in the backward of this number; None where used.
@@ -93,7 +94,8 @@ class _Call:
 
     def pack(self, tensor: Tensor) -> Any:
         self.kinds.append((tensor.shape, tensor.dtype, tensor.device))
-        return self, len(self.kinds) - 1
+        self.count += 1
+        return self, self.count - 1
 
     def run_again(self) -> None:
         """Makes all tensors that the first run saved."""
@@ -112,14 +114,16 @@ class _Call:
         args, kwargs = (leaves, {}) if self.spec is None else unflatten(leaves, self.spec)
         made: list[Any] = []
         found: list[tuple[Any, ...]] = []
-        expected = len(self.kinds)
+        left = self.count
         refer = None if self.references is None else self.references[0]
 
         def pack(tensor: Tensor) -> Any:
+            nonlocal left
             detached = tensor.detach()
             found.append((tensor.shape, tensor.dtype, tensor.device))
             made.append((detached if refer is None else refer(detached), detached._version))
-            if len(made) == expected:
+            left -= 1
+            if left == 0:
                 raise Stop
             return detached
 

@@ -61,15 +61,32 @@ class Region:
         """Finds the modules, buffers and generators that there are now."""
         self._begun = 0
         self.watched = WatchedModule(self._group)
-        self._generators = generators_of(self.devices, self.watched.generators)
+        self._find_generators()
         self.modules = [module for _, module in self.watched.modules]
+
+    def _find_generators(self) -> None:
+        self._generators = generators_of(self.devices, self.watched.generators)
+        #: Those of torch, and of the modules themselves, are always compared: that takes no time.
+        self._drawn = [each for each in self._generators if each.name not in ("python", "numpy")]
+        self._runs: dict[tuple[bool, ...], int] = {}
+
+    def generators(self) -> Sequence[Generator]:
+        """Those that the modules may draw from: of the process, only if they did in their first runs."""
+        runs = self._runs[self.settings] = self._runs.get(self.settings, 0) + 1
+        return self._generators if runs <= RUNS_NOTED else self._drawn
+
+    def note_drawn(self, drawn: Sequence[Generator]) -> None:
+        """Called after a first run with the generators that it drew from."""
+        more = [each for each in drawn if each not in self._drawn]
+        if more:
+            self._drawn = [each for each in self._generators if each in self._drawn or each in more]
 
     def begin(self) -> RegionState:
         """The state before a first run."""
         if self._begun < RUNS_NOTED:  # generators may be assigned at any time before
             self._begun += 1
             self.watched.find_generators()
-            self._generators = generators_of(self.devices, self.watched.generators)
+            self._find_generators()
         return RegionState(self)
 
     @property
@@ -128,7 +145,7 @@ class RegionState:
     def __init__(self, region: Region) -> None:
         self._region = region
         self._modes = region.modes
-        self._states: list[tuple[Generator, Any]] = [(each, each.get()) for each in region._generators]
+        self._states: list[tuple[Generator, Any]] = [(each, each.get()) for each in region.generators()]
         watched = region.watched
         self._hooked = region.hooked
         stateful = watched.buffers or watched.stateful.modules or self._hooked
@@ -167,6 +184,8 @@ class RegionState:
 
     def _record_changes(self) -> None:
         self._states = [(each, state) for each, state in self._states if each.moved(state)]
+        if self._states:
+            self._region.note_drawn([each for each, _ in self._states])
         if self._module_state is not None:
             self._module_state.record_changes()
 
