@@ -296,9 +296,7 @@ class OffloadModel(RunningModule):
                 runner.compares_always = detect_weight_writes
             # Of the executor, which tapes refer to: a backward still runs after the model is collected.
             self._finalizer = finalize_here(self._executor, _close, lanes, self._tier)
-            if self._memory_limits is not None and recompute:
-                self._executor.plan_memory(self._memory_limits, resources.policy)
-            if core.IN_USE and mesh is None and self._memory_limits is None:
+            if core.IN_USE and mesh is None:
                 shards, names = self._executor.shards, list(named)
                 every = [[(names[s.first + k], layer) for k, layer in enumerate(s.layers)] for s in shards]
                 apart = called is not None
@@ -314,6 +312,10 @@ class OffloadModel(RunningModule):
                     owner=self._executor,
                 )
                 self._executor.native = weakref.ref(self._engine)
+                for runner in self._executor.runners:
+                    runner.native = True
+            if self._memory_limits is not None and recompute:
+                self._executor.plan_memory(self._memory_limits, resources.policy)
             self._persistent_home.begin()
             return_freed_memory()
             undo.pop_all()

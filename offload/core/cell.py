@@ -29,12 +29,28 @@ from pipe.recompute.region import Region
 from pipe.recompute.thread_state import lasting_hooks
 from pipe.torch_private.tracing import uncompiled_hooks
 
-__all__ = ["Block"]
+__all__ = ["UNWATCHED", "Block", "Watch", "has_cache", "requires_grad"]
 
 #: Runs of each mode in which it is found out whether a block writes into its input or its weights.
 RUNS_NOTED = 2
 
 Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Functions that are called while a cell runs, for what plans need to know.
+
+    ``saved`` with each tensor that autograd saves; ``begins`` when its backward begins or goes on; ``entering`` are hooks
+    for what a recomputed cell saves of its input.
+    """
+
+    saved: Callable[[Tensor], None] | None = None
+    begins: Callable[[], None] | None = None
+    entering: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
+
+
+UNWATCHED = Watch()
 
 
 class Block:
@@ -56,8 +72,11 @@ class Block:
         *,
         views_for: Callable[[Visit], Sequence[Tensor]],
         store_written: Callable[..., None],
+        place: tuple[int, int] = (0, 1),
     ) -> None:
         self.weights, self.region, self.name = weights, region, name
+        #: Its place among the blocks of the shard, and their number.
+        self.place = place
         self._views_for = views_for
         self._store_written = partial(store_written, weights)
         #: Whether its graph is always kept, since a second run would write its weights again.
@@ -88,14 +107,18 @@ class Block:
         visit: Visit,
         views: Sequence[Tensor],
         token: Tensor | None,
+        watch: Watch = UNWATCHED,
     ) -> Any:
         """The output with its graph, in which weights are references."""
-        if not views:
+        if not views and watch is UNWATCHED:
             return self._noted(call, views, views, args, kwargs)
         outer = lasting_hooks()
-        refer, resolve = self._references(visit, views)
+        refer, resolve = self._references(visit, views) if views else (_same, _same)
+        saved_by, begins = watch.saved, watch.begins
 
         def pack(tensor: Tensor) -> Any:
+            if saved_by is not None:
+                saved_by(tensor)
             saved = refer(tensor)
             if type(saved) is _Reference:
                 return saved
@@ -106,6 +129,8 @@ class Block:
             return detached, detached._version
 
         def unpack(saved: Any) -> Tensor:
+            if begins is not None:
+                begins()
             if type(saved) is _Reference:
                 return resolve(saved)
             return unchanged(*saved, self.name) if outer is None else outer[1](saved)
@@ -121,8 +146,10 @@ class Block:
         visit: Visit,
         views: Sequence[Tensor],
         token: Tensor | None,
+        watch: Watch = UNWATCHED,
     ) -> Any:
         """The output with a graph that runs the block again when backward reaches it."""
+        begins = watch.begins
         state, modes = self.region.begin(), self.region.settings
         weights, written = [enter(visit, views, token)], len(visit.written)
 
@@ -131,6 +158,8 @@ class Block:
             return self._noted(call, views, weights.pop(), args, kwargs, visit)
 
         def again(*args: Any, **kwargs: Any) -> Any:
+            if begins is not None:
+                begins()
             leaves = [
                 view.detach().requires_grad_() if k in visit.positions else view
                 for k, view in enumerate(self._views_for(visit))
@@ -151,6 +180,8 @@ class Block:
             again=again,
             references=self._references(visit, views) if views else None,
             saved=map_distinct(_copied, (args, kwargs)) if watched else None,
+            inputs_hooks=watch.entering,
+            on_save=watch.saved,
             name=self.name,
         )
         if len(visit.written) > written:
@@ -159,7 +190,7 @@ class Block:
             del output
             state.take_back()
             visit.restore_written(written, views)
-            return self.keep(call, args, kwargs, visit, views, token)
+            return self.keep(call, args, kwargs, visit, views, token, watch)
         self._inputs.note(modes, tensors, [a != b for a, b in zip(versions, _versions(tensors), strict=True)], watched)
         return output
 
@@ -258,6 +289,10 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def has_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -48,6 +48,10 @@ def run_chunks(
                 forwards.append(suspended(chunk))
                 with own.running(i, everywhere):
                     states.append(forwards[i].start())
+            first = [state for state in states if isinstance(state, BlockCall)]
+            if first:
+                engine.expect([tensors_in((call.args, call.kwargs)) for call in first])
+            del first
             while waiting := [i for i, state in enumerate(states) if isinstance(state, BlockCall)]:
                 number = min((engine.order_of(states[i].j), states[i].j) for i in waiting)[1]  # type: ignore[union-attr]
                 outputs = {}

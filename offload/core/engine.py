@@ -27,16 +27,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.core.cell import Block, has_cache, requires_grad
+from offload.core.cell import UNWATCHED, Block, Watch, has_cache, requires_grad
+from offload.core.observed import ObservedStep
 from offload.core.passes import Forward, Slots, before
 from offload.core.visit import Visit
 from offload.core.weights import Weights
 from offload.engine.structure import Structure
 from offload.engine.weight_writes import AssignedData
+from offload.planning.plan import Kind
 from offload.streaming.shard import Shard
 from offload.streaming.stored_gradients import set_gradient
 from offload.streaming.streamer import Streamer
 from pipe.freed import Life, Living
+from pipe.nested import flatten
 from pipe.process import check_process
 from pipe.recompute.region import Region
 from pipe.recompute.rerun import refuse_cached_parametrizations
@@ -64,10 +67,15 @@ class _Pass:
         self.visits: dict[int, tuple[Visit, Tensor | None]] = {}
         #: Of its graph.
         self.life = Life()
+        #: What observes it, if the memory of the model is planned.
+        self.step: ObservedStep | None = None
 
 
 class _Backward:
     """A running backward. Autograd frees it with the callback that would end it: also when it fails."""
+
+    def __init__(self, step: ObservedStep | None) -> None:
+        self.step = step
 
 
 class Engine:
@@ -87,7 +95,7 @@ class Engine:
         recompute: bool,
         assigned: AssignedData,
         structure: Structure,
-        owner: object,
+        owner: Any,
         numbers: Sequence[tuple[int, int]] = (),
         calls: Sequence[Callable[..., Any]] = (),
     ) -> None:
@@ -98,6 +106,7 @@ class Engine:
         self._assigned, self._structure = assigned, structure
         #: What a backward needs after the model was deleted: its end closes lanes and homes.
         self._owner = owner
+        self._in_pass: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         self._forwards: Living[None] = Living()
         self._made_in = os.getpid()
         self._weights = [Weights(shard) for shard in streamer.shards]
@@ -109,8 +118,9 @@ class Engine:
                     f"shard {j}",
                     views_for=self._views_in_backward,
                     store_written=self._store_written,
+                    place=(k, len(several)),
                 )
-                for layers in several
+                for k, layers in enumerate(several)
             ]
             for j, several in enumerate(blocks)
         ]
@@ -168,6 +178,8 @@ class Engine:
             self.streamer.wait_for_home_reads()
             if not in_between:
                 self._orders[training] = this.forward.uses
+            if this.step is not None and not this.step.training:
+                this.step.end()
             if this.forward.graphed and not in_between:
                 self._forwards.add(this.life, None)
         except BaseException:
@@ -175,6 +187,7 @@ class Engine:
             raise
         finally:
             self._pass = None
+            self._slots.act = None
 
     @contextlib.contextmanager
     def calling(self, call: Callable[..., Any]) -> Iterator[None]:
@@ -191,9 +204,11 @@ class Engine:
         if call is not None:
             return call(number, args, kwargs)
         if self._pass is not None:
+            self.expect([flatten((args, kwargs))[0]])
             return self.run_numbered(number, args, kwargs)
         # Outside of the model's forward: by other code, or again in backward by a checkpoint of the model itself.
         with self.forward():
+            self.expect([flatten((args, kwargs))[0]])
             return self.run_numbered(number, args, kwargs)
 
     def run_numbered(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], i: int = 0) -> Any:
@@ -227,18 +242,80 @@ class Engine:
         self._slots.use(j, this.forward.following())
         in_place = weights.shard.in_place
         views = [] if in_place else weights.views(self.streamer.slot_pool)
-        if not graph:
+        keeps = graph and (block.keeps or this.keeps(j, i) or has_cache(args, kwargs))
+        if this.step is None:
+            return self._run(block, call, args, kwargs, views, this, place if graph else -1, keeps, UNWATCHED)
+        return self._run_observed(this.step, block, call, args, kwargs, views, this, place if graph else -1, keeps, i)
+
+    def _run(
+        self,
+        block: Block,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        views: Sequence[Tensor],
+        this: _Pass,
+        place: int,
+        keeps: bool,
+        watch: Watch,
+    ) -> Any:
+        if place < 0:
             return block.run(call, args, kwargs, views)
-        visit, token = self._visit(this, j, place)
-        keeps = block.keeps or this.keeps(j, i) or has_cache(args, kwargs)
+        visit, token = self._visit(this, block.weights.shard.index, place)
         run = block.keep if keeps else block.recompute
-        return run(call, args, kwargs, visit, views, token)
+        return run(call, args, kwargs, visit, views, token, watch)
+
+    def _run_observed(
+        self,
+        step: ObservedStep,
+        block: Block,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        views: Sequence[Tensor],
+        this: _Pass,
+        place: int,
+        keeps: bool,
+        i: int,
+    ) -> Any:
+        shard = block.weights.shard
+        j, (k, blocks) = shard.index, block.place
+        step.enter(j, k, i, (args, kwargs))
+        graph = place >= 0
+        recorder = step.recorder(shard, i, shard.slot if views else None, keeps) if graph else None
+        kind = Kind.BACKWARD_KEPT if keeps else Kind.BACKWARD
+        watch = Watch(
+            None if recorder is None else recorder.add,
+            partial(step.backward, kind, j, k, blocks, i) if graph else None,
+            step.boundaries.hooks if graph and j else None,
+        )
+        with step.forward(Kind.FORWARD_KEPT if keeps else Kind.FORWARD, j, k, blocks, i):
+            output = self._run(block, call, args, kwargs, views, this, place, keeps, watch)
+        if recorder is not None:
+            step.record(recorder, j, k, i, (args, kwargs), kept=keeps)
+        if j == len(self.blocks) - 1 and k == blocks - 1:
+            step.leave(i, output)
+        return output
+
+    def expect(self, leaves: Sequence[Sequence[Any]]) -> None:
+        """Called within :meth:`forward` before the first cell, with the leaves of the input of each micro-batch."""
+        this = self._pass
+        assert this is not None
+        if this.step is not None or not self._owner.plans or in_backward():
+            return
+        tensors = [x for each in leaves for x in each if isinstance(x, Tensor)]
+        trains = any(shard.trainable for shard in self.streamer.shards) or any(p.requires_grad for p in self._owner.outside)
+        training = torch.is_grad_enabled() and (trains or any(x.requires_grad for x in tensors))
+        this.step = step = ObservedStep(self._owner, leaves, training=training, idle=not any(True for _ in self._forwards))
+        if self.recompute:
+            this.keeps = lambda j, i: (j, i) in step.kept
+        self._slots.act = step.act
 
     def _visit(self, this: _Pass, j: int, place: int) -> tuple[Visit, Tensor | None]:
         """The visit of a shard in this pass, made at its first cell."""
         if j not in this.visits:
             uses, stores = this.forward.graphed, self._assigned.stores
-            visit = Visit(self._weights[j], uses, place, self._leave, this.life, stores)
+            visit = Visit(self._weights[j], uses, place, self._leave, this.life, stores, this.step)
             shard = self.streamer.shards[j]
             this.visits[j] = visit, None if shard.in_place else visit.begin()
         return this.visits[j]
@@ -271,7 +348,7 @@ class Engine:
         shard = visit.weights.shard
         if self._visited is visit and self._visited_slot is shard._slot:
             return self._visited_views
-        self._enter_backward()
+        self._enter_backward(visit)
         if visit.checked != (number := backward_number()):
             self._check_unchanged(visit)
             visit.checked = number
@@ -300,7 +377,10 @@ class Engine:
         self, visit: Visit, accumulators: Sequence[Any], gradients: list[Tensor | None]
     ) -> Sequence[Tensor | None]:
         """Sends the gradients of a shard home; returns those that autograd accumulates, or that were asked for."""
-        self._enter_backward()
+        self._enter_backward(visit)
+        if (step := visit.step) is not None:
+            step.end_cell()
+            step.act(Kind.DRAIN, visit.weights.shard.index)
         weights = visit.weights
         shard = weights.shard
         returned: list[Tensor | None] = [None] * len(gradients)
@@ -358,7 +438,7 @@ class Engine:
                 gradient.add_(by_autograd.to(gradient.device))
             set_gradient(parameter, gradient)
 
-    def _enter_backward(self) -> None:
+    def _enter_backward(self, visit: Visit) -> None:
         """Begins a backward, unless it runs already. It ends with autograd's, or when that fails."""
         if self._backward is not None or self._pass is not None:
             return
@@ -367,7 +447,11 @@ class Engine:
             hooked = [p for weights in self._weights for p in weights.shard.parameters if has_hooks(p)]
         everywhere = accumulates_everywhere()
         self._updates = self.streamer.gradient_offload.begin(self._waiting(), hooked, drop_others=not everywhere)
-        backward = _Backward()
+        if visit.step is not None:
+            self._slots.act = visit.step.act
+            self._in_pass = self._owner.meter.overheads.in_pass("backward")
+            self._in_pass.__enter__()
+        backward = _Backward(visit.step)
         self._backward = weakref.ref(backward, self._backward_failed)
         at_end_of_backward(partial(self._end_backward, backward))
 
@@ -376,11 +460,17 @@ class Engine:
         return max(0, sum(1 for _ in self._forwards) - 1)
 
     def _end_backward(self, backward: _Backward) -> None:
+        if backward.step is not None:
+            backward.step.end_cell()
         self.streamer.gradient_offload.settle()
         self._end()
         self.streamer.gradient_offload.wait_idle()
         self.streamer.release()
         self._backward = None
+        if backward.step is not None:
+            self._slots.act = None
+            self._in_pass.__exit__(None, None, None)
+            backward.step.end()
 
     def _end(self) -> None:
         for taken in self._leaving.values():

@@ -8,8 +8,9 @@ Invariant: a shard is evicted only if it is not among the next ones to be used, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from offload.planning.plan import Kind
 from offload.streaming.shard import State
 from offload.streaming.streamer import Streamer
 
@@ -21,13 +22,17 @@ class Slots:
 
     def __init__(self, streamer: Streamer) -> None:
         self._streamer = streamer
+        #: Called with what is done; None: nobody wants to know.
+        self.act: Callable[[Kind, int], None] | None = None
 
     def use(self, j: int, following: Iterable[int]) -> None:
         """Makes shard ``j`` usable by compute, and begins to load those ``following``, which are used after it."""
         streamer = self._streamer
         shards = streamer.shards
         if shards[j].in_place:
-            streamer.await_update_in_place(j)
+            if shards[j].pending is not None:
+                self._done(Kind.UPDATE, j)
+                streamer.await_update_in_place(j)
             wanted = []
         else:
             wanted = [j]
@@ -40,10 +45,19 @@ class Slots:
             if shards[other].state is State.HOME:
                 loaded = streamer.loaded
                 if len(loaded) >= streamer.slots:
-                    streamer.evict(next(k for k in loaded if k not in wanted))
+                    gone = next(k for k in loaded if k not in wanted)
+                    streamer.evict(gone)
+                    self._done(Kind.EVICT, gone)
+                if shards[other].pending is not None:
+                    self._done(Kind.UPDATE, other)
                 streamer.load(other)
+                self._done(Kind.LOAD, other)
         if not shards[j].in_place:
             streamer.await_load(j)
+
+    def _done(self, kind: Kind, j: int) -> None:
+        if self.act is not None:
+            self.act(kind, j)
 
 
 class Forward:

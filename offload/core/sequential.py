@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.core.engine import Engine, Keeps
-from pipe.nested import map_tensors
+from pipe.nested import flatten, map_tensors
 
 __all__ = ["run_layers"]
 
@@ -39,6 +39,7 @@ def run_layers(
 
     values: list[Any] = list(map_tensors(brought, list(chunks)))
     with engine.forward(keeps):
+        engine.expect([flatten(chunk)[0] for chunk in chunks])
         for j, several in enumerate(layers):
             first, last = j == 0, j == len(layers) - 1
             block = engine.blocks[j][0]

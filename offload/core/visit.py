@@ -35,22 +35,24 @@ class Visit:
         uses, place: the shards of the pass that its backward uses, in the order of the forward, and this one's place.
         leave: see :data:`Leave`.
         life: of the pass.
+        step: what observes the pass; None: nothing.
         stores: number of calls that had stored assigned data until the forward.
     """
 
     __slots__ = (
-        "_owned", "checked", "leave", "life", "number", "place", "positions", "stores", "sums", "uses", "versions",
+        "_owned", "checked", "leave", "life", "number", "place", "positions", "step", "stores", "sums", "uses", "versions",
         "weights", "written",
     )  # fmt: skip
 
     def __init__(
-        self, weights: Weights, uses: Sequence[int], place: int, leave: Leave, life: Life, stores: int
+        self, weights: Weights, uses: Sequence[int], place: int, leave: Leave, life: Life, stores: int, step: Any
     ) -> None:
         self.weights = weights
         #: Positions in :attr:`Shard.slices` of the parameters that took a gradient in the forward.
         self.positions = weights.trained
         self.versions = weights.shard.versions()
         self.uses, self.place, self.leave, self.life, self.stores = uses, place, leave, life, stores
+        self.step = step
         #: The last backward in which the weights were compared with those of the forward.
         self.checked = -1
         #: The number of a backward, and the gradients of its cells so far.

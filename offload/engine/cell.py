@@ -99,6 +99,8 @@ class ShardRunner:
     gets_copies: bool = False
     #: Whether a layer raised an error.
     failed: bool = False
+    #: Whether another engine runs the layers, which copies no shard.
+    native: bool = False
     #: The settings in which the graph of a block is known to end at its arguments and its own parameters.
     checked_graphs: set[tuple[bool, ...]] = field(default_factory=set)
     #: By identity: parameters that a block uses, which are neither its own nor among its arguments.
@@ -135,6 +137,8 @@ class ShardRunner:
     @property
     def needs_copy(self) -> bool:
         """Whether the next forward must not use a home in place: layers may write it, see :meth:`compares_weights`."""
+        if self.native:
+            return False
         return self.compares_always or self.writes_weights or self._forwards[self._modes()] < FORWARDS_COMPARED
 
     @property

@@ -35,6 +35,8 @@ class ExclusivePasses:
     public: PublicParameters
     #: Returns the engine that runs the model in place of this executor, or None.
     native: Any = staticmethod(lambda: None)
+    #: How often saved tensors were recorded, by shard, rows and whether the graph was kept.
+    recorded: dict[Any, int]
     #: The methods whose frames are running passes.
     pass_codes: frozenset[CodeType]
 
@@ -42,6 +44,7 @@ class ExclusivePasses:
         #: Whether a pass is running, or was interrupted before its cleanup.
         self._busy = False
         self._frozen_weights = 0
+        self.recorded = {}
         #: The process that made the model.
         self.made_in = os.getpid()
         this = weakref.ref(self)  # without it, a cycle with the streamer

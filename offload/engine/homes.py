@@ -110,6 +110,13 @@ class MovableHomes(ExclusivePasses):
         self.runners, self._cell_executor = parts.runners, parts.cell_executor
         self.steps, self._references = parts.steps, parts.references
 
+    @property
+    def plans(self) -> bool:
+        """Whether steps are planned by what they measure, or bounded."""
+        policy = self.policy
+        bounded = (policy.boundary_bytes, policy.graph_bytes) != (None, None)
+        return self.steps.planner is not None or self.strict or bounded
+
     def check_open(self) -> None:
         """Raises RuntimeError after ``close()``."""
         if self.closed:

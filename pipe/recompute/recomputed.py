@@ -22,11 +22,13 @@ Source: ``torch.utils.checkpoint`` without reentrant autograd, which keeps a hol
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from pipe.nested import LEAVES, flatten, unflatten
 from pipe.recompute.region import RegionState, Settings
@@ -63,7 +65,7 @@ class _Call:
     """One call: what it saved, and what its second run needs."""
 
     __slots__ = (
-        "again", "count", "kinds", "leaves", "made", "name", "number", "places", "references", "saved", "settings", "spec", "state"
+        "again", "count", "kinds", "leaves", "made", "name", "number", "on_save", "places", "references", "saved", "settings", "spec", "state"
     )  # fmt: skip
 
     def __init__(
@@ -95,6 +97,8 @@ class _Call:
     def pack(self, tensor: Tensor) -> Any:
         self.kinds.append((tensor.shape, tensor.dtype, tensor.device))
         self.count += 1
+        if self.on_save is not None:
+            self.on_save(tensor)
         return self, self.count - 1
 
     def run_again(self) -> None:
@@ -127,7 +131,7 @@ class _Call:
                 raise Stop
             return detached
 
-        hooks = torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(pack, _same))
+        hooks = saved_tensors_hooks(*uncompiled_hooks(pack, _same))
         try:
             with self.state.again(), self.settings.again(), torch.enable_grad(), hooks:
                 self.again(*args, **kwargs)
@@ -185,6 +189,8 @@ def recomputed(
     again: Callable[..., Any] | None = None,
     references: References | None = None,
     saved: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
+    inputs_hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None,
+    on_save: Callable[[Tensor], None] | None = None,
     name: str = "a checkpointed function",
 ) -> Any:
     """``function(*args, **kwargs)``, of which only the arguments are kept.
@@ -194,13 +200,17 @@ def recomputed(
         args, kwargs: may be nested.
         state: of the modules that run, begun just before.
         saved: the arguments of the second run, where the first one may change its own.
+        inputs_hooks: saved-tensor hooks for the arguments.
+        on_save: called with each tensor that the call would save.
         references: what replaces a tensor of the second run until it is used, and what makes the tensor of it.
         name: for errors.
     """
     call = _Call(name, again or function, state, references)
-    call.save_inputs(*((args, kwargs) if saved is None else saved))
+    call.on_save = on_save
+    with contextlib.nullcontext() if inputs_hooks is None else saved_tensors_hooks(*inputs_hooks):
+        call.save_inputs(*((args, kwargs) if saved is None else saved))
     pack, unpack = uncompiled_hooks(call.pack, _unpack)
-    with state.first(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with state.first(), saved_tensors_hooks(pack, unpack):
         return function(*args, **kwargs)
 
 

@@ -1,0 +1,190 @@
+"""What the planner of a model's memory must know of its steps, and what it decides for them.
+
+A model with a limit of memory measures its first steps of each size: bytes of boundaries and of saved tensors, seconds
+of cells. The planner decides which cells keep their graphs and how many bytes of boundaries stay in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offload.core.boundaries import Boundaries
+from offload.engine.layouts import bytes_of_boundary
+from offload.engine.row_units import largest_rows, rounded_up
+from offload.planning.memory_profile import MemoryProfile, SavedTensor
+from offload.planning.plan import Action, Kind, Plan
+from offload.streaming.shard import Shard
+from pipe.nested import tensors_in
+
+__all__ = ["ObservedStep", "Recorder"]
+
+#: Steps of each size in which saved tensors are recorded.
+STEPS_RECORDED = 3
+
+
+class Recorder:
+    """Records what autograd saves in one cell of a shard, whose weights are in ``memory``."""
+
+    def __init__(self, shard: Shard, memory: Tensor | None) -> None:
+        begin = 0 if memory is None else memory.data_ptr()
+        self._range = range(begin, begin + (0 if memory is None else memory.numel() * memory.element_size()))
+        trained = [s for s in shard.slices if s.parameter.requires_grad]
+        self._weights = {begin + s.offset: s.nbytes for s in trained}
+        if memory is None:
+            self._weights = {s.parameter.data_ptr(): s.nbytes for s in trained}
+        self._saved: list[tuple[int | StorageWeakRef, int]] = []
+        self.nbytes: dict[StorageWeakRef, int] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        """Called for each tensor that autograd saves."""
+        if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
+            return
+        try:
+            address, storage = tensor.data_ptr(), tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):
+            return
+        if address in self._range or address in self._weights:
+            self._saved.append((address, 0))
+            return
+        key = StorageWeakRef(storage)
+        self.nbytes[key] = storage.nbytes()
+        flows = tensor.numel() * tensor.element_size() if tensor.is_floating_point() or tensor.is_complex() else 0
+        self._saved.append((key, flows))
+
+    def saved_tensors(self, elsewhere: Sequence[Tensor]) -> list[SavedTensor]:
+        """The saved tensors in the order of backward; those ``elsewhere`` are not freed by it."""
+        staying = {StorageWeakRef(x.untyped_storage()) for x in elsewhere if type(x) is Tensor}
+        first = {key: k for k, (key, _) in reversed([*enumerate(self._saved)])}
+        come: set[Any] = set()
+        found = []
+        for k in range(len(self._saved) - 1, -1, -1):
+            key, flows = self._saved[k]
+            if isinstance(key, int):
+                found.append(SavedTensor(0 if key in come else self._weights.get(key, 0), 0, 0))
+                come.add(key)
+            else:
+                freed = self.nbytes.get(key, 0) if first[key] == k and key not in staying else 0
+                found.append(SavedTensor(0, flows, freed))
+        return found
+
+
+class ObservedStep:
+    """One forward, with its backward if it has one.
+
+    Args:
+        executor: what knows sizes and plans of the model.
+        leaves: of the input of each micro-batch.
+        training: whether gradients are computed.
+        idle: whether no earlier forward waits for its backward.
+    """
+
+    def __init__(self, executor: Any, leaves: Sequence[Sequence[Any]], *, training: bool, idle: bool) -> None:
+        self._executor, self._steps, self._meter = executor, executor.steps, executor.meter
+        self.training = training
+        units = executor.row_units
+        self.rows = [units.count(each) for each in leaves]
+        rounded = [rounded_up(u, largest_rows(each)) for u, each in zip(self.rows, leaves, strict=True)]
+        self._elements = [sum(x.numel() for x in each if isinstance(x, Tensor)) for each in leaves]
+        if training:
+            self._meter.begin_step()
+        self.planned = self._steps.begin(self.rows, rounded, self._elements, training=training, idle=idle)
+        first = executor.first_trainable()
+        self.kept = self._steps.kept_cells(self.rows, first) if training else frozenset()
+        self.actions: list[Action] = []
+        self.pending = executor.streamer.pending()
+        self.resident = executor.streamer.resident()
+        scratch = executor._tier.scratch() if training and executor.recompute else None
+        self.boundaries = Boundaries(scratch, executor._lanes.boundary, self._meter, self._steps._budget_bytes)
+        self._open: contextlib.AbstractContextManager[None] | None = None
+        self._cell: tuple[str, int, int, int] | None = None
+        self._ended = False
+
+    def act(self, kind: Kind, j: int, i: int | None = None) -> None:
+        """Adds to the plan."""
+        self.actions.append(Action(kind, j, i))
+
+    def enter(self, j: int, k: int, i: int, value: Any) -> None:
+        """Called with what enters block ``k`` of a cell."""
+        nbytes = sum({id(x): bytes_of_boundary(x) for x in tensors_in(value)}.values())
+        if j == 0 and k == 0:
+            self._steps.record_around("entered", self.rows[i], nbytes if self._executor.blocks else 0)
+        elif k == 0:
+            self._steps.record_boundary(j, self.rows[i], self._elements[i], nbytes, training=self.training)
+            self._steps.record_gradient(j, self.rows[i], nbytes)
+
+    def leave(self, i: int, value: Any) -> None:
+        """Called with the output of the last block of a micro-batch."""
+        j = len(self._executor.shards)
+        nbytes = sum({id(x): bytes_of_boundary(x) for x in tensors_in(value)}.values())
+        self._steps.record_boundary(j, self.rows[i], self._elements[i], nbytes, training=self.training)
+        self._steps.record_gradient(j, self.rows[i], nbytes)
+
+    def recorder(self, shard: Shard, i: int, memory: Tensor | None, kept: bool) -> Recorder | None:
+        """Records what a cell saves, in the first steps of its size."""
+        key = shard.index, self.rows[i], kept
+        seen = self._executor.recorded
+        if not self.training or seen.get(key, 0) >= STEPS_RECORDED:
+            return None
+        seen[key] = seen.get(key, 0) + 1
+        return Recorder(shard, memory)
+
+    def record(self, recorder: Recorder, j: int, k: int, i: int, entered: Any, *, kept: bool) -> None:
+        """Called after the forward of a cell with what it saved."""
+        own = [] if kept else tensors_in(entered)
+        saved = recorder.saved_tensors(own)
+        profile = MemoryProfile(self.rows[i], saved)
+        self._meter.record_memory_profile(j, profile, keeps=kept, continues=k > 0)
+        if not kept:
+            nbytes = sum(recorder.nbytes.values())
+            runner = self._executor._cell_executor.shards[j].runners[k]
+            runner.activation_bytes, runner.graph_bytes = nbytes, nbytes
+            runner.graph_bytes_per_row = nbytes / (self.rows[i] or 1)
+            self._meter.record_activations(nbytes, self.rows[i])
+
+    def forward(self, kind: Kind, j: int, k: int, blocks: int, i: int) -> contextlib.AbstractContextManager[None]:
+        """A context for a cell in forward."""
+        if k == 0:
+            self.act(kind, j, i)
+        return self._meter.cell(kind.value, j, i, self.rows[i], step=k, steps=blocks)
+
+    def backward(self, kind: Kind, j: int, k: int, blocks: int, i: int) -> None:
+        """Called when the backward of a cell begins, or goes on; that of the one before has ended."""
+        cell = kind.value, j, k, i
+        if cell == self._cell:
+            return
+        self.end_cell()
+        if k == blocks - 1:
+            self.act(kind, j, i)
+        self._cell = cell
+        self._open = self._meter.cell(kind.value, j, i, self.rows[i], step=blocks - 1 - k, steps=blocks)
+        self._open.__enter__()
+
+    def end_cell(self) -> None:
+        """Called when autograd leaves the last cell."""
+        context, self._open, self._cell = self._open, None, None
+        if context is not None:
+            context.__exit__(None, None, None)
+
+    def plan(self) -> Plan:
+        """What was done."""
+        streamer = self._executor.streamer
+        return Plan(
+            tuple(self.actions),
+            streamer.slots,
+            frozenset(self.resident),
+            frozenset(self.pending),
+            in_memory=streamer.in_place(),
+            grows=self._steps.boundaries_grow,
+        )
+
+    def end(self) -> None:
+        """Called when the step has ended."""
+        self.end_cell()
+        if not self._ended:
+            self._ended = True
+            self._steps.record_step(self.plan(), self.rows, self.planned, training=self.training)
