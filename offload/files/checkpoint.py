@@ -191,10 +191,10 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         parts = StoredParts(state, summary.get("optimizer_names", []), summary.get("sums"), ranks)
         saved |= dict.fromkeys(parts.model, parts)
     state_dict = None if optimizer is None else _state_dict(state, summary, optimizer)
-    targets = _check_model(model, saved, set(summary["model"]))
     if 2 * sum(file.data_bytes for file in files.values()) <= available_bytes():
-        for file in files.values():
+        for file in files.values():  # First, so that a damaged shape is not taken for another model.
             file.verify()
+    targets = _check_model(folder, model, saved, set(summary["model"]))
     if parts is None:
         _read_model(files, index.weight_map, targets)
     else:
@@ -262,7 +262,7 @@ def _model_parts(model: nn.Module) -> tuple[dict[str, Tensor | StoredValues], di
 
 
 def _check_model(
-    model: nn.Module, saved: Mapping[str, TensorFile | StoredParts], others: set[str]
+    folder: Path, model: nn.Module, saved: Mapping[str, TensorFile | StoredParts], others: set[str]
 ) -> dict[str, Tensor | StoredValues]:
     """The model's tensor for each saved one. Raises ValueError that lists every difference."""
     targets: dict[str, Tensor | StoredValues] = {}
@@ -284,7 +284,7 @@ def _check_model(
     wrong += [f"{name} is missing" for name in sorted(extra - others)]
     wrong += [f"{name} is not in the model" for name in sorted(others - extra)]
     if wrong:
-        raise ValueError(f"the checkpoint does not fit the model, and nothing was loaded: {'; '.join(wrong)}")
+        raise ValueError(f"the checkpoint {folder} does not fit the model, and nothing was loaded: {'; '.join(wrong)}")
     return targets
 
 
@@ -317,7 +317,8 @@ def _state_dict(folder: Path, summary: dict[str, Any], optimizer: Optimizer) -> 
     expected = [len(group["params"]) for group in optimizer.param_groups]
     if sizes != expected:
         raise ValueError(
-            f"the checkpoint's optimizer has groups of {sizes} parameters, expected {expected}; nothing was loaded"
+            f"the optimizer of the checkpoint {folder.parent} has groups of {sizes} parameters, expected {expected}; "
+            f"nothing was loaded"
         )
     state: dict[int, dict[str, Any]] = {number: dict(values) for number, values in rest["state"].items()}
     where = f"{folder / 'state.pt'}: optimizer_tensors"

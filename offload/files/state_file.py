@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from offload.files.tensor_file import ChecksumError
-from offload.files.untrusted import read_regular, shown
+from offload.files.untrusted import MOST_BYTES, read_regular, shown
 from offload.storage.page_cache import available_bytes
 
 __all__ = ["check_generators", "generator_states", "read_state", "serialized", "set_generator_states"]
@@ -38,7 +38,7 @@ def serialized(summary: dict[str, Any]) -> bytes:
 
 def read_state(path: Path, expected: str | None, save: str | None) -> dict[str, Any]:
     """Reads ``state.pt`` of a save. Raises ChecksumError or ValueError that names the field if it is damaged."""
-    serialized = read_regular(path, available_bytes())
+    serialized = read_regular(path, max(MOST_BYTES, available_bytes()))
     if expected is not None and (found := f"{zlib.crc32(serialized):08x}") != expected:
         raise ChecksumError(
             f"{path}: the bytes are not those that were written (checksum {found}, expected {expected}), and nothing "
