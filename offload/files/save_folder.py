@@ -44,10 +44,11 @@ _NO_LOCKS = {errno.ENOLCK, errno.EBADF, errno.ENOSYS, errno.EINVAL, errno.ENOTSU
 class Save:
     """One save into a directory. One process calls :meth:`begin`; others set ``number`` and ``id`` to its result."""
 
+    _lock: int | None = None
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.number, self.id = 0, ""
-        self._lock: int | None = None
         #: Files of the checkpoint before, by a release that did not list them.
         self._unlisted: list[Path] = []
 
@@ -70,7 +71,8 @@ class Save:
             if not self.folder.exists():
                 self.folder.mkdir(parents=True)
                 _sync(self.folder.parent)
-        self._lock = _locked(self.folder)
+            self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._acquire(self._lock)
         try:
             before = self._index()
         except ValueError as error:
@@ -128,15 +130,28 @@ class Save:
 
     def release(self) -> None:
         """Lets others save."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
+        if self._lock is not None:
             with contextlib.suppress(OSError):
                 # Without this, a process that was forked meanwhile keeps the lock.
-                fcntl.flock(lock, fcntl.LOCK_UN)
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
+            lock, self._lock = self._lock, None
             os.close(lock)
 
     def __del__(self) -> None:
         self.release()
+
+    def _acquire(self, lock: int) -> None:
+        """Locks the directory as long as the descriptor is open."""
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"expected a folder to which no other save writes, got {self.folder}, to which one of this process or "
+                f"of another does; nothing was changed. Save again when that one has ended, or pass another folder"
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
 
     def _index(self) -> Index | None:
         try:
@@ -172,25 +187,6 @@ def _sync(folder: Path) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
-
-
-def _locked(folder: Path) -> int:
-    """A descriptor of a directory, which is locked as long as it is open."""
-    with naming(folder):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(fd)
-            raise ValueError(
-                f"expected a folder to which no other save writes, got {folder}, to which one of this process or of "
-                f"another does; nothing was changed. Save again when that one has ended, or pass another folder"
-            ) from error
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                os.close(fd)
-                raise
-    return fd
 
 
 def _remove(state: Path, id: str | None, keep: str | None = None) -> None:

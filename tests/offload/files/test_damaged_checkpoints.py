@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from offload import Pretrained, load_checkpoint, save_checkpoint
+from offload import Pretrained, load_checkpoint, load_pretrained, save_checkpoint
 from offload.files.index import INDEX
 from offload.files.tensor_file import SAVE, ChecksumError, TensorFile, write_tensors
 from tests.programs import run_program
@@ -114,12 +114,27 @@ def load(folder: Path) -> tuple[State, State, Any]:
     return before, state_of(model, optimizer), found
 
 
+def load_weights(folder: Path) -> tuple[dict[str, Any], Any]:
+    """Weights after a load of these only, and what it returned or raised."""
+    model = make(7.0)[0]
+    try:
+        found: Any = load_pretrained(model, folder)
+    except Exception as error:
+        found = error
+    return dict(model.state_dict()), found
+
+
 def assert_right_or_refused(folder: Path, right: list[tuple[State, Any]], what: str) -> bool:
     """Whether it was refused; ``right``: what may be loaded, each as a whole."""
+    weights, read = load_weights(folder)
     before, after, found = load(folder)
+    for raised in (read, found):
+        if isinstance(raised, Exception):
+            assert type(raised) in (ValueError, ChecksumError, FileNotFoundError), (what, raised)
+            assert str(folder) in str(raised), (what, raised)
+    right_weights = any(equal(weights, state[0]) for state, _ in right)
+    assert isinstance(read, Exception) or right_weights, (what, "read other weights")
     if isinstance(found, Exception):
-        assert type(found) in (ValueError, ChecksumError, FileNotFoundError), (what, found)
-        assert str(folder) in str(found), (what, found)
         assert equal(after, before), (what, "refused, but changed", found)
         return True
     assert any(equal(after, state) and found == returned for state, returned in right), (what, "loaded other values")
@@ -309,6 +324,29 @@ def test_a_link_of_an_index_leads_nowhere_but_into_the_cache_that_holds_the_fold
     assert [name for name, _, _ in Pretrained(snapshot).headers()] == ["0.weight"]
     with pytest.raises(ValueError, match=r"a link to .*d1g35t; put the file itself into the folder"):
         Pretrained(other)
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a directory", "a device", "a loop of links"])
+def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
+    """And none of the others is waited for, by a load or by a save."""
+    save_checkpoint(tmp_path / "c", *make())
+    make_it: dict[str, Callable[[Path], object]] = {"a FIFO": os.mkfifo, "a directory": os.mkdir}
+    make_it["a device"] = lambda path: path.symlink_to("/dev/zero")
+    make_it["a loop of links"] = lambda path: path.symlink_to(path)
+    for name in files_of(tmp_path / "c"):
+        if name.name == "save.json":
+            continue
+        folder = tmp_path / name.name
+        shutil.copytree(tmp_path / "c", folder)
+        (folder / name).unlink()
+        make_it[kind](folder / name)
+        expected = "expected a regular file|expected the name of a file|a link to|do not exist"
+        with pytest.raises((ValueError, FileNotFoundError), match=expected) as caught:
+            load_checkpoint(folder, *make())
+        assert name.name in str(caught.value)
+        if name.name == INDEX:
+            with pytest.raises(ValueError, match="nothing was changed"):
+                save_checkpoint(folder, *make())
 
 
 def test_a_file_that_is_exchanged_while_it_is_read_is_refused(tmp_path: Path) -> None:
