@@ -36,7 +36,6 @@ from torch import Tensor
 from offload.machine import file_system
 from offload.storage.buffer import host_buffer, on_own_storage, whole_pages
 from offload.storage.contract import Block, Scratch, Tier
-from offload.storage.home import absolute
 from offload.storage.page_cache import PageCache
 from offload.storage.scratch import DiskScratch
 from offload.storage.staging import Link, open_link
@@ -130,7 +129,8 @@ class DiskTier(Tier):
         link: Link | None = None,
     ) -> None:
         several = [directory] if isinstance(directory, (str, os.PathLike)) else directory
-        self._roots = [Path(absolute(each)) for each in several]
+        # Without links, which may lead elsewhere before the next file is made.
+        self._roots = [Path(os.path.realpath(each)) for each in several]
         self.folders: list[Path] = []
         self._locks: list[int] = []
         try:

@@ -124,6 +124,27 @@ def test_pretrained_files_are_those_of_the_directory_where_they_were_named(
     assert same(everything(model), everything(layers()))
 
 
+def test_a_link_to_the_directory_may_lead_elsewhere_later(tmp_path: Path) -> None:
+    """As ``runs/latest`` does."""
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "latest").symlink_to("old")
+    bare = layers()
+    expected = train(bare, range(2))
+    model = offloaded(layers(), tmp_path / "latest/home")
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to("new")
+    other = offloaded(layers(), tmp_path / "latest/home")
+    before = everything(other)
+    assert train(model, range(2)) == expected
+    model.close()
+    assert same(everything(other), before)
+    other.close()
+    again = offloaded(layers("meta"), tmp_path / "old/home")
+    assert same(everything(again), everything(bare))
+    again.close()
+
+
 # --- moved directories ------------------------------------------------------------------------------------------------
 
 
