@@ -29,7 +29,7 @@ from offload.optim.access import OptimizerAccess
 from offload.persistence import PersistentHome
 from offload.policy import MemoryPolicy
 from offload.running import RunningModule
-from offload.storage import DiskHome, is_directory
+from offload.storage import DiskHome, absolute_home, is_directory
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import open_lanes
 from offload.streaming.quantised import check_storable, separate, stored_tensors
@@ -208,6 +208,7 @@ class OffloadModel(RunningModule):
         self._check_splitting(num_microbatches, plans=resources.bounds and recompute)
         ranks = 1 if mesh is None else mesh.size(mesh.ndim - 1)
         replicas = 1 if mesh is None else mesh.size() // ranks
+        offload_device = absolute_home(offload_device)
         choices |= {"offload_device": offload_device, "resident": resident, "staying": staying, "ranks": ranks}
         choices["replicas"] = replicas
         more = self._with_rest(model, resources, **choices) if finest else None

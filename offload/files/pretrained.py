@@ -70,7 +70,7 @@ class Pretrained:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, key_map: KeyMap | None = None, strict: bool = True) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # its files are opened later, too
         self.strict = strict
         self._stored: dict[str, Stored] = {}
         for stored in _stored_in(_resolved(self.path)):

@@ -106,9 +106,10 @@ class OffloadOptimizer(MovableStates):
     with ``torch.bfloat16`` 30; one with ``gradient_dtype`` 4 less. A shard without gradients is not written.
     ``model.statistics()`` counts them.
 
-    After an I/O error (a full or failing disk) nothing is lost and nothing is applied twice: repeat the call. After an
-    error in the middle of ``torch``'s own arithmetic, or of a backward that updates, every call raises: make model and
-    optimizer anew and load the last checkpoint.
+    After an I/O error (a full or failing disk) nothing is lost and nothing is applied twice: repeat the call, or go on
+    with the next batch; a ``step()`` that raised after its first update is applied once. After an error in the middle
+    of ``torch``'s own arithmetic, or of a backward that updates, every call raises: make model and optimizer anew and
+    load the last checkpoint.
     """
 
     #: ``GradScaler`` passes the scale instead of multiplying all stored gradients.
@@ -130,8 +131,9 @@ class OffloadOptimizer(MovableStates):
         check_choices(optimizer_class, max_norm, update_in_backward)
         self.max_norm = max_norm
         self.update_in_backward = update_in_backward
-        #: Number of steps.
-        self.steps = 0
+        self._steps = 0
+        #: A step whose call has raised although it is decided: repeating the call only ends it.
+        self._raised: StepDecision | None = None
         #: Global norm of the gradients at the last step, before clipping; None without ``max_norm``.
         self.last_norm: Tensor | None = None
         self._model = model
@@ -201,8 +203,12 @@ class OffloadOptimizer(MovableStates):
                 "then step()"
             )
         self._check_idle()
+        if self._raised is not None and self._raised.repeats():
+            self._end_step(self._raised, at_once=True)
+            return
         self.access.public.begin_step(self)
         self._synchronize()
+        self._raised = None
         at_once = self.access.at_once or self.access.held_elsewhere(self)
         self.access.store_assigned_data()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -216,27 +222,42 @@ class OffloadOptimizer(MovableStates):
         updates = ((shard, self.update(shard, options, coefficient)) for shard in in_order)
         decided = [(shard, update) for shard, update in updates if update is not None]
         resident = self._resident.jobs(options, coefficient)
-        decision = StepDecision(self, decided, resident, partial(self._resident.run, resident, self._finish_job))
+        run_resident = partial(self._resident.run, resident, self._finish_job)
+        decision = StepDecision(self, decided, resident, run_resident, options)
         if not self.steps:
             # Without this, free memory would stay beside the states that are made now, of which no plan knows yet.
             return_freed_memory()
         try:
-            decision.run_at_once()
-        except BaseException as error:
-            self._resident.wait_idle()
-            if not decision.begun:
-                raise
-            decision.decide()  # a step is applied as a whole: updates that began are finished, the others follow
-            if not isinstance(error, OSError):
-                raise
-            # A failed read or write is repeated before the next access, as with all pending updates.
+            try:
+                decision.run_at_once()
+            except BaseException as error:
+                self._resident.wait_idle()
+                if not decision.begun:
+                    raise
+                # A step is applied as a whole: updates that began are finished, the others follow.
+                self._decide(decision)
+                if not isinstance(error, OSError):
+                    raise
+                # A failed read or write is repeated before the next access, as with all pending updates.
+            else:
+                self._decide(decision)
+            decision.start()
+            self._end_step(decision, at_once=at_once)
+        except BaseException:
+            decision.note_gradients()
+            raise
+
+    def _decide(self, decision: StepDecision) -> None:
+        self._raised = decision  # until the call returns
         self.access.public.note_step(self)
         self.access.commit(decision.decide)
-        decision.start()
+
+    def _end_step(self, decision: StepDecision, *, at_once: bool) -> None:
         if at_once or self._group_changes.expected:
             self._synchronize()
         if self._group_changes.expected:
-            self._step_groups_without_gradients(options)
+            self._step_groups_without_gradients(decision.options)
+        self._raised = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears all gradients; a pending update keeps its own. ``set_to_none=False`` first finishes it."""
@@ -246,6 +267,21 @@ class OffloadOptimizer(MovableStates):
             super().zero_grad(set_to_none)
             self.access.public.take_gradients()
             self.access.public.drop_sums(p for group in self.param_groups for p in group["params"])
+        self._raised = None
+
+    @property
+    def steps(self) -> int:
+        """Number of steps. One that raised counts as soon as all of it is applied."""
+        raised = self._raised
+        return self._steps if raised is None or raised.done else raised.number - 1
+
+    @steps.setter
+    def steps(self, number: int) -> None:
+        self._steps, self._raised = number, None
+
+    def count_step(self, number: int) -> None:
+        """Counts the step of this number, which is decided."""
+        self._steps = number
 
     def synchronize(self) -> None:
         """Finishes the pending updates: afterwards parameters, gradients and states have their values of the last step.

@@ -306,6 +306,18 @@ def test_a_process_killed_at_any_moment_resumes_from_a_whole_checkpoint_to_the_s
     assert outcome["agreed"] == outcome["rounds"], outcome
 
 
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_process_with_a_kept_home_that_is_killed_goes_on_in_it_to_the_same_weights(
+    kills: int, tmp_path: Path
+) -> None:
+    code = "from tests.offload.checkpoint_worker import main; main()"
+    done = run_program(code, tmp_path, "--kills", kills, "--keep", seconds=600)
+    assert done.status == 0, done.errors
+    outcome = json.loads(done.output)
+    assert sum(outcome["killed"].values()) == kills
+    assert outcome["agreed"] == outcome["rounds"], outcome
+
+
 # --- the files --------------------------------------------------------------------------------------------------------
 
 
