@@ -15,8 +15,8 @@
     for leaf, again in zip(xs, agains_x):
         again(leaf)                                 # second pass: fills the gradients of what encode used
 
-Gradients of parameters narrower than 32 bits are summed in float32 if the closures run inside
-:class:`gradcache.Accumulation`.
+If the closures run inside :class:`gradcache.Accumulation`, gradients of parameters narrower than 32 bits are summed in
+float32, and hooks of parameters run once, on the sum.
 """
 
 from __future__ import annotations

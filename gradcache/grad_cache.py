@@ -39,6 +39,7 @@ from gradcache.streamed import StreamedModel, Tower
 from gradcache.used_modules import CallableModel, UsedModules, as_modules
 from offload import MemoryPolicy
 from pipe.recompute.thread_state import restores_thread_state
+from pipe.torch_private.autograd import run_hooks_with_gradient_only
 
 __all__ = ["GradCache", "StepResult"]
 
@@ -262,15 +263,23 @@ class GradCache:
         encoded = step.encode()
         if not torch.is_grad_enabled():
             return tuple(encoded)
+        hooked = step.hooked(self._heads("get_reps", "processed"))
 
         @restores_thread_state
         def second_pass(cache: list[Any]) -> list[Tensor | None]:
-            with step.gradients(self._heads("get_reps", "processed"), in_backward=True) as (commit, self._check):
+            with step.gradients(self._heads("get_reps", "processed"), returned=hooked) as (commit, self._check):
                 self._second_pass(step, cache, False)
-                commit()
-            return [leaves[id(tensor)].grad for tensor in outer]
+                gradients = commit()
+            for k, parameter in enumerate(hooked):
+                gradient = gradients[k]
+                if gradient is None:
+                    run_hooks_with_gradient_only(parameter)
+                else:
+                    gradients[k] = gradient.to(parameter.dtype)
+            return [*(leaves[id(tensor)].grad for tensor in outer), *gradients]
 
-        return attach(encoded, [tower.wants_gradient for tower in step.towers], outer, second_pass)
+        wants = [tower.wants_gradient for tower in step.towers]
+        return attach(encoded, wants, [*outer, *hooked], second_pass)
 
     # -- one step -----------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradcache import representations
 from gradcache.accumulation import Accumulation
@@ -33,6 +33,7 @@ from gradcache.used_modules import CallableModel, UsedModules
 from gradcache.wrapped.towers import WrappedTowers, streamed_inside, warn_once
 from offload.identities import identities_only
 from pipe.microbatch import rows_of
+from pipe.torch_private.autograd import has_hooks
 
 if TYPE_CHECKING:
     from gradcache.grad_cache import GradCache
@@ -56,27 +57,52 @@ class Step:
 
     @contextlib.contextmanager
     def gradients(
-        self, heads: UsedModules, in_backward: bool = False
-    ) -> Iterator[tuple[Callable[[], None], Callable[[Any, Any], None]]]:
+        self, heads: UsedModules, returned: Sequence[Tensor] | None = None
+    ) -> Iterator[tuple[Callable[[], list[Tensor | None]], Callable[[Any, Any], None]]]:
         """A context that collects the gradients of this step's towers and ``heads``.
 
         Yields a function that adds them to ``.grad``, averaged over processes (if it is not called, no ``.grad``
         changes), and :meth:`gradcache.distributed.reduction.Reduction.check`.
+
+        Args:
+            heads: what is trained besides the towers.
+            returned: within the caller's backward: :meth:`hooked` of the forward. The function returns the gradients
+                of these parameters and does not add them.
         """
+        parameters, at_home = self._parameters(heads)
+        reduction = Reduction(self._owner.towers, heads)
+        with reduction.no_sync(), Accumulation(parameters, at_home) as accumulation:
+            average = partial(reduction.average, accumulation.parameters) if reduction else None
+
+            def commit() -> list[Tensor | None]:
+                taken = [accumulation.take(parameter) for parameter in returned or ()]
+                if returned is not None and reduction.has_pending_forwards:
+                    # The wrappers reduce .grad in the same backward and write the results at its end, so wait for that.
+                    after_backward(accumulation.postponed(average))
+                else:
+                    accumulation.commit(average)
+                return taken
+
+            yield commit, reduction.check
+
+    def hooked(self, heads: UsedModules) -> list[Tensor]:
+        """The parameters with hooks whose gradients the caller's backward adds to those of its own graph.
+
+        Their hooks then run once, on the sum of both. None over several processes, where gradients are averaged.
+        """
+        parameters, at_home = self._parameters(heads)
+        own = {id(parameter) for parameter in at_home}
+        found = {id(p): p for p in parameters if p.requires_grad and has_hooks(p) and id(p) not in own}
+        return [] if found and Reduction(self._owner.towers, heads) else list(found.values())
+
+    def _parameters(self, heads: UsedModules) -> tuple[list[Tensor], list[Tensor]]:
+        """The parameters of towers and heads, and those that streamed models train, which offload gradients."""
         own = [tower.model for tower in self.towers] + heads.modules
         with identities_only():
-            # A streamed model offloads its gradients itself.
             at_home = [parameter for model in own for part in streamed_inside(model) for parameter in part.parameters()]
             parameters = [p for module in own if not isinstance(module, StreamedModel) for p in module.parameters()]
         tensors = [tensor for module in own if isinstance(module, CallableModel) for tensor in module.tensors]
-        reduction = Reduction(self._owner.towers, heads)
-        with reduction.no_sync(), Accumulation([*parameters, *tensors, *heads.tensors], at_home) as accumulation:
-            average = partial(reduction.average, accumulation.parameters) if reduction else None
-            if in_backward and reduction.has_pending_forwards:
-                # The wrappers reduce .grad in the same backward and write the results at its end, so wait for that.
-                yield lambda: after_backward(accumulation.postponed(average)), reduction.check
-            else:
-                yield partial(accumulation.commit, average), reduction.check
+        return [*parameters, *tensors, *heads.tensors], at_home
 
     def encode(self) -> list[Any]:
         """The first pass. Returns the representations of each tower."""
