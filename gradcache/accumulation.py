@@ -66,16 +66,20 @@ class Accumulation:
             )
 
     def __enter__(self) -> Accumulation:
-        for parameter in self.parameters:
-            self._before.append(parameter.grad)
-            parameter.grad = None
-            if id(parameter) in self._at_home:
-                continue
-            if has_hooks(parameter):
-                self._hidden[id(parameter)] = hidden = HiddenHooks(parameter)
-                hidden.hide()
-            if parameter.dtype in (torch.bfloat16, torch.float16):
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._add_to_sum))
+        self._before = [parameter.grad for parameter in self.parameters]
+        try:
+            for parameter in self.parameters:
+                parameter.grad = None
+                if id(parameter) in self._at_home:
+                    continue
+                if has_hooks(parameter):
+                    self._hidden[id(parameter)] = hidden = HiddenHooks(parameter)
+                    hidden.hide()
+                if parameter.dtype in (torch.bfloat16, torch.float16):
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._add_to_sum))
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def _add_to_sum(self, parameter: Tensor) -> None:

@@ -95,7 +95,7 @@ class Step:
         found = {id(p): p for p in parameters if p.requires_grad and has_hooks(p) and id(p) not in own}
         return [] if found and Reduction(self._owner.towers, heads) else list(found.values())
 
-    def _parameters(self, heads: UsedModules) -> tuple[list[Tensor], list[Tensor]]:
+    def _parameters(self, heads: UsedModules) -> tuple[list[Tensor], Sequence[Tensor]]:
         """The parameters of towers and heads, and those that streamed models train, which offload gradients."""
         own = [tower.model for tower in self.towers] + heads.modules
         with identities_only():
@@ -153,13 +153,14 @@ class Step:
             shared.backward()
             self.greatest_difference = max(self.greatest_difference, shared.greatest_difference)
 
-    @staticmethod
-    def _rows_per_chunk(tower: Tower, states: Sequence[Any]) -> list[int]:
+    def _rows_per_chunk(self, tower: Tower, states: Sequence[Any]) -> list[int]:
         known = [getattr(state, "rows", None) for state in states]
         if all(isinstance(rows, int) for rows in known):
             return cast(list[int], known)
         # A subclass replaced forward_no_grad: assume one row of representation per row of input.
-        rows, total = [rows_of(tensors_in(chunk)) for chunk in tower.chunks], representations.rows_in(tower.encoded)
+        counted = [self._owner.rows_in_input(chunk) for chunk in tower.chunks]
+        rows = [rows_of(tensors_in(c)) if n is None else n for c, n in zip(tower.chunks, counted, strict=True)]
+        total = representations.rows_in(tower.encoded)
         if sum(rows) != total:
             raise ValueError(
                 f"expected one representation per row, got {total} for chunks of {rows} rows; let forward_no_grad "
