@@ -242,9 +242,9 @@ class GradCache:
         """
         own_loss = getattr(self.loss_fn, "__module__", "") == SimpleContrastiveLoss.__module__
         self._only_tensors = own_loss and not self.replaced("compute_loss")
-        step = self._step(model_inputs, no_sync_except_last)
         heads = self._heads("get_reps", "processed", "compute_loss", given=loss_kwargs)
-        with step.gradients(heads) as (commit, self._check):
+        step = self._step(model_inputs, heads, no_sync_except_last)
+        with step.gradients() as (commit, self._check):
             encoded = step.encode()
             if torch.is_grad_enabled():
                 self._wants_gradient = [tower.wants_gradient for tower in step.towers]
@@ -268,15 +268,16 @@ class GradCache:
         outer = [tensor for tensor in tensors_in(list(model_inputs)) if tensor.requires_grad]
         leaves = {id(tensor): tensor.detach().requires_grad_() for tensor in outer}
         self._only_tensors = False  # the caller may select members
-        step = self._step(map_tensors(lambda tensor: leaves.get(id(tensor), tensor), list(model_inputs)), False)
+        given = map_tensors(lambda tensor: leaves.get(id(tensor), tensor), list(model_inputs))
+        step = self._step(given, self._heads("get_reps", "processed"))
+        hooked = step.hooked()
         encoded = step.encode()
         if not torch.is_grad_enabled():
             return tuple(encoded)
-        hooked = step.hooked(self._heads("get_reps", "processed"))
 
         @restores_thread_state
         def second_pass(cache: list[Any]) -> list[Tensor | None]:
-            with step.gradients(self._heads("get_reps", "processed"), returned=hooked) as (commit, self._check):
+            with step.gradients(returned=hooked) as (commit, self._check):
                 self._second_pass(step, cache, False)
                 gradients = commit()
             for k, parameter in enumerate(hooked):
@@ -297,7 +298,7 @@ class GradCache:
         step.backward(cache, no_sync_except_last)
         step.inputs.backward()
 
-    def _step(self, model_inputs: Sequence[Any], no_sync_except_last: bool) -> Step:
+    def _step(self, model_inputs: Sequence[Any], heads: UsedModules, no_sync_except_last: bool = False) -> Step:
         self._check_towers()
         if len(model_inputs) != len(self.models):
             raise ValueError(
@@ -322,7 +323,7 @@ class GradCache:
         sizes = [self._rows(*parts) for parts in zip(models, model_inputs, self.chunk_sizes, strict=True)]
         split = [self.split_inputs(x, size) for x, size in zip(model_inputs, sizes, strict=True)]
         check_equal_chunks(models, [len(chunks) for chunks in split])
-        return Step(self, [Tower(model, chunks) for model, chunks in zip(models, split, strict=True)])
+        return Step(self, [Tower(model, chunks) for model, chunks in zip(models, split, strict=True)], heads)
 
     def _rows(self, model: nn.Module, model_input: Any, size: int | str) -> int:
         if isinstance(size, int):

@@ -45,11 +45,20 @@ _CHUNK_HOOKS = ("model_call", "forward_no_grad", "forward_backward")
 
 
 class Step:
-    """Both passes over all towers."""
+    """Both passes over all towers. ``heads``: what is trained besides them."""
 
-    def __init__(self, owner: GradCache, towers: list[Tower]) -> None:
+    def __init__(self, owner: GradCache, towers: list[Tower], heads: UsedModules) -> None:
         self._owner = owner
         self.towers = towers
+        own = [tower.model for tower in towers] + heads.modules
+        # Before the first pass, after which FSDP may leave gathered parameters in place of its own.
+        with identities_only():
+            # A streamed model offloads its gradients itself.
+            self._at_home = [p for model in own for part in streamed_inside(model) for p in part.parameters()]
+            parameters = [p for module in own if not isinstance(module, StreamedModel) for p in module.parameters()]
+        tensors = [tensor for module in own if isinstance(module, CallableModel) for tensor in module.tensors]
+        self._parameters = [*parameters, *tensors, *heads.tensors]
+        self._reduction = Reduction(owner.towers, heads)
         self.inputs = InputGradients()
         self._shared: list[StreamedTowers | WrappedTowers] = []
         #: Greatest difference between the two passes of streamed towers, with ``audit``.
@@ -57,21 +66,19 @@ class Step:
 
     @contextlib.contextmanager
     def gradients(
-        self, heads: UsedModules, returned: Sequence[Tensor] | None = None
+        self, returned: Sequence[Tensor] | None = None
     ) -> Iterator[tuple[Callable[[], list[Tensor | None]], Callable[[Any, Any], None]]]:
-        """A context that collects the gradients of this step's towers and ``heads``.
+        """A context that collects the gradients of this step's towers and heads.
 
         Yields a function that adds them to ``.grad``, averaged over processes (if it is not called, no ``.grad``
         changes), and :meth:`gradcache.distributed.reduction.Reduction.check`.
 
         Args:
-            heads: what is trained besides the towers.
-            returned: within the caller's backward: :meth:`hooked` of the forward. The function returns the gradients
-                of these parameters and does not add them.
+            returned: within the caller's backward: :meth:`hooked`. The function returns the gradients of these
+                parameters and does not add them.
         """
-        parameters, at_home = self._parameters(heads)
-        reduction = Reduction(self._owner.towers, heads)
-        with reduction.no_sync(), Accumulation(parameters, at_home) as accumulation:
+        reduction = self._reduction
+        with reduction.no_sync(), Accumulation(self._parameters, self._at_home) as accumulation:
             average = partial(reduction.average, accumulation.parameters) if reduction else None
 
             def commit() -> list[Tensor | None]:
@@ -85,24 +92,14 @@ class Step:
 
             yield commit, reduction.check
 
-    def hooked(self, heads: UsedModules) -> list[Tensor]:
+    def hooked(self) -> list[Tensor]:
         """The parameters with hooks whose gradients the caller's backward adds to those of its own graph.
 
         Their hooks then run once, on the sum of both. None over several processes, where gradients are averaged.
         """
-        parameters, at_home = self._parameters(heads)
-        own = {id(parameter) for parameter in at_home}
-        found = {id(p): p for p in parameters if p.requires_grad and has_hooks(p) and id(p) not in own}
-        return [] if found and Reduction(self._owner.towers, heads) else list(found.values())
-
-    def _parameters(self, heads: UsedModules) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """The parameters of towers and heads, and those that streamed models train, which offload gradients."""
-        own = [tower.model for tower in self.towers] + heads.modules
-        with identities_only():
-            at_home = [parameter for model in own for part in streamed_inside(model) for parameter in part.parameters()]
-            parameters = [p for module in own if not isinstance(module, StreamedModel) for p in module.parameters()]
-        tensors = [tensor for module in own if isinstance(module, CallableModel) for tensor in module.tensors]
-        return [*parameters, *tensors, *heads.tensors], at_home
+        at_home = {id(parameter) for parameter in self._at_home}
+        hooked = (p for p in self._parameters if p.requires_grad and has_hooks(p) and id(p) not in at_home)
+        return [] if self._reduction else list(dict.fromkeys(hooked))
 
     def encode(self) -> list[Any]:
         """The first pass. Returns the representations of each tower."""

@@ -397,6 +397,23 @@ def hooks(rank: int, how: str) -> Report:
     return {"steps": len(steps), "error": max(float((a - b).abs().max()) for a, b in pairs)}
 
 
+def hooks_of_shards(rank: int, how: str) -> int:
+    """How often hooks of the parameters that FSDP shards run."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = tower(1)
+    calls: list[int] = []
+    fully_shard(model)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+    cache = GradCache([model], 2, lambda r: r.square().sum())
+    if how == "step":
+        cache(batch(4, rank))
+    else:
+        cache.encode(batch(4, rank))[0].square().sum().backward()
+    return len(calls)
+
+
 class Sentences(nn.Module):
     """Speaks as a SentenceTransformer does."""
 
@@ -468,6 +485,7 @@ def main(rank: int, world: int, store: str) -> None:
             for spelling in SPELLINGS
         },
         "hooks": {how: hooks(rank, how) for how in ("step", "encode")},
+        "hooks of shards": [hooks_of_shards(rank, how) for how in ("step", "encode")],
         "hidden": hidden_parameter_is_refused(rank),
         "other forward": {how: other_forward_of_the_wrapper(rank, how) for how in ("before", "after", "around")},
         "sharded": sharded(rank),

@@ -107,6 +107,10 @@ def test_hooks_change_each_process_s_sum_and_step_once_with_the_mean(reports: li
         assert report["hooks"][how]["error"] < 1e-6
 
 
+def test_hooks_of_parameters_that_fsdp_shards_run_once_a_step(reports: list[dict[str, Any]]) -> None:
+    assert all(report["hooks of shards"] == [4, 4] for report in reports)
+
+
 def test_a_trained_tensor_that_cannot_be_found_is_refused_before_any_gradient_is_written(
     reports: list[dict[str, Any]],
 ) -> None:
