@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pipe.torch_private.autograd import keeps_graph
+
 __all__ = ["Gradients", "with_backward"]
 
 Gradients = Sequence[Tensor | None]
@@ -26,7 +28,8 @@ def with_backward(
     Args:
         values: tensors without a graph, which nothing else uses.
         inputs: any tensors.
-        backward: given the gradients of the values, returns those of the inputs. Not differentiable itself.
+        backward: given the gradients of the values, returns those of the inputs. Not differentiable itself. It is
+            freed, with all that it refers to, once it has run, unless the graph is retained.
         writable: if False, torch refuses to write the results in place.
     """
     return list(_Node.apply(backward, values, writable, *inputs))  # type: ignore[no-untyped-call]
@@ -44,4 +47,12 @@ class _Node(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, None, *ctx.function(gradients)
+        function = ctx.function
+        if function is None:
+            raise RuntimeError(
+                "expected one backward through a graph, got a second one, and what it needs is freed; pass "
+                "retain_graph=True to the first"
+            )
+        if not keeps_graph():
+            ctx.function = None
+        return None, None, None, *function(gradients)
