@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pipe.torch_private.autograd import keeps_graph
 
@@ -45,7 +44,6 @@ class _Node(torch.autograd.Function):
         return tuple(value if writable else value.view_as(value) for value in values)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         function = ctx.function
         if function is None:
@@ -55,4 +53,28 @@ class _Node(torch.autograd.Function):
             )
         if not keeps_graph():
             ctx.function = None
-        return None, None, None, *function(gradients)
+        with torch.no_grad():
+            found = function(gradients)
+        if torch.is_grad_enabled():  # create_graph=True: without a graph, a penalty on gradients would train nothing
+            found = [x if x is None else _once(x.detach().requires_grad_()) for x in found]
+        return None, None, None, *found
+
+
+def _once(gradient: Tensor) -> Tensor:
+    """A gradient that raises where it is differentiated."""
+    result: Tensor = _Once.apply(gradient)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise RuntimeError(
+            "expected a gradient to be differentiated once: a loss in parts (tile_rows, or a million scores) "
+            "and a GradCache step cannot be differentiated twice; compute a loss with a penalty on its "
+            "gradients with torch, in one piece"
+        )

@@ -83,8 +83,9 @@ class GradCache:
         broadcast: keys or positions of input members that every chunk receives whole.
         memory: what the steps over plain modules may hold: bytes, a string such as ``"2GiB"``, ``"auto"`` or an
             :class:`offload.MemoryPolicy`. Plain ``nn.Sequential`` towers then run layer by layer, as if each layer were
-            checkpointed, and keep up to ``boundary_bytes`` of layer inputs between the passes; unused bytes hold chunks
-            that run together (``join_chunks``), and graphs, which need not be recomputed; see ``sequential``. With
+            checkpointed, and keep up to ``boundary_bytes`` of layer inputs between the passes; unused bytes hold
+            graphs, which need not be recomputed, and those of this field chunks that run together (``join_chunks``);
+            see ``sequential``. With
             ``chunk_sizes="auto"`` the graph of a chunk keeps up to ``activation_bytes`` (an OffloadModel's, whose own
             memory decides: of one shard at a time). Without these fields a number is shared by gradients, values
             between the passes and a chunk's graph. None: chunk by chunk, and half of the free memory for a graph.

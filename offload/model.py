@@ -249,6 +249,7 @@ class OffloadModel(RunningModule):
         }
         self._num_microbatches = num_microbatches
         self._taken_later = {name for layer in layers[1:] for name in names_taken(layer)}
+        self._rows_together: dict[str, int] = {}
         self._meter = Meter(self.device)
         sharding = None if mesh is None else Sharding(mesh, gradient_divide_factor, self._meter, self.device)
         self._tier = open_home(offload_device, self.device, sharding)

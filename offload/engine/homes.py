@@ -212,10 +212,6 @@ class MovableHomes(ExclusivePasses):
         self.planned = limits, policy
         self.steps.planner = planner_for(limits, policy, self)
 
-    def cell_bytes(self) -> int | None:
-        """Bytes that the activations of a cell of joined chunks may take; None if that is not planned."""
-        return None if self.steps.planner is None else self.steps.planner.cell_bytes
-
     def microbatches(self, rows: int, units: float | None = None) -> int:
         """Micro-batches of a training batch of so many rows: as few as fit; 1 where the result would be another.
 
