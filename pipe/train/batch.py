@@ -92,14 +92,19 @@ def _children(value: Any) -> Iterator[tuple[PathStep, Any]]:
         for k, item in enumerate(value):
             yield PathStep(False, k), item
     elif not isinstance(value, (Tensor, *_OPAQUE)) and not callable(value):
-        names = dict.fromkeys(getattr(value, "__dict__", ()))
-        for kind in type(value).__mro__:
-            slots = kind.__dict__.get("__slots__", ())
-            names.update(dict.fromkeys((slots,) if isinstance(slots, str) else slots))
-        for name in names:
-            item = getattr(value, name, None)
+        for name, item in attributes_of(value):
             if item is not None:
                 yield PathStep(True, name), item
+
+
+def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of an object's own attributes, those in slots included."""
+    names = dict.fromkeys(getattr(value, "__dict__", ()))
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        names.update(dict.fromkeys((slots,) if isinstance(slots, str) else slots))
+    for name in names:
+        yield name, getattr(value, name, None)
 
 
 def walk(batch: Any) -> Iterator[tuple[tuple[PathStep, ...], Any]]:
