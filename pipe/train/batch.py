@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipe.nested import attributes_of
 from pipe.torch_private.data import pytree
 
 __all__ = ["PathStep", "follow", "move", "pageable_bytes", "record_stream", "walk"]
@@ -95,16 +96,6 @@ def _children(value: Any) -> Iterator[tuple[PathStep, Any]]:
         for name, item in attributes_of(value):
             if item is not None:
                 yield PathStep(True, name), item
-
-
-def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values of an object's own attributes, those in slots included."""
-    names = dict.fromkeys(getattr(value, "__dict__", ()))
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        names.update(dict.fromkeys((slots,) if isinstance(slots, str) else slots))
-    for name in names:
-        yield name, getattr(value, name, None)
 
 
 def walk(batch: Any) -> Iterator[tuple[tuple[PathStep, ...], Any]]:

@@ -11,8 +11,8 @@ import gc
 from collections.abc import Iterator
 from typing import Any
 
+from pipe.nested import attributes_of
 from pipe.torch_private.data import DataLoaderIterator, is_persistent
-from pipe.train.batch import attributes_of
 
 __all__ = ["attributes_at_end", "may_be_reset"]
 
