@@ -21,6 +21,7 @@ __all__ = [
     "NoChunk",
     "RowsOfOutputs",
     "check",
+    "check_rows",
     "gather",
     "gather_nested",
     "map_batch",
@@ -211,7 +212,8 @@ class RowsOfOutputs:
                     f"expected outputs whose rows can be told, got {got}, which may be the hidden state of a recurrent "
                     f"layer; choose chunks such that a micro-batch has another number of rows"
                 )
-            if multiple <= 1 or not second:
+            # (rows x tokens, classes) is as likely with as many classes as rows; (time, rows) holds integers.
+            if multiple <= 1 or not second or (column[0].dim() == 2 and column[0].is_floating_point()):
                 return 0
         elif len(set(sizes)) > 1:
             self.selected.add(k)
@@ -231,6 +233,17 @@ class RowsOfOutputs:
             for module in self.layers.modules()
             if isinstance(module, nn.RNNBase)
         )
+
+
+def check_rows(values: Sequence[Any], call: Any) -> None:
+    """Refuses outputs of micro-batches of ``call`` whose dimension 1 is the rows and dimension 0 is not."""
+    if len(values) > 1:
+        columns = list(zip(*(flatten(value)[0] for value in values), strict=False))
+        # Without a record of earlier calls, any other number may be one that depends on values.
+        rows = RowsOfOutputs(nn.Module(), rows_of_micro_batches(call, len(values)), set(range(len(columns))))
+        for k, column in enumerate(columns):
+            if all(_is_split(leaf) for leaf in column):
+                rows.dimension(k, column)
 
 
 class Batch:

@@ -245,7 +245,8 @@ class Window:
 def _refuse_closure(optimizer: Any) -> None:
     """Refuses an optimizer whose ``step`` cannot be called without a closure, also in a wrapper as accelerate's."""
     while optimizer is not None:
-        step = inspect.signature(optimizer.step).parameters.values()
+        # Of the class: a scheduler wraps the method of the instance.
+        _, *step = inspect.signature(type(optimizer).step).parameters.values()
         required = [
             p.name for p in step if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         ]
@@ -255,7 +256,8 @@ def _refuse_closure(optimizer: Any) -> None:
                 f"whose step needs {', '.join(required)}: a train pipeline runs each batch once, so it cannot compute "
                 f"the loss of a batch again; take a first-order optimizer, or train with this one in a plain loop"
             )
-        optimizer = getattr(optimizer, "optimizer", None)
+        inner = getattr(optimizer, "optimizer", None)
+        optimizer = inner if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer else None
 
 
 def checked_pair(returned: Any) -> tuple[Any, Any]:

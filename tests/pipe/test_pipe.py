@@ -786,11 +786,22 @@ def state(own: Any, x: Tensor) -> Tensor:
         lambda: [Returns(time_first), nn.RNN(WIDTH, 3, 4)],
         lambda: [Returns(lambda own, x: state(own, x).transpose(0, 1), nn.GRU(WIDTH, 3, 2, batch_first=True))],
         lambda: [nn.Linear(WIDTH, 3), nn.Flatten(0, 1)],
+        lambda: [nn.Linear(WIDTH, 4), nn.Flatten(0, 1)],
         lambda: [Returns(lambda _, x: x[x[..., 0] > 0])],
         lambda: [Returns(lambda own, x: (x, own.own, own.own[0, 0]))],
         lambda: [Returns(lambda own, x: own.own[:1].expand(len(x), -1))],
     ],
-    ids=["LSTM", "bidirectional", "time first", "transposed state", "tokens", "selected", "shared", "expanded"],
+    ids=[
+        "LSTM",
+        "bidirectional",
+        "time first",
+        "transposed state",
+        "tokens",
+        "as many classes as rows",
+        "selected",
+        "shared",
+        "expanded",
+    ],
 )
 def test_outputs_are_joined_to_those_of_the_bare_module(last: Any, rows: int, mode: str) -> None:
     module = nn.Sequential(nn.Tanh(), *last())
@@ -806,9 +817,10 @@ def test_outputs_are_joined_to_those_of_the_bare_module(last: Any, rows: int, mo
         (Returns(state, nn.GRU(WIDTH, 3, 2, batch_first=True)), r"leaf 0 of shape \(2, 4, 3\).*4 rows.*rows first"),
         (Returns(state, nn.GRU(WIDTH, 3, 8, batch_first=True)), r"leaf 0 of shape \(8, 4, 3\).*rows first"),
         (Returns(time_first), r"leaf 0 of shape \(5, 4, 4\).*rows first"),
+        (Returns(lambda _, x: x[..., [0] * 8].argmax(1).T), r"leaf 0 of shape \(8, 4\).*rows first"),
         (Returns(lambda _, x: (x, x.sum((0, 1))[:3])), r"leaf 1 of shape \(3,\).*return one entry for each row"),
     ],
-    ids=["state", "deep state", "time first", "sum"],
+    ids=["state", "deep state", "time first", "tokens by time", "sum"],
 )
 def test_an_output_without_rows_in_dimension_0_is_refused(last: Any, message: str, rows: int) -> None:
     pipe = Pipe(nn.Sequential(last), [1], ["cpu"], chunks=2)

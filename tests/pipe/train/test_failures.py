@@ -188,6 +188,14 @@ def test_an_optimizer_that_needs_a_closure_is_refused_at_construction(lab: Any, 
         make(model, wrap(torch.optim.LBFGS(model.parameters())), "cpu")
 
 
+def test_an_optimizer_whose_step_a_scheduler_has_wrapped_is_taken(lab: Any) -> None:
+    model = lab.model()
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert len(lab.run(TrainPipelineBase(model, optimizer, "cpu"), iter(lab.batches(3)))) == 3
+    scheduler.step()
+
+
 @pytest.mark.parametrize("returned", [torch.zeros(1), (torch.zeros(1),), None])
 def test_a_model_that_does_not_return_losses_and_output_is_told_so(lab: Any, returned: Any) -> None:
     class Wrong(nn.Module):

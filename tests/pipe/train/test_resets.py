@@ -246,3 +246,19 @@ def test_after_a_failure_a_loader_goes_on_or_begins_again(make: Any) -> None:
         by_range(pipeline, loader)
     assert [pipeline.progress(loader) for _ in range(3)] == [2, 3, 4]
     assert model.ran == [0, 1, *BATCHES, *BATCHES]
+
+
+@pytest.mark.parametrize("stop", range(COUNT + 1))
+def test_the_position_of_a_loader_and_the_state_of_a_pipeline_are_of_one_moment(stop: int) -> None:
+    first, second = (Model(), InPlace()), (Model(), InPlace())
+    pipeline, loader = pipeline_of(TrainPipelineBase, first[0]), iter(first[1])
+    for _ in range(stop):
+        pipeline.progress(loader)
+    position, state = first[1].k, pipeline.state_dict()
+    assert position == stop + len(state["in_flight"])
+    continued = pipeline_of(TrainPipelineBase, second[0])
+    continued.load_state_dict(state)
+    second[1].k = position
+    assert [continued.progress(second[1]) for _ in range(COUNT - stop)] == BATCHES[stop:]
+    with pytest.raises(StopIteration):
+        continued.progress(second[1])
