@@ -27,7 +27,7 @@ from offload.engine.tape import Tape
 from offload.limits import cell_bytes
 from offload.loading import LoadingModule
 from pipe.interception import offered
-from pipe.microbatch import gather_nested, split_nested
+from pipe.microbatch import check_rows, gather_nested, split_nested
 from pipe.nested import map_tensors
 from pipe.torch_private.tracing import outside_of_compiled_graphs
 
@@ -75,6 +75,7 @@ class RunningModule(LoadingModule):
             return gather_nested(answered)
         tape = self._executor.tape(chunks)
         outputs = self._executor.forward(tape, chunks)
+        check_rows(outputs, (inputs, kwargs))
         return attach(self._executor, tape, outputs, (inputs, kwargs)) if tape.records else gather_nested(outputs)
 
     def _check_arguments(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

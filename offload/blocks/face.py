@@ -39,7 +39,7 @@ from offload.streaming.copies import CopiesOfHomes
 from offload.streaming.materialize import Values
 from offload.streaming.quantised import check_storable, is_taken_apart, refresh, stored_tensors
 from pipe.interception import offered
-from pipe.microbatch import gather_nested, split_nested
+from pipe.microbatch import check_rows, gather_nested, split_nested
 from pipe.nested import map_tensors
 from pipe.recompute.thread_state import lasting_hooks
 from pipe.torch_private.autograd import saved_tensor_hooks
@@ -246,6 +246,7 @@ class ModelWithBlocks(ReportingModule):
         with self._computing():
             run = self._executor.run_one(self._forward_on, call) if one else None
             tape, outputs = self._executor.run_many(self._forward_on, chunks) if run is None else run
+            check_rows(outputs, call)
             if tape is None or not tape.records:
                 return outputs[0] if len(outputs) == 1 else gather_nested(outputs)
             with torch.enable_grad():  # a forward may have enabled gradients itself
