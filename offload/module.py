@@ -1,8 +1,6 @@
 """The ``nn.Module`` methods of an offloaded model: parameter access, ``state_dict``, ``.to()``, copies and pickles.
 
 Guarantees
-    * Parameters and buffers that are found through the module, also from a module around it, hold current values: a
-      pending update is finished first.
     * Parameters never leave their homes: methods that would move or cast them raise, those that change nothing and a
       move to the compute device pass.
     * A copy, and an unpickled model, has homes of its own.
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 from offload.arguments import layers_of
 from offload.engine.executor import Executor
 from offload.engine.structure import Structure
-from offload.identities import values_may_be_read
+from offload.identities import identities_only
 from offload.memory import MemoryArguments
 from offload.storage import Tier
 from offload.storage.state_views import on_own_storages
@@ -104,14 +102,7 @@ class ModuleAtHome(nn.Module):
         self._modules.update(named)
         executor.structure = Structure(self._modules)
 
-    # --- pending updates are finished before parameters are read --------------------------------------------------
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """As in torch, which finds parameters and buffers with it, also from a module around this one."""
-        if values_may_be_read():
-            self._executor.streamer.apply_pending_updates()
-        found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
-        return found
+    # --- state and gradients ---------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As in torch; ``torch.save`` also accepts it where one home holds parameters of several dtypes."""
@@ -172,27 +163,21 @@ class ModuleAtHome(nn.Module):
             if shard.sealed is not None:  # the modules increment each version once
                 shard.sealed = tuple(v + written[s.parameter] for s, v in zip(shard.formed, shard.sealed, strict=True))
 
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._executor.streamer.apply_pending_updates()
-        super()._save_to_state_dict(*args, **kwargs)
-
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         if local_metadata.get("assign_to_params_buffers"):
             raise ValueError(
                 f"expected load_state_dict with assign=False for the OffloadModel {prefix.rstrip('.') or 'itself'!r}, "
                 f"got assign=True: values are copied into the homes of its parameters"
             )
-        self._executor.streamer.apply_pending_updates()
         self._store_values(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. A pending update owns its gradients, so only ``set_to_none=False`` has to finish it."""
-        if not set_to_none:
-            self._executor.streamer.apply_pending_updates()
-        for layer in self.children():
-            layer.zero_grad(set_to_none)
-        self._executor.public.drop_sums(self.parameters())
+        with identities_only() if set_to_none else contextlib.nullcontext():
+            for layer in self.children():
+                layer.zero_grad(set_to_none)
+            self._executor.public.drop_sums(self.parameters())
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """A context in which backwards reduce no gradients over the ranks of ``mesh=``; without one it changes nothing.
@@ -223,7 +208,6 @@ class ModuleAtHome(nn.Module):
 
     def __iter__(self) -> Iterator[nn.Module]:
         """The layers."""
-        self._executor.streamer.apply_pending_updates()
         return iter(self._layers())
 
     @overload
@@ -237,7 +221,6 @@ class ModuleAtHome(nn.Module):
 
         Layers cannot be assigned, removed or added: their homes are made once.
         """
-        self._executor.streamer.apply_pending_updates()
         if not isinstance(index, slice):
             return self._layers()[operator.index(index)]
         some = nn.Sequential()
@@ -280,7 +263,6 @@ class ModuleAtHome(nn.Module):
     def __deepcopy__(self: M, memo: dict[int, Any]) -> M:
         """Another model with homes of its own."""
         self._refuse_copies()
-        self._executor.streamer.apply_pending_updates()
         with CopiesOfHomes(self._executor.shards):
             layers = {name: copy.deepcopy(layer, memo) for name, layer in self._modules.items()}
         cuts = [len(shard.layers) for shard in self._executor.shards]
@@ -290,7 +272,6 @@ class ModuleAtHome(nn.Module):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as bare layers, with storage of their own, and the arguments that offload them again."""
         self._refuse_copies()
-        self._executor.streamer.apply_pending_updates()
         memo: dict[int, Any] = {}
         with CopiesOfHomes(self._executor.shards, results=True):
             layers = {name: copy.deepcopy(layer, memo) for name, layer in self._modules.items()}

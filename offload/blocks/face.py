@@ -354,7 +354,6 @@ class ModelWithBlocks(ReportingModule):
     def _bare(self, memo: dict[int, Any]) -> nn.Module:
         """A copy of the model, which is not offloaded."""
         self._refuse_copies()
-        self._executor.streamer.apply_pending_updates()
         bare: nn.Module = self._kind.__new__(self._kind)
         memo[id(self)] = bare
         own = {key: value for key, value in vars(self).items() if key in self.__dict__["_of_model"]}

@@ -35,7 +35,7 @@ class References:
         #: How many references of the engine, and of the modules themselves, each parameter has.
         self._ours: Counter[nn.Parameter] = Counter()
         for module in dict.fromkeys(m for shard in shards for layer in shard.layers for m in layer.modules()):
-            self._ours.update(p for p in module._parameters.values() if p is not None)
+            self._ours.update(p for p in dict.values(module._parameters) if p is not None)
         for shard in shards:
             slices = {id(s): s for s in (*shard.own, *shard.slices)}  # a slice may be in both
             self._ours.update(s.parameter for s in slices.values())

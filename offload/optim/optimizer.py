@@ -65,8 +65,8 @@ class OffloadOptimizer(MovableStates):
 
     ``step()`` makes the updates pending and returns. Each shard is updated just before its next load, in the order of
     loads, while the shards before it compute. The result is that of the plain optimizer after ``clip_grad_norm_``, for
-    any training loop: every access through the model (a forward, ``state_dict()``, ``parameters()``, a checkpoint)
-    first finishes the pending updates. As long as other code holds a parameter, its gradient or a view of it (a list
+    any training loop: every access through the model, the module that was wrapped, or any part of it (a forward,
+    ``state_dict()``, ``parameters()``, an attribute, a copy, a checkpoint) first finishes the pending updates. As long as other code holds a parameter, its gradient or a view of it (a list
     for an exponential average, a loop variable that still exists), ``step()`` updates at once, with no overlap; also
     for a class that changes its groups, such as one that counts steps there, or with all shards in memory. Call
     :meth:`synchronize` before you read parameters or states from ``param_groups`` or ``state`` of the optimizer itself.
