@@ -63,7 +63,7 @@ class _Parameters(dict[str, Any]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """As of a dict."""
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401
 
     def pop(self, name: str, *default: Any) -> Any:
         """As of a dict."""

@@ -160,7 +160,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "OffloadModel.close": [("self._executor.streamer.apply_pending_updates()", reading.a_closed_model_is_updated)],
     },
     "offload.optim.optimizer": {
-        "OffloadOptimizer.step": [
+        "OffloadOptimizer._step": [
             ("self._synchronize()", reading.a_second_step_is_a_second_update),
             ("self._synchronize() #2", reading.a_step_that_others_can_see_is_finished),
             ("self._resident.wait_idle()", blocks.a_step_that_is_interrupted_while_a_thread_updates_is_whole),
