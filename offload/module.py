@@ -25,12 +25,9 @@ from offload.engine.structure import Structure
 from offload.identities import identities_only
 from offload.memory import MemoryArguments
 from offload.storage import Tier
-from offload.storage.state_views import on_own_storages
 from offload.streaming.copies import CopiesOfHomes
 from offload.streaming.materialize import Values
-from offload.streaming.quantised import is_wrapped, with_parts
 from offload.streaming.stored_values import StoredValues, defers_values, stored_values, values_in_full
-from pipe.nested import parts_of
 
 __all__ = ["ModuleAtHome", "refuse_shallow_copy"]
 
@@ -105,23 +102,9 @@ class ModuleAtHome(nn.Module):
     # --- state and gradients ---------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As in torch; ``torch.save`` also accepts it where one home holds parameters of several dtypes."""
+        """As in torch; with ``store_dtype``, copies of what homes store in a form."""
         found = super().state_dict(*args, **kwargs)
         self._show_values(found)
-        mixed = [shard for shard in self._executor.shards if len({s.dtype for s in shard.own}) > 1]
-        if mixed:
-            homes = {s.parameter.untyped_storage().data_ptr() for shard in mixed for s in shard.own}
-            named = {k: v for k, v in found.items() if isinstance(v, Tensor) and not isinstance(v, nn.Parameter)}
-            # Of a quantised weight the entry may refer to its parts themselves, which must stay at home.
-            named.update((k, with_parts(v, Tensor.detach)) for k, v in named.items() if is_wrapped(v))
-            found.update(named)
-            values = [part for v in named.values() for part in parts_of(v) if part.layout is torch.strided]
-            ours = {id(t) for shard in mixed for s in shard.own for t in (s.parameter, *s.aliases)}
-            values = [v for v in values if v.untyped_storage().data_ptr() in homes and id(v) not in ours]
-            views = on_own_storages(values)
-            for value in values:
-                if id(value) in views:
-                    value.data = views[id(value)]  # it still shares the parameter's version counter
         return found
 
     def _show_values(self, found: dict[str, Any]) -> None:
@@ -242,6 +225,11 @@ class ModuleAtHome(nn.Module):
         for dtype in {parameter.dtype for parameter in self.parameters()}:
             probe = torch.empty(0, dtype=dtype)
             result = fn(probe)
+            if result.is_shared() and result.device == probe.device:
+                raise RuntimeError(
+                    "the parameters of an OffloadModel have their homes, and cannot move to shared memory "
+                    "(share_memory()); give other processes copies: {k: v.clone() for k, v in state_dict().items()}"
+                )
             if result.dtype != dtype or result.device not in (probe.device, self.device):
                 raise RuntimeError(
                     f"an OffloadModel's parameters are stored in {self._tier.name} and cannot become {result.dtype} on "

@@ -19,7 +19,7 @@ from torch import nn
 
 from offload.streaming.graph_references import BY_GRAPHS
 from offload.streaming.shard import Shard
-from pipe.torch_private.tensors import native_uses, storage_uses
+from pipe.torch_private.tensors import native_uses
 
 __all__ = ["References"]
 
@@ -59,7 +59,7 @@ class References:
             if gradient is not None and sys.getrefcount(gradient) != _UNHELD_GRADIENT:
                 return True
         return any(
-            storage_uses(shard.home.tensor) != shard.home_uses + views[shard.index]
+            shard.count_home_owners() != shard.home_uses + views[shard.index]
             for shard in self._shards
             if shard.home is not None and shard.index in views
         )
