@@ -156,14 +156,14 @@ class FormedWeights:
                 self._stored.append((owner, s))
         for s in shard.formed:
             if materializer.is_in_place(s.parameter):
-                shard.show(s)
+                shard.point_home(s)
 
     def store(self) -> None:
         """Stores the values that the parameters have now."""
         for owner, s in self._stored:
             store_formed(owner, s, s.parameter.detach())
             gradient, s.parameter.grad = s.parameter.grad, None
-            owner.show(s)
+            owner.point_home(s)
             set_gradient(s.parameter, None if gradient is None else gradient.to(s.parameter.device))
         for owner in dict.fromkeys(owner for owner, _ in self._stored):
             seal(owner)
@@ -208,7 +208,7 @@ def make_shards(
                 continue
             if materializer.has_values(s.parameter):
                 shard.home_view(s).copy_(s.parameter.detach())
-            shard.show(s)
+            shard.point_home(s)
             if s.parameter.grad is not None:
                 s.parameter.grad = s.parameter.grad.to(s.parameter.device)
         materializer.fill()

@@ -109,6 +109,6 @@ def resident_shard(
     for s in shard.own:
         shard.home_view(s).copy_(s.parameter.detach())
         gradient, s.parameter.grad = s.parameter.grad, None
-        shard.show(s)
+        shard.point_home(s)
         s.parameter.grad = None if gradient is None else gradient.to(device)
     return shard

@@ -90,8 +90,8 @@ class Shard:
     written: bool = False
     #: Casts of its weights that kept graphs refer to.
     weight_casts: Casts = field(default_factory=Casts)
-    #: What own parameters show at home, by their offset.
-    shown: dict[int, Tensor] = field(default_factory=dict)
+    #: The memory of own parameters at home, each on a storage of its own, by their offset.
+    own_memory: dict[int, Tensor] = field(default_factory=dict)
     _slot: Tensor | None = None
     _wide_gradients: list[Tensor | None] = field(default_factory=list)
     _stored_gradients: list[Tensor | None] = field(default_factory=list)
@@ -167,16 +167,16 @@ class Shard:
     def count_home_owners(self) -> int:
         """The number of tensors (and other owners) on the memory of the home, in its storage or in those of parameters.
 
-        Without :attr:`shown`, and what its storages hold of the home.
+        Without :attr:`own_memory`, and what its storages hold of the home.
         """
         assert self.home is not None
         begin = self.home.tensor.data_ptr()
-        there = [view for offset, view in self.shown.items() if view.data_ptr() == begin + offset]
+        there = [view for offset, view in self.own_memory.items() if view.data_ptr() == begin + offset]
         return storage_uses(self.home.tensor) + sum(storage_uses(view) - 2 for view in there)
 
     def home_storages(self) -> set[int]:
         """Addresses of the storages that :meth:`count_home_owners` counts."""
-        tensors = [] if self.home is None else [self.home.tensor, *self.shown.values()]
+        tensors = [] if self.home is None else [self.home.tensor, *self.own_memory.values()]
         return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
     @property
@@ -204,7 +204,7 @@ class Shard:
         """Stores ``value``, assigned to ``.data`` of an own parameter. Raises ValueError for another size or type."""
         s.check_data()
         self.home_view(s).copy_(value)
-        self.show(s)
+        self.point_home(s)
 
     def load(self, slot: Tensor) -> None:
         """HOME -> LOADED. The caller fills ``slot`` by :meth:`fill`, on a lane."""
@@ -287,7 +287,7 @@ class Shard:
             parameter.grad = None  # a gradient must be on its parameter's device, so it is reset first, restored last
         for position, gradient in enumerate(self._stored_gradients):
             owner, s = self.owner_of(position)
-            owner.show(s)
+            owner.point_home(s)
             set_gradient(s.parameter, gradient)
         self._refresh_quantised()
 
@@ -332,16 +332,16 @@ class Shard:
         views: list[Tensor] = self._views[self.slot]
         return views
 
-    def show(self, s: Slice) -> None:
+    def point_home(self, s: Slice) -> None:
         """Points an own parameter to its stored values."""
         assert self.home is not None
-        shown = self.shown.get(s.offset)
+        memory = self.own_memory.get(s.offset)
         # Code that shares the storage with another process moves it to other memory.
-        if shown is None or shown.data_ptr() != self.home.tensor.data_ptr() + s.offset:
-            shown = s.own_view(self.home.tensor)
+        if memory is None or memory.data_ptr() != self.home.tensor.data_ptr() + s.offset:
+            memory = s.own_view(self.home.tensor)
             if s.nbytes:
-                self.shown[s.offset] = shown
-        s.point_to(shown)
+                self.own_memory[s.offset] = memory
+        s.point_to(memory)
 
     def home_view(self, s: Slice) -> Tensor:
         """A view of a parameter's stored values, for the engine: in the storage of the home."""
