@@ -334,7 +334,8 @@ class ModelWithBlocks(ReportingModule):
                 if getattr(block, "gradient_checkpointing", False):
                     raise RuntimeError(
                         f"block {name} has gradient checkpointing of its own; an OffloadModel recomputes blocks with "
-                        f"checkpoint_activation=True: call model.gradient_checkpointing_disable() before"
+                        f"checkpoint_activation=True: call model.gradient_checkpointing_disable() before, and pass "
+                        f"gradient_checkpointing=False to a trainer (those of trl turn it on by default)"
                     )
 
     # --- module ---------------------------------------------------------------------------------------------------
