@@ -169,7 +169,7 @@ def test_the_trainer_does_not_move_the_model(huggingface: Any, home: Path, tmp_p
 
 
 def test_the_trainer_s_gradient_checkpointing_is_refused(huggingface: Any, home: Path, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="checkpoint_activation=True.*gradient_checkpointing=False to a trainer"):
+    with pytest.raises(RuntimeError, match=r"checkpoint_activation=True.*gradient_checkpointing=False to a trainer"):
         huggingface.train(tmp_path / "run", home, gradient_checkpointing=True)
 
 
