@@ -181,7 +181,7 @@ class OffloadOptimizer(MovableStates):
                     return_freed_memory()  # states of a whole shard, which are in their file now
 
     @restores_thread_state
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Makes the update of all parameters that have a gradient pending.
 
         Args:
