@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +32,7 @@ from offload.persistence import PersistentHome
 from offload.policy import MemoryPolicy
 from offload.running import RunningModule
 from offload.storage import DiskHome, absolute_home, is_directory
+from offload.streaming.current_values import leave_pending_updates
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import open_lanes
 from offload.streaming.quantised import check_storable, separate, stored_tensors
@@ -293,7 +296,9 @@ class OffloadModel(RunningModule):
             for runner in self._executor.runners:
                 runner.compares_always = detect_weight_writes
             # Of the executor, which tapes refer to: a backward still runs after the model is collected.
-            self._finalizer = finalize_here(self._executor, _close, lanes, self._tier)
+            shards = [weakref.ref(shard) for shard in self._executor.shards]
+            close = partial(_close, lanes, self._tier)
+            self._finalizer = finalize_here(self._executor, leave_pending_updates, shards, close)
             if self._memory_limits is not None and recompute:
                 self._executor.plan_memory(self._memory_limits, resources.policy)
             self._persistent_home.begin()

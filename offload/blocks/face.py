@@ -335,7 +335,8 @@ class ModelWithBlocks(ReportingModule):
                 if getattr(block, "gradient_checkpointing", False):
                     raise RuntimeError(
                         f"block {name} has gradient checkpointing of its own; an OffloadModel recomputes blocks with "
-                        f"checkpoint_activation=True: call model.gradient_checkpointing_disable() before"
+                        f"checkpoint_activation=True: call model.gradient_checkpointing_disable() before, and pass "
+                        f"gradient_checkpointing=False to a trainer (those of trl turn it on by default)"
                     )
 
     # --- module ---------------------------------------------------------------------------------------------------
@@ -355,7 +356,6 @@ class ModelWithBlocks(ReportingModule):
     def _bare(self, memo: dict[int, Any]) -> nn.Module:
         """A copy of the model, which is not offloaded."""
         self._refuse_copies()
-        self._executor.streamer.apply_pending_updates()
         bare: nn.Module = self._kind.__new__(self._kind)
         memo[id(self)] = bare
         own = {key: value for key, value in vars(self).items() if key in self.__dict__["_of_model"]}

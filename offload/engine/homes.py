@@ -106,7 +106,7 @@ class MovableHomes(ExclusivePasses):
         """Replaces the parts of the engine that depend on how the model is cut into shards. Idempotent."""
         # One list for streamer, gradient offload, assigned data and optimizers.
         self.shards[:] = parts.shards
-        read_current_values(parts.shards)
+        read_current_values(parts.shards, self.streamer)
         self.runners, self._cell_executor = parts.runners, parts.cell_executor
         self.steps, self._references = parts.steps, parts.references
 

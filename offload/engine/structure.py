@@ -57,9 +57,9 @@ class Structure:
     def _named_parameters(self) -> Iterator[tuple[str, int]]:
         for name, layer in self._layers.items():
             for path, module in () if layer is None else layer.named_modules(prefix=name):
-                yield from ((f"{path}.{key}", id(p)) for key, p in module._parameters.items() if p is not None)
+                yield from ((f"{path}.{key}", id(p)) for key, p in dict.items(module._parameters) if p is not None)
 
 
 def _members(module: nn.Module) -> tuple[object, ...]:
     """Identities of the children and parameters of a module, and the names of its buffers."""
-    return (*map(id, module._parameters.values()), *map(id, module._modules.values()), *module._buffers)
+    return (*map(id, dict.values(module._parameters)), *map(id, module._modules.values()), *module._buffers)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,14 @@ from torch.optim import Optimizer
 
 from offload.optim.clipping import clip_coefficient
 from offload.optim.decision import StepDecision
-from offload.optim.groups import GroupChanges, check_choices, options_of, placeholder, resolve_groups
+from offload.optim.groups import (
+    GroupChanges,
+    check_choices,
+    check_closures,
+    options_of,
+    placeholder,
+    resolve_groups,
+)
 from offload.optim.in_backward import InBackward
 from offload.optim.io_buffers import IOBufferPool
 from offload.optim.moves import MovableStates
@@ -41,20 +47,6 @@ if TYPE_CHECKING:
 __all__ = ["OffloadOptimizer", "open_update_lane"]
 
 
-_Step = TypeVar("_Step", bound=Callable[..., None])
-
-
-def _measured(step: _Step) -> _Step:
-    """``step`` of an optimizer, whose time is counted."""
-
-    @functools.wraps(step)
-    def measured(self: OffloadOptimizer, *args: Any, **kwargs: Any) -> None:
-        with self.access.meter.overheads.optimizer():
-            step(self, *args, **kwargs)
-
-    return cast("_Step", measured)
-
-
 def open_update_lane(device: torch.device) -> CopyLane:
     """The lane of updates: a thread, since homes are updated by the host. It ends with its last user."""
     return ThreadCopyLane("update", device, threads_of_updates(device))
@@ -65,11 +57,12 @@ class OffloadOptimizer(MovableStates):
 
     ``step()`` makes the updates pending and returns. Each shard is updated just before its next load, in the order of
     loads, while the shards before it compute. The result is that of the plain optimizer after ``clip_grad_norm_``, for
-    any training loop: every access through the model (a forward, ``state_dict()``, ``parameters()``, a checkpoint)
-    first finishes the pending updates. As long as other code holds a parameter, its gradient or a view of it (a list
-    for an exponential average, a loop variable that still exists), ``step()`` updates at once, with no overlap; also
-    for a class that changes its groups, such as one that counts steps there, or with all shards in memory. Call
-    :meth:`synchronize` before you read parameters or states from ``param_groups`` or ``state`` of the optimizer itself.
+    any training loop: every access through the model, the module that was wrapped, or any part of it (a forward,
+    ``state_dict()``, ``parameters()``, an attribute, a copy, a checkpoint) first finishes the pending updates. As long
+    as other code holds a parameter, its gradient or a view of it (a list for an exponential average, a loop variable
+    that still exists), ``step()`` updates at once, with no overlap; also for a class that changes its groups, such as
+    one that counts steps there, or with all shards in memory. Call :meth:`synchronize` before you read parameters or
+    states from ``param_groups`` or ``state`` of the optimizer itself.
 
     Args:
         model: whose parameters are trained.
@@ -164,6 +157,8 @@ class OffloadOptimizer(MovableStates):
         self._resident = ResidentParameters(self.access.resident, self.factory, threads_of_updates(model.device))
         self.in_backward = InBackward(self) if update_in_backward else None
         self._group_changes = GroupChanges(optimizer_class)
+        #: Whether it is known that the class runs a closure before it updates.
+        self._runs_closures = optimizer_class.__module__.startswith("torch.optim.")  # none of them is LBFGS
         #: Of the class only: torch adds others to ``defaults`` when a state is loaded.
         self._class_defaults = dict(template.defaults)
         super().__init__(groups, dict(template.defaults))
@@ -188,20 +183,35 @@ class OffloadOptimizer(MovableStates):
                     return_freed_memory()  # states of a whole shard, which are in their file now
 
     @restores_thread_state
-    @torch.no_grad()
-    @_measured
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Makes the update of all parameters that have a gradient pending.
 
+        Args:
+            closure: called first, with gradients enabled, as by any first-order class: it computes the gradients.
+
+        Returns:
+            What the closure returned; None without one.
+
         Raises:
-            ValueError: for a closure.
+            TypeError: if the closure cannot be called.
+            ValueError: for a closure, if the class does not call one exactly once, before it updates anything.
             RuntimeError: during a forward or backward; or if an earlier update cannot be finished.
         """
+        loss = None
         if closure is not None:
-            raise ValueError(
-                "expected no closure: it would run the model again in the middle of a step; call the closure yourself, "
-                "then step()"
-            )
+            self._check_idle()
+            if not callable(closure):
+                raise TypeError(f"expected a function that computes gradients, or None, got closure={closure!r}")
+            if not self._runs_closures:
+                check_closures(self.factory.kind, self.factory.arguments, self.param_groups[0])
+                self._runs_closures = True
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad(), self.access.meter.overheads.optimizer():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         self._check_idle()
         if self._raised is not None and self._raised.repeats():
             self._end_step(self._raised, at_once=True)
