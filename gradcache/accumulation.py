@@ -1,4 +1,4 @@
-"""Sums the gradients of many chunks in float32, and adds them to ``.grad`` at the end of the step.
+"""Sums the gradients of many chunks, narrow ones in float32, and adds them to ``.grad`` at the end of the step.
 
 Adding a thousand chunk gradients in bfloat16 loses all bits below the sum's last bit, which changes the result by
 several per cent. So each chunk's gradient of a parameter narrower than 32 bits is added to a float32 sum when autograd
@@ -8,6 +8,10 @@ Guarantees
     * Until :meth:`Accumulation.commit`, the user's ``.grad`` is kept separately; afterwards it is the old gradient plus
       this step's. After an exception every ``.grad`` is the same tensor object as before the step.
     * A parameter that no chunk used keeps its ``.grad``, None included.
+    * Hooks of a parameter (``register_hook``, ``register_post_accumulate_grad_hook``) are hidden from the chunks. They
+      run once, on the sum of all chunks and towers, before and after it is added to ``.grad``; a hook may step an
+      optimizer and clear ``.grad``. Over processes the former see this process's sum, as with
+      DistributedDataParallel, and the latter the averaged gradient.
 
 No additional memory if ``.grad`` is None before the step (the default ``zero_grad()``); otherwise the old gradients
 remain allocated beside the new ones until the step is done.
@@ -23,7 +27,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from gradcache.autograd_node import with_backward
 from offload.streaming.stored_gradients import set_gradient
+from pipe.torch_private.autograd import HiddenHooks, has_hooks
 
 __all__ = ["Accumulation"]
 
@@ -35,7 +41,10 @@ class Accumulation:
 
     Args:
         parameters: the parameters of the step.
-        at_home: those of them that belong to a streamed model, which sums their gradients itself.
+        at_home: those of them that belong to a streamed model, which sums their gradients and runs their hooks itself.
+
+    Raises:
+        ValueError: for parameters with an optimizer of ``_apply_optimizer_in_backward``, which cannot wait for the sum.
     """
 
     def __init__(self, parameters: Iterable[Tensor], at_home: Iterable[Tensor] = ()) -> None:
@@ -46,14 +55,31 @@ class Accumulation:
         self._before: list[Tensor | None] = []
         self._sums: dict[int, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
+        #: Those of parameters, by ``id`` of the parameter.
+        self._hidden: dict[int, HiddenHooks] = {}
         self._committed = False
+        if any(getattr(parameter, "_in_backward_optimizers", None) for parameter in self.parameters):
+            raise ValueError(
+                "expected parameters whose gradients can be summed over chunks, got some of "
+                "_apply_optimizer_in_backward(), whose optimizers would step once for each chunk; step an optimizer "
+                "after the step, or in a hook of register_post_accumulate_grad_hook()"
+            )
 
     def __enter__(self) -> Accumulation:
-        for parameter in self.parameters:
-            self._before.append(parameter.grad)
-            parameter.grad = None
-            if parameter.dtype in (torch.bfloat16, torch.float16) and id(parameter) not in self._at_home:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._add_to_sum))
+        self._before = [parameter.grad for parameter in self.parameters]
+        try:
+            for parameter in self.parameters:
+                parameter.grad = None
+                if id(parameter) in self._at_home:
+                    continue
+                if has_hooks(parameter):
+                    self._hidden[id(parameter)] = hidden = HiddenHooks(parameter)
+                    hidden.hide()
+                if parameter.dtype in (torch.bfloat16, torch.float16):
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._add_to_sum))
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def _add_to_sum(self, parameter: Tensor) -> None:
@@ -82,36 +108,58 @@ class Accumulation:
 
     def postponed(self, reduce: Reduce | None = None) -> Callable[[], None]:
         """Returns a function that does what :meth:`commit` does; until it is called, every ``.grad`` is the old one."""
-        self._remove_hooks()
+        self._show_hooks()
         gradients = [self.take(parameter) for parameter in self.parameters]
         self._restore()
         self._committed = True
         return partial(self._add, gradients, reduce)
 
+    @torch.no_grad()
     def _add(self, gradients: list[Tensor | None], reduce: Reduce | None) -> None:
+        hidden = [self._hidden.get(id(parameter)) for parameter in self.parameters]
         if reduce is not None:
+            for k, hooks in enumerate(hidden):
+                if hooks is not None and (gradient := gradients[k]) is not None:
+                    gradients[k] = hooks.changed(gradient.to(self.parameters[k].dtype))
             gradients = reduce(gradients)
+        hooked: list[tuple[Tensor, Tensor]] = []
         for k, parameter in enumerate(self.parameters):
-            gradient, before = gradients[k], parameter.grad
+            gradient = gradients[k]
             gradients[k] = None  # a sum of 32 bits is freed as soon as it is rounded
             if gradient is None:
                 continue
-            # What a home stores may have another type than its gradient, which keeps its own.
-            dtype = gradient.dtype if id(parameter) in self._at_home else parameter.dtype
-            if before is None:
-                set_gradient(parameter, gradient.to(dtype))
-            elif before.layout == gradient.layout:
-                before.add_(gradient)  # in place, as autograd does: .grad stays the user's tensor
+            if hidden[k] is None:
+                self._add_one(parameter, gradient)
             else:
-                set_gradient(parameter, (gradient + before).to(dtype))
+                hooked.append((parameter, gradient.to(parameter.dtype)))
+            del gradient
+        # Last, since such a hook may step an optimizer that has other parameters, too.
+        if reduce is None:
+            _accumulate(hooked)
+            return
+        for parameter, gradient in hooked:  # not by autograd, whose hooks wrappers may take for another backward's
+            self._add_one(parameter, gradient)
+            self._hidden[id(parameter)].run_after_accumulation()
 
-    def _remove_hooks(self) -> None:
+    def _add_one(self, parameter: Tensor, gradient: Tensor) -> None:
+        # What a home stores may have another type than its gradient, which keeps its own.
+        dtype, before = gradient.dtype if id(parameter) in self._at_home else parameter.dtype, parameter.grad
+        if before is None:
+            set_gradient(parameter, gradient.to(dtype))
+        elif before.layout == gradient.layout:
+            before.add_(gradient)  # in place, as autograd does: .grad stays the user's tensor
+        else:
+            set_gradient(parameter, (gradient + before).to(dtype))
+
+    def _show_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for hidden in self._hidden.values():
+            hidden.restore()
 
     def __exit__(self, *error: Any) -> None:
-        self._remove_hooks()
+        self._show_hooks()
         self._sums.clear()
         if not self._committed:
             self._restore()
@@ -119,3 +167,20 @@ class Accumulation:
     def _restore(self) -> None:
         for parameter, before in zip(self.parameters, self._before, strict=True):
             set_gradient(parameter, before)
+
+
+def _accumulate(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Adds gradients to the leaves that they are paired with by one backward, which runs the hooks of the leaves."""
+    if not pairs:
+        return
+    leaves, gradients = [leaf for leaf, _ in pairs], [gradient for _, gradient in pairs]
+    pairs.clear()
+
+    def backward(_: Any) -> list[Tensor]:
+        given = gradients.copy()
+        gradients.clear()  # with no other reference autograd takes a gradient as it is, and a hook frees it
+        return given
+
+    with torch.enable_grad():
+        (root,) = with_backward([torch.zeros(())], leaves, backward)
+    root.backward()

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from pipe.torch_private.autograd import keeps_graph
 
 __all__ = ["Gradients", "with_backward"]
 
@@ -26,7 +27,8 @@ def with_backward(
     Args:
         values: tensors without a graph, which nothing else uses.
         inputs: any tensors.
-        backward: given the gradients of the values, returns those of the inputs. Not differentiable itself.
+        backward: given the gradients of the values, returns those of the inputs. Not differentiable itself. It is
+            freed, with all that it refers to, once it has run, unless the graph is retained.
         writable: if False, torch refuses to write the results in place.
     """
     return list(_Node.apply(backward, values, writable, *inputs))  # type: ignore[no-untyped-call]
@@ -42,6 +44,37 @@ class _Node(torch.autograd.Function):
         return tuple(value if writable else value.view_as(value) for value in values)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, None, *ctx.function(gradients)
+        function = ctx.function
+        if function is None:
+            raise RuntimeError(
+                "expected one backward through a graph, got a second one, and what it needs is freed; pass "
+                "retain_graph=True to the first"
+            )
+        if not keeps_graph():
+            ctx.function = None
+        with torch.no_grad():
+            found = function(gradients)
+        if torch.is_grad_enabled():  # create_graph=True: without a graph, a penalty on gradients would train nothing
+            found = [x if x is None else _once(x.detach().requires_grad_()) for x in found]
+        return None, None, None, *found
+
+
+def _once(gradient: Tensor) -> Tensor:
+    """A gradient that raises where it is differentiated."""
+    result: Tensor = _Once.apply(gradient)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise RuntimeError(
+            "expected a gradient to be differentiated once: a loss in parts (tile_rows, or a million scores) "
+            "and a GradCache step cannot be differentiated twice; compute a loss with a penalty on its "
+            "gradients with torch, in one piece"
+        )

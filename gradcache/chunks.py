@@ -2,7 +2,8 @@
 
 The checks are strict, because rows lost in splitting would not be noticed: all tensors of an input must have the same
 number of rows and all are split; members that every chunk receives whole are declared by name (``broadcast``). No input
-is truncated to the shortest member.
+is truncated to the shortest member. Of a list without ``process_fn`` the members are the model's positional arguments,
+as in the package ``GradCache``; with ``process_fn``, which makes the arguments, they are rows.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from gradcache.nested import tensors_in
-from pipe.microbatch import rows_of
 
-__all__ = ["call_arguments", "check_rows_kept", "chunk_size_of", "split_input"]
+__all__ = ["call_arguments", "check_rows_kept", "chunk_size_of", "rows_in_input", "split_input"]
 
 Name = str | int
 
@@ -25,7 +25,8 @@ def call_arguments(chunk: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and keyword arguments with which a model is called for an input.
 
     ``x`` is called as ``model(x)``, a list as ``model(*x)``, a mapping as ``model(**x)``, a pair of a sequence and a
-    mapping as ``model(*x[0], **x[1])``; any other tuple as ``model(*x)``.
+    mapping as ``model(*x[0], **x[1])``; any other tuple as ``model(*x)``. A list or tuple of strings, or of mappings
+    without tensors, is rows, and called as ``model(x)``.
 
     Raises:
         TypeError: for an input of another type.
@@ -34,6 +35,8 @@ def call_arguments(chunk: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (chunk,), {}
     if _is_arguments_and_keywords(chunk):
         return tuple(chunk[0]), dict(chunk[1])
+    if _can_only_be_rows(chunk):
+        return (chunk,), {}
     if isinstance(chunk, (list, tuple)):
         return tuple(chunk), {}
     if isinstance(chunk, Mapping):
@@ -63,13 +66,17 @@ def chunk_size_of(size: Any) -> int | str:
     return rows
 
 
-def split_input(model_input: Any, chunk_size: int, broadcast: Collection[Name] = ()) -> list[Any]:
+def split_input(
+    model_input: Any, chunk_size: int, broadcast: Collection[Name] = (), *, lists_are_rows: bool = False
+) -> list[Any]:
     """Splits every tensor of a model input into views of ``chunk_size`` rows; the last chunk may be shorter.
 
     Args:
         model_input: a tensor, list, mapping or (list, mapping); members may be nested.
         chunk_size: rows of a chunk.
         broadcast: keys of a mapping or positions of a list whose members are passed to every chunk whole.
+        lists_are_rows: split lists between their members, which may be of any type. Otherwise (and if ``broadcast`` has
+            positions) so are only lists and tuples of strings, and of mappings without tensors.
 
     Scalars, ``None`` and 0-dimensional tensors have no rows and are passed to every chunk.
 
@@ -78,29 +85,53 @@ def split_input(model_input: Any, chunk_size: int, broadcast: Collection[Name] =
         TypeError: if a member cannot be split and is not declared in ``broadcast``.
     """
     rows: dict[str, int] = {}
-    cut = _splitter(model_input, "input", broadcast, rows)
+    cut = _input_splitter(model_input, broadcast, rows, lists_are_rows)
     if len(set(rows.values())) > 1:
+        hint = "; with process_fn, the members of a list are rows" if isinstance(model_input, list) else ""
         raise ValueError(
             f"expected tensors with the same number of rows in a model input, got {rows}; no row is dropped: pass "
-            f"equal rows, or declare members that every chunk receives whole with broadcast=(...)"
+            f"equal rows, or split_input_fn, which knows what belongs to a row (images of several sizes, packed "
+            f"sequences), or declare members that every chunk receives whole with broadcast=(...){hint}"
         )
     total = next(iter(rows.values()), 0)
     return [cut(start, start + chunk_size) for start in range(0, max(total, 1), chunk_size)]
 
 
-def check_rows_kept(model_input: Any, chunks: Sequence[Any]) -> None:
+def rows_in_input(model_input: Any, broadcast: Collection[Name] = (), *, lists_are_rows: bool = False) -> int | None:
+    """Rows of a model input or a chunk, as :func:`split_input` counts them; None where members differ, or have none."""
+    rows: dict[str, int] = {}
+    try:
+        _input_splitter(model_input, broadcast, rows, lists_are_rows)
+        counts = set(rows.values())
+    except TypeError:  # a member that only the user's own function can split
+        counts = {tensor.size(0) for tensor in tensors_in(model_input) if tensor.dim()}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def check_rows_kept(model_input: Any, chunks: Sequence[Any], *, lists_are_rows: bool = False) -> None:
     """Raises ValueError if a user's split function returned fewer rows than it was given (if rows can be counted)."""
     if not chunks:
         raise ValueError("expected split_input_fn to return at least one chunk, got none")
-    try:
-        given, returned = rows_of(tensors_in(model_input)), sum(rows_of(tensors_in(chunk)) for chunk in chunks)
-    except ValueError:
-        return  # members with different numbers of rows: only the user's function knows what a row is
-    if returned < given:
+    if isinstance(model_input, list) and not all(isinstance(chunk, list) for chunk in chunks):
+        return  # made into something else, whose rows need not be members of the list
+    given = rows_in_input(model_input, lists_are_rows=lists_are_rows)
+    parts = [rows_in_input(chunk, lists_are_rows=lists_are_rows) for chunk in chunks]
+    # Where members have different numbers of rows, only the user's function knows what a row is.
+    returned = sum(rows for rows in parts if rows is not None)
+    if given is not None and None not in parts and returned < given:
         raise ValueError(
             f"expected split_input_fn to return all {given} rows, got {returned} in {len(chunks)} chunks; "
             f"return every row in exactly one chunk"
         )
+
+
+def _can_only_be_rows(value: Any) -> bool:
+    """Whether a list or tuple holds strings, or mappings without tensors, alone."""
+    return (
+        isinstance(value, (list, tuple))
+        and bool(value)
+        and all(isinstance(x, str) or (isinstance(x, Mapping) and not tensors_in(x)) for x in value)
+    )
 
 
 def _is_arguments_and_keywords(value: Any) -> bool:
@@ -112,18 +143,44 @@ def _is_arguments_and_keywords(value: Any) -> bool:
     )
 
 
-def _splitter(value: Any, path: str, broadcast: Collection[Name], rows: dict[str, int]) -> Callable[[int, int], Any]:
-    """A function from a range of rows to that part of ``value``. Writes the rows of each tensor to ``rows``."""
+def _input_splitter(
+    value: Any, broadcast: Collection[Name], rows: dict[str, int], lists_are_rows: bool
+) -> Callable[[int, int], Any]:
+    if _can_only_be_rows(value):
+        rows["input"] = len(value)
+        return lambda start, stop: value[start:stop]
+    lists_are_rows = lists_are_rows and not any(isinstance(name, int) for name in broadcast)
+    return _splitter(value, "input", broadcast, rows, lists_are_rows)
+
+
+def _splitter(
+    value: Any, path: str, broadcast: Collection[Name], rows: dict[str, int], lists_are_rows: bool
+) -> Callable[[int, int], Any]:
+    """A function from a range of rows to that part of ``value``. Writes the rows of each tensor or list to ``rows``."""
     if isinstance(value, Tensor):
         if value.dim() == 0:
             return lambda start, stop: value
         rows[path] = value.size(0)
         return lambda start, stop: value[start:stop]
+
+    def member(item: Any, name: Name, of: str = path) -> Callable[[int, int], Any]:
+        return _member(item, name, f"{of}[{name!r}]", broadcast, rows, lists_are_rows)
+
     if isinstance(value, Mapping):
-        members = {key: _member(item, key, f"{path}[{key!r}]", broadcast, rows) for key, item in value.items()}
+        members = {key: member(item, key) for key, item in value.items()}
         return lambda start, stop: {key: part(start, stop) for key, part in members.items()}
+    if _is_arguments_and_keywords(value):
+        args = tuple(member(item, k, f"{path}[0]") for k, item in enumerate(value[0]))
+        kwargs = {key: member(item, key, f"{path}[1]") for key, item in value[1].items()}
+        return lambda start, stop: (
+            tuple(part(start, stop) for part in args),
+            {key: part(start, stop) for key, part in kwargs.items()},
+        )
+    if lists_are_rows and (isinstance(value, list) or _can_only_be_rows(value)):
+        rows[path] = len(value)
+        return lambda start, stop: value[start:stop]
     if isinstance(value, (list, tuple)):
-        parts = [_member(item, k, f"{path}[{k}]", broadcast, rows) for k, item in enumerate(value)]
+        parts = [member(item, k) for k, item in enumerate(value)]
         make = list if isinstance(value, list) else tuple
         return lambda start, stop: make(part(start, stop) for part in parts)
     raise TypeError(
@@ -133,14 +190,15 @@ def _splitter(value: Any, path: str, broadcast: Collection[Name], rows: dict[str
 
 
 def _member(
-    item: Any, name: Name, path: str, broadcast: Collection[Name], rows: dict[str, int]
+    item: Any, name: Name, path: str, broadcast: Collection[Name], rows: dict[str, int], lists_are_rows: bool
 ) -> Callable[[int, int], Any]:
     if name in broadcast or item is None or isinstance(item, (bool, int, float, complex, str)):
         return lambda start, stop: item
-    if isinstance(item, (list, tuple)) and any(isinstance(x, (bool, int, float, str)) for x in item):
+    is_rows = lists_are_rows and (isinstance(item, list) or _can_only_be_rows(item))
+    if isinstance(item, (list, tuple)) and not is_rows and any(isinstance(x, (bool, int, float, str)) for x in item):
         # Ambiguous: one value per row, or one option for all rows. A wrong guess would repeat or lose rows.
         raise TypeError(
             f"expected tensors to split into chunks, got a {type(item).__name__} of plain values ({path}); pass a "
             f"tensor or split_input_fn, or declare it with broadcast=(...) if every chunk is to receive it whole"
         )
-    return _splitter(item, path, broadcast, rows)
+    return _splitter(item, path, broadcast, rows, lists_are_rows)

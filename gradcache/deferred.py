@@ -37,9 +37,11 @@ def attach(
     ``second_pass`` gets the gradient of ``encoded`` (None where there is none), and returns those of ``inputs``.
     """
     leaves, spec = flatten(list(encoded))
+    towers = [flatten(tower) for tower in encoded]
+    structures = [(len(own), structure) for own, structure in towers]
     wanted: list[bool] = []
-    for tower, wants in zip(encoded, differentiable, strict=True):
-        for leaf in flatten(tower)[0]:
+    for (own, _), wants in zip(towers, differentiable, strict=True):
+        for leaf in own:
             floating = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
             wanted.append(wants and floating)
     chosen = [leaf for leaf, wants in zip(leaves, wanted, strict=True) if wants]
@@ -52,9 +54,9 @@ def attach(
             raise RuntimeError("expected one backward through representations in chunks; encode the batch again")
         run, second_pass = second_pass, None  # frees the states of the first pass
         given, wants = iter(gradients), iter(wanted)
-        parts = [[next(given) if next(wants) else None for _ in flatten(tower)[0]] for tower in encoded]
-        cache = [with_leaves(part, flatten(tower)[1]) for part, tower in zip(parts, encoded, strict=True)]
-        return None, *run(cache)
+        # By structures, not from the representations: a loss that is kept would keep these.
+        parts = [([next(given) if next(wants) else None for _ in range(n)], structure) for n, structure in structures]
+        return None, *run([with_leaves(part, structure) for part, structure in parts])
 
     # An input that needs a gradient, so that the node is in a graph even if no other input needs one.
     root = torch.empty(0, requires_grad=True)

@@ -15,13 +15,13 @@
     for leaf, again in zip(xs, agains_x):
         again(leaf)                                 # second pass: fills the gradients of what encode used
 
-Gradients of parameters narrower than 32 bits are summed in float32 if the closures run inside
-:class:`gradcache.Accumulation`.
+If the closures run inside :class:`gradcache.Accumulation`, gradients of parameters narrower than 32 bits are summed in
+float32, and hooks of parameters run once, on the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import Any, TypeVar, overload
 
@@ -98,7 +98,18 @@ def cat_input_tensor(func: Callable[..., Result]) -> Callable[..., Result]:
 
     @wraps(func)
     def joined(*args: Any, **kwargs: Any) -> Result:
-        return func(*map(_cat, args), **{name: _cat(value) for name, value in kwargs.items()})
+        try:
+            return func(*map(_cat, args), **{name: _cat(value) for name, value in kwargs.items()})
+        except (AttributeError, KeyError, TypeError) as error:
+            lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list)]
+            kinds = {type(item).__name__: None for value in lists for item in value if isinstance(item, Mapping)}
+            if not kinds:
+                raise
+            raise TypeError(
+                f"expected lists of tensors to concatenate, got {type(error).__name__}: {error} for lists of "
+                f"{', '.join(kinds)}; let the cached function select tensors from the model's output, as get_rep_fn "
+                f"does for a GradCache"
+            ) from error
 
     return joined
 

@@ -31,6 +31,7 @@ from gradcache.context_managers import device_of
 from gradcache.deferred import attach
 from gradcache.distributed.reduction import unwrapped, watch
 from gradcache.distributed.sharded import check_equal_chunks
+from gradcache.loss import SimpleContrastiveLoss
 from gradcache.memory import StepMemory
 from gradcache.nested import map_tensors, tensors_in
 from gradcache.sequential import SequentialModel
@@ -39,6 +40,7 @@ from gradcache.streamed import StreamedModel, Tower
 from gradcache.used_modules import CallableModel, UsedModules, as_modules
 from offload import MemoryPolicy
 from pipe.recompute.thread_state import restores_thread_state
+from pipe.torch_private.autograd import run_hooks_with_gradient_only
 
 __all__ = ["GradCache", "StepResult"]
 
@@ -69,18 +71,21 @@ class GradCache:
         chunk_sizes: rows of a chunk, for all towers or one number each; ``"auto"``: as many as fit ``memory``.
         loss_fn: ``loss_fn(*representations, **loss_kwargs)`` returns the scalar loss, or a tuple that starts with it.
         split_input_fn: ``split_input_fn(model_input, chunk_size)`` returns the chunks; default :meth:`split_inputs`.
-        get_rep_fn: selects the representations (a tensor, or tensors in a tuple or dict) from a model's output.
+        get_rep_fn: selects the representations (a tensor, or tensors in a tuple or dict) from a model's output: one row
+            for each row of a chunk, unless ``split_input_fn`` decides what a row is.
         fp16: autocast to float16; needs a ``scaler``.
         scaler: a ``torch.amp.GradScaler`` that scales the loss; the caller unscales and steps.
         process_fn: converts a chunk to the model's input directly before the model runs, in both passes, with the same
-            random numbers; its results are not kept. If it has trainable parameters it must be an ``nn.Module``; with
-            ``memory`` and towers that run layer by layer it then runs once for all chunks.
+            random numbers; its results are not kept. A list that is an input, or a member of a mapping, then holds rows
+            of any type (texts, dicts, images), and a chunk gets a part of it. If it has trainable parameters it must be
+            an ``nn.Module``; with ``memory`` and towers that run layer by layer it then runs once for all chunks.
         precision: the autocast type of models and loss, such as ``torch.bfloat16``.
         broadcast: keys or positions of input members that every chunk receives whole.
         memory: what the steps over plain modules may hold: bytes, a string such as ``"2GiB"``, ``"auto"`` or an
             :class:`offload.MemoryPolicy`. Plain ``nn.Sequential`` towers then run layer by layer, as if each layer were
-            checkpointed, and keep up to ``boundary_bytes`` of layer inputs between the passes; unused bytes hold chunks
-            that run together (``join_chunks``), and graphs, which need not be recomputed; see ``sequential``. With
+            checkpointed, and keep up to ``boundary_bytes`` of layer inputs between the passes; unused bytes hold
+            graphs, which need not be recomputed, and those of this field chunks that run together (``join_chunks``);
+            see ``sequential``. With
             ``chunk_sizes="auto"`` the graph of a chunk keeps up to ``activation_bytes`` (an OffloadModel's, whose own
             memory decides: of one shard at a time). Without these fields a number is shared by gradients, values
             between the passes and a chunk's graph. None: chunk by chunk, and half of the free memory for a graph.
@@ -144,6 +149,8 @@ class GradCache:
         self.step_result: StepResult | None = None
         self._inputs = two_pass.InputGradients()
         self._wants_gradient: list[bool] = []
+        #: Whether the loss of the current step takes nothing but tensors.
+        self._only_tensors = False
         self._auxiliary: tuple[Any, ...] = ()
         #: Checks a graph of the current step, see ``distributed.Reduction.check``.
         self._check: Callable[[Any, Any], None] | None = None
@@ -161,9 +168,9 @@ class GradCache:
     def split_inputs(self, model_input: Any, chunk_size: int) -> list[Any]:
         """Splits one model input into chunks; see :func:`gradcache.chunks.split_input` for accepted inputs."""
         if self.split_input_fn is None:
-            return chunking.split_input(model_input, chunk_size, self.broadcast)
+            return chunking.split_input(model_input, chunk_size, self.broadcast, lists_are_rows=self._processes)
         chunks = list(self.split_input_fn(model_input, chunk_size))
-        chunking.check_rows_kept(model_input, chunks)
+        chunking.check_rows_kept(model_input, chunks, lists_are_rows=self._processes)
         return chunks
 
     def get_input_tensors(self, model_input: Any) -> list[Tensor]:
@@ -187,7 +194,8 @@ class GradCache:
 
     def forward_no_grad(self, model: nn.Module, model_inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
         """The first pass: representations of all chunks together, and one random state per chunk."""
-        return two_pass.encode(model, model_inputs, self.encoder_of(model), self.get_input_tensors, self.audit)
+        joined = self.joined(model_inputs)
+        return two_pass.encode(model, model_inputs, self.encoder_of(model), self.get_input_tensors, self.audit, joined)
 
     def build_cache(self, *reps: Any, **loss_kwargs: Any) -> tuple[list[Any], Tensor]:
         """The loss, and its gradient with respect to each tower's representations (None if unused)."""
@@ -233,9 +241,11 @@ class GradCache:
         Returns:
             The loss of the whole batch, detached. :attr:`step_result` holds it with the representations.
         """
-        step = self._step(model_inputs, no_sync_except_last)
+        own_loss = getattr(self.loss_fn, "__module__", "") == SimpleContrastiveLoss.__module__
+        self._only_tensors = own_loss and not self.replaced("compute_loss")
         heads = self._heads("get_reps", "processed", "compute_loss", given=loss_kwargs)
-        with step.gradients(heads) as (commit, self._check):
+        step = self._step(model_inputs, heads, no_sync_except_last)
+        with step.gradients() as (commit, self._check):
             encoded = step.encode()
             if torch.is_grad_enabled():
                 self._wants_gradient = [tower.wants_gradient for tower in step.towers]
@@ -258,19 +268,29 @@ class GradCache:
         """
         outer = [tensor for tensor in tensors_in(list(model_inputs)) if tensor.requires_grad]
         leaves = {id(tensor): tensor.detach().requires_grad_() for tensor in outer}
-        step = self._step(map_tensors(lambda tensor: leaves.get(id(tensor), tensor), list(model_inputs)), False)
+        self._only_tensors = False  # the caller may select members
+        given = map_tensors(lambda tensor: leaves.get(id(tensor), tensor), list(model_inputs))
+        step = self._step(given, self._heads("get_reps", "processed"))
+        hooked = step.hooked()
         encoded = step.encode()
         if not torch.is_grad_enabled():
             return tuple(encoded)
 
         @restores_thread_state
         def second_pass(cache: list[Any]) -> list[Tensor | None]:
-            with step.gradients(self._heads("get_reps", "processed"), in_backward=True) as (commit, self._check):
+            with step.gradients(returned=hooked) as (commit, self._check):
                 self._second_pass(step, cache, False)
-                commit()
-            return [leaves[id(tensor)].grad for tensor in outer]
+                gradients = commit()
+            for k, parameter in enumerate(hooked):
+                gradient = gradients[k]
+                if gradient is None:
+                    run_hooks_with_gradient_only(parameter)
+                else:
+                    gradients[k] = gradient.to(parameter.dtype)
+            return [*(leaves[id(tensor)].grad for tensor in outer), *gradients]
 
-        return attach(encoded, [tower.wants_gradient for tower in step.towers], outer, second_pass)
+        wants = [tower.wants_gradient for tower in step.towers]
+        return attach(encoded, wants, [*outer, *hooked], second_pass)
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -279,7 +299,7 @@ class GradCache:
         step.backward(cache, no_sync_except_last)
         step.inputs.backward()
 
-    def _step(self, model_inputs: Sequence[Any], no_sync_except_last: bool) -> Step:
+    def _step(self, model_inputs: Sequence[Any], heads: UsedModules, no_sync_except_last: bool = False) -> Step:
         self._check_towers()
         if len(model_inputs) != len(self.models):
             raise ValueError(
@@ -304,7 +324,7 @@ class GradCache:
         sizes = [self._rows(*parts) for parts in zip(models, model_inputs, self.chunk_sizes, strict=True)]
         split = [self.split_inputs(x, size) for x, size in zip(model_inputs, sizes, strict=True)]
         check_equal_chunks(models, [len(chunks) for chunks in split])
-        return Step(self, [Tower(model, chunks) for model, chunks in zip(models, split, strict=True)])
+        return Step(self, [Tower(model, chunks) for model, chunks in zip(models, split, strict=True)], heads)
 
     def _rows(self, model: nn.Module, model_input: Any, size: int | str) -> int:
         if isinstance(size, int):
@@ -313,7 +333,7 @@ class GradCache:
         def measure(chunk: Any) -> int:
             if isinstance(model, StreamedModel) and not self.replaced("model_call"):
                 with self.autocast(model):
-                    return kept_by_a_shard(model, chunk, self.processed, self.get_reps)
+                    return kept_by_a_shard(model, chunk, self.processed, self.representation_of)
             return kept_bytes(model, chunk, self.encoder_of(model))
 
         budget = self.memory.activation_bytes(model, self.towers)
@@ -321,7 +341,17 @@ class GradCache:
 
     def _loss(self, reps: Sequence[Any], loss_kwargs: dict[str, Any]) -> Tensor:
         with self.autocast(*reps):
-            result = self.compute_loss(*reps, **loss_kwargs)
+            try:
+                result = self.compute_loss(*reps, **loss_kwargs)
+            except (AttributeError, KeyError, TypeError) as error:
+                kinds = [type(rep).__name__ for rep in reps if not isinstance(rep, Tensor)]
+                if not kinds or self.get_rep_fn is not None or self.replaced("get_reps"):
+                    raise
+                raise TypeError(
+                    f"expected a loss_fn of what the models return, got {type(error).__name__}: {error} for "
+                    f"representations of type {', '.join(dict.fromkeys(kinds))}; pass get_rep_fn to select tensors "
+                    f"from a model's output, or read its members in loss_fn"
+                ) from error
         loss, auxiliary = (result[0], tuple(result[1:])) if isinstance(result, (tuple, list)) else (result, ())
         if not isinstance(loss, Tensor):
             raise TypeError(f"expected loss_fn to return a tensor, or a tuple that starts with it, got {type(loss)}")
@@ -359,9 +389,29 @@ class GradCache:
         def encode(chunk: Any) -> Any:
             out = self.model_call(given, self.processed(chunk))
             with self.autocast(model):
-                return self.get_reps(out)
+                return self.representation_of(out)
 
         return encode
+
+    def representation_of(self, model_out: Any) -> Any:
+        """What :meth:`get_reps` selects; raises TypeError or ValueError if that is no representation."""
+        representation = self.get_reps(model_out)
+        representations.check(representation)
+        return representation
+
+    @property
+    def _processes(self) -> bool:
+        return self.process_fn is not None or self.replaced("processed")
+
+    def rows_in_input(self, model_input: Any) -> int | None:
+        """Rows of an input or a chunk; None if they cannot be counted."""
+        return chunking.rows_in_input(model_input, self.broadcast, lists_are_rows=self._processes)
+
+    def joined(self, chunks: Sequence[Any]) -> representations.Joined:
+        """Joins the representations of these chunks."""
+        given = [self.rows_in_input(chunk) for chunk in chunks] if len(chunks) > 1 else [None] * len(chunks)
+        exactly = self.split_input_fn is None and not self.replaced("split_inputs")
+        return representations.Joined(given, exactly=exactly, only_tensors=self._only_tensors)
 
     def processed(self, chunk: Any) -> Any:
         """The model's input: ``process_fn`` of the chunk."""

@@ -1,7 +1,8 @@
 """Contrastive losses (InfoNCE, supervised, sigmoid) over representations, whole or in tiles, on one or many processes.
 
 ``x`` holds queries, (queries, width); ``y`` holds targets, (targets, width). With ``tile_rows`` the scores of that many
-queries exist at a time (see ``tiled_loss``); the value and the gradients stay the same.
+queries exist at a time; the value and the gradients stay the same. Where each query has one positive, torch computes
+scores in chunks itself (``linear_cross_entropy``, from torch 2.13 on); other losses are cut by ``tiled_loss``.
 """
 
 from __future__ import annotations
@@ -23,8 +24,14 @@ __all__ = [
     "LabelContrastiveLoss",
     "SigmoidContrastiveLoss",
     "SimpleContrastiveLoss",
+    "chunked_cross_entropy",
     "over_processes",
 ]
+
+#: Whether torch computes a cross entropy of products in chunks; older ones do not.
+CHUNKED = hasattr(F, "linear_cross_entropy")
+#: Scores from which on it does so unasked. Fewer take little memory, and chunks take longer.
+LARGE = 1 << 20
 
 
 def _by_tiles(loss_fn: Callable[..., Tensor], tile_rows: int | None, **options: Any) -> Callable[..., Tensor]:
@@ -36,12 +43,32 @@ def _cross_entropy(x: Tensor, y: Tensor, target: Tensor, scale: float, reduction
     return F.cross_entropy(scores if scale == 1.0 else scores * scale, target, reduction=reduction)
 
 
+def chunked_cross_entropy(
+    x: Tensor, y: Tensor, target: Tensor, *, scale: float = 1.0, tile_rows: int | None = None
+) -> Tensor:
+    """The sum over queries of the cross entropy of their scores, in chunks, in at least 32 bits.
+
+    In 16 bits torch would sum chunks in 16 bits. ``tile_rows``: None: as many as representations have bytes for.
+    Not differentiable twice.
+    """
+
+    def whole(x: Tensor, y: Tensor) -> Tensor:
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=tile_rows)
+        with torch.autocast(x.device.type, enabled=False):
+            queries, targets = (each.to(wide(each.dtype)) for each in (x, y))
+            queries = queries if scale == 1.0 else queries * scale
+            return F.linear_cross_entropy(queries, targets, target, reduction="sum", options=options)
+
+    return tiled(whole, tile_rows=max(x.size(0), 1), reduction="sum")(x, y)
+
+
 class SimpleContrastiveLoss:
     """Cross entropy of each query's scores against all targets.
 
     Args:
         n_hard_negatives: targets that follow each query's own one; ``y`` has ``1 + n_hard_negatives`` rows per query.
-        tile_rows: queries whose scores exist at a time; None: all.
+        tile_rows: queries whose scores exist at a time; None: all, or, of a million scores and more than there are
+            representations, as many as take the memory of these. A loss in parts is not differentiable twice.
         temperature: scores are divided by it.
         symmetric: mean of this loss and the one with queries and targets in exchanged roles.
     """
@@ -56,6 +83,8 @@ class SimpleContrastiveLoss:
     ) -> None:
         if n_hard_negatives < 0:
             raise ValueError(f"expected n_hard_negatives >= 0, got {n_hard_negatives}")
+        if tile_rows is not None and tile_rows < 1:
+            raise ValueError(f"expected tiles of at least 1 row, got tile_rows={tile_rows}")
         if temperature <= 0:
             raise ValueError(f"expected a positive temperature, got {temperature}")
         if symmetric and n_hard_negatives:
@@ -79,7 +108,7 @@ class SimpleContrastiveLoss:
         return 0.5 * (self._one_way(x, y, own, reduction) + self._one_way(y, x, own, reduction))
 
     def _one_way(self, x: Tensor, y: Tensor, target: Tensor, reduction: str) -> Tensor:
-        if self.tile_rows is None or reduction == "none":
+        if reduction == "none" or not (self.tile_rows or self._in_chunks(x, y, target)):
             return _cross_entropy(x, y, target, self.scale, reduction)
         total, dtype = self._total(x, y, target)
         return (total / (target >= 0).sum() if reduction == "mean" else total).to(dtype)
@@ -87,6 +116,10 @@ class SimpleContrastiveLoss:
     def _total(self, x: Tensor, y: Tensor, target: Tensor) -> tuple[Tensor, torch.dtype]:
         """The sum over queries, in at least 32 bits, and the dtype of the loss."""
         dtype = x.dtype
+        if self._in_chunks(x, y, target):
+            of_one = _cross_entropy(x.detach()[:1], y.detach()[:1], torch.zeros_like(target[:1]), self.scale, "none")
+            total = chunked_cross_entropy(x, y, target, scale=self.scale, tile_rows=self.tile_rows)
+            return total, of_one.dtype
 
         def tile(x: Tensor, y: Tensor, target: Tensor) -> Tensor:
             nonlocal dtype
@@ -97,6 +130,12 @@ class SimpleContrastiveLoss:
         # Summed, not averaged, per tile: cross_entropy excludes ignored rows (target -100) from its mean.
         total = _by_tiles(tile, self.tile_rows, cut=(2,), reduction="sum")(x, y, target)
         return total, dtype
+
+    def _in_chunks(self, x: Tensor, y: Tensor, target: Tensor) -> bool:
+        """Whether torch computes the scores in chunks."""
+        scores = x.size(0) * y.size(0)
+        large = scores >= LARGE and scores > x.numel() + y.numel() and not torch.compiler.is_compiling()
+        return CHUNKED and (large or bool(self.tile_rows)) and target.dtype == torch.int64 and len(target) > 0
 
     def _target(self, x: Tensor, y: Tensor, target: Tensor | None) -> Tensor:
         if target is not None:

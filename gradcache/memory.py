@@ -15,7 +15,7 @@ from torch import nn
 from gradcache.context_managers import device_of
 from gradcache.sequential import is_plain_sequential
 from gradcache.streamed import StreamedModel
-from offload.limits import MemoryLimits, check_place, limits_of, numbers_of
+from offload.limits import MemoryLimits, cell_bytes, check_place, limits_of, numbers_of
 from offload.machine import free_bytes
 from offload.policy import MemoryPolicy, policy_of, warn_of_old_keywords
 
@@ -54,8 +54,11 @@ class StepMemory:
 
     @property
     def join_chunks(self) -> bool | None:
-        """Which chunks may run together; see :class:`~offload.MemoryPolicy`."""
-        return None if self.policy is None else self.policy.join_chunks
+        """Which chunks may run together within ``boundary_bytes``, see :class:`~offload.MemoryPolicy`.
+
+        False without this field: how many fit in what a memory leaves would change how products round.
+        """
+        return False if self.policy is None or self.policy.boundary_bytes is None else self.policy.join_chunks
 
     def check(self, towers: Sequence[nn.Module]) -> None:
         """Raises ValueError for a policy beside towers that have their own, or a number that holds no gradients."""
@@ -82,9 +85,12 @@ class StepMemory:
 
     def activation_bytes(self, model: nn.Module, towers: Sequence[nn.Module]) -> int:
         """Bytes that the graph of a chunk may keep."""
-        for policy in (self.policy, getattr(model, "memory_policy", None)):
+        own = getattr(model, "memory_policy", None)
+        for policy in (self.policy, own):
             if isinstance(policy, MemoryPolicy) and policy.activation_bytes is not None:
                 return policy.activation_bytes
+        if isinstance(own, MemoryPolicy) and (given := cell_bytes(own, device_of(model))) is not None:
+            return given
         if self.policy is None or not self.given or isinstance(model, StreamedModel):
             return free_bytes(device_of(model)) // _SHARE_OF_FREE
         limits, gradients, _ = self._granted(towers)

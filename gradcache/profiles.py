@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.engine.regroup import joined, rows_in, runs_alike
+from offload.engine.regroup import joined, kind_of, rows_in, runs_alike
 from offload.engine.resident import ResidentRunner
 from pipe.microbatch import rows_of
-from pipe.nested import flatten, map_distinct, tensors_in
+from pipe.nested import map_distinct, tensors_in
 from pipe.recompute.dead_code import DeadCode
 from pipe.recompute.replay import Replay, devices_of
 from pipe.recompute.rerun import Rerun
@@ -138,11 +138,7 @@ class Profiles:
         return tuple([module.training for module in self._modules])
 
     def _key(self, chunk: Any) -> str:
-        leaves, spec = flatten(chunk)
-        kind = [
-            (x.dtype, x.device, x.dim(), x.shape[1:], x.requires_grad) if isinstance(x, Tensor) else x for x in leaves
-        ]
-        return repr((spec, kind, rows_in(chunk) is None, self._modes(), [p.requires_grad for p in self._parameters]))
+        return repr((kind_of(chunk), self._modes(), [p.requires_grad for p in self._parameters]))
 
 
 def _treats_rows_apart(

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from gradcache.distributed.gather import gather_rows, rows_per_rank
-from gradcache.loss import over_processes
+from gradcache.loss import CHUNKED, chunked_cross_entropy, over_processes
 from gradcache.tiled_loss import tiled, wide
 
 __all__ = ["DIRECTIONS", "HARDNESS_MODES", "PARTITION_MODES", "Ranking"]
@@ -50,6 +51,8 @@ class Ranking:
     hardness_strength: float
     tile_rows: int
     gather: bool
+    #: Whether ``similarity_fct`` is the cosine, of which torch computes a plain loss in chunks.
+    cosine: bool = False
 
     def __post_init__(self) -> None:
         if not {"query_to_doc"} <= set(self.directions) <= set(DIRECTIONS):
@@ -90,7 +93,20 @@ class Ranking:
             documents = torch.cat([gather_rows(column, per_rank) for column in columns])
             start, total = sum(per_rank[: dist.get_rank()]), sum(per_rank)
         own = torch.arange(start, start + rows, device=queries.device)
+        mine, dtype = self._sum(queries, own, columns[0], every_query, documents)
+        return over_processes(mine, total, dtype) if gathers else (mine / max(total, 1)).to(dtype)
+
+    def _sum(
+        self, queries: Tensor, own: Tensor, positives: Tensor, every_query: Tensor, documents: Tensor
+    ) -> tuple[Tensor, torch.dtype]:
+        """The sum over queries, in at least 32 bits, and the dtype of the loss."""
         dtype = queries.dtype
+        weighted = self.hardness_mode is not None and self.hardness_strength > 0
+        if CHUNKED and self.cosine and not weighted and set(self.directions) == {"query_to_doc"} and len(queries):
+            with torch.autocast(queries.device.type, enabled=False):
+                x, y = (F.normalize(each.to(wide(each.dtype)), dim=1) for each in (queries, documents))
+            total = chunked_cross_entropy(x, y, own, scale=self.scale, tile_rows=self.tile_rows)
+            return total, total.dtype if torch.is_autocast_enabled(queries.device.type) else dtype
 
         def tile(queries: Tensor, own: Tensor, positives: Tensor, every_query: Tensor, documents: Tensor) -> Tensor:
             nonlocal dtype
@@ -99,8 +115,7 @@ class Ranking:
             return losses.sum(dtype=wide(dtype))
 
         by_tiles = tiled(tile, tile_rows=self.tile_rows, cut=(1, 2), reduction="sum")
-        mine = by_tiles(queries, own, columns[0], every_query, documents)
-        return over_processes(mine, total, dtype) if gathers else (mine / max(total, 1)).to(dtype)
+        return by_tiles(queries, own, positives, every_query, documents), dtype
 
     def _per_query(
         self, queries: Tensor, own: Tensor, positives: Tensor, every_query: Tensor, documents: Tensor

@@ -1,13 +1,14 @@
 """Concatenates the representations of all chunks for the loss, and splits the loss's gradient into chunks again.
 
 A tower may return one tensor, or a tuple or dict of them. The gradient is split by the number of rows that each chunk
-*returned*, not by the requested chunk size, so a split function may return chunks of any size.
+*returned*, not by the requested chunk size, so a split function may return chunks of any size. A chunk that returns
+another number of rows than it was given is refused, unless a split function of the user decides what a row is.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor
 
 from gradcache.used_modules import leaves_of
-from pipe.microbatch import rows_of
+from pipe.microbatch import gather_nested
 from pipe.nested import TreeSpec, flatten, map_tensors, tensors_in, unflatten
 
 __all__ = [
+    "Joined",
     "as_leaves",
     "backward",
+    "check",
     "detached",
     "gradients",
     "greatest_difference",
@@ -50,17 +53,145 @@ def _detached(tensor: Tensor) -> Tensor:
 
 def rows_in(representation: Any) -> int:
     """Rows of one chunk's representation; raises if it has no tensor, a tensor without rows, or unequal rows."""
-    tensors = tensors_in(representation)
-    if not tensors:
+    check(representation)
+    return next(tensor.size(0) for tensor in tensors_in(representation))
+
+
+def check(representation: Any) -> None:
+    """Raises TypeError or ValueError unless a representation has tensors, all with the same number of rows."""
+    if isinstance(representation, Tensor) and representation.dim():
+        return
+    if not tensors_in(representation):
         raise TypeError(
             f"expected a model to return representations (a tensor, or tensors in a tuple or dict), got "
-            f"{type(representation).__name__}; pass get_rep_fn to select them from the model's output"
+            f"{type(representation).__name__}; pass get_rep_fn to select them from the model's output, or let "
+            f"a cached function return them"
         )
-    if any(tensor.dim() == 0 for tensor in tensors):
+    members = {name: leaf for name, leaf in _named(representation) if isinstance(leaf, Tensor)}
+    for name, tensor in members.items():
+        if tensor.dim() == 0:
+            raise ValueError(
+                f"expected representations of shape (rows, ...), got a 0-dimensional tensor ({name}); leave it out by "
+                f"get_rep_fn (a loss may read a parameter, such as a logit_scale, from the model), or return one per "
+                f"row"
+            )
+    if len({tensor.size(0) for tensor in members.values()}) > 1:
+        shapes = ", ".join(f"{tuple(tensor.shape)} ({name})" for name, tensor in members.items())
         raise ValueError(
-            "expected representations of shape (rows, ...), got a 0-dimensional tensor; return one per row"
+            f"expected representations with the same number of rows, got shapes {shapes}; pass get_rep_fn to select "
+            f"those with one row for each row of the input"
         )
-    return rows_of(tensors)
+
+
+def _named(representation: Any) -> list[tuple[str, Any]]:
+    """The leaves in the order of :func:`pipe.nested.flatten`, with the names of their members."""
+    leaves = flatten(representation)[0]
+    named = list(_members(representation, "output"))
+    if len(named) == len(leaves) and all(a is b for (_, a), b in zip(named, leaves, strict=True)):
+        return named
+    return [(f"leaf {k} of the output", leaf) for k, leaf in enumerate(leaves)]
+
+
+def _members(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _members(item, f"{name}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for k, item in enumerate(value):
+            yield from _members(item, f"{name}[{k}]")
+    else:
+        yield name, value
+
+
+class Joined:
+    """Joins the representations of a tower's chunks, each of which is checked when it is added.
+
+    Args:
+        given: rows of the input of each chunk; None where they are not known.
+        exactly: raise ValueError for a chunk that returns another number of rows than it was given. Joined chunk after
+            chunk, such rows may be in another order than those of the whole batch (views of all rows, one after the
+            other), or others (pooled over a chunk). If False, only if each chunk returns the same multiple.
+        only_tensors: raise TypeError for a representation that is no tensor.
+    """
+
+    def __init__(self, given: Sequence[int | None], *, exactly: bool = True, only_tensors: bool = False) -> None:
+        self._given = list(given)
+        self._exactly = exactly
+        self._only_tensors = only_tensors
+        self._values: list[Any] = []
+        #: Rows of each chunk's representation.
+        self.rows: list[int] = []
+
+    def add(self, representation: Any) -> None:
+        """Adds the representation of the next chunk, detached."""
+        rows, given = rows_in(representation), self._given[len(self.rows)]
+        if self._only_tensors and not isinstance(representation, Tensor):
+            raise TypeError(
+                f"expected a representation that is a tensor for this loss, got {type(representation).__name__} with "
+                f"{', '.join(name for name, _ in _named(representation))}; pass get_rep_fn to select it from the "
+                f"model's output"
+            )
+        if self._values:
+            self._compare(representation)
+        if self._exactly and len(self._given) > 1 and given is not None and rows != given:
+            self._refuse(rows, given)
+        self._values.append(representation)
+        self.rows.append(rows)
+
+    def value(self) -> Any:
+        """The representations of all chunks together. Frees those of single chunks."""
+        multiples = {rows / given if given else None for rows, given in zip(self.rows, self._given, strict=True)}
+        if len(self.rows) > 1 and len(multiples) == 1 and max(given or 0 for given in self._given) > 1:
+            multiple = multiples.pop()
+            if multiple is not None and multiple > 1 and multiple.is_integer():
+                self._refuse(self.rows[0], self._given[0] or 0)
+        values, self._values = self._values, []
+        return gather_nested(values)
+
+    def _refuse(self, rows: int, given: int) -> None:
+        expected = f"expected one row of representations for each row of a chunk, got {rows} for {given} rows"
+        if given and rows and rows % given == 0:
+            raise ValueError(
+                f"{expected}: joined chunk after chunk, they may be in another order than those of the whole batch; "
+                f"return shape (rows, {rows // given}, ...), for a model that returns {rows // given} views one after "
+                f"the other by get_rep_fn=lambda out: out.unflatten(0, ({rows // given}, -1)).transpose(0, 1), and "
+                f"take the views apart in loss_fn"
+            )
+        raise ValueError(
+            f"{expected}: joined chunk after chunk, they may be others than those of the whole batch; return one for "
+            f"each row, and pool or select rows in loss_fn; or pass a split_input_fn of your own, if they are right"
+        )
+
+    def _compare(self, representation: Any) -> None:
+        """Raises unless a representation can be joined to the first one."""
+        (first, structure), (leaves, own) = flatten(self._values[0]), flatten(representation)
+        chunk = len(self._values)
+        if own != structure:
+            names = [", ".join(name for name, _ in _named(value)) for value in (representation, self._values[0])]
+            raise ValueError(
+                f"expected representations of the same structure from every chunk, got {names[0]} from chunk {chunk} "
+                f"and {names[1]} from chunk 0; pass get_rep_fn to select what all of them have"
+            )
+        for a, b, (name, _) in zip(first, leaves, _named(representation), strict=True):
+            if isinstance(a, Tensor) and isinstance(b, Tensor):
+                if a.shape[1:] != b.shape[1:]:
+                    raise ValueError(
+                        f"expected representations of the same width from every chunk, got shape {tuple(b.shape)} "
+                        f"({name}) from chunk {chunk} and {tuple(a.shape)} from chunk 0; pad all chunks to one "
+                        f"length, in process_fn or in get_rep_fn, or select other members by get_rep_fn"
+                    )
+            elif a is not b and not _equal(a, b):
+                raise ValueError(
+                    f"expected representations that are tensors, got a {type(b).__name__} ({name}) that differs "
+                    f"between chunks; pass get_rep_fn to select the representations from the model's output"
+                )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b)
+    except (RuntimeError, ValueError):  # arrays, which compare by element
+        return False
 
 
 def as_leaves(representation: Any) -> Any:

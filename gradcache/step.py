@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradcache import representations
 from gradcache.accumulation import Accumulation
@@ -33,6 +33,7 @@ from gradcache.used_modules import CallableModel, UsedModules
 from gradcache.wrapped.towers import WrappedTowers, streamed_inside, warn_once
 from offload.identities import identities_only
 from pipe.microbatch import rows_of
+from pipe.torch_private.autograd import has_hooks
 
 if TYPE_CHECKING:
     from gradcache.grad_cache import GradCache
@@ -44,11 +45,20 @@ _CHUNK_HOOKS = ("model_call", "forward_no_grad", "forward_backward")
 
 
 class Step:
-    """Both passes over all towers."""
+    """Both passes over all towers. ``heads``: what is trained besides them."""
 
-    def __init__(self, owner: GradCache, towers: list[Tower]) -> None:
+    def __init__(self, owner: GradCache, towers: list[Tower], heads: UsedModules) -> None:
         self._owner = owner
         self.towers = towers
+        own = [tower.model for tower in towers] + heads.modules
+        # Before the first pass, after which FSDP may leave gathered parameters in place of its own.
+        with identities_only():
+            # A streamed model offloads its gradients itself.
+            self._at_home = [p for model in own for part in streamed_inside(model) for p in part.parameters()]
+            parameters = [p for module in own if not isinstance(module, StreamedModel) for p in module.parameters()]
+        tensors = [tensor for module in own if isinstance(module, CallableModel) for tensor in module.tensors]
+        self._parameters = [*parameters, *tensors, *heads.tensors]
+        self._reduction = Reduction(owner.towers, heads)
         self.inputs = InputGradients()
         self._shared: list[StreamedTowers | WrappedTowers] = []
         #: Greatest difference between the two passes of streamed towers, with ``audit``.
@@ -56,27 +66,40 @@ class Step:
 
     @contextlib.contextmanager
     def gradients(
-        self, heads: UsedModules, in_backward: bool = False
-    ) -> Iterator[tuple[Callable[[], None], Callable[[Any, Any], None]]]:
-        """A context that collects the gradients of this step's towers and ``heads``.
+        self, returned: Sequence[Tensor] | None = None
+    ) -> Iterator[tuple[Callable[[], list[Tensor | None]], Callable[[Any, Any], None]]]:
+        """A context that collects the gradients of this step's towers and heads.
 
         Yields a function that adds them to ``.grad``, averaged over processes (if it is not called, no ``.grad``
         changes), and :meth:`gradcache.distributed.reduction.Reduction.check`.
+
+        Args:
+            returned: within the caller's backward: :meth:`hooked`. The function returns the gradients of these
+                parameters and does not add them.
         """
-        own = [tower.model for tower in self.towers] + heads.modules
-        with identities_only():
-            # A streamed model offloads its gradients itself.
-            at_home = [parameter for model in own for part in streamed_inside(model) for parameter in part.parameters()]
-            parameters = [p for module in own if not isinstance(module, StreamedModel) for p in module.parameters()]
-        tensors = [tensor for module in own if isinstance(module, CallableModel) for tensor in module.tensors]
-        reduction = Reduction(self._owner.towers, heads)
-        with reduction.no_sync(), Accumulation([*parameters, *tensors, *heads.tensors], at_home) as accumulation:
+        reduction = self._reduction
+        with reduction.no_sync(), Accumulation(self._parameters, self._at_home) as accumulation:
             average = partial(reduction.average, accumulation.parameters) if reduction else None
-            if in_backward and reduction.has_pending_forwards:
-                # The wrappers reduce .grad in the same backward and write the results at its end, so wait for that.
-                yield lambda: after_backward(accumulation.postponed(average)), reduction.check
-            else:
-                yield partial(accumulation.commit, average), reduction.check
+
+            def commit() -> list[Tensor | None]:
+                taken = [accumulation.take(parameter) for parameter in returned or ()]
+                if returned is not None and reduction.has_pending_forwards:
+                    # The wrappers reduce .grad in the same backward and write the results at its end, so wait for that.
+                    after_backward(accumulation.postponed(average))
+                else:
+                    accumulation.commit(average)
+                return taken
+
+            yield commit, reduction.check
+
+    def hooked(self) -> list[Tensor]:
+        """The parameters with hooks whose gradients the caller's backward adds to those of its own graph.
+
+        Their hooks then run once, on the sum of both. None over several processes, where gradients are averaged.
+        """
+        at_home = {id(parameter) for parameter in self._at_home}
+        hooked = (p for p in self._parameters if p.requires_grad and has_hooks(p) and id(p) not in at_home)
+        return [] if self._reduction else list(dict.fromkeys(hooked))
 
     def encode(self) -> list[Any]:
         """The first pass. Returns the representations of each tower."""
@@ -127,13 +150,14 @@ class Step:
             shared.backward()
             self.greatest_difference = max(self.greatest_difference, shared.greatest_difference)
 
-    @staticmethod
-    def _rows_per_chunk(tower: Tower, states: Sequence[Any]) -> list[int]:
+    def _rows_per_chunk(self, tower: Tower, states: Sequence[Any]) -> list[int]:
         known = [getattr(state, "rows", None) for state in states]
         if all(isinstance(rows, int) for rows in known):
             return cast(list[int], known)
         # A subclass replaced forward_no_grad: assume one row of representation per row of input.
-        rows, total = [rows_of(tensors_in(chunk)) for chunk in tower.chunks], representations.rows_in(tower.encoded)
+        counted = [self._owner.rows_in_input(chunk) for chunk in tower.chunks]
+        rows = [rows_of(tensors_in(c)) if n is None else n for c, n in zip(tower.chunks, counted, strict=True)]
+        total = representations.rows_in(tower.encoded)
         if sum(rows) != total:
             raise ValueError(
                 f"expected one representation per row, got {total} for chunks of {rows} rows; let forward_no_grad "

@@ -22,7 +22,6 @@ from gradcache.audit import LayerAudit
 from gradcache.chunk_inputs import has_graph, processing
 from gradcache.chunks import call_arguments
 from gradcache.two_pass import InputGradients, is_trainable
-from pipe.microbatch import gather_nested
 from pipe.nested import tensors_in
 
 if TYPE_CHECKING:
@@ -78,8 +77,8 @@ class StreamedTowers:
         self._model = model
         self._towers = towers
         self._inputs = inputs
-        self._audit = LayerAudit(list(towers[0].model.children()) if owner.audit else (), owner.get_reps)
-        self._output_fn = self._audit.output_fn if owner.audit else owner.get_reps
+        self._audit = LayerAudit(list(towers[0].model.children()) if owner.audit else (), owner.representation_of)
+        self._output_fn = self._audit.output_fn if owner.audit else owner.representation_of
         self._wants_gradient = torch.is_grad_enabled()
         self._rows: list[list[int]] = []
         self._tape: Tape | None = None
@@ -101,9 +100,11 @@ class StreamedTowers:
         self._tape = tape if keeps_tape else None
         remaining = iter(outputs)
         for tower in self._towers:
-            mine = [representations.detached(next(remaining)) for _ in tower.chunks]
-            self._rows.append([representations.rows_in(output) for output in mine])
-            tower.encoded, tower.wants_gradient = gather_nested(mine), trainable
+            joined = owner.joined(tower.chunks)
+            for _ in tower.chunks:
+                joined.add(representations.detached(next(remaining)))
+            self._rows.append(joined.rows)
+            tower.encoded, tower.wants_gradient = joined.value(), trainable
 
     def _without_parameters(self, output: Any) -> Any:
         """``output_fn`` of a forward without a second pass; raises ValueError if it has trainable parameters."""

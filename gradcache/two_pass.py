@@ -23,7 +23,6 @@ from gradcache import representations
 from gradcache.context_managers import RandContext, devices_in_use
 from gradcache.nested import map_tensors, tensors_in
 from offload.identities import identities_only
-from pipe.microbatch import gather_nested
 from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.module_state import WatchedModule
 from pipe.recompute.rerun import RepeatableLayers, Rerun
@@ -123,24 +122,28 @@ def is_trainable(model: nn.Module, chunks: Sequence[Any]) -> bool:
 
 
 def encode(
-    model: nn.Module, chunks: Sequence[Any], encoder: Encoder, tensors_of: Callable[[Any], list[Tensor]], audit: bool
+    model: nn.Module,
+    chunks: Sequence[Any],
+    encoder: Encoder,
+    tensors_of: Callable[[Any], list[Tensor]],
+    audit: bool,
+    joined: representations.Joined,
 ) -> tuple[Any, list[Any]]:
-    """The first pass: all representations, detached, and one state per chunk.
+    """The first pass: all representations, detached, ``joined``, and one state per chunk.
 
     A model without trainable parameters runs its first chunk with grad mode on (its graph then saves nothing) to find
     out whether ``get_rep_fn`` has trainable parameters; if not, ``requires_grad`` is False in all states.
     """
     frozen = torch.is_grad_enabled() and not is_trainable(model, chunks)
     layers = repeatable(model)
-    outputs: list[Any] = []
     states: list[Any] = []
     for i, chunk in enumerate(chunks):
         output, state = first_pass(layers, chunk, encoder, tensors_of(chunk), with_graph=frozen and i == 0)
         state.first = output if audit else None
         state.requires_grad = states[0].requires_grad if states else state.requires_grad
-        outputs.append(output)
+        joined.add(output)
         states.append(state)
-    return gather_nested(outputs), states
+    return joined.value(), states
 
 
 def backward(

@@ -19,10 +19,12 @@ import torch
 from offload.machine import capacity, free_bytes, private_bytes_left
 from offload.policy import MemoryPolicy
 
-__all__ = ["HOST", "Grant", "MemoryLimits", "check_place", "grant", "limits_of"]
+__all__ = ["HOST", "Grant", "MemoryLimits", "cell_bytes", "check_place", "grant", "limits_of", "numbers_of"]
 
 #: Part of the free memory that ``"auto"`` may use.
 AUTO_SHARE = 0.9
+#: Of a number, activations of one cell take at most one part in so many. Slots, gradients and buffers take the rest.
+CELL_SHARE = 4
 
 HOST = torch.device("cpu")
 _serials = itertools.count()
@@ -180,3 +182,9 @@ def numbers_of(policy: MemoryPolicy, device: torch.device) -> tuple[int | None, 
         )
     one = on_device if on_device is not None else on_host
     return one, one
+
+
+def cell_bytes(policy: MemoryPolicy, device: torch.device) -> int | None:
+    """Most bytes for activations of a cell, of the number that was given; None for ``"auto"``, which is measured."""
+    limit = numbers_of(policy, device)[0]
+    return None if limit is None else max(limit // CELL_SHARE, 1)

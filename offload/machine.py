@@ -7,6 +7,7 @@ groups.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ __all__ = [
     "ControlGroup",
     "capacity",
     "control_groups",
+    "file_system",
     "free_bytes",
     "free_device_bytes",
     "free_host_bytes",
@@ -75,7 +77,7 @@ def private_bytes_left(root: Path = _ROOT) -> int | None:
     It counts what is mapped, used or not: heaps, buffers, and the stack of each thread (often 8 MiB).
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
-        limits, status = (_text(root / "proc/self" / name).splitlines() for name in ("limits", "status"))
+        limits, status = (_lines(root / "proc/self" / name) for name in ("limits", "status"))
         limit = next((line.split()[3] for line in limits if line.startswith("Max data size")), "unlimited")
         mapped = next((line.split()[1] for line in status if line.startswith("VmData:")), None)
         if limit != "unlimited" and mapped is not None:
@@ -106,7 +108,7 @@ def control_groups(root: Path = _ROOT) -> list[ControlGroup]:
                 break
             with contextlib.suppress(OSError, ValueError):  # no limit is "max", or no such file
                 limit, usage = (int(_text(folder / name)) for name in (version.limit, version.usage))
-                counts = dict(line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines())
+                counts = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat"))
                 lists = [int(counts.get(f"{version.prefix}{name}_file", 0)) for name in ("inactive", "active")]
                 found.append(ControlGroup(limit, usage, *lists))
     return found
@@ -116,7 +118,7 @@ def _groups_of_this_process(root: Path) -> Iterator[tuple[_Version, Path, Path]]
     """The version, the folder in which control groups are mounted, and the group's path in it."""
     with contextlib.suppress(OSError, ValueError):
         mounts = list(_mounts(root))
-        for line in _text(root / "proc/self/cgroup").splitlines():
+        for line in _lines(root / "proc/self/cgroup"):
             _, controllers, inner = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
                 continue
@@ -132,23 +134,36 @@ def _groups_of_this_process(root: Path) -> Iterator[tuple[_Version, Path, Path]]
 
 def _mounts(root: Path) -> Iterator[tuple[_Version, Path, Path]]:
     """The version, the group that is mounted, and where, for each mount that has the controller of memory."""
-    for line in _text(root / "proc/self/mountinfo").splitlines():
+    for line in _lines(root / "proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
-        kind, _, options = after.split(" ", 2)
-        shown, folder = (Path(_unescaped(path)) for path in before.split()[3:5])
+        kind, _, options = [*after.split(" ", 2), "", ""][:3]
         for version in (_V1, _V2):
             if kind == version.file_system and (version is _V2 or "memory" in options.split(",")):
+                shown, folder = (Path(_unescaped(path)) for path in before.split(" ")[3:5])
                 yield version, shown, root / folder.relative_to("/")
 
 
+def file_system(path: Path, root: Path = _ROOT) -> str:
+    """Type of the file system that holds ``path``, or "" if the system does not say."""
+    found, resolved = ("", ""), path.resolve()
+    with contextlib.suppress(OSError):
+        for line in _lines(root / "proc/mounts"):
+            _, folder, kind, *_ = [*line.split(" "), "", "", ""]
+            folder = _unescaped(folder)
+            # Of two mounts at one place the later one hides the other.
+            if folder and resolved.is_relative_to(folder) and len(folder) >= len(found[0]):
+                found = folder, kind
+    return found[1]
+
+
 def _unescaped(path: str) -> str:
-    """A path of ``mountinfo``, where white space is written in octal."""
+    """A path of ``mounts`` or ``mountinfo``, where white space is written in octal."""
     return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), path)
 
 
 def _meminfo(name: str, root: Path) -> int:
     with contextlib.suppress(OSError):
-        for line in _text(root / "proc/meminfo").splitlines():
+        for line in _lines(root / "proc/meminfo"):
             key, value = line.split(":", 1)
             if key == name:
                 return int(value.split()[0]) * 1024
@@ -157,4 +172,10 @@ def _meminfo(name: str, root: Path) -> int:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
+    """The text of a file of the system, where names of files may be any bytes."""
+    return os.fsdecode(path.read_bytes())
+
+
+def _lines(path: Path) -> list[str]:
+    """Its lines, which only a line feed ends: other white space may be in a name."""
+    return [line for line in _text(path).split("\n") if line]

@@ -6,6 +6,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +34,8 @@ from offload.optim.access import OptimizerAccess
 from offload.persistence import PersistentHome
 from offload.policy import MemoryPolicy
 from offload.running import RunningModule
-from offload.storage import DiskHome, is_directory
+from offload.storage import DiskHome, absolute_home, is_directory
+from offload.streaming.current_values import leave_pending_updates
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import open_lanes
 from offload.streaming.quantised import check_storable, separate, stored_tensors
@@ -212,6 +214,7 @@ class OffloadModel(RunningModule):
         self._check_splitting(num_microbatches, plans=resources.bounds and recompute)
         ranks = 1 if mesh is None else mesh.size(mesh.ndim - 1)
         replicas = 1 if mesh is None else mesh.size() // ranks
+        offload_device = absolute_home(offload_device)
         choices |= {"offload_device": offload_device, "resident": resident, "staying": staying, "ranks": ranks}
         choices["replicas"] = replicas
         more = self._with_rest(model, resources, **choices) if finest else None
@@ -252,6 +255,7 @@ class OffloadModel(RunningModule):
         }
         self._num_microbatches = num_microbatches
         self._taken_later = {name for layer in layers[1:] for name in names_taken(layer)}
+        self._rows_together: dict[str, int] = {}
         self._meter = Meter(self.device)
         sharding = None if mesh is None else Sharding(mesh, gradient_divide_factor, self._meter, self.device)
         self._tier = open_home(offload_device, self.device, sharding)
@@ -295,7 +299,9 @@ class OffloadModel(RunningModule):
             for runner in self._executor.runners:
                 runner.compares_always = detect_weight_writes
             # Of the executor, which tapes refer to: a backward still runs after the model is collected.
-            self._finalizer = finalize_here(self._executor, _close, lanes, self._tier)
+            shards = [weakref.ref(shard) for shard in self._executor.shards]
+            close = partial(_close, lanes, self._tier)
+            self._finalizer = finalize_here(self._executor, leave_pending_updates, shards, close)
             if core.IN_USE and mesh is None:
                 shards, names = self._executor.shards, list(named)
                 every = [[(names[s.first + k], layer) for k, layer in enumerate(s.layers)] for s in shards]

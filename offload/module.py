@@ -1,8 +1,6 @@
 """The ``nn.Module`` methods of an offloaded model: parameter access, ``state_dict``, ``.to()``, copies and pickles.
 
 Guarantees
-    * Parameters and buffers that are found through the module, also from a module around it, hold current values: a
-      pending update is finished first.
     * Parameters never leave their homes: methods that would move or cast them raise, those that change nothing and a
       move to the compute device pass.
     * A copy, and an unpickled model, has homes of its own.
@@ -24,15 +22,12 @@ from torch import Tensor, nn
 from offload.arguments import layers_of
 from offload.engine.executor import Executor
 from offload.engine.structure import Structure
-from offload.identities import values_may_be_read
+from offload.identities import identities_only
 from offload.memory import MemoryArguments
 from offload.storage import Tier
-from offload.storage.state_views import on_own_storages
 from offload.streaming.copies import CopiesOfHomes
 from offload.streaming.materialize import Values
-from offload.streaming.quantised import is_wrapped, with_parts
 from offload.streaming.stored_values import StoredValues, defers_values, stored_values, values_in_full
-from pipe.nested import parts_of
 
 __all__ = ["ModuleAtHome", "refuse_shallow_copy"]
 
@@ -104,33 +99,12 @@ class ModuleAtHome(nn.Module):
         self._modules.update(named)
         executor.structure = Structure(self._modules)
 
-    # --- pending updates are finished before parameters are read --------------------------------------------------
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """As in torch, which finds parameters and buffers with it, also from a module around this one."""
-        if values_may_be_read():
-            self._executor.streamer.apply_pending_updates()
-        found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
-        return found
+    # --- state and gradients ---------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As in torch; ``torch.save`` also accepts it where one home holds parameters of several dtypes."""
+        """As in torch; with ``store_dtype``, copies of what homes store in a form."""
         found = super().state_dict(*args, **kwargs)
         self._show_values(found)
-        mixed = [shard for shard in self._executor.shards if len({s.dtype for s in shard.own}) > 1]
-        if mixed:
-            homes = {s.parameter.untyped_storage().data_ptr() for shard in mixed for s in shard.own}
-            named = {k: v for k, v in found.items() if isinstance(v, Tensor) and not isinstance(v, nn.Parameter)}
-            # Of a quantised weight the entry may refer to its parts themselves, which must stay at home.
-            named.update((k, with_parts(v, Tensor.detach)) for k, v in named.items() if is_wrapped(v))
-            found.update(named)
-            values = [part for v in named.values() for part in parts_of(v) if part.layout is torch.strided]
-            ours = {id(t) for shard in mixed for s in shard.own for t in (s.parameter, *s.aliases)}
-            values = [v for v in values if v.untyped_storage().data_ptr() in homes and id(v) not in ours]
-            views = on_own_storages(values)
-            for value in values:
-                if id(value) in views:
-                    value.data = views[id(value)]  # it still shares the parameter's version counter
         return found
 
     def _show_values(self, found: dict[str, Any]) -> None:
@@ -172,27 +146,21 @@ class ModuleAtHome(nn.Module):
             if shard.sealed is not None:  # the modules increment each version once
                 shard.sealed = tuple(v + written[s.parameter] for s, v in zip(shard.formed, shard.sealed, strict=True))
 
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._executor.streamer.apply_pending_updates()
-        super()._save_to_state_dict(*args, **kwargs)
-
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         if local_metadata.get("assign_to_params_buffers"):
             raise ValueError(
                 f"expected load_state_dict with assign=False for the OffloadModel {prefix.rstrip('.') or 'itself'!r}, "
                 f"got assign=True: values are copied into the homes of its parameters"
             )
-        self._executor.streamer.apply_pending_updates()
         self._store_values(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. A pending update owns its gradients, so only ``set_to_none=False`` has to finish it."""
-        if not set_to_none:
-            self._executor.streamer.apply_pending_updates()
-        for layer in self.children():
-            layer.zero_grad(set_to_none)
-        self._executor.public.drop_sums(self.parameters())
+        with identities_only() if set_to_none else contextlib.nullcontext():
+            for layer in self.children():
+                layer.zero_grad(set_to_none)
+            self._executor.public.drop_sums(self.parameters())
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """A context in which backwards reduce no gradients over the ranks of ``mesh=``; without one it changes nothing.
@@ -223,7 +191,6 @@ class ModuleAtHome(nn.Module):
 
     def __iter__(self) -> Iterator[nn.Module]:
         """The layers."""
-        self._executor.streamer.apply_pending_updates()
         return iter(self._layers())
 
     @overload
@@ -237,7 +204,6 @@ class ModuleAtHome(nn.Module):
 
         Layers cannot be assigned, removed or added: their homes are made once.
         """
-        self._executor.streamer.apply_pending_updates()
         if not isinstance(index, slice):
             return self._layers()[operator.index(index)]
         some = nn.Sequential()
@@ -259,6 +225,11 @@ class ModuleAtHome(nn.Module):
         for dtype in {parameter.dtype for parameter in self.parameters()}:
             probe = torch.empty(0, dtype=dtype)
             result = fn(probe)
+            if result.is_shared() and result.device == probe.device:
+                raise RuntimeError(
+                    "the parameters of an OffloadModel have their homes, and cannot move to shared memory "
+                    "(share_memory()); give other processes copies: {k: v.clone() for k, v in state_dict().items()}"
+                )
             if result.dtype != dtype or result.device not in (probe.device, self.device):
                 raise RuntimeError(
                     f"an OffloadModel's parameters are stored in {self._tier.name} and cannot become {result.dtype} on "
@@ -280,7 +251,6 @@ class ModuleAtHome(nn.Module):
     def __deepcopy__(self: M, memo: dict[int, Any]) -> M:
         """Another model with homes of its own."""
         self._refuse_copies()
-        self._executor.streamer.apply_pending_updates()
         with CopiesOfHomes(self._executor.shards):
             layers = {name: copy.deepcopy(layer, memo) for name, layer in self._modules.items()}
         cuts = [len(shard.layers) for shard in self._executor.shards]
@@ -290,7 +260,6 @@ class ModuleAtHome(nn.Module):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as bare layers, with storage of their own, and the arguments that offload them again."""
         self._refuse_copies()
-        self._executor.streamer.apply_pending_updates()
         memo: dict[int, Any] = {}
         with CopiesOfHomes(self._executor.shards, results=True):
             layers = {name: copy.deepcopy(layer, memo) for name, layer in self._modules.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,16 +17,33 @@ from offload.engine.autograd import attach
 from offload.engine.inputs import check_inputs
 from offload.engine.prediction import measured_activations
 from offload.engine.raw_chunk import RawChunk, as_call
-from offload.engine.regroup import RegroupedTape, by_chunk, join_chunks, rows_together, split_output
+from offload.engine.regroup import (
+    RegroupedTape,
+    by_chunk,
+    joined,
+    kind_of,
+    looks_across_rows,
+    rows_in,
+    runs_together,
+    split_output,
+)
 from offload.engine.tape import Tape
+from offload.limits import cell_bytes
 from offload.loading import LoadingModule
 from offload.streaming.quantised import check_frozen
 from pipe.interception import offered
-from pipe.microbatch import gather_nested, split_nested
+from pipe.microbatch import check_rows, gather_nested, split_nested
 from pipe.nested import flatten, map_tensors
 from pipe.torch_private.tracing import outside_of_compiled_graphs
 
 __all__ = ["RunningModule"]
+
+#: Kinds of chunks of which the rows that run together are remembered.
+KINDS_REMEMBERED = 256
+
+
+class _TooLargeError(Exception):
+    """Chunks that were to run together do not fit."""
 
 
 class RunningModule(LoadingModule):
@@ -35,6 +53,8 @@ class RunningModule(LoadingModule):
     _engine: Engine | None = None
     #: Names of the arguments of layers after the first.
     _taken_later: set[str]
+    #: Kind of a chunk -> the most rows of such chunks that run together; 0: none do.
+    _rows_together: dict[str, int]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Calls the first layer with these arguments, each further layer with the result of the one before.
@@ -64,6 +84,7 @@ class RunningModule(LoadingModule):
             return gather_nested(self._run_engine(chunks))
         tape = self._executor.tape(chunks)
         outputs = self._executor.forward(tape, chunks)
+        check_rows(outputs, (inputs, kwargs))
         return attach(self._executor, tape, outputs, (inputs, kwargs)) if tape.records else gather_nested(outputs)
 
     def _run_engine(self, chunks: Sequence[Any]) -> list[Any]:
@@ -122,18 +143,55 @@ class RunningModule(LoadingModule):
             fns = [output_fn] * len(calls)
             given = [call() if isinstance(call, RawChunk) else call for call in calls]
             return with_tape(run_layers(self._engine, layers, given, output_fns=fns, dtype=self._executor.layer_homes.dtype))
-        groups, rows = calls, [[0]] * len(calls)
-        per_row, runners = self._meter.activation_bytes_per_row, self._executor.runners
-        most_rows = rows_together(self._policy, self._executor.cell_bytes(), per_row, self._layers(), runners)
-        if most_rows > 1 and input_fn is None:
-            groups, rows = join_chunks(calls, most_rows)
-        output_fns = [output_fn and by_chunk(output_fn, sizes) for sizes in rows]
-        tape = self._executor.tape(groups, output_fns)
+        joins = self._joins_chunks and input_fn is None
+        runs = runs_together(calls, self._most_rows_together) if joins else []
+        if any(len(run) > 1 for run in runs):
+            with contextlib.suppress(_TooLargeError):
+                return self._forward_joined(calls, runs, output_fn)
+        tape = self._executor.tape(calls, [output_fn] * len(calls))
+        # What fits apart only stays apart, however much fits later.
+        self._rows_together.update((self._kind_of_chunk(calls[run[0]]), 0) for run in runs if len(run) > 1)
+        return self._executor.forward(tape, calls), tape
+
+    def _forward_joined(
+        self, calls: Sequence[Any], runs: Sequence[Sequence[int]], output_fn: Callable[[Any], Any] | None
+    ) -> tuple[list[Any], RegroupedTape]:
+        """Runs the chunks of each run together. Raises _TooLargeError, before anything moves, if they do not fit."""
+        groups = [joined([calls[i] for i in run]) for run in runs]
+        rows = [[rows_in(calls[i]) or 0 for i in run] for run in runs]
+        try:
+            tape = self._executor.tape(groups, [output_fn and by_chunk(output_fn, sizes) for sizes in rows])
+        except ValueError as error:
+            raise _TooLargeError from error
         outputs = self._executor.forward(tape, groups)
-        if len(groups) == len(calls):
-            return outputs, tape
         pieces = [piece for output, sizes in zip(outputs, rows, strict=True) for piece in split_output(output, sizes)]
         return pieces, RegroupedTape(tape, rows, pieces)
+
+    @property
+    def _joins_chunks(self) -> bool:
+        """Whether chunks may run together. Not over a mesh: ranks with other chunks would measure other ones."""
+        policy = self._policy
+        may = policy.activation_bytes is not None and policy.join_chunks is not False
+        return may and self._arguments["mesh"] is None and not looks_across_rows(self._layers())
+
+    def _most_rows_together(self, call: Any) -> int:
+        """The most rows of chunks like this one that run together; a trial forward measures one of each kind."""
+        kind = self._kind_of_chunk(call)
+        if kind not in self._rows_together:
+            if len(self._rows_together) >= KINDS_REMEMBERED:
+                self._rows_together.clear()
+            nbytes, given = self.activation_bytes(call), self._policy.activation_bytes or 0
+            draws = any(runner.draws is not False for runner in self._executor.runners)
+            joins = nbytes and (self._policy.join_chunks or not draws)
+            most = min(given, cell_bytes(self._policy, self.device) or given)
+            self._rows_together[kind] = most * (rows_in(call) or 0) // nbytes if joins else 0
+        return self._rows_together[kind]
+
+    def _kind_of_chunk(self, call: Any) -> str:
+        """What decides the bytes of a chunk's cells."""
+        modes = [(module.training, [p.requires_grad for p in module.parameters(False)]) for module in self.modules()]
+        autocast = torch.is_autocast_enabled(self.device.type) and torch.get_autocast_dtype(self.device.type)
+        return repr((kind_of(call), rows_in(call), modes, autocast))
 
     def activation_bytes(self, chunk: Any, *, output_fn: Callable[[Any], Any] | None = None) -> int:
         """Bytes that autograd saves for a chunk in the shard that saves most: the activations of one cell in backward.

@@ -31,6 +31,7 @@ Source: GPipe (Huang et al., 2019); torchgpipe (Kim et al., 2020), section 3.2.3
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,20 +60,46 @@ __all__ = [
 ]
 
 
-def checkpoint(function: Callable[[Any], Any], input: Any) -> Any:
-    """``function(input)``, of which only ``input`` is kept; backward computes the function again.
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """``function(*args, **kwargs)``, of which only the arguments are kept; backward computes the function again.
 
     Args:
-        function: a module or callable of one argument. If it is a module, changes between forward and backward raise.
-        input: a tensor or any nested value.
+        function: a module or callable. If it is a module, changes between forward and backward raise.
+        args: tensors or any nested values, as are ``kwargs``.
+        use_reentrant: without effect, as is ``preserve_rng_state``; accepted because ``torch.utils.checkpoint`` has
+            them. There is one kind of checkpoint here, and its recomputation always draws the same random numbers.
 
     Returns:
         The output of ``function``: a tensor or any nested value.
+
+    Raises:
+        TypeError: for options of ``torch.utils.checkpoint`` that choose what is kept or compared.
     """
-    checkpointing = Checkpointing(function, Batch(input))
+    unknown = sorted({"context_fn", "determinism_check", "debug", "early_stop"} & kwargs.keys())
+    if unknown:
+        raise TypeError(
+            f"expected a function and its arguments, got {', '.join(unknown)} of torch.utils.checkpoint, which this "
+            f"checkpoint does not have; leave them out"
+        )
+    if len(args) == 1 and not kwargs:
+        checkpointing = Checkpointing(function, Batch(args[0]))
+    else:
+        watched = WatchedModule(function) if isinstance(function, nn.Module) else None
+        checkpointing = Checkpointing(partial(_apply, function), Batch((args, kwargs)), watched=watched)
     output = checkpointing.checkpoint()
     checkpointing.recompute(output)
     return output.value
+
+
+def _apply(function: Callable[..., Any], arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    args, kwargs = arguments
+    return function(*args, **kwargs)
 
 
 def refuse_double_backward(name: str) -> None:

@@ -7,21 +7,25 @@ silently. A single micro-batch is the batch itself: nothing is split, and sizes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipe.nested import flatten, tensors_in, unflatten
+from pipe.nested import flatten, holder_in, tensors_in, unflatten
 
 __all__ = [
     "Batch",
     "NoChunk",
+    "RowsOfOutputs",
     "check",
+    "check_rows",
     "gather",
     "gather_nested",
     "map_batch",
+    "refuse_holder",
     "rows_of",
     "rows_of_micro_batches",
     "scatter",
@@ -113,10 +117,10 @@ def split_nested(value: Any, chunks: int) -> list[Any]:
     return [unflatten(list(row), spec) for row in zip(*columns, strict=True)]
 
 
-def gather_nested(values: list[Any]) -> Any:
+def gather_nested(values: list[Any], rows: RowsOfOutputs | None = None) -> Any:
     """Concatenates the outputs of micro-batches along dimension 0: the inverse of :func:`split_nested`.
 
-    Leaves that are not tensors must be equal in all micro-batches.
+    Leaves that are not tensors must be equal in all micro-batches. With ``rows``, outputs are checked to have rows.
     """
     if len(values) == 1:
         return values[0]
@@ -129,8 +133,12 @@ def gather_nested(values: list[Any]) -> Any:
     for k, column in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
         first = column[0]
         if not isinstance(first, Tensor):
+            if any(leaf is not first for leaf in column):
+                refuse_holder(f"output leaf {k} of {len(values)} micro-batches", holder_in(first))
             if any(leaf is not first and leaf != first for leaf in column):
                 raise ValueError(f"output leaf {k} is a {type(first).__name__} that differs between micro-batches")
+            gathered.append(first)
+        elif rows is not None and rows.share(column):
             gathered.append(first)
         elif first.dim() == 0:
             raise ValueError(
@@ -143,8 +151,99 @@ def gather_nested(values: list[Any]) -> Any:
                 f"micro-batches; return a dense or COO tensor, or use a single micro-batch"
             )
         else:
-            gathered.append(torch.cat(column))
+            gathered.append(torch.cat(column, 0 if rows is None else rows.dimension(k, column)))
     return unflatten(gathered, spec)
+
+
+def refuse_holder(where: str, holder: Any) -> None:
+    """Refuses an object with tensors as attributes, such as a dataclass, where its tensors would not be seen."""
+    if holder is not None:
+        raise TypeError(
+            f"expected tensors in tuples, lists, dicts or other pytree nodes as {where}, got a "
+            f"{type(holder).__name__}, whose tensors cannot be seen; return a tuple or a dict, or make the class a "
+            f"node (torch.export.register_dataclass, torch.utils._pytree.register_pytree_node)"
+        )
+
+
+@dataclass
+class RowsOfOutputs:
+    """Finds the dimension of each output that has the rows, given the rows of each micro-batch.
+
+    An output may have a multiple of the rows (flattened tokens) or a number that depends on values (selected tokens).
+    One that has neither, such as the hidden state of an LSTM (layers, rows, width) or a sum over rows, is refused. A
+    tensor that is the same in all micro-batches is one output.
+
+    Attributes:
+        layers: those that computed the outputs.
+        rows: of each micro-batch.
+        selected: the leaves whose number depended on values so far; more are added.
+    """
+
+    layers: nn.Module
+    rows: Sequence[int]
+    selected: set[int] = field(default_factory=set)
+
+    def share(self, column: Sequence[Tensor]) -> bool:
+        """Whether all micro-batches returned one tensor, such as a parameter or a mask that all rows share."""
+        first = column[0]
+        if not first.numel() or any(leaf.layout is not torch.strided for leaf in column):
+            return False
+        if first.dim() and (first.stride(0) == 0 or first.size(0) == self.rows[0] == 1):
+            return False  # expanded to the rows
+        place = (first.device, first.data_ptr(), first.shape, first.stride())
+        return all((leaf.device, leaf.data_ptr(), leaf.shape, leaf.stride()) == place for leaf in column)
+
+    def dimension(self, k: int, column: Sequence[Tensor]) -> int:
+        """The dimension along which leaf ``k`` is concatenated.
+
+        Raises:
+            ValueError: if it has no rows, or if dimensions 0 and 1 cannot be told apart.
+        """
+        last = list(self.layers.children())[-1:]
+        if last and isinstance(last[0], nn.RNNBase) and column[0].dim() == 3:
+            return 1 if k > 0 or not last[0].batch_first else 0
+        sizes = [leaf.size(0) for leaf in column]
+        second = all(leaf.dim() > 1 and leaf.size(1) == r for leaf, r in zip(column, self.rows, strict=True))
+        multiple = sizes[0] // self.rows[0]
+        got = f"output leaf {k} of shape {tuple(column[0].shape)} for a micro-batch of {self.rows[0]} rows"
+        if sizes == [multiple * r for r in self.rows]:
+            if multiple == 1 and second and self._is_hidden(column[0]):
+                raise ValueError(
+                    f"expected outputs whose rows can be told, got {got}, which may be the hidden state of a recurrent "
+                    f"layer; choose chunks such that a micro-batch has another number of rows"
+                )
+            # (rows x tokens, classes) is as likely with as many classes as rows; (time, rows) holds integers.
+            if multiple <= 1 or not second or (column[0].dim() == 2 and column[0].is_floating_point()):
+                return 0
+        elif len(set(sizes)) > 1:
+            self.selected.add(k)
+            return 0
+        elif k in self.selected and not second:
+            return 0
+        raise ValueError(
+            f"expected outputs whose dimension 0 is the rows, got {got}; "
+            + ("return it with rows first, .transpose(0, 1)" if second else "return one entry for each row")
+            + ", or use a single micro-batch"
+        )
+
+    def _is_hidden(self, leaf: Tensor) -> bool:
+        return leaf.dim() == 3 and any(
+            leaf.size(0) == module.num_layers * (1 + module.bidirectional)
+            and leaf.size(2) in (module.hidden_size, module.proj_size)
+            for module in self.layers.modules()
+            if isinstance(module, nn.RNNBase)
+        )
+
+
+def check_rows(values: Sequence[Any], call: Any) -> None:
+    """Refuses outputs of micro-batches of ``call`` whose dimension 1 is the rows and dimension 0 is not."""
+    if len(values) > 1:
+        columns = list(zip(*(flatten(value)[0] for value in values), strict=False))
+        # Without a record of earlier calls, any other number may be one that depends on values.
+        rows = RowsOfOutputs(nn.Module(), rows_of_micro_batches(call, len(values)), set(range(len(columns))))
+        for k, column in enumerate(columns):
+            if all(_is_split(leaf) for leaf in column):
+                rows.dimension(k, column)
 
 
 class Batch:
@@ -228,7 +327,7 @@ def check(input: Any) -> None:
     if not any(isinstance(leaf, (Tensor, NoChunk)) for leaf in flatten(input)[0]):
         raise TypeError(
             f"expected a tensor or a nested value with tensors, got {type(input).__name__} without any; "
-            f"pass the mini-batch as tensors"
+            f"pass the mini-batch as a tensor, or as a tuple or another pytree node of tensors"
         )
 
 
@@ -237,6 +336,6 @@ def scatter(input: Any, chunks: int) -> list[Batch]:
     return [Batch(value) for value in split_nested(input, chunks)]
 
 
-def gather(outputs: list[Batch]) -> Any:
+def gather(outputs: list[Batch], rows: RowsOfOutputs | None = None) -> Any:
     """Concatenates micro-batches into a mini-batch: :func:`gather_nested` of their values."""
-    return gather_nested([batch.value for batch in outputs])
+    return gather_nested([batch.value for batch in outputs], rows)

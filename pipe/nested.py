@@ -6,7 +6,7 @@ matching gradients) flattens the value here, works on the leaves and rebuilds th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ __all__ = [
     "COMPRESSED",
     "LEAVES",
     "TreeSpec",
+    "attributes_of",
     "flatten",
+    "holder_in",
     "map_distinct",
     "map_tensors",
     "parts_of",
@@ -152,6 +154,28 @@ def tensors_in(value: Any) -> list[Tensor]:
         return [value[0]]
     found = _flat_call(value)
     return [leaf for leaf in (pytree.tree_leaves(value) if found is None else found[0]) if isinstance(leaf, Tensor)]
+
+
+def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of an object's own attributes, those in slots included."""
+    names = dict.fromkeys(getattr(value, "__dict__", ()))
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        names.update(dict.fromkeys((slots,) if isinstance(slots, str) else slots))
+    for name in names:
+        yield name, getattr(value, name, None)
+
+
+def holder_in(value: Any, *, needs_grad: bool = False) -> Any:
+    """The first leaf that is no tensor and has tensors as attributes (that need a gradient), or None."""
+    if isinstance(value, Tensor):
+        return None
+    for leaf in flatten(value)[0]:
+        if type(leaf) not in LEAVES and not isinstance(leaf, (Tensor, nn.Module, type)):
+            held = tensors_in([item for _, item in attributes_of(leaf)])
+            if any(tensor.requires_grad or not needs_grad for tensor in held):
+                return leaf
+    return None
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:

@@ -34,7 +34,15 @@ from pipe.placement import (
     without_partitions,
 )
 from pipe.recompute.thread_state import restores_thread_state
-from pipe.refusals import check_optimizers, check_plain, check_reduced, check_updates, restored_on
+from pipe.refusals import (
+    arguments_explained,
+    check_optimizers,
+    check_plain,
+    check_reduced,
+    check_rows_first,
+    check_updates,
+    restored_on,
+)
 from pipe.schedule import Schedule, StageAction, fill_drain, one_forward_one_backward
 from pipe.skip.skippable import verify_skippables
 from pipe.step import PipelineStep, split_target
@@ -102,6 +110,11 @@ class Pipe(nn.Module):
         if checkpoint not in CHECKPOINT_MODES:
             raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', got {checkpoint!r}")
         check_plain(module)
+        if isinstance(balance, int):
+            raise TypeError(
+                f"expected balance to be a list with the number of layers of each stage, got balance={balance}; for "
+                f"{balance} micro-batches pass chunks={balance}"
+            )
         balance = None if balance is None else list(balance)
         verify_skippables(module)
         if deferred_batch_norm:
@@ -121,6 +134,8 @@ class Pipe(nn.Module):
         self._takers: list[TakesTurns] | None = None
         self._ensure_turns()
         self._draws = SharedDraws()
+        #: Numbers of outputs whose rows depend on values.
+        self._selected: set[int] = set()
         #: Code objects of losses that returned (sum, count) in an earlier step.
         self._counting: set[Hashable] = set()
         self._copy_streams: list[list[AbstractStream]] = []
@@ -144,7 +159,13 @@ class Pipe(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Streams belong to the process, and shared slots to the modules of this Pipe: a copy makes its own.
-        passing: dict[str, Any] = {"_copy_streams": [], "_recorders": [], "_takers": None, "_counting": set()}
+        passing: dict[str, Any] = {
+            "_copy_streams": [],
+            "_recorders": [],
+            "_takers": None,
+            "_counting": set(),
+            "_selected": set(),
+        }
         return {**self.__dict__, **passing}
 
     def train(self, mode: bool = True) -> Pipe:
@@ -187,33 +208,48 @@ class Pipe(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
     @restores_thread_state
-    def forward(self, input: Any) -> Any:
+    def forward(self, input: Any = None, *others: Any, **named: Any) -> Any:
         """Runs the mini-batch, micro-batch by micro-batch.
 
         Args:
             input: a tensor or nested value; tensors are split along dimension 0, which must be the same for all, except
                 in :class:`~pipe.microbatch.NoChunk`. It is moved to the first device.
+            others: refused, as are ``named``: layers of an ``nn.Sequential`` take one argument, such as a tuple.
 
         Returns:
-            The output of the whole mini-batch, on the last device.
+            The output of the whole mini-batch, on the last device. The outputs of several micro-batches are joined
+            along dimension 0, which must be the rows or a multiple of them; the hidden state of a recurrent layer that
+            is the last layer is joined along dimension 1.
 
         Raises:
-            TypeError: if there is no tensor in ``input``.
+            TypeError: if there is no tensor in ``input``, several inputs, or a tensor in an object that is no pytree
+                node.
             ValueError: if tensors differ in dimension 0, or outputs cannot be concatenated.
             RuntimeError: if layers were added or removed since wrapping; if a stage is updated in backward, or a
                 parameter has hooks on its gradient, which the backward of each checkpointed micro-batch would run.
         """
+        if others or named:
+            raise TypeError(
+                f"expected one input, got {1 + len(others)} positional ones and {sorted(named)} by name; pass one "
+                f"tuple or dict, which the first layer unpacks: pipe((a, b))"
+            )
         microbatch.check(input)
         self._follow()
         if not self._stages:
             return input
         batches = [microbatch.Batch(value) for value in self._micro_batches(input)]
+        check_rows_first(self[0], input, len(batches))
         takers = self._ensure_turns()
         if torch.is_grad_enabled() and len(batches) > 1:
             check_updates(takers)
         record = self._record if self._recorders else None
         kind = ("forward", torch.is_grad_enabled(), *self._modes())
-        with frozen_weights(takers), mini_batch(len(batches)), self._draws.ordered(kind, self._stages) as in_order:
+        with (
+            arguments_explained(self),
+            frozen_weights(takers),
+            mini_batch(len(batches)),
+            self._draws.ordered(kind, self._stages) as in_order,
+        ):
             Pipeline(
                 batches,
                 self._stages,
@@ -223,7 +259,10 @@ class Pipe(nn.Module):
                 in_order=in_order,
                 record=record,
             ).run()
-        return microbatch.gather(batches)
+        if len(batches) == 1:
+            return batches[0].value
+        rows = microbatch.rows_of_micro_batches(input, len(batches))
+        return microbatch.gather(batches, microbatch.RowsOfOutputs(self, rows, self._selected))
 
     @restores_thread_state
     def train_step(
@@ -270,6 +309,7 @@ class Pipe(nn.Module):
         check_reduced(self)
         inputs = self._micro_batches(input)
         rows = microbatch.rows_of_micro_batches(input, self.chunks)
+        check_rows_first(self[0], input, len(rows))
         losses = micro_losses(loss_fn, reduction, split_target(target, rows), rows)
         plan = self._schedule(schedule, len(rows))
         takers = self._ensure_turns()
@@ -283,6 +323,7 @@ class Pipe(nn.Module):
         code: Hashable = getattr(loss_fn, "__code__", kind_of_loss)
         tried = losses[0].weight is not None or len(rows) == 1 or code in self._counting
         with (
+            arguments_explained(self),
             contextlib.nullcontext() if tried else restored_on(UndeclaredReductionError, self, self.devices),
             gradients.accumulated(),
             frozen_weights(takers),

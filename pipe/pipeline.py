@@ -50,7 +50,7 @@ from pipe.copy import Copy, Wait
 from pipe.dependency import fork, join
 from pipe.microbatch import Batch
 from pipe.recompute.module_state import WatchedModule
-from pipe.refusals import check_hooks
+from pipe.refusals import check_hooks, refuse_holders
 from pipe.schedule import StageAction, clock_cycles, coming_turns, forward_clocks
 from pipe.skip.namespace import Key
 from pipe.stage import Stage
@@ -204,10 +204,12 @@ class Pipeline:
         """Handles a cell's output: adds waits for tensors that leave the device, then the Recompute half."""
         stage, leaving = self.stages[j], self.copy_streams[j][i]
         value, stashed = output.value
+        coming = self.stages[j + 1].device if j < len(self.stages) - 1 else stage.device
+        refuse_holders(j, value, stashed, checkpointed=i < self.checkpoint_stop, copied=coming != stage.device)
         main, skips = Batch(value), [Batch(tensor) for tensor in stashed]
         # Without these waits, the copy reads the output before it is computed; and in backward, the layers read the
         # gradient before it is copied.
-        if j < len(self.stages) - 1 and self.stages[j + 1].device != stage.device:
+        if coming != stage.device:
             wait(main, self._streams[j], leaving)
         for route, skip in zip(stage.leaving, skips, strict=True):
             if self.stages[route.popped_at].device != stage.device:

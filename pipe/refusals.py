@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from pipe.microbatch import refuse_holder
+from pipe.nested import holder_in
 from pipe.recompute.generators import held_generators
 from pipe.recompute.replay import Replay
 from pipe.turn import TakesTurns
 
 __all__ = [
+    "arguments_explained",
     "beyond_layers",
     "check_hooks",
     "check_optimizers",
     "check_plain",
     "check_reduced",
+    "check_rows_first",
     "check_updates",
+    "refuse_holders",
     "restored_on",
 ]
 
@@ -58,6 +65,39 @@ def beyond_layers(module: nn.Sequential) -> list[str]:
         "hooks": any(value for name, value in vars(module).items() if name.endswith("_hooks")),
     }
     return [name for name, there in found.items() if there]
+
+
+def check_rows_first(first: nn.Module, input: Any, micro_batches: int) -> None:
+    """Refuses a recurrent first layer that takes dimension 0, along which micro-batches are cut, for time."""
+    if not (isinstance(first, nn.RNNBase) and isinstance(input, Tensor)):
+        return
+    if micro_batches > 1 and (input.dim() == 2 or not first.batch_first):
+        raise ValueError(
+            f"expected a first layer whose input has the rows in dimension 0, got {type(first).__name__}("
+            f"batch_first={first.batch_first}) and an input of shape {tuple(input.shape)}, whose dimension 0 is time; "
+            f"pass batch_first=True and (rows, time, width), or chunks=1"
+        )
+
+
+@contextlib.contextmanager
+def arguments_explained(layers: nn.Module) -> Iterator[None]:
+    """Explains the ``TypeError`` of a layer that does not take exactly one argument."""
+    try:
+        yield
+    except TypeError as error:
+        for name, layer in layers.named_children():
+            signature = None
+            try:
+                signature = inspect.signature(layer.forward)
+                signature.bind(None)
+            except (TypeError, ValueError):
+                if signature is None:  # a scripted layer
+                    continue
+                raise TypeError(
+                    f"expected layers that take one argument, got layer {name!r} ({type(layer).__name__}), whose "
+                    f"forward takes {signature}; take a tuple and unpack it: def forward(self, inputs): a, b = inputs"
+                ) from error
+        raise
 
 
 def check_reduced(module: nn.Module) -> None:
@@ -109,6 +149,13 @@ def check_hooks(parameters: Iterable[nn.Parameter]) -> None:
             f"gradient of that micro-batch; pass checkpoint='never', chunks=1, or use train_step(), which runs hooks "
             f"once"
         )
+
+
+def refuse_holders(stage: int, value: Any, stashed: Sequence[Any], *, checkpointed: bool, copied: bool) -> None:
+    """Refuses objects with tensors in the output of a stage where these would be neither recomputed nor copied."""
+    for output in (value, *stashed):
+        if (checkpointed or copied) and not isinstance(output, Tensor):
+            refuse_holder(f"the output of stage {stage}", holder_in(output, needs_grad=not copied))
 
 
 @contextlib.contextmanager

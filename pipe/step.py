@@ -31,6 +31,7 @@ from pipe.loss import MicroLoss, UndeclaredReductionError, sum_and_count
 from pipe.microbatch import Batch, rows_of, split_nested
 from pipe.nested import flatten, map_tensors, tensors_in, unflatten
 from pipe.recompute.module_state import WatchedModule
+from pipe.refusals import refuse_holders
 from pipe.schedule import Schedule, StageAction, coming_turns
 from pipe.skip.namespace import Key
 from pipe.stage import Stage
@@ -170,13 +171,16 @@ class PipelineStep:
         popped = [self._receive(self._skips[i].pop(route.key), cell, stage.device) for route in stage.arriving]
         batch = Batch((value, popped))
         # A cell whose backward follows directly would be recomputed at once: checkpointing would only cost time.
-        if i < self.checkpoint_stop and not self.schedule.follows_at_once(j, i):
+        checkpointed = i < self.checkpoint_stop and not self.schedule.follows_at_once(j, i)
+        if checkpointed:
             if j not in self._watched:
                 self._watched[j] = WatchedModule(stage.layers)
             # Without its Recompute half: the gradient is already computed when this cell's backward begins.
             value, stashed = Checkpointing(stage, batch, watched=self._watched[j]).checkpoint().value
         else:
             value, stashed = batch.call(stage).value
+        coming = self.stages[j + 1].device if j < len(self.stages) - 1 else stage.device
+        refuse_holders(j, value, stashed, checkpointed=checkpointed, copied=coming != stage.device)
         for route, skip in zip(stage.leaving, stashed, strict=True):
             self._skips[i][route.key] = self._detach(skip, cell)
         if j < len(self.stages) - 1:

@@ -11,12 +11,12 @@ set -eu
 cd "$(dirname "$0")/.."
 environment="${1:-.venv-transformers}"
 python="$environment/bin/python"
-installed='import importlib.metadata as found; [found.version(name) for name in ("sentence-transformers", "pytest-xdist")]'
+installed='import importlib.metadata as found; [found.version(name) for name in ("sentence-transformers", "lightning", "pytest-xdist")]'
 if ! "$python" -c "$installed" 2>/dev/null; then
     python3 -m venv "$environment"
     "$python" -m pip install --quiet torch==2.13.0
     "$python" -m pip install --quiet transformers==5.23.0 sentence-transformers==6.2.0 accelerate==1.15.0 \
-        datasets==5.2.0 peft==0.21.2 psutil pytest pytest-xdist hypothesis
+        datasets==5.2.0 peft==0.21.2 lightning==2.6.6 psutil pytest pytest-xdist hypothesis
 fi
 [ "${2:-}" != install ] || exit 0
 # Nothing is looked up: every model is built from a configuration. One of the files takes longer than all others.

@@ -3,7 +3,7 @@
 Four parts. *Time*: one model, one batch, the same chunks; each method takes its steps in turn with the package
 GradCache over ``torch.utils.checkpoint``. *Memory*: batches double until a cap on the process's memory refuses one.
 *Chunks*: one batch in more and more chunks, over a model on disk, where the bytes that move are what a step costs.
-*Loss*: the loss of a very large batch by itself.
+*Loss*: the loss of a very large batch by itself, in chunks of torch and in tiles of ours; ``--part loss``: only that.
 
 Times are measured under the default allocator. glibc keeps much of what was freed, so peaks are those of further
 processes with a fixed ``MALLOC_MMAP_THRESHOLD_``, which returns freed tensors at once and takes time.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from benchmarks.gradcache_batch.methods import Shape
+from benchmarks.gradcache_batch.methods import LOSSES, Shape
 from benchmarks.harness.benchmark import Benchmark, Claim, Run
 from benchmarks.harness.case import Case, Outcome
 from benchmarks.harness.settings import option
@@ -64,6 +64,7 @@ class Settings:
     small_dim: int = option(128, "channels of the part memory", least=64, multiple=64)
     chunks: tuple[int, ...] = option((1, 4, 16, 64, 256), "numbers of chunks, of the part chunks")
     chunked_dim: int = option(512, "channels of the part chunks", least=64, multiple=64)
+    part: str = option("all", "which parts", choices=("all", "loss"))
 
 
 def measure(run: Run) -> None:
@@ -86,16 +87,28 @@ def measure(run: Run) -> None:
     grown = {"limit_mebibytes": settings.limit, "most_pairs": settings.most}
     scores = {"flops": 3 * 2.0 * settings.loss_rows**2 * LOSS_WIDTH}  # and both gradients
     loss = {"rows": settings.loss_rows, "width": LOSS_WIDTH}
-    run.group("time", cases(TIMED, "in_turn", timed), "pairs", turns=settings.rounds, warmup=1)
-    run.group("peaks", cases(TIMED, "in_turn", timed, GIVE_BACK), turns=2)
-    run.group("growing", cases(GROWING, "growing", small, GIVE_BACK, **grown))
-    run.group("chunks", cases(CHUNKED, "ladder", cut, chunks=list(settings.chunks), steps=2))
-    run.group("loss", [Case("loss", f"{METHODS}:loss_alone", loss, GIVE_BACK, work=scores)])
+    if settings.part == "all":
+        run.group("time", cases(TIMED, "in_turn", timed), "pairs", turns=settings.rounds, warmup=1)
+        run.group("peaks", cases(TIMED, "in_turn", timed, GIVE_BACK), turns=2)
+        run.group("growing", cases(GROWING, "growing", small, GIVE_BACK, **grown))
+        run.group("chunks", cases(CHUNKED, "ladder", cut, chunks=list(settings.chunks), steps=2))
+    ways = [Case(way, f"{METHODS}:loss_alone", {"way": way, **loss}, GIVE_BACK, work=scores) for way in LOSSES]
+    run.group("loss", ways)
 
 
 def report(run: Run) -> list[str]:
     """A table for each part."""
     groups, counts = run.groups, run.settings.chunks
+    loss: Columns = {
+        "representations": lambda o: f"{o.result['rows']:,}",
+        "width": lambda o: f"{o.result['width']}",
+        "seconds": lambda o: f"{o.result['seconds']:.0f}",
+        "memory, representations included": lambda o: mebibytes(_loss_bytes(o)),
+        **limit_columns(run.rates, seconds=lambda o: float(o.result["seconds"])),
+    }
+    alone = ["## The loss alone", case_table(groups["loss"], loss, "loss")]
+    if "time" not in groups:
+        return alone
     reference = groups["time"][0]
     held = {outcome.name: mebibytes(outcome.above()) for outcome in groups["peaks"] if outcome.result is not None}
     shape = _shape(reference)
@@ -134,13 +147,6 @@ def report(run: Run) -> list[str]:
             run.rates, lambda o: {"read_bytes": min(loads(o), default=0)}, lambda o: seconds_of(o, counts[-1])
         ),
     }
-    loss = {
-        "representations": lambda o: f"{o.result['rows']:,}",
-        "width": lambda o: f"{o.result['width']}",
-        "seconds": lambda o: f"{o.result['seconds']:.0f}",
-        "memory, representations included": lambda o: mebibytes(_loss_bytes(o)),
-        **limit_columns(run.rates, seconds=lambda o: float(o.result["seconds"])),
-    }
     return [
         f"## Time\n\n{parameters / 1e6:.0f} M parameters, {shape.tokens:,} tokens in {2 * shape.pairs} rows of "
         f"{shape.positions}, chunks of {shape.chunk} rows ({shape.chunk * shape.positions} tokens). {REFERENCE!r} is "
@@ -151,8 +157,7 @@ def report(run: Run) -> list[str]:
         case_table(groups["growing"], sizes, "method"),
         "## Chunks\n\nThe same batch in each column. The distance from the limit is that of the most chunks.",
         case_table(groups["chunks"], chunks, "method"),
-        "## The loss alone, by tiles",
-        case_table(groups["loss"], loss, "loss"),
+        *alone,
     ]
 
 
@@ -185,6 +190,10 @@ def _loss_bytes(outcome: Outcome) -> int:
 def bounds(run: Run) -> list[str]:
     """Times, peaks and gradients beside the reference; the largest batch; chunks; the loss."""
     broken: list[str] = []
+    for outcome in run.groups["loss"]:
+        broken += at_most(f"{outcome.name}: memory of the loss", _loss_bytes(outcome), MAXIMUM_LOSS_BYTES, mebibytes)
+    if "time" not in run.groups:
+        return broken
     reference, *timed = run.groups["time"]
     held = {outcome.name: outcome.above() for outcome in run.groups["peaks"] if outcome.result is not None}
     for outcome in timed if reference.result is not None else ():
@@ -214,11 +223,13 @@ def bounds(run: Run) -> list[str]:
     broken += at_least(f"{most} chunks: the speed-up over chunk by chunk", longer, MINIMUM_SPEEDUP)
     if len(set(fused.result["bytes_loaded"].values())) != 1:
         broken.append(f"bytes loaded must not depend on the chunks, are {fused.result['bytes_loaded']}")
-    return broken + at_most("memory of the loss", _loss_bytes(run.groups["loss"][0]), MAXIMUM_LOSS_BYTES, mebibytes)
+    return broken
 
 
 def claims(run: Run) -> list[Claim]:
     """Ours in memory and on disk, beside the package over ``torch.utils.checkpoint``."""
+    if "peaks" not in run.groups:
+        return []
     reference = run.find(REFERENCE, "peaks")
     tokens, parameters = _shape(reference).tokens, reference.result["parameters"] / 1e6
     set_up = f"gradients of a contrastive batch of {tokens:,} tokens, {parameters:.0f} M parameters in memory"

@@ -29,7 +29,7 @@ from benchmarks.models.dropout import row_keys
 from benchmarks.models.encoder import build_encoder
 from benchmarks.models.transformer import Checkpointed
 from benchmarks.models.work import block_flops
-from gradcache import GradCache
+from gradcache import GradCache, tiled
 from gradcache.loss import SimpleContrastiveLoss
 from offload import MemoryPolicy, OffloadModel
 
@@ -281,15 +281,30 @@ def ladder(report: Reporter, method: str, shape: dict[str, Any], chunks: list[in
     return {"bytes_loaded": loads}
 
 
-def loss_alone(report: Reporter, rows: int, width: int) -> dict[str, Any]:
-    """The loss of so many representations in each tower, by tiles, and its gradient, in the phase "steps"."""
+#: Ways to compute the loss in parts.
+LOSSES: dict[str, Callable[[], Callable[[Tensor, Tensor], Tensor]]] = {
+    "in chunks of torch": lambda: SimpleContrastiveLoss(temperature=TEMPERATURE),
+    "in chunks of torch, 256 queries": _tiled_loss,
+    "in tiles of ours, 256 queries": lambda: _in_our_tiles,
+}
+
+
+def _in_our_tiles(queries: Tensor, passages: Tensor) -> Tensor:
+    def tile(queries: Tensor, passages: Tensor, own: Tensor) -> Tensor:
+        return functional.cross_entropy(queries @ passages.T / TEMPERATURE, own)
+
+    return tiled(tile, tile_rows=TILE_ROWS, cut=(2,))(queries, passages, torch.arange(len(queries)))
+
+
+def loss_alone(report: Reporter, way: str, rows: int, width: int) -> dict[str, Any]:
+    """The loss of so many representations in each tower, in parts, and its gradient, in the phase "steps"."""
     generator = torch.Generator().manual_seed(0)
     drawn = (torch.randn(rows, width, generator=generator) for _ in range(2))
     queries, passages = (functional.normalize(tower).requires_grad_() for tower in drawn)
     report.phase(FLOOR)
     report.phase("steps")
     started = time.perf_counter()
-    loss = _tiled_loss()(queries, passages)
+    loss = LOSSES[way]()(queries, passages)
     loss.backward()
     seconds = time.perf_counter() - started
     report.phase("end")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from gradcache.grad_cache import GradCache
 from gradcache.tiled_loss import with_known_gradients
 from gradcache.used_modules import leaves_of
 
-__all__ = ["CachedLoss", "Columns"]
+__all__ = ["CachedLoss", "Columns", "columns_of", "embedding_in"]
 
 #: Representations of each column: one tensor, or a list of tensors to be concatenated.
 Columns = Sequence[Tensor | Sequence[Tensor]]
@@ -58,9 +58,10 @@ class CachedLoss(nn.Module):
             labels: not used.
 
         Raises:
+            TypeError: for columns of texts, or a model that returns no ``"sentence_embedding"``.
             ValueError: if there are no positives, or features that cannot be split by rows.
         """
-        columns = list(sentence_features)
+        columns = columns_of(sentence_features)
         if len(columns) < 2:
             raise ValueError(f"expected features of anchors and of positives at least, got {len(columns)} column")
         reps = self._encoded(self.model, columns)
@@ -121,7 +122,7 @@ class CachedLoss(nn.Module):
             self.mini_batch_size,
             _no_loss,
             FeatureSplitter(self.mini_batch_num_tokens),
-            _embedding,
+            embedding_in,
             process_fn=process_fn or _with_own_dict,
         )
         return list(cache.encode(*inputs))
@@ -132,7 +133,28 @@ def joined(column: Tensor | Sequence[Tensor]) -> Tensor:
     return column if isinstance(column, Tensor) else torch.cat(list(column))
 
 
-def _embedding(output: Any) -> Tensor:
+def columns_of(sentence_features: Iterable[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The columns; raises TypeError unless they are features of a tokenizer."""
+    columns = list(sentence_features)
+    for k, column in enumerate(columns):
+        if not isinstance(column, Mapping):
+            raise TypeError(
+                f"expected columns of features (dicts of tensors) for a model that returns 'sentence_embedding', got "
+                f"{type(column).__name__} (column {k}); the losses of a CrossEncoder, which get texts, are in "
+                f"sentence_transformers.cross_encoder.losses"
+            )
+    return columns
+
+
+def embedding_in(output: Any) -> Tensor:
+    """The embeddings in a model's output; raises TypeError if it has none."""
+    if not isinstance(output, Mapping) or not isinstance(output.get("sentence_embedding"), Tensor):
+        names = list(output) if isinstance(output, Mapping) else type(output).__name__
+        raise TypeError(
+            f"expected a model that returns a dict with 'sentence_embedding' (a SentenceTransformer that ends with a "
+            f"pooling), got {names}; the losses of a MultiVectorEncoder, which returns an embedding for each token, "
+            f"are in sentence_transformers.multi_vector_encoder.losses"
+        )
     embedding: Tensor = output["sentence_embedding"]
     return embedding
 

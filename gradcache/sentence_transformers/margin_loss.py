@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradcache.sentence_transformers.cached_loss import CachedLoss
+from gradcache.sentence_transformers.cached_loss import CachedLoss, columns_of, embedding_in
 from gradcache.sentence_transformers.similarity import cos_sim
 from gradcache.tiled_loss import tiled
 
@@ -63,7 +63,7 @@ class MegaBatchMarginLoss(CachedLoss):
         Raises:
             ValueError: unless there are two columns, with features that can be split by rows.
         """
-        columns = list(sentence_features)
+        columns = columns_of(sentence_features)
         if len(columns) != 2:
             raise ValueError(
                 f"expected features of anchors and of positives, got {len(columns)} columns; negatives are those of "
@@ -71,7 +71,7 @@ class MegaBatchMarginLoss(CachedLoss):
             )
         if self.uses_gradient_cache:
             return super().forward(columns, labels)
-        return self._loss([self.model(dict(features))["sentence_embedding"] for features in columns], labels)
+        return self._loss([embedding_in(self.model(dict(features))) for features in columns], labels)
 
     def _loss(self, columns: list[Tensor], context: Any) -> Tensor:
         anchors, positives = columns

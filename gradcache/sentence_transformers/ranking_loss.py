@@ -76,6 +76,7 @@ class CachedMultipleNegativesRankingLoss(CachedLoss):
             self.hardness_strength,
             self.mini_batch_size,
             self.gather_across_devices,
+            cosine=self.similarity_fct is cos_sim,
         )
 
     def _loss(self, columns: list[Tensor], context: Any) -> Tensor:

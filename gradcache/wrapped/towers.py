@@ -35,7 +35,6 @@ from gradcache.two_pass import InputGradients, is_trainable
 from gradcache.wrapped.call_state import Observer
 from gradcache.wrapped.suspended import SuspendedForward, TowerState
 from offload.identities import identities_only
-from pipe.microbatch import gather_nested
 from pipe.nested import flatten
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ class WrappedTowers:
         observers = {key: Observer(part) for key, part in self._models.items()}
         self._towers = towers
         self._inputs = inputs
-        self._audit = owner.audit
+        self._owner = owner
         #: The tapes of calls that ran together, and the forwards of each with the number of its call.
         self._joint_calls: list[tuple[Tape, list[tuple[SuspendedForward, int]]]] = []
         self._visits: dict[int, int] = dict.fromkeys(self._models, 0)
@@ -115,11 +114,14 @@ class WrappedTowers:
                     group = [forward for forward in forwards if not forward.finished]
         self._warn()
         for tower, chunks in zip(self._towers, self._forwards, strict=True):
-            self._rows.append([representations.rows_in(forward.representation) for forward in chunks])
-            tower.encoded = gather_nested([forward.representation for forward in chunks])
+            joined = self._owner.joined(tower.chunks)
+            for forward in chunks:
+                joined.add(forward.representation)
+            self._rows.append(joined.rows)
+            tower.encoded = joined.value()
             requires_grad = any(forward.requires_grad for forward in chunks)
             tower.wants_gradient = requires_grad or is_trainable(tower.model, tower.chunks)
-            if not self._audit:
+            if not self._owner.audit:
                 for forward in chunks:
                     forward.representation = None
 

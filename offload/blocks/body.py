@@ -90,6 +90,11 @@ class StreamedForward:
         copied = memo.get(id(block))
         return self._own if copied is None else types.MethodType(type(copied).forward, copied)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as the block's own forward, which does not stream."""
+        # A block that is loaded has no attributes yet when it is asked for its forward: that of its class.
+        return (getattr, (self._block(), "forward")) if self._own is None else (_same, (self._own,))
+
     def remove(self) -> None:
         """Gives the block its own forward back."""
         block = self._block()
@@ -97,3 +102,7 @@ class StreamedForward:
             del block.forward
             if self._own is not None:
                 block.forward = self._own
+
+
+def _same(value: Any) -> Any:
+    return value

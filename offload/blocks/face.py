@@ -41,7 +41,7 @@ from offload.streaming.copies import CopiesOfHomes
 from offload.streaming.materialize import Values
 from offload.streaming.quantised import check_storable, is_taken_apart, refresh, stored_tensors
 from pipe.interception import offered
-from pipe.microbatch import gather_nested, split_nested
+from pipe.microbatch import check_rows, gather_nested, split_nested
 from pipe.nested import map_tensors
 from pipe.recompute.thread_state import lasting_hooks
 from pipe.torch_private.autograd import saved_tensor_hooks
@@ -254,6 +254,7 @@ class ModelWithBlocks(ReportingModule):
         with self._computing():
             run = self._executor.run_one(self._forward_on, call) if one else None
             tape, outputs = self._executor.run_many(self._forward_on, chunks) if run is None else run
+            check_rows(outputs, call)
             if tape is None or not tape.records:
                 return outputs[0] if len(outputs) == 1 else gather_nested(outputs)
             with torch.enable_grad():  # a forward may have enabled gradients itself
@@ -347,7 +348,8 @@ class ModelWithBlocks(ReportingModule):
                 if getattr(block, "gradient_checkpointing", False):
                     raise RuntimeError(
                         f"block {name} has gradient checkpointing of its own; an OffloadModel recomputes blocks with "
-                        f"checkpoint_activation=True: call model.gradient_checkpointing_disable() before"
+                        f"checkpoint_activation=True: call model.gradient_checkpointing_disable() before, and pass "
+                        f"gradient_checkpointing=False to a trainer (those of trl turn it on by default)"
                     )
 
     # --- module ---------------------------------------------------------------------------------------------------
@@ -367,7 +369,6 @@ class ModelWithBlocks(ReportingModule):
     def _bare(self, memo: dict[int, Any]) -> nn.Module:
         """A copy of the model, which is not offloaded."""
         self._refuse_copies()
-        self._executor.streamer.apply_pending_updates()
         bare: nn.Module = self._kind.__new__(self._kind)
         memo[id(self)] = bare
         own = {key: value for key, value in vars(self).items() if key in self.__dict__["_of_model"]}

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from offload.embedding.row_owners import RowOwners, check_alone, follow_optimizers
 from offload.embedding.row_reader import RowReader, RowRequest
 from offload.mesh.sharding import check_mesh
-from offload.storage import open_tier
+from offload.storage import absolute_home, open_tier
 from pipe.process import check_process
 from pipe.torch_private.amp import complete_copies_of_grad_scalers
 
@@ -133,7 +133,7 @@ class OffloadEmbeddingBag(nn.Module):
         self.num_embeddings, self.embedding_dim, self.mode = num_embeddings, embedding_dim, mode
         self.include_last_offset = include_last_offset
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
-        self.offload_device = offload_device
+        self.offload_device = absolute_home(offload_device)
         self.device = torch.device(device)
         if self.device.type == "cuda":
             complete_copies_of_grad_scalers()  # gradients are in host memory
@@ -151,7 +151,7 @@ class OffloadEmbeddingBag(nn.Module):
             words = {"mode": mode, "padding_idx": self.padding_idx}
             self._owners = RowOwners(shared, rows, embedding_dim, dtype, gradient_divide_factor, words)
             rows = self._owners.end - self._owners.begin
-        self._tier = open_tier(offload_device, self.device)
+        self._tier = open_tier(self.offload_device, self.device)
         nbytes = rows * embedding_dim * dtype.itemsize
         self._block = self._tier.allocate(max(nbytes, 1), "embedding")
         self.weight = nn.Parameter(self._block.tensor[:nbytes].view(dtype).view(rows, embedding_dim))

@@ -174,8 +174,9 @@ class BlockForwards(MovableHomes):
         if torch.is_grad_enabled() and (runner.shard.trainable or any(x.requires_grad for x in tensors)):
             raise RuntimeError(
                 f"block {block} was called outside of the forward of its OffloadModel, with gradients. Call "
-                f"the OffloadModel itself, or wrap the module that you call; without gradients (torch.no_grad()) a "
-                f"block runs by itself"
+                f"the OffloadModel itself, or wrap the module that is called (the trainers of trl call model.model: "
+                f"model.model = OffloadModel(model.model, ...)); without gradients (torch.no_grad()) a block runs by "
+                f"itself"
             )
         runner.gets_copies = False
         with self._exclusive_pass():

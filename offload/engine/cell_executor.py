@@ -94,7 +94,6 @@ class CellExecutor:
             if not keeps:
                 output, tape.cells[cell] = runner.forward_recorded(value, output_fn)
                 saved_tensors = runner.saved_tensors
-                self._meter.record_activations(runner.activation_bytes, rows)
                 if runner.graph_bytes is not None:
                     runner.graph_bytes_per_row = runner.graph_bytes / (rows or 1)
             else:

@@ -122,7 +122,7 @@ class Executor(BackwardPasses):
         self.recompute, self.layers_apart = recompute, layers_apart
         #: Whether the model has a memory budget.
         self.strict = budget_bytes is not None
-        read_current_values(self.shards)  # before the parts, which watch the parameters of modules
+        read_current_values(self.shards, self.streamer)  # before the parts, which watch the parameters of modules
         self.use(self.parts_over(self.shards))
         super().__init__()
         lenders = [] if self.resident is None else [self.resident]

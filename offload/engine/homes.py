@@ -106,7 +106,7 @@ class MovableHomes(ExclusivePasses):
         """Replaces the parts of the engine that depend on how the model is cut into shards. Idempotent."""
         # One list for streamer, gradient offload, assigned data and optimizers.
         self.shards[:] = parts.shards
-        read_current_values(parts.shards)
+        read_current_values(parts.shards, self.streamer)
         self.runners, self._cell_executor = parts.runners, parts.cell_executor
         self.steps, self._references = parts.steps, parts.references
 
@@ -218,10 +218,6 @@ class MovableHomes(ExclusivePasses):
         self.steps.reserve(self.public, self.public.buffer_bytes)
         self.planned = limits, policy
         self.steps.planner = planner_for(limits, policy, self)
-
-    def cell_bytes(self) -> int | None:
-        """Bytes that the activations of a cell of joined chunks may take; None if that is not planned."""
-        return None if self.steps.planner is None else self.steps.planner.cell_bytes
 
     def microbatches(self, rows: int, units: float | None = None) -> int:
         """Micro-batches of a training batch of so many rows: as few as fit; 1 where the result would be another.

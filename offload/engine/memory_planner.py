@@ -19,7 +19,7 @@ a smaller plan. Rows longer than all before begin with the least memory, since t
 from __future__ import annotations
 
 import contextlib
-import operator
+import math
 import time
 import warnings
 import weakref
@@ -55,8 +55,11 @@ PLAN_AFTER = (1, 3)
 UNDISTURBED_STEPS = 5
 #: Least predicted gain for which a plan is replaced by another.
 LEAST_GAIN = 0.05
-#: Of a limit of memory, the activations of chunks that run together take at most one part in so many.
-CELL_SHARE = 4
+
+#: Of a limit of memory, where micro-batches are chosen, what steps take beside counted bytes: one part in so many.
+UNCOUNTED_SHARE = 4
+#: Of the sizes of a step, what depends on which cells have kept their graphs before.
+PROFILES = ("memory_profiles", "kept_profiles", "graph_bytes_per_row")
 
 _T = TypeVar("_T")
 
@@ -71,8 +74,10 @@ class MemoryPlanner:
         )
         #: Whether the policy lets layers draw other random numbers than they would for the whole batch.
         self.may_draw_otherwise = policy.join_chunks is True
-        #: Rows of a batch, and as how many they count -> its micro-batches.
-        self._counts: dict[tuple[int, float], int] = {}
+        #: Rows of a batch, as how many they count, and what is held beside steps -> its micro-batches.
+        self._counts: dict[tuple[int, float, int, bool], int] = {}
+        #: What the first step, whose plan is the same in every process, has measured of cells.
+        self._first_profiles: dict[str, Any] = {}
         self._executor = weakref.ref(executor)  # without it, a cycle with its steps
         self._streamer = executor.streamer
         self._meter = executor.meter
@@ -116,18 +121,6 @@ class MemoryPlanner:
         return self._limits.device_bytes
 
     @property
-    def cell_bytes(self) -> int | None:
-        """Bytes that the activations of one cell of joined chunks may take; None before a step was planned.
-
-        Beside them there are their gradients, of as many bytes at most, boundaries, and what does not grow with rows.
-        """
-        if self._prediction is None:
-            return None
-        fixed = max(m.weights + m.gradients + m.others + m.outside for m in self._prediction.course)
-        room = self.limit_bytes - self._memory.margin_bytes - fixed
-        return max(0, min(self.limit_bytes // CELL_SHARE, room // 3))
-
-    @property
     def _in_memory(self) -> frozenset[int]:
         return self._streamer.in_place()
 
@@ -136,24 +129,35 @@ class MemoryPlanner:
 
         ``units``: as how many these rows count, see :mod:`.row_units`.
 
-        One before a step was measured. A number that was chosen stays until a step takes more memory than predicted.
+        One before a step has run. Sums over micro-batches round differently, so the number follows from bytes that are
+        counted: neither from the present plan, which times decide, nor from what a process took beside them.
         """
+        executor = self._executor()
+        assert executor is not None
         if not self._steps_done:
             return 1
-        if (rows, units) not in self._counts:
+        key = rows, units, executor.outside_bytes().begins, self._streamer.gradient_offload.optimizers.awaits_states()
+        if key not in self._counts:
             count = 1
             while count < rows and not self._fits_in_parts(units, count):
                 count = min(2 * count, rows)
             if len(self._counts) >= SIZES_REMEMBERED:
                 self._counts.clear()
-            self._counts[rows, units] = count
-        return self._counts[rows, units]
+            self._counts[key] = count
+        return self._counts[key]
 
     def _fits_in_parts(self, units: float, count: int) -> bool:
-        """Whether the leanest plan fits for a batch that is cut into so many micro-batches."""
+        """Whether the leanest plan fits for a batch that is cut into so many micro-batches, by bytes that are counted.
+
+        A part of the limit is left to what steps take beside these, such as the graph of the loss.
+        """
+        executor = self._executor()
+        assert executor is not None
         model = self._model(split(units, count))
-        model = replace(model, sizes=replace(model.sizes, **self._gradients_there()))
-        return least_bytes(model, self._leanest(model)) <= self.limit_bytes
+        constant = model.sizes.constant_bytes - (executor.staging_bytes if self._memory.on_host else 0)
+        sizes = replace(model.sizes, constant_bytes=constant, **self._first_profiles)
+        model = replace(model, margin_bytes=0, sizes=sizes)
+        return least_bytes(model, self._leanest(model)) <= self.limit_bytes - self.limit_bytes // UNCOUNTED_SHARE
 
     def _leanest(self, model: StepModel) -> Choice:
         return Choice(min(self._given.slots or model.least_slots, model.shards))
@@ -202,6 +206,9 @@ class MemoryPlanner:
         self._optimizers_until = self._meter.overheads.optimizer_seconds
         predicted = self._prediction
         due = self._steps_done in PLAN_AFTER
+        if self._steps_done == 1:
+            sizes = self._model(rows).sizes
+            self._first_profiles = {name: getattr(sizes, name) for name in PROFILES}
         if self._steps_done == 1 and self._streamer.heap is not None:
             self._streamer.heap.return_at_once(self._is_scarce(rows))
         changed = self._memory.end(predicted, probes=self._probes)
@@ -212,7 +219,6 @@ class MemoryPlanner:
             # Where no plan fitted, none does with a larger margin.
             self._due |= predicted.memory_bytes > self.limit_bytes - self._memory.margin_bytes
             self._choices.clear()
-            self._counts.clear()
         if self._memory.on_host and self._steps_done > PLAN_AFTER[-1] and not self._memory.measures:
             self._undisturbed += 1
             due |= self._undisturbed == UNDISTURBED_STEPS
@@ -394,13 +400,21 @@ class MemoryPlanner:
         executor = self._executor()
         assert executor is not None
         message = too_little(executor, rows, error.least_bytes, self.limit_bytes, self._memory.margin(sum(rows)))
-        if not self._has_run(rows):
+        if not self._has_run(rows) and not self._was_cut(rows):
             raise ValueError(message)
         self._warn(message, tuple(rows))
 
     def _has_run(self, rows: Sequence[float]) -> bool:
-        """Whether a batch that ran was at least as large."""
-        return any(len(ran) == len(rows) and all(map(operator.ge, ran, rows)) for ran in self._ran)
+        """Whether a batch that ran was at least as large: in all, and in its largest micro-batch."""
+        adds = len(rows) > 1  # then gradients of one micro-batch exist beside those of another
+        return any(sum(ran) >= sum(rows) and max(ran) >= max(rows) and (len(ran) > 1 or not adds) for ran in self._ran)
+
+    def _was_cut(self, rows: Sequence[float]) -> bool:
+        """Whether a batch was cut into these micro-batches because they fit by bytes that are counted."""
+        return any(
+            len(rows) == count and math.isclose(units, sum(rows)) and self._fits_in_parts(units, count)
+            for (_, units, *_), count in self._counts.items()
+        )
 
     def _warn_of_longer(self, rows: Sequence[float]) -> None:
         """Warns if the first step of longer rows than before has taken more memory than there is."""

@@ -19,7 +19,7 @@ from torch import nn
 
 from offload.streaming.graph_references import BY_GRAPHS
 from offload.streaming.shard import Shard
-from pipe.torch_private.tensors import native_uses, storage_uses
+from pipe.torch_private.tensors import native_uses
 
 __all__ = ["References"]
 
@@ -35,7 +35,7 @@ class References:
         #: How many references of the engine, and of the modules themselves, each parameter has.
         self._ours: Counter[nn.Parameter] = Counter()
         for module in dict.fromkeys(m for shard in shards for layer in shard.layers for m in layer.modules()):
-            self._ours.update(p for p in module._parameters.values() if p is not None)
+            self._ours.update(p for p in dict.values(module._parameters) if p is not None)
         for shard in shards:
             slices = {id(s): s for s in (*shard.own, *shard.slices)}  # a slice may be in both
             self._ours.update(s.parameter for s in slices.values())
@@ -59,7 +59,7 @@ class References:
             if gradient is not None and sys.getrefcount(gradient) != _UNHELD_GRADIENT:
                 return True
         return any(
-            storage_uses(shard.home.tensor) != shard.home_uses + views[shard.index]
+            shard.count_home_owners() != shard.home_uses + views[shard.index]
             for shard in self._shards
             if shard.home is not None and shard.index in views
         )

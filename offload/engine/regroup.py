@@ -6,34 +6,34 @@ the caller sees its own chunks only.
 
 Chunks are joined only if their tensors have equal dtypes and trailing shapes and all other values are equal, and never
 where a layer is known to look across rows: batch normalisation in training.
+
+Products of more rows round differently. So which chunks run together follows from shapes and from bytes that are given
+or counted, never from times or from the memory of the process: it is the same in every step and process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from offload.engine.tape import Tape
-from offload.policy import MemoryPolicy
 from pipe.microbatch import gather_nested
 from pipe.nested import flatten, tensors_in, unflatten
 from pipe.torch_private.modules import BatchNorm
 
-if TYPE_CHECKING:
-    from offload.engine.cell import ShardRunner
-
 __all__ = [
     "RegroupedTape",
     "by_chunk",
-    "join_chunks",
     "joined",
+    "kind_of",
     "looks_across_rows",
     "rows_in",
-    "rows_together",
     "runs_alike",
+    "runs_together",
     "split_output",
 ]
 
@@ -45,27 +45,6 @@ def looks_across_rows(layers: Sequence[nn.Module]) -> bool:
         for layer in layers
         for module in layer.modules()
     )
-
-
-def rows_together(
-    policy: MemoryPolicy,
-    planned_bytes: int | None,
-    bytes_per_row: float,
-    layers: Sequence[nn.Module],
-    runners: Iterable[ShardRunner],
-) -> int:
-    """Rows whose activations, of so many bytes each, fit in one cell; 0 if chunks stay as they are.
-
-    ``planned_bytes``: for the activations of a cell, where the policy leaves them open.
-    """
-    nbytes = planned_bytes if policy.activation_bytes is None else policy.activation_bytes
-    if nbytes is None or policy.join_chunks is False or not bytes_per_row:
-        return 0
-    if looks_across_rows(layers):
-        return 0
-    if policy.join_chunks is None and any(runner.draws is not False for runner in runners):
-        return 0  # together they would draw other numbers than apart
-    return int(nbytes // bytes_per_row)
 
 
 def rows_in(chunk: Any) -> int | None:
@@ -114,11 +93,23 @@ def joined(chunks: Sequence[Any]) -> Any:
     return unflatten(leaves, flatten(chunks[0])[1])
 
 
-def join_chunks(chunks: Sequence[Any], most_rows: int) -> tuple[list[Any], list[list[int]]]:
-    """Groups of adjacent chunks with at most ``most_rows`` rows (one chunk may have more), and the rows of chunks."""
-    groups = [[chunks[i] for i in run] for run in runs_alike(chunks, most_rows)]
-    rows = [[most_rows if (count := rows_in(chunk)) is None else count for chunk in group] for group in groups]
-    return [joined(group) for group in groups], rows
+def runs_together(chunks: Sequence[Any], most_rows: Callable[[Any], int]) -> list[list[int]]:
+    """Adjacent chunks that run together, as lists of their indices.
+
+    ``most_rows``: of the first of several chunks that are alike, the most rows that may run together; 0: none do.
+    """
+    runs: list[list[int]] = []
+    for run in runs_alike(chunks, sys.maxsize):
+        most = most_rows(chunks[run[0]]) if len(run) > 1 else 0
+        runs += [[run[k] for k in part] for part in runs_alike([chunks[i] for i in run], most)]
+    return runs
+
+
+def kind_of(chunk: Any) -> tuple[Any, ...]:
+    """What chunks have in common that may be measured by one of them; its ``repr`` is a key."""
+    leaves, spec = flatten(chunk)
+    kinds = [(x.dtype, x.device, x.dim(), x.shape[1:], x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]
+    return spec, kinds, rows_in(chunk) is None
 
 
 def split_output(output: Any, rows: Sequence[int]) -> list[Any]:

@@ -57,7 +57,7 @@ class Structure:
     def _named_parameters(self) -> Iterator[tuple[str, int]]:
         for name, layer in self._layers.items():
             for path, module in () if layer is None else layer.named_modules(prefix=name):
-                yield from ((f"{path}.{key}", id(p)) for key, p in module._parameters.items() if p is not None)
+                yield from ((f"{path}.{key}", id(p)) for key, p in dict.items(module._parameters) if p is not None)
 
 
 #: A module, and its parameters, children and names of buffers.

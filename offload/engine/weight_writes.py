@@ -21,6 +21,7 @@ would not, so :class:`HomeChecksums` compares checksums, and the backward raises
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -35,7 +36,6 @@ from offload.streaming.formed_weights import check_seal
 from offload.streaming.lane import error_context
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
-from pipe.torch_private.tensors import storage_uses
 
 if TYPE_CHECKING:
     from offload.engine.tape import Tape
@@ -151,10 +151,11 @@ class AssignedData:
         found = [(shard, s) for shard in owners for s in shard.assigned()]
         if found:
             self._refuse_held(found)
+            _warn_of_shared([s for _, s in found])
         assigned = [(shard, s, s.parameter.detach()) for shard, s in found]
         if len(assigned) > 1:
             # Parameters may have exchanged their data. Without the copies, one would be overwritten before it is read.
-            homes = {shard.home.tensor.untyped_storage().data_ptr() for shard in owners if shard.home is not None}
+            homes = set[int]().union(*(shard.home_storages() for shard in owners))
             assigned = [
                 (shard, s, value.clone() if value.untyped_storage().data_ptr() in homes else value)
                 for shard, s, value in assigned
@@ -175,8 +176,8 @@ class AssignedData:
                 # Update lane -> host. The assignment followed the step. Without this, the step would be applied to the
                 # assigned values, and views that its jobs hold would count as those of other code.
                 shard.pending.start().synchronize()
-            known = 1 + uses[shard.index] + addresses[_memory(shard.home.tensor)]
-            if storage_uses(shard.home.tensor) > known:
+            known = 1 + uses[shard.index] + sum(addresses[memory] for memory in shard.home_storages())
+            if shard.count_home_owners() > known:
                 raise RuntimeError(
                     f"other data was assigned to parameter {s.name} of shard {shard.index} while a tensor on the "
                     f"memory of its old value is still in use (a backup such as p.data, or a state_dict()): storing "
@@ -205,6 +206,19 @@ class AssignedData:
                         f"parameter {s.name} of shard {j} was {how} between the forward and its backward, so the "
                         f"gradient would belong to neither value; step the optimizer after the backward"
                     )
+
+
+def _warn_of_shared(assigned: Sequence[Slice]) -> None:
+    """Tells the user that parameters which code gave to other processes do not stay in the memory of these."""
+    names = [s.name for s in assigned if s.parameter.device.type == "cpu" and s.parameter.is_shared()]
+    if names:
+        warnings.warn(
+            f"parameters ({', '.join(names[:3])}) were moved to shared memory, by share_memory_() or by a queue to "
+            f"another process, but are stored in their homes: they return there with their values, and other processes "
+            f"keep those of now. Send copies: p.detach().clone()",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _memory(tensor: Tensor) -> int:

@@ -4,15 +4,17 @@
 
     model.safetensors.index.json            the file of each tensor; the only file that is ever replaced
     model-7-00001-of-00003.safetensors      parameters and buffers, under the bare model's names
+    state-7/save.json                       the identity of the save, and its files outside of this folder
     state-7/optimizer-00001-of-00002...     states of the optimizer, as "state.<parameter>.<name>" of its state_dict()
     state-7/state.pt                        the remainder: groups, step, generator states, the user's extra
 
 Every save writes files under unused names, waits until they are on the disk, and then replaces the index, which is
 atomic. So a process killed at any moment leaves an index whose files all exist: the old one or the new one. The next
-save removes unused files.
+save removes files that saves list and the index does not (:mod:`offload.files.save_folder`).
 
-Every tensor has a checksum in the header of its file, and ``state.pt`` one in the index. Checkpoints of earlier
-releases have none, and are loaded without.
+Every tensor has a checksum in the header of its file, ``state.pt`` one in the index, and files of ranks one in
+``state.pt``. Every file, and the index, has the identity of its save, so files of two saves are not mixed. Checkpoints
+of earlier releases have none of these, and are loaded without.
 
 With a mesh all ranks write their parts into ``state-7``, by torch.distributed.checkpoint (:mod:`offload.files.parts`),
 and the first one the rest; any number of processes reads them.
@@ -23,34 +25,34 @@ bare model.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
-import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from offload.files.index import CRC, INDEX, PARTS, STATE, read_index
 from offload.files.parts import StoredParts, named_states, on_first, ranks_of, write_parts
+from offload.files.save_folder import Save, write_file
 from offload.files.state_file import generator_states, read_state, serialized, set_generator_states
-from offload.files.tensor_file import ChecksumError, TensorFile, check_plain, read_index, write_all, write_tensors
+from offload.files.tensor_file import SAVE, ChecksumError, TensorFile, check_plain, write_tensors
+from offload.files.untrusted import inside
 from offload.optim import OffloadOptimizer
 from offload.storage.page_cache import available_bytes
 from offload.streaming.quantised import state_in_parts
 from offload.streaming.stored_values import StoredValues, deferring_values
 
-__all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
+__all__ = ["INDEX", "Checkpoint", "load_checkpoint", "save_checkpoint"]
 
-INDEX = "model.safetensors.index.json"
+T = TypeVar("T", bound="Tensor | StoredValues")
 
-_NAME = re.compile(r"(?:model-(\d+)-\d+-of-\d+\.safetensors|state-(\d+)|index-(\d+)\.json)")
+_FULL = re.compile(r"state\.(\d{1,18})\.(.+)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -85,33 +87,38 @@ def save_checkpoint(
         file_bytes: maximal size of a file that holds several tensors.
 
     Raises:
-        ValueError: if safetensors cannot hold the type of a tensor.
-        OSError: if the disk is full or fails; the previous checkpoint is complete, and nothing is left behind. With a
-            mesh ranks that did not fail raise another exception that names the one that did.
+        ValueError: if safetensors cannot hold the type of a tensor; if another save is writing to the directory; or if
+            its index is one of weights of another tool, which would be replaced.
+        OSError: if the disk is full or fails, with the name of the file; the previous checkpoint is complete, and
+            nothing is left behind. With a mesh ranks that did not fail raise another exception that names the one that
+            did.
     """
     ranks = ranks_of(model)
     if ranks is None:
         check_plain(dict(model.named_parameters()), "torch.distributed.checkpoint: get_state_dict and dcp.save")
-    folder = Path(path)
-    generation = on_first(ranks, lambda: _begin(folder))
     tensors, others, tied = _model_parts(model)
     states, rest = _optimizer_parts(optimizer)
     names = named_states(model, optimizer)
-    state_folder = folder / f"state-{generation}"
+    model_parts = _split(tensors, file_bytes) if ranks is None else []
+    save = Save(Path(path))
     try:
-        on_first(ranks, state_folder.mkdir)
-        weight_map, state_map = dict[str, str](), dict[str, str]()
+        save.number, save.id = on_first(ranks, lambda: save.begin(len(model_parts)))
+        weight_map, state_map, sums = dict[str, str](), dict[str, str](), None
         if ranks is None:
-            weight_map = _write_files(folder, f"model-{generation}", tensors, file_bytes, tied)
-            state_map = _write_files(state_folder, "optimizer", states, file_bytes, {})
+            weight_map = _write_files(save.folder, save.model_files(len(model_parts)), model_parts, tied, save.id)
+            state_parts = _split(states, file_bytes)
+            files = [f"optimizer-{k:05d}-of-{len(state_parts):05d}.safetensors" for k in range(1, 1 + len(state_parts))]
+            state_map = _write_files(save.state, files, state_parts, {}, save.id)
         else:
             again = {name: tensors[first] for name, first in tied.items()}
-            write_parts(state_folder, cast(dict[str, Tensor], tensors | again), states, names, ranks)
+            sums = write_parts(save.state, cast(dict[str, Tensor], tensors | again), states, names, ranks)
         generators = generator_states()
         summary = {
+            "save": save.id,
             "optimizer": rest,
-            "optimizer_files": sorted(set(state_map.values())),
+            "optimizer_tensors": state_map,
             "optimizer_names": names,
+            "sums": sums,
             "model": others,
             "step": getattr(optimizer, "steps", 0),
             "generators": generators if ranks is None else ranks.exchange(generators),
@@ -119,37 +126,23 @@ def save_checkpoint(
         }
         metadata = {
             "total_size": sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
-            "gradstream_state": state_folder.name,
-            "gradstream_parts": ranks is not None,
+            SAVE: save.id,
+            STATE: save.state.name,
+            PARTS: ranks is not None,
         }
-        on_first(ranks, lambda: _commit(folder, generation, serialized(summary), metadata, weight_map))
+        on_first(ranks, lambda: _commit(save, serialized(summary), metadata, weight_map))
     except BaseException:
-        # An interrupt may be raised just after the index was replaced. Without this, its files would be removed.
-        if (ranks is None or ranks.number == 0) and _state_of(folder) != state_folder.name:
-            _remove(folder, lambda number: number == generation)
+        if ranks is None or ranks.number == 0:
+            save.discard()
         raise
+    finally:
+        save.release()
 
 
-def _begin(folder: Path) -> int:
-    """Makes the directory; returns the number of the next save."""
-    if not folder.exists():
-        folder.mkdir(parents=True)
-        _sync(folder.parent)
-    return max((number for _, number in _saves_in(folder)), default=0) + 1
-
-
-def _commit(folder: Path, generation: int, state: bytes, metadata: dict[str, Any], weight_map: dict[str, str]) -> None:
+def _commit(save: Save, state: bytes, metadata: dict[str, Any], weight_map: dict[str, str]) -> None:
     """Makes a save the last one; removes those before."""
-    state_folder = folder / f"state-{generation}"
-    _write_file(state_folder / "state.pt", state)
-    index = {"metadata": {**metadata, "gradstream_state_crc32": f"{zlib.crc32(state):08x}"}, "weight_map": weight_map}
-    new_index = folder / f"index-{generation}.json"
-    _write_file(new_index, json.dumps(index, indent=2).encode())
-    _sync(state_folder)
-    _sync(folder)
-    os.replace(new_index, folder / INDEX)
-    _sync(folder)
-    _remove(folder, lambda number: number < generation)
+    write_file(save.state / "state.pt", state)
+    save.commit({"metadata": {**metadata, CRC: f"{zlib.crc32(state):08x}"}, "weight_map": weight_map})
 
 
 @torch.no_grad()
@@ -161,42 +154,53 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     Without an optimizer only the model is loaded; that works with any directory of safetensors files that has an index.
 
     Raises:
-        FileNotFoundError: if there is no checkpoint.
-        ValueError: if it does not fit: every wrong name and shape is listed, and nothing was changed. Or if bytes are
-            not those that were saved: the error names file and tensor. If the files take at most half of the available
-            memory, all of them are verified before the first tensor is loaded, so nothing was changed; the second read
-            is then served from memory. For larger checkpoints the optimizer states are verified first, the model while
-            it is loaded; the error lists the tensors that hold values of the checkpoint already.
+        FileNotFoundError: if there is no checkpoint, or a file of it is missing.
+        ValueError: if a file is damaged, of another save or not a regular file: the error names file and field, nothing
+            was changed, and no code of the checkpoint ran. If it does not fit: every wrong name and shape is listed,
+            and nothing was changed. Or if bytes are not those that were saved: the error names file and tensor. If the
+            files take at most half of the available memory, all of them are verified before the first tensor is
+            loaded, so nothing was changed; the second read is then served from memory. For larger checkpoints the
+            optimizer states are verified first, the model while it is loaded; the error lists the tensors that hold
+            values of the checkpoint already.
     """
     folder = Path(path)
     try:
-        weight_map, metadata = read_index(folder / INDEX)
+        index = read_index(folder / INDEX)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"expected a checkpoint, got a directory without {INDEX} (path={folder})") from error
-    state_name = metadata.get("gradstream_state")
-    files = {name: TensorFile(folder / name) for name in set(weight_map.values())}
-    saved: dict[str, TensorFile | StoredParts] = {name: files[file] for name, file in weight_map.items()}
-    ranks, parts = ranks_of(model), None
-    if state_name is None:
+    files = index.open()
+    saved: dict[str, TensorFile | StoredParts] = {name: files[file] for name, file in index.weight_map.items()}
+    ranks, parts, state = ranks_of(model), None, folder
+    if index.state is None:
         if optimizer is not None:
             raise ValueError(f"{folder} holds a model but no optimizer; load it without one")
+        if ours := next((file for file in files.values() if file.save is not None), None):
+            raise ValueError(
+                f"{ours.path} is of a checkpoint, expected {STATE} in the metadata of {index.path}; for the weights "
+                f"alone use load_pretrained"
+            )
         summary: dict[str, Any] = {"model": {}, "step": 0, "extra": None}
     else:
-        summary = read_state(folder / state_name / "state.pt", metadata.get("gradstream_state_crc32"))
-    if metadata.get("gradstream_parts"):
-        parts = StoredParts(folder / str(state_name), summary["optimizer_names"])
+        state = inside(folder, index.state, f"{index.path}: metadata: {STATE}")
+        at = inside(folder, f"{index.state}/state.pt", str(index.path))
+        summary = read_state(at, index.metadata.get(CRC), index.save)
+        in_parts = summary.get("sums") is not None
+        if index.save is not None and index.metadata.get(PARTS, False) != in_parts:
+            raise ValueError(f"{index.path}: metadata: {PARTS}: expected {in_parts}, got {not in_parts}")
+    if index.metadata.get(PARTS):
+        parts = StoredParts(state, summary.get("optimizer_names", []), summary.get("sums"), ranks)
         saved |= dict.fromkeys(parts.model, parts)
-    state_dict = None if optimizer is None else _state_dict(folder / str(state_name), summary, optimizer)
-    targets = _check_model(model, saved, set(summary["model"]))
+    state_dict = None if optimizer is None else _state_dict(state, summary, optimizer)
     if 2 * sum(file.data_bytes for file in files.values()) <= available_bytes():
-        for file in files.values():
+        for file in files.values():  # First, so that a damaged shape is not taken for another model.
             file.verify()
+    targets = _check_model(folder, model, saved, set(summary["model"]))
     if parts is None:
-        _read_model(files, weight_map, targets)
+        _read_model(files, index.weight_map, targets)
     else:
         for number, found in parts.read(cast(dict[str, Tensor], targets), optimizer, ranks).items():
-            assert state_dict is not None
-            state_dict["state"].setdefault(number, {}).update(found)
+            if state_dict is not None:
+                state_dict["state"].setdefault(number, {}).update(found)
     if summary["model"]:
         model.load_state_dict(summary["model"], strict=False)
     if optimizer is not None and state_dict is not None:
@@ -258,7 +262,7 @@ def _model_parts(model: nn.Module) -> tuple[dict[str, Tensor | StoredValues], di
 
 
 def _check_model(
-    model: nn.Module, saved: Mapping[str, TensorFile | StoredParts], others: set[str]
+    folder: Path, model: nn.Module, saved: Mapping[str, TensorFile | StoredParts], others: set[str]
 ) -> dict[str, Tensor | StoredValues]:
     """The model's tensor for each saved one. Raises ValueError that lists every difference."""
     targets: dict[str, Tensor | StoredValues] = {}
@@ -280,7 +284,7 @@ def _check_model(
     wrong += [f"{name} is missing" for name in sorted(extra - others)]
     wrong += [f"{name} is not in the model" for name in sorted(others - extra)]
     if wrong:
-        raise ValueError(f"the checkpoint does not fit the model, and nothing was loaded: {'; '.join(wrong)}")
+        raise ValueError(f"the checkpoint {folder} does not fit the model, and nothing was loaded: {'; '.join(wrong)}")
     return targets
 
 
@@ -302,7 +306,10 @@ def _optimizer_parts(optimizer: Optimizer | None) -> tuple[dict[str, Tensor], di
 
 
 def _state_dict(folder: Path, summary: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's saved ``state_dict()``, large tensors memory-mapped. Raises ValueError if its groups differ."""
+    """The optimizer's saved ``state_dict()``, large tensors memory-mapped, without those in parts.
+
+    Raises ValueError if its groups differ, or a tensor is missing.
+    """
     rest = summary["optimizer"]
     if rest is None:
         raise ValueError(f"{folder.parent} was saved without an optimizer; load it without one")
@@ -310,77 +317,58 @@ def _state_dict(folder: Path, summary: dict[str, Any], optimizer: Optimizer) -> 
     expected = [len(group["params"]) for group in optimizer.param_groups]
     if sizes != expected:
         raise ValueError(
-            f"the checkpoint's optimizer has groups of {sizes} parameters, expected {expected}; nothing was loaded"
+            f"the optimizer of the checkpoint {folder.parent} has groups of {sizes} parameters, expected {expected}; "
+            f"nothing was loaded"
         )
     state: dict[int, dict[str, Any]] = {number: dict(values) for number, values in rest["state"].items()}
-    for name in summary["optimizer_files"]:
-        file = TensorFile(folder / name)
+    where = f"{folder / 'state.pt'}: optimizer_tensors"
+    places = summary.get("optimizer_tensors")
+    names = sorted({*summary.get("optimizer_files", ())} if places is None else {*places.values()})
+    for name in names:
+        file = TensorFile(inside(folder, name, where))
+        named = [*file] if places is None else [full for full, place in places.items() if place == name]
+        if lost := [full for full in named if full not in file]:
+            raise ValueError(f"{file.path}: expected {', '.join(lost)}, got a file without; nothing was loaded")
+        if file.save != summary.get("save"):
+            raise ValueError(
+                f"{file.path}: the file is of another save than {folder.name}/state.pt ({file.save}, expected "
+                f"{summary.get('save')}), and nothing was loaded. Copy the whole checkpoint again"
+            )
         file.verify()
-        for full in file:
-            _, number, key = full.split(".", 2)
+        for full in named:
+            match = _FULL.fullmatch(full)
+            if match is None or int(match.group(1)) not in state:
+                raise ValueError(f"{file.path}: expected states of the optimizer's parameters, got {full}")
             tensor = file.tensor(full)
             # Other optimizers keep the tensors they are given, and would keep the file mapped.
-            state[int(number)][key] = tensor if isinstance(optimizer, OffloadOptimizer) else tensor.clone()
+            state[int(match.group(1))][match.group(2)] = (
+                tensor if isinstance(optimizer, OffloadOptimizer) else tensor.clone()
+            )
     return {"state": state, "param_groups": rest["param_groups"]}
 
 
-def _write_files(
-    folder: Path, stem: str, tensors: Mapping[str, Tensor | StoredValues], file_bytes: int, tied: Mapping[str, str]
-) -> dict[str, str]:
-    """Writes tensors to one or more files; returns the file of each."""
-    parts: list[dict[str, Tensor | StoredValues]] = [{}]
+def _split(tensors: Mapping[str, T], file_bytes: int) -> list[dict[str, T]]:
+    """The tensors of each file."""
+    parts: list[dict[str, T]] = []
     nbytes = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
-        if parts[-1] and nbytes + size > file_bytes:
+        if not parts or nbytes + size > file_bytes:
             parts.append({})
             nbytes = 0
         parts[-1][name] = tensor
         nbytes += size
+    return parts
+
+
+def _write_files(
+    folder: Path, files: list[str], parts: list[dict[str, T]], tied: Mapping[str, str], save: str
+) -> dict[str, str]:
+    """Writes tensors of a save to files; returns the file of each."""
     places: dict[str, str] = {}
-    for number, part in enumerate(parts, 1):
-        file = f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors"
+    for file, part in zip(files, parts, strict=True):
         # As in safetensors.torch.save_model: a tied tensor is stored once, its other names are metadata.
-        write_tensors(folder / file, part, {name: first for name, first in tied.items() if first in part})
+        also = {name: first for name, first in tied.items() if first in part}
+        write_tensors(folder / file, part, {**also, SAVE: save})
         places.update(dict.fromkeys(part, file))
     return places
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        write_all(fd, data)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _sync(folder: Path) -> None:
-    """Waits until the entries of a directory are on the disk."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _state_of(folder: Path) -> str | None:
-    """The state folder that the index names."""
-    with contextlib.suppress(OSError, ValueError):
-        return read_index(folder / INDEX)[1].get("gradstream_state")
-    return None
-
-
-def _saves_in(folder: Path) -> Iterator[tuple[Path, int]]:
-    """The files and folders of all saves in a directory, with the number of the save."""
-    for entry in list(folder.iterdir()):
-        match = _NAME.fullmatch(entry.name)
-        if match is not None:
-            yield entry, int(next(number for number in match.groups() if number is not None))
-
-
-def _remove(folder: Path, which: Any) -> None:
-    for entry, number in _saves_in(folder):
-        if which(number):
-            with contextlib.suppress(OSError):
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

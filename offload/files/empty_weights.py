@@ -84,10 +84,11 @@ def build_model(folder: Path, model: Callable[[], nn.Module] | None, dtype: torc
             "the class of the model is one of transformers, which is not installed: pip install transformers, or pass "
             "model=, a function that builds the model"
         ) from error
-    config = transformers.AutoConfig.from_pretrained(folder)
+    # Without this, transformers asks on the terminal whether to run code that comes with the weights.
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if from_config is None:
         names = config.architectures or []
-        if len(names) != 1 or not hasattr(transformers, names[0]):
+        if len(names) != 1 or not hasattr(getattr(transformers, str(names[0]), None), "_from_config"):
             raise ValueError(
                 f"expected one class of transformers as architectures in {folder / 'config.json'}, got {names}; pass "
                 f"model=, a class such as transformers.AutoModel or a function that builds the model"

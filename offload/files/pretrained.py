@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from offload.files.tensor_file import TensorFile, read_index
+from offload.files.index import read_index
+from offload.files.tensor_file import TensorFile
 from offload.streaming.quantised import part_names
 
 __all__ = ["KeyMap", "Pretrained", "Stored", "Unmatched", "load_pretrained", "tensors_of"]
@@ -63,12 +64,13 @@ class Pretrained:
 
     Raises:
         FileNotFoundError: if there is no such file, or an index names missing files.
-        ValueError: if a file is damaged or of another format, several files could be meant, or ``key_map`` gives two
-            tensors one name.
+        ValueError: if a file is damaged, of another format or not a regular file, an index names a file outside of its
+            directory (links into the cache of the Hugging Face Hub are followed), several files could be meant, or
+            ``key_map`` gives two tensors one name.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, key_map: KeyMap | None = None, strict: bool = True) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # its files are opened later, too
         self.strict = strict
         self._stored: dict[str, Stored] = {}
         for stored in _stored_in(_resolved(self.path)):
@@ -208,12 +210,6 @@ def _stored_in(path: Path) -> list[Stored]:
     if path.suffix != ".json":
         file = TensorFile(path)
         return [Stored(name, file) for name in file]
-    weight_map, _ = read_index(path)
-    names = sorted(set(weight_map.values()))
-    if absent := [name for name in names if not (path.parent / name).is_file()]:
-        raise FileNotFoundError(f"{path} names files that do not exist: {', '.join(absent)}")
-    files = {name: TensorFile(path.parent / name) for name in names}
-    stored = [Stored(name, files[where]) for name, where in weight_map.items()]
-    if lost := [f"{s.name} in {s.file.path.name}" for s in stored if s.name not in s.file]:
-        raise ValueError(f"{path} names tensors that the files do not hold: {', '.join(lost)}")
-    return stored
+    index = read_index(path)
+    files = index.open()
+    return [Stored(name, files[where]) for name, where in index.weight_map.items()]

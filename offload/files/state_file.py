@@ -6,6 +6,7 @@ import io
 import pickle
 import random
 import sys
+import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Any
 import torch
 
 from offload.files.tensor_file import ChecksumError
+from offload.files.untrusted import MOST_BYTES, read_regular, shown
+from offload.storage.page_cache import available_bytes
 
-__all__ = ["generator_states", "read_state", "serialized", "set_generator_states"]
+__all__ = ["check_generators", "generator_states", "read_state", "serialized", "set_generator_states"]
 
 
 def serialized(summary: dict[str, Any]) -> bytes:
@@ -33,20 +36,74 @@ def serialized(summary: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def read_state(path: Path, expected: str | None) -> dict[str, Any]:
-    """Reads ``state.pt``. Raises ChecksumError or ValueError if it is damaged."""
-    serialized = path.read_bytes()
+def read_state(path: Path, expected: str | None, save: str | None) -> dict[str, Any]:
+    """Reads ``state.pt`` of a save. Raises ChecksumError or ValueError that names the field if it is damaged."""
+    serialized = read_regular(path, max(MOST_BYTES, available_bytes()))
     if expected is not None and (found := f"{zlib.crc32(serialized):08x}") != expected:
         raise ChecksumError(
             f"{path}: the bytes are not those that were written (checksum {found}, expected {expected}), and nothing "
             f"was loaded. Restore the file from a copy, or load another checkpoint"
         )
     try:
-        summary: dict[str, Any] = torch.load(io.BytesIO(serialized), weights_only=True)
-    except (EOFError, RuntimeError, pickle.UnpicklingError, KeyError, ValueError) as error:
+        with zipfile.ZipFile(io.BytesIO(serialized)) as archive:
+            # Without this, a compressed entry could take a thousand times the memory of the file.
+            if sum(entry.file_size for entry in archive.infolist()) > len(serialized):
+                raise ValueError("its entries are larger than the file")
+        summary: Any = torch.load(io.BytesIO(serialized), weights_only=True)
+    except Exception as error:  # The archive and what is in it raise anything, such as AttributeError.
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"{path}: expected the state of a checkpoint, got a damaged file: {reason}") from error
-    return summary
+    _check(summary, path)
+    if summary.get("save") != save:
+        raise ValueError(
+            f"{path}: the file is of another save than the index ({shown(summary.get('save'))}, expected {save}), as "
+            f"after a copy that was interrupted, and nothing was loaded. Copy the whole checkpoint again"
+        )
+    return summary  # type: ignore[no-any-return]
+
+
+def _check(summary: Any, path: Path) -> None:
+    """Raises ValueError for a field that is missing or of another type."""
+
+    def expect(right: bool, field: str, expected: str, value: Any) -> None:
+        if not right:
+            raise ValueError(f"{path}: {field}: expected {expected}, got {shown(value)}")
+
+    expect(isinstance(summary, dict), "state", "a dict", summary)
+    for key in ("optimizer", "model", "step", "extra", "generators"):
+        expect(key in summary, key, "a value", None)
+    expect(isinstance(summary["model"], dict) and _all_are(str, summary["model"]), "model", "names", summary["model"])
+    expect(type(summary["step"]) is int and summary["step"] >= 0, "step", "a number of steps", summary["step"])
+    names = summary.get("optimizer_names", [])
+    expect(isinstance(names, list) and _all_are(str, names), "optimizer_names", "a list of names", names)
+    files = summary.get("optimizer_files", [])
+    expect(isinstance(files, list) and _all_are(str, files), "optimizer_files", "a list of names", files)
+    for key, kind in (("optimizer_tensors", str), ("sums", list)):
+        found = summary.get(key)
+        right = isinstance(found, dict) and _all_are(str, found) and _all_are(kind, found.values())
+        expect(found is None or right, key, "names", found)
+    generators = summary["generators"]
+    for each in generators if isinstance(generators, list) else [generators]:
+        expect(isinstance(each, dict), "generators", "states of generators", each)
+        try:
+            check_generators(each)
+        except Exception as error:
+            raise ValueError(f"{path}: generators: expected states of generators, got {error!r}") from error
+    rest = summary["optimizer"]
+    if rest is None:
+        return
+    expect(isinstance(rest, dict), "optimizer", "a dict or None", rest)
+    state, groups = rest.get("state"), rest.get("param_groups")
+    right = isinstance(state, dict) and _all_are(int, state) and _all_are(dict, state.values())
+    expect(right, "optimizer.state", "a dict of each parameter", state)
+    expect(isinstance(groups, list) and _all_are(dict, groups), "optimizer.param_groups", "a list of dicts", groups)
+    for group in groups:
+        numbers = group.get("params")
+        expect(isinstance(numbers, list) and _all_are(int, numbers), "optimizer.param_groups", "params", numbers)
+
+
+def _all_are(kind: type, values: Any) -> bool:
+    return all(isinstance(value, kind) for value in values)
 
 
 def generator_states() -> dict[str, Any]:
@@ -61,14 +118,34 @@ def generator_states() -> dict[str, Any]:
     return states
 
 
+def check_generators(states: Mapping[str, Any]) -> None:
+    """Raises, before anything is changed, for states that :func:`set_generator_states` could not restore."""
+    torch.Generator().set_state(states["torch"])
+    random.Random().setstate(_python_state(states))
+    for state in states.get("cuda", ()):
+        if not isinstance(state, torch.Tensor) or state.dtype is not torch.uint8 or state.dim() != 1:
+            raise ValueError(f"cuda: expected bytes, got {shown(state)}")
+    numpy = sys.modules.get("numpy")
+    if "numpy" in states and numpy is not None:
+        numpy.random.RandomState().set_state(_numpy_state(states))
+
+
 def set_generator_states(states: Mapping[str, Any]) -> None:
     """Restores the result of :func:`generator_states`; CUDA's only if the number of devices is the same."""
     torch.set_rng_state(states["torch"])
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
+    random.setstate(_python_state(states))
     if "cuda" in states and torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(states["cuda"])
     numpy = sys.modules.get("numpy")
     if "numpy" in states and numpy is not None:
-        kind, keys, *numbers = states["numpy"]
-        numpy.random.set_state((kind, keys.numpy().astype("uint32"), *numbers))
+        numpy.random.set_state(_numpy_state(states))
+
+
+def _python_state(states: Mapping[str, Any]) -> tuple[Any, ...]:
+    version, internal, gauss = states["python"]
+    return version, tuple(internal), gauss
+
+
+def _numpy_state(states: Mapping[str, Any]) -> tuple[Any, ...]:
+    kind, keys, *numbers = states["numpy"]
+    return kind, keys.numpy().astype("uint32"), *numbers

@@ -4,11 +4,13 @@ The format is a length, a header in JSON and the bytes. The ``safetensors`` pack
 contiguous on the host at once, and would be a third dependency, for forty lines; the tests exchange files with it.
 
 Guarantees
-    * Writing needs memory for one tensor at most, and none for one that is dense and on the host.
+    * Writing needs memory for one tensor at most, and for one window if it is dense and on the host.
     * When :func:`write_tensors` returns, the bytes are on the disk; when it raises, there is no file.
     * A file of :func:`write_tensors` holds a checksum of each tensor with its name, type and shape, computed by another
       thread. Every read of a whole tensor compares it. Files of other tools have none, and are read without.
-    * A file whose header is inconsistent, or does not match the file's length, is refused when it is opened.
+    * A file whose header is inconsistent, leaves gaps between tensors, or does not match the file's length, is refused
+      when it is opened: by a ValueError, whatever the file holds (see :mod:`offload.files.untrusted`).
+    * What is summed is what is written, also of a tensor that another thread writes meanwhile.
     * :meth:`TensorFile.read_into` needs memory for one window, and none where types and layouts agree.
 """
 
@@ -22,18 +24,19 @@ import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 from offload.files.running_sum import RunningSum
+from offload.files.untrusted import MOST_BYTES, naming, open_regular, parse_object, read_at, shown
 from offload.storage.buffer import empty_on_host, view_memory
 from offload.storage.contract import bytes_of
 from offload.storage.transfer import move_all
 from offload.streaming.stored_values import StoredValues, stored_values
 
-__all__ = ["ChecksumError", "TensorFile", "check_plain", "read_index", "write_all", "write_tensors"]
+__all__ = ["SAVE", "ChecksumError", "TensorFile", "check_plain", "write_all", "write_tensors"]
 
 _NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -66,6 +69,12 @@ WINDOW_BYTES = 4 << 20
 #: Key of the checksums in the header's metadata: a JSON object of tensor names and eight hexadecimal digits.
 SUMS = "gradstream_crc32"
 
+#: Key of the identity of the save that wrote a file, in the header's metadata.
+SAVE = "gradstream_save"
+
+#: More dimensions than any operation of torch takes.
+_MOST_DIMENSIONS = 64
+
 #: Advice for a damaged file.
 _ADVICE = "Restore the file from a copy, or load another checkpoint"
 
@@ -74,9 +83,21 @@ class ChecksumError(ValueError):
     """The bytes of a tensor are not those that were written."""
 
 
-def _begin_sum(name: str, entry: Mapping[str, Any]) -> RunningSum:
-    """A checksum of a tensor's name, type and shape, to which its bytes are added."""
-    return RunningSum(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
+class _Entry(NamedTuple):
+    """A tensor in a header."""
+
+    kind: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _TYPES[self.kind]
+
+    def begin_sum(self, name: str) -> RunningSum:
+        """A checksum of the tensor's name, type and shape, to which its bytes are added."""
+        return RunningSum(json.dumps([name, self.kind, self.shape]).encode())
 
 
 def write_tensors(
@@ -94,42 +115,33 @@ def write_tensors(
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
     sums = dict.fromkeys(order, "0" * 8)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {}), SUMS: json.dumps(sums)}}
+    entries: dict[str, _Entry] = {}
     end = 0
     for name in order:
         tensor = tensors[name]
         begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        entry = entries[name] = _Entry(_NAMES[tensor.dtype], tuple(tensor.shape), begin, end)
+        header[name] = {"dtype": entry.kind, "shape": entry.shape, "data_offsets": [begin, end]}
     text = _text_of(header)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
+    with naming(path):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            write_all(fd, len(text).to_bytes(8, "little") + text)
-            for name in order:
-                tensor = tensors[name].detach()
-                flat = bytes_of(tensor.resolve_conj().resolve_neg().cpu().contiguous())
-                sums[name] = _write_summed(fd, flat, _begin_sum(name, header[name]))
-            # Overwrites the zeros that reserved the space of the checksums.
-            header["__metadata__"][SUMS] = json.dumps(sums)
-            move_all(os.pwritev, fd, memoryview(_text_of(header)), 8, path)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-        raise
-
-
-def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """The file of each tensor, and the metadata, in an index of safetensors files.
-
-    Raises FileNotFoundError without one, ValueError if it is damaged.
-    """
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-        return dict(index["weight_map"]), dict(index.get("metadata", {}))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: expected an index with a weight_map, got a damaged file: {error!r}") from error
+            try:
+                write_all(fd, len(text).to_bytes(8, "little") + text)
+                for name in order:
+                    tensor = tensors[name].detach()
+                    flat = bytes_of(tensor.resolve_conj().resolve_neg().cpu().contiguous())
+                    sums[name] = _write_summed(fd, flat, entries[name].begin_sum(name))
+                # Overwrites the zeros that reserved the space of the checksums.
+                header["__metadata__"][SUMS] = json.dumps(sums)
+                move_all(os.pwritev, fd, memoryview(_text_of(header)), 8, path)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            raise
 
 
 def _text_of(header: Mapping[str, Any]) -> bytes:
@@ -139,9 +151,13 @@ def _text_of(header: Mapping[str, Any]) -> bytes:
 
 def _write_summed(fd: int, flat: Tensor, total: RunningSum) -> str:
     """Writes a flat uint8 tensor; returns the digits of its checksum."""
+    copies: list[Tensor] = []
     with total:
         for part in flat.split(WINDOW_BYTES) if flat.numel() else ():
-            memory = view_memory(part)
+            # Without the copy, a thread that trains changes the bytes between the sum and the write. The copy before
+            # is kept until its sum has ended, for which the next addition waits.
+            copies = [part.clone(), *copies[:1]]
+            memory = view_memory(copies[0])
             total.add(memory)
             write_all(fd, memory)
         return total.digits()
@@ -178,64 +194,84 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        nbytes = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+        fd = open_regular(path)
+        try:
+            status = os.fstat(fd)
+            nbytes = status.st_size
+            length = int.from_bytes(read_at(fd, 8, 0, path), "little") if nbytes >= 8 else 0
             if nbytes < 8 or length > nbytes - 8:
                 raise ValueError(f"{path}: expected a safetensors file, got {nbytes:,} bytes without a header")
-            try:
-                header = json.loads(file.read(length))
-                self.metadata: dict[str, str] = header.pop("__metadata__", {})
-                end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-                self._dtypes = {name: _TYPES[entry["dtype"]] for name, entry in header.items()}
-                for name, entry in header.items():
-                    begin, end_of_it = entry["data_offsets"]
-                    if begin < 0 or end_of_it - begin != math.prod(entry["shape"]) * self._dtypes[name].itemsize:
-                        raise ValueError(f"{name} of shape {entry['shape']} does not fit {entry['data_offsets']}")
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"{path}: the header cannot be understood: {error!r}") from error
-        if nbytes != 8 + length + end:
-            raise ValueError(f"{path}: expected {8 + length + end:,} bytes, got {nbytes:,}; the file is not complete")
-        self._header: dict[str, dict[str, Any]] = header
+            if length > MOST_BYTES:
+                raise ValueError(f"{path}: expected a header of at most {MOST_BYTES:,} bytes, got {length:,}")
+            header = parse_object(read_at(fd, length, 8, path), path, "header")
+        finally:
+            os.close(fd)
+        #: What a later open must find again.
+        self._identity, self._nbytes = (status.st_dev, status.st_ino), nbytes
+        self.metadata: dict[str, str] = _metadata_in(header.pop("__metadata__", {}), path)
+        self._entries = {name: _entry_of(name, entry, path) for name, entry in header.items()}
+        self._begin = 8 + length
+        self._check_places(nbytes)
         self._sums = self._sums_in(self.metadata.pop(SUMS, None))
         #: Whether all checksums were compared, so later reads skip it.
         self._verified = False
-        self._begin = 8 + length
         self._bytes: Tensor | None = None
         self._fd: int | None = None
 
+    def _check_places(self, nbytes: int) -> None:
+        """Raises ValueError unless the tensors cover the bytes after the header, each byte once."""
+        end = 0
+        for name, entry in sorted(self._entries.items(), key=lambda item: item[1][2:]):
+            if entry.begin != end:
+                raise ValueError(
+                    f"{self.path}: the header cannot be understood: {name} begins at {entry.begin:,}, expected "
+                    f"{end:,}, where the tensor before it ends"
+                )
+            end = entry.end
+        if nbytes != self._begin + end:
+            expected = self._begin + end
+            raise ValueError(f"{self.path}: expected {expected:,} bytes, got {nbytes:,}; the file is not complete")
+
     def _sums_in(self, text: str | None) -> dict[str, str]:
-        """Checksums by name; empty for a file without. Raises ChecksumError if only some tensors have one."""
+        """Checksums by name; empty for a file without. Raises ChecksumError unless each tensor has one."""
         if text is None:
             return {}
         try:
-            sums = dict(json.loads(text))
-        except (ValueError, TypeError) as error:
-            raise ChecksumError(
-                f"{self.path}: the checksums in the header are damaged: {error!r}. {_ADVICE}"
-            ) from error
-        if without := [name for name in self._header if name not in sums]:
+            sums = parse_object(text.encode(errors="replace"), self.path, f"checksums ({SUMS})")
+            wrong = [name for name, digits in sums.items() if not isinstance(digits, str)]
+        except ValueError as error:
+            raise ChecksumError(f"{error}. {_ADVICE}") from error
+        if without := [name for name in self._entries if name not in sums or name in wrong]:
             raise ChecksumError(f"{self.path}: no checksum for {', '.join(without)}, the header is damaged. {_ADVICE}")
+        if lost := [name for name in sums if name not in self._entries]:
+            raise ChecksumError(
+                f"{self.path}: a checksum but no tensor for {', '.join(lost)}, the header is damaged. {_ADVICE}"
+            )
         return sums
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._header)
+        return iter(self._entries)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._header
+        return name in self._entries
 
     @property
     def data_bytes(self) -> int:
         """Bytes of all tensors."""
-        return max((entry["data_offsets"][1] for entry in self._header.values()), default=0)
+        return max((entry.end for entry in self._entries.values()), default=0)
+
+    @property
+    def save(self) -> str | None:
+        """The identity of the save that wrote the file."""
+        return self.metadata.get(SAVE)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
-        return tuple(self._header[name]["shape"])
+        return self._entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of a tensor."""
-        return self._dtypes[name]
+        return self._entries[name].dtype
 
     def read_into(self, name: str, destination: Tensor | StoredValues, *, window_bytes: int = WINDOW_BYTES) -> None:
         """Copies a tensor to ``destination``, of equal shape and any type, strides and device; increments its version.
@@ -255,9 +291,9 @@ class TensorFile:
             stored.read_from(partial(self.read_into, name))
             return
         destination = destination.detach()
-        dtype, position = self.dtype(name), self._begin + self._header[name]["data_offsets"][0]
+        dtype, position = self.dtype(name), self._begin + self._entries[name].begin
         compared = not self._verified and name in self._sums
-        with _begin_sum(name, self._header[name]) as total:
+        with self._entries[name].begin_sum(name) as total:
             if destination.device.type == "cpu" and destination.dtype == dtype and destination.is_contiguous():
                 flat = bytes_of(destination)
                 try:
@@ -289,11 +325,10 @@ class TensorFile:
         if self._verified or not self._sums:
             return
         windows = [torch.empty(WINDOW_BYTES, dtype=torch.uint8) for _ in range(2)]
-        for name, entry in self._header.items():
-            begin, end = entry["data_offsets"]
-            with _begin_sum(name, entry) as total:
-                for k, position in enumerate(range(begin, end, WINDOW_BYTES)):
-                    part = windows[k % 2][: min(WINDOW_BYTES, end - position)]
+        for name, entry in self._entries.items():
+            with entry.begin_sum(name) as total:
+                for k, position in enumerate(range(entry.begin, entry.end, WINDOW_BYTES)):
+                    part = windows[k % 2][: min(WINDOW_BYTES, entry.end - position)]
                     self._read(part, self._begin + position)
                     total.add(view_memory(part))
                 self._compare(name, total)
@@ -309,21 +344,55 @@ class TensorFile:
     def _read(self, flat: Tensor, position: int) -> None:
         """Reads at a position of the file; not by a private mapping, which counts as memory of the process."""
         if self._fd is None:
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = open_regular(self.path)
             weakref.finalize(self, os.close, self._fd)
+            status = os.fstat(self._fd)
+            if (status.st_dev, status.st_ino) != self._identity:
+                raise ValueError(f"{self.path}: the file was replaced after its header was read; load it again")
         move_all(os.preadv, self._fd, view_memory(flat), position, self.path)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor as a private mapping; its checksum is not compared, and writes to it do not reach the file."""
         if self._bytes is None:
-            size = self.path.stat().st_size
-            self._bytes = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.uint8)
-        begin, end = (self._begin + offset for offset in self._header[name]["data_offsets"])
+            self._bytes = torch.from_file(str(self.path), shared=False, size=self._nbytes, dtype=torch.uint8)
+        begin, end = (self._begin + offset for offset in self._entries[name][2:])
         dtype = self.dtype(name)
         part = self._bytes[begin:end]
         if begin % dtype.itemsize:
             part = part.clone()  # a file of another tool
         return part.view(dtype).view(self.shape(name))
+
+
+def _metadata_in(found: Any, path: Path) -> dict[str, str]:
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise ValueError(f"{path}: the header cannot be understood: __metadata__: expected strings, got {shown(found)}")
+    return found
+
+
+def _entry_of(name: str, entry: Any, path: Path) -> _Entry:
+    """A tensor of a header. Raises ValueError that names the field that is wrong."""
+
+    def wrong(field: str, expected: str, found: Any) -> ValueError:
+        where = f"{path}: the header cannot be understood: {shown(name)}{field}"
+        return ValueError(f"{where}: expected {expected}, got {shown(found)}")
+
+    if not isinstance(entry, dict):
+        raise wrong("", "an object of dtype, shape and data_offsets", entry)
+    kind, shape, places = (entry.get(field) for field in ("dtype", "shape", "data_offsets"))
+    if not isinstance(kind, str) or kind not in _TYPES:
+        raise wrong(".dtype", f"one of {', '.join(_TYPES)}", kind)
+    if not _are_sizes(shape) or len(shape) > _MOST_DIMENSIONS or math.prod(max(1, n) for n in shape) >= 1 << 62:
+        raise wrong(".shape", f"at most {_MOST_DIMENSIONS} sizes", shape)
+    if not _are_sizes(places) or len(places) != 2:
+        raise wrong(".data_offsets", "two offsets", places)
+    nbytes = math.prod(shape) * _TYPES[kind].itemsize
+    if places[1] - places[0] != nbytes:
+        raise wrong(".data_offsets", f"{nbytes:,} bytes, since {kind} of shape {shape} does not fit", places)
+    return _Entry(kind, tuple(shape), *places)
+
+
+def _are_sizes(found: Any) -> TypeGuard[list[int]]:
+    return isinstance(found, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in found)
 
 
 def check_plain(tensors: Mapping[str, Tensor], instead: str) -> None:

@@ -104,7 +104,7 @@ class ShardedParameters(PublicParameters):
         self._known_gradients: dict[nn.Parameter, tuple[object, ...]] = {}
         self._show()
         self._known = self._references(Counter(p.shown for p in self._all))
-        self._known_homes = [0 if shard.home is None else storage_uses(shard.home.tensor) for shard in shards]
+        self._known_homes = [0 if shard.home is None else shard.count_home_owners() for shard in shards]
 
     def _places_in(self, modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, ShownParameter]]:
         return [
@@ -261,7 +261,7 @@ class ShardedParameters(PublicParameters):
             ):
                 return True
         return any(
-            shard.home is not None and storage_uses(shard.home.tensor) != uses + views[shard.index]
+            shard.home is not None and shard.count_home_owners() != uses + views[shard.index]
             for shard, uses in zip(self._shards, self._known_homes, strict=True)
         )
 

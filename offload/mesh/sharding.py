@@ -19,7 +19,7 @@ from offload.mesh.replicated import MeshParameters, resident_parts
 from offload.mesh.shard import MeshShard, layout_of_parts, make_mesh_shards
 from offload.mesh.transport import check_devices, transport_for
 from offload.storage import DiskHome, HomeError, PersistentTier, Tier, open_tier
-from offload.storage.persistent import RANKS
+from offload.storage.persistent import RANKS, homes_in
 from offload.storage.stripes import named
 from offload.streaming.lane import CopyLane, CopyLanes, ThreadCopyLane
 from offload.streaming.layer_homes import LayerHomes, LayerLayout
@@ -129,8 +129,8 @@ class Sharding:
             return open_tier(offload_device, device)
         roots = offload_device.directories
         ours = {self._name(k, n) for k in range(self.ranks.count) for n in range(self.ranks.replicas)}
-        others = [path.name for root in roots for path in root.glob("*.home")]
-        others += {path.parent.name for root in roots for path in root.glob(f"{RANKS}/*.home")} - ours
+        others = [path.name for root in roots for path in homes_in(root)]
+        others += {path.parent.name for root in roots for path in homes_in(root, below=f"{RANKS}/")} - ours
         found = [answer for answer in self.ranks.exchange(sorted(others)) if answer]
         if found:
             raise HomeError(

@@ -53,6 +53,11 @@ class OptimizerAccess:
         self.public.check_optimizer(optimizer)
         self._streamer.gradient_offload.optimizers.add(optimizer)
 
+    @property
+    def backwards(self) -> int:
+        """How many backwards have added to gradients, or have begun to."""
+        return self._streamer.gradient_offload.optimizers.backwards
+
     def spare_bytes(self) -> float:
         """Bytes that the model's memory budget leaves to an optimizer; infinite without a budget."""
         return self._executor.steps.spare_bytes()

@@ -7,10 +7,12 @@ most classes refuse. If one fails after another has begun, the step is decided a
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from offload.optim.update import Update
 from offload.streaming.formed_weights import seal
@@ -45,6 +47,7 @@ class StepDecision:
         updates: of the shards that have a gradient, in the order of loads.
         resident: the updates of parameters that stay on the compute device.
         run_resident: runs those that are not done.
+        options: the hyperparameters of all groups.
     """
 
     def __init__(
@@ -53,12 +56,18 @@ class StepDecision:
         updates: Sequence[tuple[Shard, Update]],
         resident: Sequence[UpdateJob],
         run_resident: Callable[[], None],
+        options: list[dict[str, Any]],
     ) -> None:
         self._optimizer = optimizer
         self._updates = updates
         self._resident = resident
         self._run_resident = run_resident
-        self._number = optimizer.steps + 1
+        #: The number of this step, from 1 on.
+        self.number = optimizer.steps + 1
+        self.options = options
+        self._backwards = optimizer.access.backwards
+        #: Those of all parameters when the step raised; weakly, since zero_grad() frees them.
+        self._gradients: list[tuple[Any, Callable[[], Tensor | None]]] = []
 
     def run_at_once(self) -> None:
         """Runs the updates that do not become pending. Raises what they raise."""
@@ -69,7 +78,7 @@ class StepDecision:
             try:
                 update.start().synchronize()
             except Exception:
-                if update.unapplied:
+                if not self.begun:
                     update.withdraw()
                 raise
         self._run_resident()
@@ -77,8 +86,13 @@ class StepDecision:
     @property
     def begun(self) -> bool:
         """Whether anything is applied yet."""
-        begun = any(job.done or job.scaled for job in self._resident)
+        begun = any(job.done or job.scaled or job.param_block.stopped for job in self._resident)
         return begun or not all(update.unapplied or update.withdrawn for _, update in self._updates)
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it is applied."""
+        return all(job.done for job in self._resident) and all(update.done for _, update in self._updates)
 
     def decide(self) -> None:
         """Makes all updates pending. Idempotent, for a second call after an exception in the first."""
@@ -89,9 +103,21 @@ class StepDecision:
         # The next forward loads the shards in their order.
         for (_, update), (_, following) in itertools.pairwise(self._updates):
             update.following = following
-        self._optimizer.steps = self._number
+        self._optimizer.count_step(self.number)
         if self._optimizer.in_backward is not None:
             self._optimizer.in_backward.close()
+
+    def note_gradients(self) -> None:
+        """Called when the step has raised."""
+        members = (p for group in self._optimizer.param_groups for p in group["params"])
+        self._gradients = [(p, weakref.ref(p.grad)) for p in members if p.grad is not None]
+
+    def repeats(self) -> bool:
+        """Whether a call of ``step()`` repeats this one, which raised: no backward came between, and no gradient was
+        replaced or removed."""
+        if self._optimizer.access.backwards != self._backwards:
+            return False
+        return all(parameter.grad is gradient() for parameter, gradient in self._gradients)
 
     def start(self) -> None:
         """Starts the updates that need not wait for a load: homes in host memory are updated in place."""

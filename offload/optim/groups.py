@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 __all__ = [
     "GroupChanges",
     "check_choices",
+    "check_closures",
     "copied_options",
     "options_of",
     "placeholder",
@@ -129,6 +130,32 @@ def check_choices(kind: Any, max_norm: Any, update_in_backward: bool) -> None:
                 f"max_norm={max_norm} and update_in_backward=True exclude each other: the global norm is known only "
                 f"after the last gradient. Leave out update_in_backward: updates then run during the next forward"
             )
+
+
+def check_closures(kind: type[Optimizer], arguments: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    """Raises ValueError for a class whose ``step(closure)`` is more than the closure and then ``step()``.
+
+    Tries it on one parameter in a group with the hyperparameters of ``group``.
+    """
+    parameter = nn.Parameter(torch.ones(1, 1))
+    too_late = []
+
+    def closure() -> Tensor:
+        too_late.append(parameter._version > 0)
+        return torch.zeros(())
+
+    parameter.grad = torch.ones(1, 1)
+    try:
+        kind([{**options_of(group), "params": [parameter]}], **arguments).step(closure)  # type: ignore[arg-type]
+        found = f"calls it {len(too_late)} times" if len(too_late) != 1 else "writes parameters before" * too_late[0]
+    except Exception as error:
+        found = f"raises {type(error).__name__} ({error})"
+    if found:
+        raise ValueError(
+            f"expected a class whose step(closure) calls the closure once and then updates, got {kind.__name__}, which "
+            f"{found}: shards are updated one after the other, behind the next forward. Call the closure yourself, "
+            f"then step()"
+        )
 
 
 class GroupChanges:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,14 @@ from torch.optim import Optimizer
 
 from offload.optim.clipping import clip_coefficient
 from offload.optim.decision import StepDecision
-from offload.optim.groups import GroupChanges, check_choices, options_of, placeholder, resolve_groups
+from offload.optim.groups import (
+    GroupChanges,
+    check_choices,
+    check_closures,
+    options_of,
+    placeholder,
+    resolve_groups,
+)
 from offload.optim.in_backward import InBackward
 from offload.optim.io_buffers import IOBufferPool
 from offload.optim.moves import MovableStates
@@ -41,20 +47,6 @@ if TYPE_CHECKING:
 __all__ = ["OffloadOptimizer", "open_update_lane"]
 
 
-_Step = TypeVar("_Step", bound=Callable[..., None])
-
-
-def _measured(step: _Step) -> _Step:
-    """``step`` of an optimizer, whose time is counted."""
-
-    @functools.wraps(step)
-    def measured(self: OffloadOptimizer, *args: Any, **kwargs: Any) -> None:
-        with self.access.meter.overheads.optimizer():
-            step(self, *args, **kwargs)
-
-    return cast("_Step", measured)
-
-
 def open_update_lane(device: torch.device) -> CopyLane:
     """The lane of updates: a thread, since homes are updated by the host. It ends with its last user."""
     return ThreadCopyLane("update", device, threads_of_updates(device))
@@ -65,11 +57,12 @@ class OffloadOptimizer(MovableStates):
 
     ``step()`` makes the updates pending and returns. Each shard is updated just before its next load, in the order of
     loads, while the shards before it compute. The result is that of the plain optimizer after ``clip_grad_norm_``, for
-    any training loop: every access through the model (a forward, ``state_dict()``, ``parameters()``, a checkpoint)
-    first finishes the pending updates. As long as other code holds a parameter, its gradient or a view of it (a list
-    for an exponential average, a loop variable that still exists), ``step()`` updates at once, with no overlap; also
-    for a class that changes its groups, such as one that counts steps there, or with all shards in memory. Call
-    :meth:`synchronize` before you read parameters or states from ``param_groups`` or ``state`` of the optimizer itself.
+    any training loop: every access through the model, the module that was wrapped, or any part of it (a forward,
+    ``state_dict()``, ``parameters()``, an attribute, a copy, a checkpoint) first finishes the pending updates. As long
+    as other code holds a parameter, its gradient or a view of it (a list for an exponential average, a loop variable
+    that still exists), ``step()`` updates at once, with no overlap; also for a class that changes its groups, such as
+    one that counts steps there, or with all shards in memory. Call :meth:`synchronize` before you read parameters or
+    states from ``param_groups`` or ``state`` of the optimizer itself.
 
     Args:
         model: whose parameters are trained.
@@ -106,9 +99,10 @@ class OffloadOptimizer(MovableStates):
     with ``torch.bfloat16`` 30; one with ``gradient_dtype`` 4 less. A shard without gradients is not written.
     ``model.statistics()`` counts them.
 
-    After an I/O error (a full or failing disk) nothing is lost and nothing is applied twice: repeat the call. After an
-    error in the middle of ``torch``'s own arithmetic, or of a backward that updates, every call raises: make model and
-    optimizer anew and load the last checkpoint.
+    After an I/O error (a full or failing disk) nothing is lost and nothing is applied twice: repeat the call, or go on
+    with the next batch; a ``step()`` that raised after its first update is applied once. After an error in the middle
+    of ``torch``'s own arithmetic, or of a backward that updates, every call raises: make model and optimizer anew and
+    load the last checkpoint.
     """
 
     #: ``GradScaler`` passes the scale instead of multiplying all stored gradients.
@@ -130,8 +124,9 @@ class OffloadOptimizer(MovableStates):
         check_choices(optimizer_class, max_norm, update_in_backward)
         self.max_norm = max_norm
         self.update_in_backward = update_in_backward
-        #: Number of steps.
-        self.steps = 0
+        self._steps = 0
+        #: A step whose call has raised although it is decided: repeating the call only ends it.
+        self._raised: StepDecision | None = None
         #: Global norm of the gradients at the last step, before clipping; None without ``max_norm``.
         self.last_norm: Tensor | None = None
         self._model = model
@@ -162,6 +157,8 @@ class OffloadOptimizer(MovableStates):
         self._resident = ResidentParameters(self.access.resident, self.factory, threads_of_updates(model.device))
         self.in_backward = InBackward(self) if update_in_backward else None
         self._group_changes = GroupChanges(optimizer_class)
+        #: Whether it is known that the class runs a closure before it updates.
+        self._runs_closures = optimizer_class.__module__.startswith("torch.optim.")  # none of them is LBFGS
         #: Of the class only: torch adds others to ``defaults`` when a state is loaded.
         self._class_defaults = dict(template.defaults)
         super().__init__(groups, dict(template.defaults))
@@ -186,23 +183,42 @@ class OffloadOptimizer(MovableStates):
                     return_freed_memory()  # states of a whole shard, which are in their file now
 
     @restores_thread_state
-    @torch.no_grad()
-    @_measured
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Makes the update of all parameters that have a gradient pending.
 
+        Args:
+            closure: called first, with gradients enabled, as by any first-order class: it computes the gradients.
+
+        Returns:
+            What the closure returned; None without one.
+
         Raises:
-            ValueError: for a closure.
+            TypeError: if the closure cannot be called.
+            ValueError: for a closure, if the class does not call one exactly once, before it updates anything.
             RuntimeError: during a forward or backward; or if an earlier update cannot be finished.
         """
+        loss = None
         if closure is not None:
-            raise ValueError(
-                "expected no closure: it would run the model again in the middle of a step; call the closure yourself, "
-                "then step()"
-            )
+            self._check_idle()
+            if not callable(closure):
+                raise TypeError(f"expected a function that computes gradients, or None, got closure={closure!r}")
+            if not self._runs_closures:
+                check_closures(self.factory.kind, self.factory.arguments, self.param_groups[0])
+                self._runs_closures = True
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad(), self.access.meter.overheads.optimizer():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         self._check_idle()
+        if self._raised is not None and self._raised.repeats():
+            self._end_step(self._raised, at_once=True)
+            return
         self.access.public.begin_step(self)
         self._synchronize()
+        self._raised = None
         at_once = self.access.at_once or self.access.held_elsewhere(self)
         self.access.store_assigned_data()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -216,27 +232,42 @@ class OffloadOptimizer(MovableStates):
         updates = ((shard, self.update(shard, options, coefficient)) for shard in in_order)
         decided = [(shard, update) for shard, update in updates if update is not None]
         resident = self._resident.jobs(options, coefficient)
-        decision = StepDecision(self, decided, resident, partial(self._resident.run, resident, self._finish_job))
+        run_resident = partial(self._resident.run, resident, self._finish_job)
+        decision = StepDecision(self, decided, resident, run_resident, options)
         if not self.steps:
             # Without this, free memory would stay beside the states that are made now, of which no plan knows yet.
             return_freed_memory()
         try:
-            decision.run_at_once()
-        except BaseException as error:
-            self._resident.wait_idle()
-            if not decision.begun:
-                raise
-            decision.decide()  # a step is applied as a whole: updates that began are finished, the others follow
-            if not isinstance(error, OSError):
-                raise
-            # A failed read or write is repeated before the next access, as with all pending updates.
+            try:
+                decision.run_at_once()
+            except BaseException as error:
+                self._resident.wait_idle()
+                if not decision.begun:
+                    raise
+                # A step is applied as a whole: updates that began are finished, the others follow.
+                self._decide(decision)
+                if not isinstance(error, OSError):
+                    raise
+                # A failed read or write is repeated before the next access, as with all pending updates.
+            else:
+                self._decide(decision)
+            decision.start()
+            self._end_step(decision, at_once=at_once)
+        except BaseException:
+            decision.note_gradients()
+            raise
+
+    def _decide(self, decision: StepDecision) -> None:
+        self._raised = decision  # until the call returns
         self.access.public.note_step(self)
         self.access.commit(decision.decide)
-        decision.start()
+
+    def _end_step(self, decision: StepDecision, *, at_once: bool) -> None:
         if at_once or self._group_changes.expected:
             self._synchronize()
         if self._group_changes.expected:
-            self._step_groups_without_gradients(options)
+            self._step_groups_without_gradients(decision.options)
+        self._raised = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears all gradients; a pending update keeps its own. ``set_to_none=False`` first finishes it."""
@@ -246,6 +277,21 @@ class OffloadOptimizer(MovableStates):
             super().zero_grad(set_to_none)
             self.access.public.take_gradients()
             self.access.public.drop_sums(p for group in self.param_groups for p in group["params"])
+        self._raised = None
+
+    @property
+    def steps(self) -> int:
+        """Number of steps. One that raised counts as soon as all of it is applied."""
+        raised = self._raised
+        return self._steps if raised is None or raised.done else raised.number - 1
+
+    @steps.setter
+    def steps(self, number: int) -> None:
+        self._steps, self._raised = number, None
+
+    def count_step(self, number: int) -> None:
+        """Counts the step of this number, which is decided."""
+        self._steps = number
 
     def synchronize(self) -> None:
         """Finishes the pending updates: afterwards parameters, gradients and states have their values of the last step.

@@ -131,6 +131,8 @@ class ParamBlock(ABC):
         self._chosen: dict[str, Any] = {}
         #: Calls of the optimizer that the running update has completed, where it has several.
         self._parts_done = 0
+        #: Why it cannot be updated any more.
+        self.stopped: PartialUpdateError | None = None
         #: Leaves that share memory with the parameters' homes, but neither gradients nor version counters. Of a
         #: parameter that is stored in a form: type and shape only, until an update decodes it.
         self.proxies = [self.at_rest(s) for s in self.slices]
@@ -179,6 +181,30 @@ class ParamBlock(ABC):
         self.optimizer.param_groups[0].update(copied_options(chosen))
         self._chosen = chosen
         return self.optimizer
+
+    @contextlib.contextmanager
+    def _arithmetic(self) -> Iterator[None]:
+        """A context of an update: after an error that left some tensors changed, this and every later one raises
+        PartialUpdateError."""
+        if self.stopped is not None:
+            raise self.stopped
+        counts = {id(tensor): tensor._version for tensor in self._tensors()}
+        try:
+            yield
+        except BaseException as error:
+            # New states are zeros, which the class would make again: they count as unchanged.
+            if self._parts_done or any(tensor._version != counts.get(id(tensor), 0) for tensor in self._tensors()):
+                what = "parameters outside of shards" if self.shard.index < 0 else f"shard {self.shard.index}"
+                self.stopped = PartialUpdateError(
+                    f"the update of {what} stopped half-way: {error}. Make model and optimizer anew, and load the last "
+                    f"checkpoint"
+                )
+                raise self.stopped from error
+            raise
+
+    def _tensors(self) -> list[Tensor]:
+        values = [value for state in self.states() for value in state.values()]
+        return [*self.proxies, *(value for value in values if isinstance(value, Tensor))]
 
     def _encode_states(self) -> None:
         """Encodes states that were made or loaded in full."""
@@ -314,24 +340,19 @@ class HostParamBlock(ParamBlock):
             # In place, since a gradient that is not zeroed stays clipped, as after clip_grad_norm_.
             multiply_all(wide, job.coefficient)
             job.scaled = True
-        counts = {id(tensor): tensor._version for tensor in self._tensors()}
         try:
-            encoded = self._encoded_weights(job)
-            for part in self._parts(gradients, rounded):
-                for k in part:
-                    self.proxies[k].grad = self._wide(job, k) if k in rounded else gradients[k]
-                self._step({k: weights for k, weights in encoded.items() if k in part})
-                for k in part:
-                    self.proxies[k].grad = None
-            for k in () if job.coefficient is None else rounded:
-                if (gradient := job.gradients[k]) is not None and self.slices[k].parameter.grad is gradient:
-                    gradient.copy_(self._wide(job, k))  # it stays clipped as well
-            job.group_changes = self.group_changes()
-        except BaseException as error:
-            # New states are zeros, which the class would make again: they count as unchanged.
-            if self._parts_done or any(tensor._version != counts.get(id(tensor), 0) for tensor in self._tensors()):
-                raise PartialUpdateError(f"the update of shard {self.shard.index} stopped half-way: {error}") from error
-            raise
+            with self._arithmetic():
+                encoded = self._encoded_weights(job)
+                for part in self._parts(gradients, rounded):
+                    for k in part:
+                        self.proxies[k].grad = self._wide(job, k) if k in rounded else gradients[k]
+                    self._step({k: weights for k, weights in encoded.items() if k in part})
+                    for k in part:
+                        self.proxies[k].grad = None
+                for k in () if job.coefficient is None else rounded:
+                    if (gradient := job.gradients[k]) is not None and self.slices[k].parameter.grad is gradient:
+                        gradient.copy_(self._wide(job, k))  # it stays clipped as well
+                job.group_changes = self.group_changes()
         finally:
             for proxy in self.proxies:
                 proxy.grad = None
@@ -369,7 +390,3 @@ class HostParamBlock(ParamBlock):
             for k, s in enumerate(self.slices)
             if s.form is not None and job.gradients[k] is not None
         }
-
-    def _tensors(self) -> list[Tensor]:
-        values = [value for state in self.states() for value in state.values()]
-        return [*self.proxies, *(value for value in values if isinstance(value, Tensor))]

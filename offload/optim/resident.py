@@ -79,17 +79,17 @@ class ResidentParamBlock(ParamBlock):
         if job.coefficient is not None and not job.scaled:
             multiply_all(gradients, job.coefficient.to(gradients[0].device))
             job.scaled = True
-        with self._values():
+        with self._values(), self._arithmetic():
             for proxy, parameter, gradient in zip(self.proxies, self.parameters, job.gradients, strict=True):
                 if proxy is not parameter:
                     proxy.grad = gradient
             self._step({})
+            job.group_changes = self.group_changes()
         for parameter, gradient in zip(self.parameters, job.gradients, strict=True):
             if gradient is not None:
                 # Fused kernels do not: a backward that saved the old values would not notice the new ones.
                 torch.autograd.graph.increment_version(parameter)
         job.done = True
-        job.group_changes = self.group_changes()
 
 
 class ResidentParameters:

@@ -9,7 +9,7 @@ import torch
 
 from offload.storage.contract import Block, Scratch, Tier
 from offload.storage.disk import DiskTier
-from offload.storage.home import DiskHome
+from offload.storage.home import DiskHome, absolute
 from offload.storage.host import HostTier
 from offload.storage.manifest import HomeError
 from offload.storage.persistent import PersistentTier
@@ -23,6 +23,7 @@ __all__ = [
     "PersistentTier",
     "Scratch",
     "Tier",
+    "absolute_home",
     "is_directory",
     "open_tier",
 ]
@@ -31,6 +32,15 @@ __all__ = [
 def is_directory(offload_device: object) -> TypeGuard[str | os.PathLike[str]]:
     """Whether ``offload_device`` names a directory, so that homes are files."""
     return isinstance(offload_device, os.PathLike) or (isinstance(offload_device, str) and os.sep in offload_device)
+
+
+def absolute_home(
+    offload_device: str | torch.device | os.PathLike[str],
+) -> str | torch.device | os.PathLike[str]:
+    """``offload_device``, with the path of a directory from the root of the file system."""
+    if isinstance(offload_device, DiskHome) or not is_directory(offload_device):
+        return offload_device
+    return absolute(offload_device)
 
 
 def open_tier(

@@ -18,10 +18,12 @@ Guarantees
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
 import shutil
+import stat
 import tempfile
 import warnings
 import weakref
@@ -31,16 +33,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from offload.machine import file_system
 from offload.storage.buffer import host_buffer, on_own_storage, whole_pages
 from offload.storage.contract import Block, Scratch, Tier
 from offload.storage.page_cache import PageCache
 from offload.storage.scratch import DiskScratch
 from offload.storage.staging import Link, open_link
 from offload.storage.stripes import StoredFile, Stripes
-from offload.storage.transfer import Transfers
+from offload.storage.transfer import Transfers, move_all
 from pipe.process import finalize_here
 
-__all__ = ["DiskBlock", "DiskTier"]
+__all__ = ["DiskBlock", "DiskTier", "open_lock", "reserve"]
 
 _PREFIX = "gradstream-"
 
@@ -52,7 +55,7 @@ class DiskBlock(Block):
     _begin = 0
 
     def __init__(self, file: StoredFile, nbytes: int, transfers: Transfers, *, cyclic: bool = False) -> None:
-        self._file = file
+        self._file = file.as_it_is()
         self._transfers = transfers
         self.tensor = file.map(nbytes)
         self._usage = transfers.cache.register(nbytes, cyclic=cyclic)
@@ -125,18 +128,20 @@ class DiskTier(Tier):
         direct: bool | None = None,
         link: Link | None = None,
     ) -> None:
-        self._roots = [Path(directory)] if isinstance(directory, (str, os.PathLike)) else [*directory]
+        several = [directory] if isinstance(directory, (str, os.PathLike)) else directory
+        # Without links, which may lead elsewhere before the next file is made.
+        self._roots = [Path(os.path.realpath(each)) for each in several]
         self.folders: list[Path] = []
+        self._locks: list[int] = []
         try:
             for root in self._roots:
-                self.folders.append(_new_folder(root))
+                _new_folder(root, self.folders, self._locks)
         except BaseException:
-            for folder in self.folders:
-                shutil.rmtree(folder, ignore_errors=True)
+            _remove_all(self.folders, self._locks)
             raise
         self.name = f"disk ({', '.join(map(str, self._roots))})"
         for root in self._roots:
-            kind = _file_system(root)
+            kind = file_system(root)
             if kind in ("tmpfs", "ramfs"):
                 warnings.warn(
                     f"offload_device {str(root)!r} is memory ({kind}), so storing shards there saves none; pass a "
@@ -145,7 +150,6 @@ class DiskTier(Tier):
                     stacklevel=5,
                 )
         self._device = device
-        self._locks = [_locked(folder) for folder in self.folders]
         self._numbers = itertools.count()
         cache = PageCache(self.folders[0], direct, *self.folders[1:])
         self.transfers = Transfers(cache, link or open_link(device), len(self.folders))
@@ -198,58 +202,74 @@ class DiskTier(Tier):
         self._finalizer()
 
 
-def _new_folder(root: Path) -> Path:
+def _new_folder(root: Path, folders: list[Path], locks: list[int]) -> None:
+    """Makes a folder of this process, and locks it; both are added to the lists as soon as they exist."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         _remove_stale(root)
-        return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+        folders.append(Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root)))
+        locks.append(_locked(folders[-1]))
     except OSError as error:
         raise OSError(
             error.errno, f"offload_device must be a directory that can be written to: {error.strerror}", str(root)
         ) from error
 
 
-def _file_system(path: Path) -> str:
-    """Type of the file system of ``path``, or "" if the system does not say."""
-    try:
-        mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
-    except OSError:
-        return ""
-    resolved = path.resolve()
-    holding = [(len(mount[1]), mount[2]) for mount in mounts if resolved.is_relative_to(mount[1])]
-    return max(holding, default=(0, ""))[1]
+def open_lock(path: Path, flags: int = 0) -> int:
+    """Opens a file to lock it, which is neither read nor changed. Raises OSError for a link or a special file."""
+    lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o600)
+    if stat.S_ISREG(os.fstat(lock).st_mode):
+        return lock
+    os.close(lock)
+    raise OSError(errno.EINVAL, "expected a regular file", str(path))
+
+
+def _mark(folder: Path) -> bytes:
+    """What the lock of a folder holds: only folders of ended processes have it, and no copy of one."""
+    return b"temporary files of gradstream, removed with their process: " + os.fsencode(folder.name) + b"\n"
 
 
 def _locked(folder: Path) -> int:
     """Locks a new folder, before another process can find it unlocked and remove it."""
     unnamed = folder / "lock.new"
-    lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    # Without this rename, another process could lock the file between the two lines above, and remove the folder as
-    # that of an ended process.
-    os.rename(unnamed, folder / "lock")
+    lock = open_lock(unnamed, os.O_CREAT | os.O_EXCL)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        move_all(os.pwritev, lock, memoryview(_mark(folder)), 0, unnamed)
+        # Without this rename, another process could lock the file before the lines above, and remove the folder as
+        # that of an ended process.
+        os.rename(unnamed, folder / "lock")
+    except BaseException:
+        os.close(lock)
+        raise
     return lock
 
 
 def _remove_all(folders: Sequence[Path], locks: Sequence[int]) -> None:
-    for folder, lock in zip(folders, locks, strict=True):
+    """Removes folders, and their locks as far as there are any."""
+    for folder, lock in itertools.zip_longest(folders, locks):
         _remove(folder, lock)
 
 
-def _remove(folder: Path, lock: int) -> None:
+def _remove(folder: Path, lock: int | None) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        os.close(lock)
+    if lock is not None:
+        with contextlib.suppress(OSError):
+            os.close(lock)
 
 
 def _remove_stale(root: Path) -> None:
-    """Removes the folders of ended processes: those whose lock is free."""
+    """Removes the folders of ended processes: those whose lock is free, and has the mark that only we write."""
     for folder in root.glob(f"{_PREFIX}*"):
         try:
-            lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+            lock = open_lock(folder / "lock")
         except OSError:
             continue  # being created now, or not ours
         try:
+            mark = _mark(folder)
+            if folder.is_symlink() or os.pread(lock, len(mark) + 1, 0) != mark:
+                os.close(lock)  # the user's
+                continue
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(lock)

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["DiskHome"]
+__all__ = ["DiskHome", "absolute"]
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """The path from the root of the file system: a later ``os.chdir()`` does not change what it names."""
+    return os.fspath(Path(path).absolute())
 
 
 @dataclass(frozen=True)
@@ -15,10 +20,11 @@ class DiskHome(os.PathLike[str]):
     """A directory as ``offload_device``, with options that a plain path leaves at their defaults.
 
     Args:
-        directory: created if it does not exist. Several, ``DiskHome(["/disk1/home", "/disk2/home"])``, are one home
-            that is striped over their disks: weights, gradients, optimizer states and boundaries are dealt over them in
-            stripes of 8 MiB, and transfers use all of them at once. Each takes the same share of the bytes. The next
-            model passes the directories of a kept home in the same order; they may have moved.
+        directory: created if it does not exist; a relative one is in the working directory of this call. Several,
+            ``DiskHome(["/disk1/home", "/disk2/home"])``, are one home that is striped over their disks: weights,
+            gradients, optimizer states and boundaries are dealt over them in stripes of 8 MiB, and transfers use all of
+            them at once. Each takes the same share of the bytes. The next model passes the directories of a kept home
+            in the same order; they may have moved.
         keep: whether the weights and buffers outlive the model. If the directory holds no home yet, one is created
             from the layers' values. If it does, the model uses it as it is and reads only the buffers; the layers must
             then be on the meta device, and may be cut into other shards. With a mesh each rank keeps its part, which as
@@ -53,9 +59,9 @@ class DiskHome(os.PathLike[str]):
         for each in several:
             if not isinstance(each, (str, os.PathLike)):
                 raise TypeError(f"expected a directory, got {type(each).__name__} (directory={given!r})")
-        if isinstance(given, (list, tuple)):
-            # Hashable; and one of a single directory is a home in that directory.
-            object.__setattr__(self, "directory", tuple(given) if len(given) > 1 else given[0])
+        paths = tuple(absolute(each) for each in several if isinstance(each, (str, os.PathLike)))
+        # Hashable; and one of a single directory is a home in that directory.
+        object.__setattr__(self, "directory", paths if len(paths) > 1 else paths[0])
         if len(several) > 1 and len(set(map(os.path.realpath, self.directories))) < len(several):
             raise ValueError(f"expected several directories, each on a disk of its own, got one twice: {given!r}")
         for option in ("overwrite", "recover"):

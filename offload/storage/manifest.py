@@ -11,17 +11,19 @@ which one this is. The manifest is one page, which a disk writes atomically.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import stat
 import struct
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from offload.storage.buffer import PAGE_BYTES, host_buffer, view_memory, whole_pages
-from offload.storage.stripes import Stripes
+from offload.storage.stripes import StoredFile, Stripes
 from offload.storage.transfer import Transfers, move_all
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "describe",
     "digest",
     "file_bytes",
+    "is_of_a_home",
     "read_description",
     "read_manifest",
     "stripes_line",
@@ -45,6 +48,8 @@ VERSION = 2
 #: bytes: description, contents, and that of all this.
 _FIELDS = struct.Struct("<8s4I3Q16s32s32s")
 _DIGEST_BYTES = 32
+#: Far more than any home is opened, and few enough that the next number fits.
+_MOST_GENERATIONS = 1 << 63
 #: The checksum of the contents combines those of pieces of this size, which is part of the format.
 _CHECKED_BYTES = 8 << 20
 
@@ -122,10 +127,9 @@ def file_bytes(contents_bytes: int, description_bytes: int) -> int:
 
 def read_manifest(path: Path, what: str) -> Manifest:
     """Reads a manifest. Raises HomeError for another format or version, damage, or a file not of the recorded size."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        file.seek(max(0, size - PAGE_BYTES))
-        page = file.read(PAGE_BYTES)
+    with _regular(path, what) as file:
+        size = os.fstat(file).st_size
+        page = os.pread(file, PAGE_BYTES, max(0, size - PAGE_BYTES))
     if len(page) != PAGE_BYTES or not page.startswith(MAGIC):
         raise HomeError(
             f"{path} ({what}): expected a file that ends with a manifest of this format, got {size:,} bytes without "
@@ -142,6 +146,11 @@ def read_manifest(path: Path, what: str) -> Manifest:
         raise HomeError(f"{path} ({what}): the manifest does not match its checksum, it is damaged. {RESTORE}")
     _, _, place, places, clean, *rest = _FIELDS.unpack(fields)
     manifest = Manifest(place, places, bool(clean), *rest)
+    if clean > 1 or not 0 < manifest.generation < _MOST_GENERATIONS:
+        raise HomeError(
+            f"{path} ({what}): expected 0 or 1 as clean and a generation from 1 on, got clean={clean}, "
+            f"generation={manifest.generation}; the manifest is damaged. {RESTORE}"
+        )
     expected = file_bytes(manifest.contents_bytes, manifest.description_bytes)
     if size != expected:
         raise HomeError(f"{path} ({what}): expected {expected:,} bytes, got {size:,}; it is incomplete. {RESTORE}")
@@ -150,14 +159,40 @@ def read_manifest(path: Path, what: str) -> Manifest:
 
 def read_description(path: Path, manifest: Manifest) -> bytes:
     """Reads the description of a file."""
-    with path.open("rb") as file:
-        file.seek(whole_pages(manifest.contents_bytes))
-        return file.read(manifest.description_bytes)
+    with _regular(path, "description") as file:
+        return os.pread(file, manifest.description_bytes, whole_pages(manifest.contents_bytes))
 
 
-def write_manifest(path: Path, manifest: Manifest, description: bytes | None = None) -> None:
-    """Writes the manifest (and the description of a new file); returns once the whole file is on the disk."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+@contextlib.contextmanager
+def _regular(path: Path, what: str) -> Iterator[int]:
+    """Opens a file of a home to read. Raises HomeError for a link, which leads out of it, or a special file."""
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise HomeError(
+            f"{path} ({what}): expected a regular file, got a link, a directory or a special file. {RESTORE}"
+        )
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def is_of_a_home(path: Path) -> bool:
+    """Whether a file ends with a manifest of any version, which only homes have."""
+    try:
+        with _regular(path, "") as file:
+            at = os.fstat(file).st_size - PAGE_BYTES
+            return at >= 0 and os.pread(file, len(MAGIC), at) == MAGIC
+    except (OSError, HomeError):
+        return False
+
+
+def write_manifest(
+    file: StoredFile | Path, manifest: Manifest, description: bytes | None = None, *, index: int = 0
+) -> None:
+    """Writes the manifest of one of the files (and the description of a new one); returns once it is on the disk."""
+    file = StoredFile((file,)) if isinstance(file, Path) else file
+    path, fd = file.paths[index], file.open(index)
     try:
         if description is not None:
             move_all(os.pwritev, fd, memoryview(description), whole_pages(manifest.contents_bytes), path)

@@ -33,7 +33,7 @@ import fcntl
 import os
 import secrets
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from typing import Any
 import torch
 
 from offload.storage.contract import Block
-from offload.storage.disk import DiskBlock, DiskTier, reserve
+from offload.storage.disk import DiskBlock, DiskTier, open_lock, reserve
 from offload.storage.home import DiskHome
 from offload.storage.manifest import (
     RESTORE,
@@ -52,6 +52,7 @@ from offload.storage.manifest import (
     describe,
     digest,
     file_bytes,
+    is_of_a_home,
     read_description,
     read_manifest,
     stripes_line,
@@ -61,7 +62,7 @@ from offload.storage.peers import Opened, check_peers
 from offload.storage.stripes import StoredFile, named
 from pipe.process import finalize_here
 
-__all__ = ["RANKS", "Contents", "PersistentTier"]
+__all__ = ["RANKS", "Contents", "PersistentTier", "homes_in"]
 
 _SUFFIX = ".home"
 #: Names of the directories of the ranks of a mesh.
@@ -148,11 +149,20 @@ class PersistentTier(DiskTier):
         self._contents: list[Contents] = []
         #: By the indices of contents and directory.
         self._manifests: dict[tuple[int, int], Manifest] = {}
+        #: The files that are in use, by the index of the contents.
+        self._files: dict[int, StoredFile] = {}
         self._number = b""
         self._usage = _Usage(self._roots, [])
         self._release_home = finalize_here(self, _Usage.release, self._usage)
         for root in self._roots:
-            lock = os.open(root / "home.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                lock = open_lock(root / "home.lock", os.O_CREAT)
+            except OSError as error:
+                self._release_home()
+                raise HomeError(
+                    f"{root / 'home.lock'}: expected a regular file that can be locked: {error.strerror}. Remove it, "
+                    f"or use another directory"
+                ) from error
             self._usage.locks.append(lock)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -190,14 +200,15 @@ class PersistentTier(DiskTier):
         return adopted
 
     def _adopt(self, contents: Sequence[Contents], *, blank: bool) -> bool:
-        found = [{path.stem: path for path in sorted(root.glob(f"*{_SUFFIX}"))} for root in self._roots]
+        stems = {each.stem for each in contents}
+        found = [{path.stem: path for path in homes_in(root, stems)} for root in self._roots]
         if self._home.overwrite:
             for path in (path for files in found for path in files.values()):
                 path.unlink()
             found = [{} for _ in found]
         if not any(found):
             for root in self._roots:
-                others = sorted(path.parent.name for path in root.glob(f"{RANKS}/*{_SUFFIX}"))
+                others = sorted(path.parent.name for path in homes_in(root, below=f"{RANKS}/"))
                 if others:
                     raise HomeError(
                         f"{str(root)!r} holds the home of a mesh of processes ({others[0]}). Use as many processes, "
@@ -315,7 +326,7 @@ class PersistentTier(DiskTier):
         ]
 
     def _file(self, place: int) -> StoredFile:
-        return self._striped(self._roots, f"{self._contents[place].stem}{_SUFFIX}", place)
+        return self._files.get(place) or self._striped(self._roots, f"{self._contents[place].stem}{_SUFFIX}", place)
 
     def weights(self, nbytes: int) -> Block:
         """The file of the weights, the first of the contents."""
@@ -344,7 +355,8 @@ class PersistentTier(DiskTier):
             )
             write_manifest(part.path, blank, description)
             self._manifests[place, part.directory] = blank
-        return DiskBlock(self._file(place), nbytes, self.transfers)
+        self._files[place] = self._file(place).as_it_is()
+        return DiskBlock(self._files[place], nbytes, self.transfers)
 
     def mark_open(self) -> None:
         """Marks all manifests as not clean, before the contents change: the model is constructed."""
@@ -353,7 +365,7 @@ class PersistentTier(DiskTier):
             generation = 1 + max(generations, default=0) if self._exchange is None else 1 + self._generation
             for (place, directory), manifest in self._manifests.items():
                 opened = self._manifests[place, directory] = replace(manifest, clean=False, generation=generation)
-                write_manifest(self._file(place).paths[directory], opened)
+                write_manifest(self._file(place), opened, index=directory)
         self._usage.phase = _Phase.OPEN
 
     def write_manifests(self) -> None:
@@ -368,7 +380,7 @@ class PersistentTier(DiskTier):
         for part, contents_digest in list(self._checksums(parts)):
             key = part.place, part.directory
             self._manifests[key] = replace(self._manifests[key], clean=True, contents_digest=contents_digest)
-            write_manifest(part.path, self._manifests[key])
+            write_manifest(self._file(part.place), self._manifests[key], index=part.directory)
         self._usage.phase = _Phase.CLOSED
         self._release_home()
 
@@ -376,6 +388,13 @@ class PersistentTier(DiskTier):
         """Unlocks the home, with or without clean manifests."""
         super().close()
         self._release_home()
+
+
+def homes_in(root: Path, stems: Collection[str] = (), below: str = "") -> list[Path]:
+    """The files of homes in a directory, or ``below`` it: those with one of the ``stems`` as name, and all that end
+    with a manifest. Others that have the suffix are the user's."""
+    found = sorted(root.glob(f"{below}*{_SUFFIX}"))
+    return [path for path in found if path.stem in stems or is_of_a_home(path)]
 
 
 def _difference(expected: bytes, got: bytes) -> str:

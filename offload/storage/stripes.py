@@ -17,11 +17,12 @@ Guarantees
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,6 +87,23 @@ class StoredFile:
 
     paths: tuple[Path, ...]
     stripes: Stripes = field(default_factory=Stripes)
+    #: Device and number of each file; None: any file of that name.
+    inodes: tuple[tuple[int, int], ...] | None = None
+
+    def as_it_is(self) -> StoredFile:
+        """These files, and no others that later take their names."""
+        found = map(os.stat, self.paths)
+        return replace(self, inodes=tuple((each.st_dev, each.st_ino) for each in found))
+
+    def open(self, index: int, flags: int = 0) -> int:
+        """Opens one of the files. Raises FileNotFoundError if another one has its name, as if it was removed."""
+        path = self.paths[index]
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
+        found = os.fstat(fd)
+        if self.inodes is None or self.inodes[index] == (found.st_dev, found.st_ino):
+            return fd
+        os.close(fd)
+        raise FileNotFoundError(errno.ENOENT, "the file was moved, and another one has its name", str(path))
 
     @property
     def name(self) -> str:
@@ -102,8 +120,9 @@ class StoredFile:
 
     def map(self, nbytes: int) -> Tensor:
         """A shared mapping of the first ``nbytes``, flat, uint8. Raises OSError."""
-        if len(self.paths) == 1:
-            return torch.from_file(str(self.paths[0]), shared=True, size=nbytes, dtype=torch.uint8)
+        name = str(self.paths[0])
+        if len(self.paths) == 1 and name.encode(errors="ignore") == os.fsencode(name):  # torch takes UTF-8 only
+            return torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
         return _map_striped(self, nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
 
     def unlink(self) -> None:
@@ -152,8 +171,8 @@ def _map_striped(file: StoredFile, nbytes: int) -> Tensor:
     tensor = _addresses(nbytes)
     descriptors: list[int] = []
     try:
-        for path in file.paths:
-            descriptors.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        for index in range(len(file.paths)):
+            descriptors.append(file.open(index))
         for extent in file.extents(0, nbytes):
             address = _mmap(
                 tensor.data_ptr() + extent.begin,

@@ -160,7 +160,7 @@ class Transfers:
         pending: deque[_PieceTransfer] = deque()
         with contextlib.ExitStack() as stack:
             descriptors = {
-                (index, flags): stack.enter_context(_opened(file.paths[index], flags))
+                (index, flags): stack.enter_context(_opened(file, index, flags))
                 for index, flags in dict.fromkeys((piece.extent.file, piece.flags) for piece in pieces)
             }
             try:
@@ -172,7 +172,7 @@ class Transfers:
                             pending.popleft().complete()
                     pending.append(_PieceTransfer(self.staging, part, buffer, on_device=on_device, write=write))
                     index = piece.extent.file
-                    move = partial(_move_piece, file.paths[index], descriptors[index, piece.flags], piece, write)
+                    move = partial(_move_piece, file, descriptors[index, piece.flags], piece, write)
                     pending[-1].start(io_threads, move)
                     if len(pending) == in_flight:
                         pending.popleft().complete()
@@ -185,13 +185,14 @@ class Transfers:
         self.cache.count(nbytes)
 
 
-def _move_piece(path: Path, fd: int, piece: _Piece, write: bool, memory: memoryview) -> None:
+def _move_piece(file: StoredFile, fd: int, piece: _Piece, write: bool, memory: memoryview) -> None:
+    path = file.paths[piece.extent.file]
     call, begin = os.pwritev if write else os.preadv, piece.extent.begin + piece.extent.shift
     if not piece.direct:
         move_all(call, fd, memory, begin, path)
     elif (moved := _moved(call, fd, memory, begin, path)) < len(memory):
         # A direct call moves less only at the end of the file, where move_all raises.
-        with _opened(path) as cached:
+        with _opened(file, piece.extent.file) as cached:
             move_all(call, cached, memory[moved:], begin + moved, path)
 
 
@@ -256,8 +257,8 @@ def _copy(destination: Tensor, source: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, flags: int = 0) -> Iterator[int]:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags)
+def _opened(file: StoredFile, index: int, flags: int = 0) -> Iterator[int]:
+    fd = file.open(index, flags)
     try:
         yield fd
     finally:

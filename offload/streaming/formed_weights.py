@@ -48,7 +48,7 @@ def check_seal(shard: Shard) -> None:
     for s, version in zip(shard.formed, shard.sealed, strict=True):
         assert shard.home is not None
         if s.parameter.data_ptr() != shard.home.tensor.data_ptr() + s.offset:
-            s.point_to(shard.home_view(s))
+            shard.point_home(s)
             raise RuntimeError(
                 f"other data was assigned to parameter {s.name}, but with store_dtype= only an OffloadOptimizer "
                 f"writes parameters; the assignment was dropped. Load values by load_state_dict()"

@@ -90,6 +90,7 @@ class GradientOffload:
                 f"update_in_backward uses the gradients before; remove the hooks, or pass update_in_backward=False"
             )
         self._to_return, self._drop_others, self._returned = frozenset(to_return), drop_others, {}
+        self.optimizers.backwards += not drop_others
         return self._updates
 
     def drain(self, shard: Shard, gradients: list[Tensor | None]) -> None:

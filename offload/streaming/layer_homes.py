@@ -156,16 +156,15 @@ class FormedWeights:
                 self._stored.append((owner, s))
         for s in shard.formed:
             if materializer.is_in_place(s.parameter):
-                s.point_to(shard.home_view(s))
+                shard.point_home(s)
 
     def store(self) -> None:
         """Stores the values that the parameters have now."""
         for owner, s in self._stored:
             store_formed(owner, s, s.parameter.detach())
             gradient, s.parameter.grad = s.parameter.grad, None
-            home = owner.home_view(s)
-            s.point_to(home)
-            set_gradient(s.parameter, None if gradient is None else gradient.to(home.device))
+            owner.point_home(s)
+            set_gradient(s.parameter, None if gradient is None else gradient.to(s.parameter.device))
         for owner in dict.fromkeys(owner for owner, _ in self._stored):
             seal(owner)
 
@@ -205,14 +204,13 @@ def make_shards(
         shard = homes.shard(index, first, count, stored)
         formed = FormedWeights(shard, materializer)
         for s in shard.own:
-            home = shard.home_view(s)
             if s.form is not None:
                 continue
             if materializer.has_values(s.parameter):
-                home.copy_(s.parameter.detach())
-            s.point_to(home)
+                shard.home_view(s).copy_(s.parameter.detach())
+            shard.point_home(s)
             if s.parameter.grad is not None:
-                s.parameter.grad = s.parameter.grad.to(home.device)
+                s.parameter.grad = s.parameter.grad.to(s.parameter.device)
         materializer.fill()
         formed.store()
         shards.append(shard)

@@ -62,6 +62,8 @@ class Move:
     lower: Block | None
     lower_file: Block | None
     gradient_regions: list[GradientRegion]
+    #: See :attr:`.Shard.own_memory`.
+    own_memory: dict[int, Tensor]
     #: The tensors that move.
     tensors: list[NewMemory]
     #: What optimizers do for it.
@@ -72,7 +74,7 @@ class Move:
         shard = self.shard
         shard.home, shard.tier, shard.file = self.home, self.tier, self.file
         shard.lower, shard.lower_file = self.lower, self.lower_file
-        shard.gradient_regions = self.gradient_regions
+        shard.gradient_regions, shard.own_memory = self.gradient_regions, self.own_memory
         for tensor, memory in self.tensors:
             tensor.data = memory
         for commit in self.commits:
@@ -103,7 +105,7 @@ def home_in_use(shard: Shard, optimizers: Optimizers) -> bool:
     """Whether other code refers to the memory of a shard's weights."""
     if shard.home is None:
         return False
-    return storage_uses(shard.home.tensor) > shard.home_uses + sum(optimizers.home_views(shard))
+    return shard.count_home_owners() > shard.home_uses + sum(optimizers.home_views(shard))
 
 
 def _is_in_use(shard: Shard, optimizers: Optimizers) -> bool:
@@ -117,7 +119,8 @@ def prepare_move(shard: Shard, tier: Tier, optimizers: Optimizers) -> Move:
     lower = lower_file = None
     if shard.lower is not None:
         lower, lower_file = _moved(shard.lower, shard.lower_file, tier, f"shard{shard.index}-lower-halves")
-    tensors: list[NewMemory] = [(t, s.view(home.tensor)) for s in shard.own for t in (s.parameter, *s.aliases)]
+    views = {s: s.own_view(home.tensor) for s in shard.own}
+    tensors: list[NewMemory] = [(t, view) for s, view in views.items() for t in (s.parameter, *s.aliases)]
     regions, moved = _moved_gradients(shard, tier)
     tensors += moved
     commits = []
@@ -125,7 +128,8 @@ def prepare_move(shard: Shard, tier: Tier, optimizers: Optimizers) -> Move:
         states, commit = optimizer.prepare_move(shard, tier, home)
         tensors += states
         commits.append(commit)
-    return Move(shard, home, tier, file, lower, lower_file, regions, tensors, commits)
+    places = {s.offset: view for s, view in views.items() if s.nbytes}
+    return Move(shard, home, tier, file, lower, lower_file, regions, places, tensors, commits)
 
 
 def _moved(block: Block, file: Block | None, tier: Tier, label: str) -> tuple[Block, Block | None]:

@@ -27,6 +27,8 @@ class Optimizers:
 
     def __init__(self) -> None:
         self._alive: weakref.WeakSet[OffloadOptimizer] = weakref.WeakSet()
+        #: How many backwards have begun that add to stored gradients.
+        self.backwards = 0
 
     def __iter__(self) -> Iterator[OffloadOptimizer]:
         """Iterates over the live optimizers."""

@@ -107,9 +107,8 @@ def resident_shard(
     shard.own, nbytes = layout(each for each in stored_tensors(layers.items()) if each.parameter in parameters)
     shard.home = HostBlock(device_buffer(nbytes, device))
     for s in shard.own:
-        home = shard.home_view(s)
-        home.copy_(s.parameter.detach())
+        shard.home_view(s).copy_(s.parameter.detach())
         gradient, s.parameter.grad = s.parameter.grad, None
-        s.point_to(home)
+        shard.point_home(s)
         s.parameter.grad = None if gradient is None else gradient.to(device)
     return shard

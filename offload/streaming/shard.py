@@ -1,7 +1,8 @@
 """A shard: consecutive layers whose parameters are loaded into a device slot together, as a state machine.
 
-In storage (at home), each parameter's ``.data`` is a view of the shard's block. During a visit the same ``Parameter``
-objects point into a device slot instead, so layers, hooks and autograd see ordinary parameters on the compute device.
+In storage (at home), each parameter's ``.data`` is in the shard's block, on a storage of its own. During a visit the
+same ``Parameter`` objects point into a device slot instead, so layers, hooks and autograd see ordinary parameters on
+the compute device.
 
 ::
 
@@ -90,6 +91,8 @@ class Shard:
     written: bool = False
     #: Casts of its weights that kept graphs refer to.
     weight_casts: Casts = field(default_factory=Casts)
+    #: The memory of own parameters at home, each on a storage of its own, by their offset.
+    own_memory: dict[int, Tensor] = field(default_factory=dict)
     _slot: Tensor | None = None
     _wide_gradients: list[Tensor | None] = field(default_factory=list)
     _stored_gradients: list[Tensor | None] = field(default_factory=list)
@@ -167,6 +170,21 @@ class Shard:
             + (0 if self.home is None else len(self._views.get(self.home.tensor, ())))
         )
 
+    def count_home_owners(self) -> int:
+        """The number of tensors (and other owners) on the memory of the home, in its storage or in those of parameters.
+
+        Without :attr:`own_memory`, and what its storages hold of the home.
+        """
+        assert self.home is not None
+        begin = self.home.tensor.data_ptr()
+        there = [view for offset, view in self.own_memory.items() if view.data_ptr() == begin + offset]
+        return storage_uses(self.home.tensor) + sum(storage_uses(view) - 2 for view in there)
+
+    def home_storages(self) -> set[int]:
+        """Addresses of the storages that :meth:`count_home_owners` counts."""
+        tensors = [] if self.home is None else [self.home.tensor, *self.own_memory.values()]
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
     @property
     def blocking_io(self) -> bool:
         """Whether the shard rests in a file, see :attr:`Tier.blocking_io`."""
@@ -191,9 +209,8 @@ class Shard:
     def store_assigned_data(self, s: Slice, value: Tensor) -> None:
         """Stores ``value``, assigned to ``.data`` of an own parameter. Raises ValueError for another size or type."""
         s.check_data()
-        home = self.home_view(s)
-        home.copy_(value)
-        s.point_to(home)
+        self.home_view(s).copy_(value)
+        self.point_home(s)
 
     def load(self, slot: Tensor) -> None:
         """HOME -> LOADED. The caller fills ``slot`` by :meth:`fill`, on a lane."""
@@ -234,13 +251,11 @@ class Shard:
             made = storage_uses(self.slot) - before  # a view may reference others
         self._stored_gradients = [parameter.grad for parameter in self.parameters]
         self._wide_gradients = [None] * len(self.slices)
-        in_place = self.bound_in_place
         self.state = State.BOUND  # before the first parameter moves: see reset()
         for s, view in zip(self.slices, views, strict=True):
             # Without this, autograd adds to the stored ``.grad`` while a lane writes to it.
             s.parameter.grad = None
-            if not (in_place and s.parameter.dtype == view.dtype and s.parameter.is_set_to(view)):
-                s.point_to(view)
+            s.point_to(view)
         self._refresh_quantised()
         return made
 
@@ -276,11 +291,9 @@ class Shard:
     def _restore(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None  # a gradient must be on its parameter's device, so it is reset first, restored last
-        views = self.in_slot if self.bound_in_place else None
         for position, gradient in enumerate(self._stored_gradients):
             owner, s = self.owner_of(position)
-            if views is None or not (s.parameter.dtype == s.dtype and s.parameter.is_set_to(views[position])):
-                s.point_to(owner.home_view(s))
+            owner.point_home(s)
             set_gradient(s.parameter, gradient)
         self._refresh_quantised()
 
@@ -325,8 +338,19 @@ class Shard:
         views: list[Tensor] = self._views[self.slot]
         return views
 
+    def point_home(self, s: Slice) -> None:
+        """Points an own parameter to its stored values."""
+        assert self.home is not None
+        memory = self.own_memory.get(s.offset)
+        # Code that shares the storage with another process moves it to other memory.
+        if memory is None or memory.data_ptr() != self.home.tensor.data_ptr() + s.offset:
+            memory = s.own_view(self.home.tensor)
+            if s.nbytes:
+                self.own_memory[s.offset] = memory
+        s.point_to(memory)
+
     def home_view(self, s: Slice) -> Tensor:
-        """A view of a parameter's stored values."""
+        """A view of a parameter's stored values, for the engine: in the storage of the home."""
         assert self.home is not None
         with outside_inference_mode():
             return s.view(self.home.tensor)

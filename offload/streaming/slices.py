@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from offload.planning.partition import aligned
 from offload.storage import Block
-from offload.storage.buffer import host_buffer
+from offload.storage.buffer import host_buffer, on_own_storage
 from offload.storage.contract import in_order
 from offload.streaming.quantised import StoredTensor
 from offload.streaming.weight_forms import WeightForm
+from pipe.torch_private.autograd import outside_inference_mode
 
 __all__ = ["Slice", "layout", "read_converted"]
 
@@ -82,6 +83,18 @@ class Slice:
         offset = block.storage_offset() + self.offset
         memory = torch.empty(0, dtype=self.dtype, device=block.device)
         return memory.set_(block.untyped_storage(), offset // self.dtype.itemsize, self.parameter.shape, self.stride)
+
+    def own_view(self, block: Tensor) -> Tensor:
+        """The same on a storage of its own, which begins and ends with the parameter, in the memory of ``block``.
+
+        Code that saves tensors takes those of one storage for tied, or saves all of the storage with each.
+        """
+        if not self.nbytes:
+            return self.view(block)
+        with outside_inference_mode():
+            alone = on_own_storage(block[self.offset : self.offset + self.nbytes])
+            memory = torch.empty(0, dtype=self.dtype, device=block.device)
+            return memory.set_(alone.untyped_storage(), 0, self.parameter.shape, self.stride)
 
 
 def layout(

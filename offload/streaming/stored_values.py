@@ -174,7 +174,7 @@ def values_in_full(shards: Iterable[Shard], tier: Tier) -> dict[int, Tensor]:
         for begin in range(0, s.parameter.numel(), _WINDOW):
             values = _window(shard, s, begin, min(_WINDOW, s.parameter.numel() - begin))
             block.write(bytes_of(values), offset + begin * values.element_size())
-    return {s.parameter.data_ptr(): s.in_full(offset).view(block.tensor) for _, s, offset in places}
+    return {s.parameter.data_ptr(): s.in_full(offset).own_view(block.tensor) for _, s, offset in places}
 
 
 def _window(shard: Shard, s: Slice, begin: int, count: int) -> Tensor:

@@ -203,6 +203,11 @@ class Streamer:
                     # Update lane -> host. Without this, their gradients count as held in one measurement of two.
                     pending.start().synchronize()
 
+    def is_unfinished(self, pending: bool) -> bool:
+        """Whether updates are to be applied before parameters are read, some of which are ``pending``."""
+        self.clean_up()
+        return pending or self.finish_step is not None
+
     def apply_pending_updates(self) -> None:
         """Runs all pending updates and waits for them, before stored weights are read or written.
 

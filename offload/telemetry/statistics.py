@@ -81,8 +81,6 @@ class Meter:
         self.compute = cells = Clock(device)
         #: (letter of the cell in a plan, shard) -> time of its cells, by rows.
         self.cells: dict[tuple[str, int], Clock] = {}
-        #: Largest number of bytes that autograd keeps of one row while a shard computes.
-        self.activation_bytes_per_row = 0.0
         #: Shard -> tensors that a recomputed cell saves for backward; the same of one that keeps its graph.
         self.memory_profiles, self.kept_profiles = ProfilesBySize(), ProfilesBySize()
         self._steps = 0
@@ -241,10 +239,6 @@ class Meter:
     def copy_seconds_per_byte(self, lane: str) -> float:
         """Predicted seconds of a lane's copies per byte (of updates: of gradients); 0 if none was measured."""
         return self._lane_clocks[lane].seconds_each()
-
-    def record_activations(self, nbytes: int, rows: float) -> None:
-        """Records the activations of one cell of so many rows."""
-        self.activation_bytes_per_row = max(self.activation_bytes_per_row, nbytes / (rows or 1))
 
     def record_memory_profile(
         self, shard: int, memory_profile: MemoryProfile, *, keeps: bool, continues: bool = False

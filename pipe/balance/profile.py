@@ -51,10 +51,22 @@ def _cut(value: Any) -> Any:
 
 
 def _on_device(module: nn.Sequential, device: torch.device) -> Iterator[nn.Module]:
-    for layer in module:
-        copied = copy.deepcopy(layer).to(device).train()
+    for name, layer in module.named_children():
+        copied = _copy_of(name, layer).to(device).train()
         copied.zero_grad(set_to_none=True)
         yield copied
+
+
+def _copy_of(name: str, layer: nn.Module) -> nn.Module:
+    """A copy; tensors with a graph that the layer keeps (a weight of ``weight_norm``, an attention map) have none."""
+    kept = [tensor for part in layer.modules() for tensor in tensors_in(list(vars(part).values()))]
+    try:
+        return copy.deepcopy(layer, {id(t): t.detach().clone() for t in kept if not t.is_leaf})
+    except RuntimeError as error:
+        raise ValueError(
+            f"expected layers that can be copied to be measured, got layer {name!r} ({type(layer).__name__}): {error}; "
+            f"balance before the first forward, or delete the attribute that keeps a tensor with a graph"
+        ) from error
 
 
 def _synchronize(device: torch.device) -> None:

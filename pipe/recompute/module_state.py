@@ -82,7 +82,7 @@ class WatchedModule:
             f"{kind} {'.'.join(filter(None, (owner, name)))!r}"
             for owner, module in self.modules
             for kind, register in (("parameter", module._parameters), ("module", module._modules))
-            for name, member in register.items()
+            for name, member in dict.items(register)
             if id(member) not in before and not _is_sharded(member)
         ]
 

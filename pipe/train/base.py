@@ -78,10 +78,15 @@ class TrainPipelineBase:
         enqueue_batch_after_forward: copy a later batch after the forward and not before it, so that the copy does
             not take bus bandwidth from a forward that reads host memory.
 
-    Several batches are in flight, so a loader must allocate new memory for each batch. It is read ahead in another
-    thread, under the caller's grad mode and autocast. If loader and model draw random numbers from the same generator,
-    batches are read on demand instead, so that a seed gives the same result as a plain loop. See
-    :mod:`pipe.train.draws`; a loader with a generator of its own is read ahead.
+    Several batches are in flight, so a loader must allocate new memory for each batch. An iterator is read ahead in
+    another thread, under the caller's grad mode and autocast, unless the next epoch may reset it in place (that of a
+    ``DataLoader`` with ``persistent_workers``, one with a length or an ``__iter__`` that does more than return it, and
+    a ``map``, ``zip`` or ``islice`` over such a one): this is read ahead in the caller's thread, inside ``progress``.
+    A generator around a loader that reads slowly, ``(batch for batch in slow())``, is read in the other thread.
+
+    If loader and model draw random numbers from the same generator, batches are read on demand instead, so that a seed
+    gives the same result as a plain loop. See :mod:`pipe.train.draws`; a loader with a generator of its own is read
+    ahead.
 
     A model in ``eval`` mode, or under ``no_grad``, only runs forward. Use one pipeline for training and one for
     evaluation: batches in flight belong to the mode in which they were requested.
@@ -124,6 +129,7 @@ class TrainPipelineBase:
         unknown = sorted(set(ahead or ()) - set(self.default_ahead))
         if unknown:
             raise ValueError(f"expected stages of {sorted(self.default_ahead)} in ahead, got {unknown} (ahead={ahead})")
+        self._caller = InlineLane()  # reads iterators that the caller may reset
         self._ahead = {**self.default_ahead, **(ahead or {})}
         self._schedule = TrainSchedule([stage.of(self) for stage in self.stages()])
         # Reads in the caller's thread are ordered with everything else in it; so are reads that never run ahead.
@@ -208,7 +214,8 @@ class TrainPipelineBase:
 
         Args:
             dataloader_iter: an iterator over batches; up to ``ahead`` batches are read from it in advance. If it is
-                another iterator than in the call before, the batches in flight run first.
+                another iterator than in the call before, or was reset by ``iter(loader)``, the batches in flight run
+                first.
 
         Raises:
             StopIteration: after the last batch of this iterator has run (or before: ``execute_all_batches``).
@@ -288,11 +295,13 @@ class TrainPipelineBase:
         pending = self._pending[k]
         if stage.name in pending.tickets:  # a restored batch has been loaded already
             return
-        alone = stage.name == "load" and pending.source.reads_alone
-        ticket = stage.lane.submit(partial(self._work, stage, pending, threading.get_ident()))
+        load = stage.name == "load"
+        alone = load and pending.source.reads_alone
+        lane = self._caller if load and pending.source.in_caller else stage.lane
+        start = time.perf_counter()
+        ticket = lane.submit(partial(self._work, stage, pending, threading.get_ident()))
         pending.tickets[stage.name] = ticket
-        if alone:
-            start = time.perf_counter()
+        if alone or lane is self._caller:
             # Without this, random numbers drawn by the read could not be told from those drawn by this thread.
             ticket.succeeded()
             self._wait_seconds[stage.name] += time.perf_counter() - start
@@ -372,7 +381,8 @@ class TrainPipelineBase:
         """The state that a new pipeline needs to continue: the open window, the scaler, and the batches in flight.
 
         Model, optimizer and loader have states of their own. The loader's position is *behind* the batches in flight:
-        this state keeps those as the loader yielded them. Waits for reads that are under way.
+        this state keeps those as the loader yielded them. Waits for reads that are under way: take it before the
+        state of the loader.
         """
         reads = [pending.read for _, pending in sorted(self._pending.items()) if pending.kind() is not None]
         return {

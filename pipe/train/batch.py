@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipe.nested import attributes_of
 from pipe.torch_private.data import pytree
 
 __all__ = ["PathStep", "follow", "move", "pageable_bytes", "record_stream", "walk"]
@@ -92,12 +93,7 @@ def _children(value: Any) -> Iterator[tuple[PathStep, Any]]:
         for k, item in enumerate(value):
             yield PathStep(False, k), item
     elif not isinstance(value, (Tensor, *_OPAQUE)) and not callable(value):
-        names = dict.fromkeys(getattr(value, "__dict__", ()))
-        for kind in type(value).__mro__:
-            slots = kind.__dict__.get("__slots__", ())
-            names.update(dict.fromkeys((slots,) if isinstance(slots, str) else slots))
-        for name in names:
-            item = getattr(value, name, None)
+        for name, item in attributes_of(value):
             if item is not None:
                 yield PathStep(True, name), item
 

@@ -97,7 +97,7 @@ class Reader:
             for each in pending:
                 each.source = self.source
             self._training = training
-        elif self.source is None or self.source.iterator is not iterator:
+        elif self.source is None or self.source.iterator is not iterator or self.source.was_reset():
             if training is not self._training and any(each.kind() is Kind.BATCH for each in pending):
                 raise ValueError(
                     f"expected the model in {'train' if self._training else 'eval'} mode for the batches in flight, "

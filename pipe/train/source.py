@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipe.train.draws import Draws
+from pipe.train.resets import attributes_at_end, may_be_reset
 
 __all__ = ["Agreement", "Kind", "Read", "Source"]
 
@@ -145,6 +146,9 @@ class Source:
     ) -> None:
         self.iterator = iterator
         self.in_turn = False  # whether no batch may be read before it is needed
+        #: Whether it must be read in the caller's thread, whose ``iter(loader)`` may reset it.
+        self.in_caller = may_be_reset(iterator)
+        self._at_end: list[tuple[Any, ...]] | None = None
         self._agreement = agreement
         self._draws = draws
         self._observed = False
@@ -156,6 +160,15 @@ class Source:
     def reads_alone(self) -> bool:
         """Whether the next read must run while nothing else does."""
         return self._draws is not None and not self.stopped and (self.in_turn or not self._observed)
+
+    def was_reset(self) -> bool:
+        """Whether the iterator began another epoch after its end was read."""
+        if self._at_end is None:
+            return False
+        now = attributes_at_end(self.iterator)
+        return len(now) != len(self._at_end) or any(
+            name != before or value is not old for (name, value), (before, old) in zip(now, self._at_end, strict=True)
+        )
 
     def change_mode(self) -> None:
         """Observes again which generators the caller's thread uses. Called while no read is under way."""
@@ -186,4 +199,6 @@ class Source:
             raise
         self.in_turn, self._observed, self.drew = in_turn, True, self.drew or in_turn
         self.stopped = read.kind is not Kind.BATCH
+        if self.stopped:
+            self._at_end = attributes_at_end(self.iterator)
         return read

@@ -18,6 +18,7 @@ the next batch opens a new window, and no half-accumulated gradient is stepped.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,8 @@ class Window:
         wrong = [type(one).__name__ for one in optimizers if not isinstance(one, torch.optim.Optimizer)]
         if wrong or not (optimizers or forward_only):
             raise TypeError(f"expected a torch.optim.Optimizer, or several, got {wrong or 'none'}")
+        for one in optimizers:
+            _refuse_closure(one)
         self.size = size or 1
         self.scaler = scaler
         self._forward_only = forward_only
@@ -237,6 +240,24 @@ class Window:
                 # A scaler initializes its scale tensor with the first loss; finish() may step before any loss.
                 self.scaler.scale(torch.zeros((), device=parameters[0].device))
         self.position, self.steps = state["position"], state["steps"]
+
+
+def _refuse_closure(optimizer: Any) -> None:
+    """Refuses an optimizer whose ``step`` cannot be called without a closure, also in a wrapper as accelerate's."""
+    while optimizer is not None:
+        # Of the class: a scheduler wraps the method of the instance.
+        _, *step = inspect.signature(type(optimizer).step).parameters.values()
+        required = [
+            p.name for p in step if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        ]
+        if required:
+            raise TypeError(
+                f"expected an optimizer whose step() can be called without a closure, got {type(optimizer).__name__}, "
+                f"whose step needs {', '.join(required)}: a train pipeline runs each batch once, so it cannot compute "
+                f"the loss of a batch again; take a first-order optimizer, or train with this one in a plain loop"
+            )
+        inner = getattr(optimizer, "optimizer", None)
+        optimizer = inner if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer else None
 
 
 def checked_pair(returned: Any) -> tuple[Any, Any]:

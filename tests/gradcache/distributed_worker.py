@@ -366,6 +366,54 @@ def beside_a_mesh(rank: int) -> dict[str, float]:
     return found
 
 
+def hooks(rank: int, how: str) -> Report:
+    """Hooks of a wrapped tower: a clamp, and an optimizer step behind it."""
+    rates, bound = [tower(1), tower(1)], 1e-3
+    gradients: list[dict[str, Tensor]] = []
+    for k in range(2):  # as DistributedDataParallel: each process's gradient is clamped, then the mean is taken
+        model = tower(1)
+        model(batch(4, k)).square().sum().backward()
+        gradients.append({name: p.grad.clamp(-bound, bound) for name, p in model.named_parameters()})
+    with torch.no_grad():
+        for name, parameter in rates[0].named_parameters():
+            parameter -= 0.5 * (gradients[0][name] + gradients[1][name]) / 2
+    steps: list[int] = []
+
+    def step(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter -= 0.5 * parameter.grad
+        parameter.grad = None
+        steps.append(1)
+
+    for parameter in rates[1].parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-bound, bound))
+        parameter.register_post_accumulate_grad_hook(step)
+    cache = GradCache([DistributedDataParallel(rates[1])], 3 - rank, lambda r: r.square().sum())
+    if how == "step":
+        cache(batch(4, rank))
+    else:
+        cache.encode(batch(4, rank))[0].square().sum().backward()
+    pairs = zip(rates[0].parameters(), rates[1].parameters(), strict=True)
+    return {"steps": len(steps), "error": max(float((a - b).abs().max()) for a, b in pairs)}
+
+
+def hooks_of_shards(rank: int, how: str) -> int:
+    """How often hooks of the parameters that FSDP shards run."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = tower(1)
+    calls: list[int] = []
+    fully_shard(model)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+    cache = GradCache([model], 2, lambda r: r.square().sum())
+    if how == "step":
+        cache(batch(4, rank))
+    else:
+        cache.encode(batch(4, rank))[0].square().sum().backward()
+    return len(calls)
+
+
 class Sentences(nn.Module):
     """Speaks as a SentenceTransformer does."""
 
@@ -436,6 +484,8 @@ def main(rank: int, world: int, store: str) -> None:
             for kind in ("loss_fn", "get_rep_fn", "process_fn")
             for spelling in SPELLINGS
         },
+        "hooks": {how: hooks(rank, how) for how in ("step", "encode")},
+        "hooks of shards": [hooks_of_shards(rank, how) for how in ("step", "encode")],
         "hidden": hidden_parameter_is_refused(rank),
         "other forward": {how: other_forward_of_the_wrapper(rank, how) for how in ("before", "after", "around")},
         "sharded": sharded(rank),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from gradcache import GradCache
 from gradcache.loss import SimpleContrastiveLoss
+from gradcache.sentence_transformers import CachedMultipleNegativesRankingLoss
 from offload import OffloadModel
 
 
@@ -144,3 +146,50 @@ def test_representations_may_be_written_in_place_unless_they_share_memory(
     (both,) = GradCache([Two()], 8, unused).encode(x)
     with pytest.raises(RuntimeError, match="view"):
         both["all"].mul_(2)
+
+
+class Sentences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = tower()
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"sentence_embedding": self.encoder(features["input_ids"])}
+
+
+def by_encode(x: Tensor) -> Tensor:
+    model = tower()
+    return SimpleContrastiveLoss()(*GradCache([model, model], 2, unused).encode(x, x + 1))
+
+
+def by_tiles(x: Tensor) -> Tensor:
+    model = tower()
+    return SimpleContrastiveLoss(tile_rows=2)(model(x), model(x + 1))
+
+
+def by_ranking(x: Tensor) -> Tensor:
+    loss = CachedMultipleNegativesRankingLoss(Sentences(), mini_batch_size=2)
+    return loss([{"input_ids": x}, {"input_ids": x + 1}])
+
+
+@pytest.mark.parametrize("way", [by_encode, by_tiles, by_ranking])
+def test_a_loss_that_is_kept_after_its_backward_keeps_nothing_of_the_size_of_representations(way: Any) -> None:
+    def held() -> int:
+        gc.collect()
+        return sum(type(each) is Tensor and each.shape == (11, 6) for each in gc.get_objects())
+
+    loss = way(torch.randn(11, 8))
+    before = held()
+    loss.backward()
+    assert before > 0
+    assert held() == 0
+    assert loss.requires_grad
+
+
+def test_a_second_backward_through_tiles_is_refused_as_torch_refuses_it() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    loss = SimpleContrastiveLoss(tile_rows=2)(x, x)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        loss.backward()

@@ -100,6 +100,17 @@ def test_parameters_trained_by_a_function_are_averaged_for_every_kind_of_functio
             assert error < 1e-6, how
 
 
+@pytest.mark.parametrize("how", ["step", "encode"])
+def test_hooks_change_each_process_s_sum_and_step_once_with_the_mean(reports: list[dict[str, Any]], how: str) -> None:
+    for report in reports:
+        assert report["hooks"][how]["steps"] == 4
+        assert report["hooks"][how]["error"] < 1e-6
+
+
+def test_hooks_of_parameters_that_fsdp_shards_run_once_a_step(reports: list[dict[str, Any]]) -> None:
+    assert all(report["hooks of shards"] == [4, 4] for report in reports)
+
+
 def test_a_trained_tensor_that_cannot_be_found_is_refused_before_any_gradient_is_written(
     reports: list[dict[str, Any]],
 ) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +14,9 @@ from torch import Tensor, nn
 
 import offload.limits
 from gradcache import GradCache
+from gradcache.loss import SimpleContrastiveLoss
 from gradcache.memory import StepMemory
-from offload import MemoryPolicy, OffloadModel
+from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 
 GRADIENT_BYTES = 3 * 4 * (8 * 8 + 8)
 
@@ -106,7 +110,7 @@ def test_an_old_keyword_works_warns_at_the_call_and_is_refused_beside_memory(
     assert str(warned[0].message).endswith(f"pass memory=MemoryPolicy({new})")
     step(torch.randn(4, 8))
     assert (model in step.layered) == layered
-    assert step.memory.join_chunks is old.get("regroup", True if layered else None)
+    assert step.memory.join_chunks is old.get("regroup", layered)
     with pytest.raises(ValueError, match="memory replaces"):
         step_of([model], 1 << 20, **old)
 
@@ -138,3 +142,96 @@ def test_steps_that_say_auto_share_the_machine_with_models_that_say_so(monkeypat
     assert 0 < kept() < 0.6 * alone
     other.close()
     assert kept() == alone
+
+
+WIDE = 96
+
+
+def wide_tower() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDE, WIDE), nn.GELU(), nn.LayerNorm(WIDE)) for _ in range(6)])
+
+
+def trained(model: nn.Module, optimizer: Any, **options: Any) -> list[Tensor]:
+    """The losses and parameters of a short training in chunks of 4 rows."""
+    step = GradCache([model, model], 4, SimpleContrastiveLoss(), **options)
+    losses = []
+    for k in range(5):
+        torch.manual_seed(k)
+        losses.append(step(torch.randn(24, WIDE), torch.randn(24, WIDE)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*losses, *(p.detach().clone() for p in model.parameters())]
+
+
+def disturb(patch: pytest.MonkeyPatch) -> None:
+    """Lets clocks run unevenly, and processes seem to hold more memory than they do."""
+    now, ticks = time.perf_counter, itertools.count()
+    patch.setattr(time, "perf_counter", lambda: now() + next(ticks) ** 2 % 7 * 1e-3 + next(ticks))
+    patch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 2 << 20)
+
+
+@pytest.mark.parametrize(
+    ("memory", "joins"),
+    [
+        ("4MiB", False),
+        ("32MiB", False),
+        (MemoryPolicy("4MiB", join_chunks=True), False),
+        (MemoryPolicy("8MiB", activation_bytes="60KB"), True),
+        (MemoryPolicy("8MiB", activation_bytes="7MiB"), True),
+    ],
+    ids=str,
+)
+def test_the_bits_of_a_training_depend_on_no_clock_and_no_measured_memory(
+    memory: Any, joins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = OffloadModel(wide_tower(), "cpu", num_slices=6, checkpoint_activation=True)
+    expected = trained(plain, OffloadOptimizer(plain, torch.optim.AdamW, lr=1e-3))
+    found, rows = [], set()
+    for how in range(2):
+        with monkeypatch.context() as patch:
+            if how:
+                disturb(patch)
+            model = OffloadModel(wide_tower(), "cpu", tmp_path / str(how), memory=memory)
+            handle = model.get_submodule("1").register_forward_pre_hook(lambda _m, x: rows.add(len(x[0])))
+            found.append(trained(model, OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)))
+            handle.remove()
+            model.close()
+    assert all(map(torch.equal, *found))
+    assert (rows > {4}) == joins
+    assert all(map(torch.equal, found[0], expected)) != joins
+
+
+@pytest.mark.parametrize("memory", ["1MiB", "64MiB", "auto", MemoryPolicy("64MiB", join_chunks=True)], ids=str)
+def test_a_memory_changes_no_bit_of_a_training_of_plain_towers(memory: Any) -> None:
+    plain, ours = wide_tower(), wide_tower()
+    results = [
+        trained(each, torch.optim.AdamW(each.parameters(), lr=1e-3), memory=given)
+        for each, given in ((plain, MemoryPolicy(boundary_bytes=0, join_chunks=False)), (ours, memory))
+    ]
+    assert all(map(torch.equal, *results))
+
+
+def test_chunks_that_do_not_fit_together_run_apart_and_stay_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = nn.Sequential(*wide_tower(), nn.Dropout(0.5))
+    model = OffloadModel(layers, "cpu", tmp_path, memory=MemoryPolicy("8MiB", activation_bytes="1MiB"))
+    step = GradCache([model], 4, energy)
+    rows: list[int] = []
+    model.get_submodule("1").register_forward_pre_hook(lambda _m, x: rows.append(len(x[0])))
+
+    def sizes_run() -> set[int]:
+        rows.clear()
+        step(torch.randn(24, WIDE))
+        return set(rows)
+
+    assert [sizes_run() for _ in range(3)] == [{4}] * 3  # masks would be others together
+    with monkeypatch.context() as patch:
+        patch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 9 << 20)
+        sizes_run()
+    model.eval()
+    with pytest.warns(RuntimeWarning, match="takes at least"):
+        assert sizes_run() == {4}
+    model.train()
+    sizes_run()
+    model.eval()
+    assert sizes_run() == {4}

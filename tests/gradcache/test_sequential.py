@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -169,12 +170,14 @@ def test_the_cells_that_backward_begins_with_keep_their_graphs_as_far_as_the_bud
     assert watch.rows() == runs
 
 
-def order_of_gradients(model: nn.Sequential) -> list[int]:
-    """A list that gets the number of a layer whenever the gradient of its weight grows."""
-    order: list[int] = []
+def on_each_gradient(model: nn.Sequential, function: Callable[[int], None]) -> list[Any]:
+    """Calls a function with the number of a layer whenever the gradient of its weight grows, while the result lives."""
+    nodes = []
     for j, layer in enumerate(model):
-        layer.weight.register_post_accumulate_grad_hook(lambda _, j=j: order.append(j))
-    return order
+        # Of the node: hooks of the parameter run once a step.
+        nodes.append(layer.weight.view_as(layer.weight).grad_fn.next_functions[0][0])
+        nodes[-1].register_hook(lambda *_, j=j: function(j))
+    return nodes
 
 
 @pytest.mark.parametrize(
@@ -191,9 +194,11 @@ def test_backward_of_chunks_with_kept_graphs_runs_together_and_of_others_one_at_
     budget: int, expected: list[int]
 ) -> None:
     model = layers("linear", "linear", "linear")
-    order = order_of_gradients(model)
+    order: list[int] = []
+    nodes = on_each_gradient(model, order.append)
     GradCache([model], 2, energy, memory=MemoryPolicy(boundary_bytes=budget, join_chunks=False))(torch.randn(6, 8))
     assert order == expected
+    assert len(nodes) == 3
 
 
 @pytest.mark.parametrize("budget", [9 * 64, PLENTY])
@@ -212,8 +217,9 @@ def test_kept_activations_are_freed_as_gradients_are_computed(budget: int) -> No
         layer.register_forward_hook(
             lambda _m, args, _o, j=j: entered[j].append(weakref.ref(args[0].untyped_storage())), prepend=True
         )
-        layer.weight.register_post_accumulate_grad_hook(lambda _, j=j: look(j))
+    nodes = on_each_gradient(model, look)
     step(torch.randn(6, 8))
+    assert len(nodes) == 4
     assert alive == [(j, 0) for j in (3, 3, 3, 2, 2, 2, 1, 1, 1, 0, 0, 0)]
 
 

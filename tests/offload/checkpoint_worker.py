@@ -17,6 +17,7 @@ import os
 import random
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 
-from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
+from offload import DiskHome, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
 from offload.optim import state_forms
 from offload.storage.disk import DiskBlock
 from offload.telemetry.statistics import Meter
@@ -120,19 +121,40 @@ class Killer:
         return counted
 
 
-def train(folder: Path, home: str, slices: int, steps: int, states: str, fatal: tuple[str, int] | None) -> Outcome:
+def make(home: str, slices: int, *, keep: bool, saved: bool, **how: Any) -> OffloadModel:
+    """The model; one whose home is kept and whose run has ``saved`` goes on in it, as the process before left it."""
+    torch.manual_seed(0)
+    with torch.device("meta" if keep and saved else "cpu"):
+        layers = build(["linear", "dropout", "batchnorm", "linear"])
+    place = DiskHome(home, keep=True, recover=saved, overwrite=not saved) if keep else home
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "recovering the home", RuntimeWarning)
+        return OffloadModel(layers, "cpu", place, slices, checkpoint_activation=True, **how)
+
+
+def train(
+    folder: Path,
+    home: str,
+    slices: int,
+    steps: int,
+    states: str,
+    fatal: tuple[str, int] | None,
+    *,
+    keep: bool = False,
+) -> Outcome:
     """Trains to ``steps`` from the last checkpoint, if there is one, and saves every other step.
 
+    ``keep``: the home outlives each process, too; the last one closes it, and it is read as one that was closed.
     Returns the number of events of each kind, and a hash of all that training has changed.
     """
-    torch.manual_seed(0)
     states_form, store_dtype, gradient_dtype = STATES[states]
-    layers = build(["linear", "dropout", "batchnorm", "linear"])
     how: dict[str, Any] = {"store_dtype": store_dtype, "gradient_dtype": gradient_dtype}
-    model = OffloadModel(layers, "cpu", home, slices, checkpoint_activation=True, **how)
+    saved = (folder / "model.safetensors.index.json").exists()
+    home = str(folder / "home") if keep else home
+    model = make(home, slices, keep=keep, saved=saved, **how)
     state_forms.LEAST_ELEMENTS = WIDTH * WIDTH
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01, max_norm=0.5, states=states_form)
-    begin = load_checkpoint(folder, model, optimizer).step if (folder / "model.safetensors.index.json").exists() else 0
+    begin = load_checkpoint(folder, model, optimizer).step if saved else 0
     killer = Killer(fatal)
     killer.watch()
     for step in range(begin, steps):
@@ -149,6 +171,13 @@ def train(folder: Path, home: str, slices: int, steps: int, states: str, fatal: 
     ]:
         digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     digest.update(torch.get_rng_state().numpy().tobytes())
+    if keep:
+        trained = {name: value.clone() for name, value in model.state_dict().items()}
+        model.close()
+        again = make(home, slices, keep=True, saved=True)
+        assert all(torch.equal(value, trained[name]) for name, value in again.state_dict().items())
+        again.close()
+        assert {path.name for path in Path(home).iterdir()} == {"home.lock", "weights.home", "buffers.home"}
     return dict(killer.counts), digest.hexdigest()
 
 
@@ -171,13 +200,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--states", choices=STATES, default="full")
+    parser.add_argument("--keep", action="store_true", help="homes outlive the processes")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.zeros(1)])  # imports what every child would otherwise import for itself
     draw = random.Random(options.seed)
     home = f"{options.folder}/home/"
     # With the most slices, so that a moment that is drawn may lie beyond the end of a run with fewer.
-    undisturbed = in_child(partial(train, options.folder / "undisturbed", home, 6, options.steps, options.states, None))
+    run = partial(train, steps=options.steps, states=options.states, keep=options.keep)
+    undisturbed = in_child(partial(run, options.folder / "undisturbed", home, 6, fatal=None))
     assert undisturbed is not None
     counts, expected = undisturbed
     assert set(counts) == set(KINDS), counts
@@ -191,7 +222,7 @@ def main() -> None:
         while True:
             place = home if kind in ("read", "write") else draw.choice(["cpu", home])
             fatal = (kind, draw.randint(1, counts[kind])) if killed.total() < options.kills else None
-            result = in_child(partial(train, folder, place, draw.randint(1, 6), options.steps, options.states, fatal))
+            result = in_child(partial(run, folder, place, draw.randint(1, 6), fatal=fatal))
             if result is not None:
                 break
             killed[kind] += 1

@@ -21,7 +21,7 @@ from tests.offload.zoo import build
 class Faults:
     """Makes the ``fatal``-th call of a method fail."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, error: Exception) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, error: BaseException) -> None:
         original = getattr(owner, name)
         self.calls = 0
         self.fatal = -1

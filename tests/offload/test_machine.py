@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from offload.machine import (
     ControlGroup,
     capacity,
     control_groups,
+    file_system,
     free_bytes,
     free_device_bytes,
     free_host_bytes,
@@ -139,3 +141,28 @@ def test_an_accelerator_can_still_give_what_is_free_and_what_its_allocator_keeps
     monkeypatch.setattr(torch, "get_device_module", lambda device: Accelerator)
     assert free_device_bytes(torch.device("cuda", 0)) == free_bytes(torch.device("cuda", 0)) == 900
     assert capacity(torch.device("cuda", 0)) == 1000
+
+
+ODD = "/media/m\udcff\u2028\\040a\\134b\\012c"  # not UTF-8; a line separator, a space, a backslash, a line feed
+
+
+def test_mounts_of_any_name_hide_no_limit_and_no_file_system(tmp_path: Path) -> None:
+    mount = V2.replace("31 23", "30 23").replace("/sys/fs/cgroup rw", f"{ODD} rw")
+    files = {
+        "proc/self/cgroup": "0::/job\udcff\n",
+        "proc/self/mountinfo": f"29 23 0:27 / {ODD} rw - fuse.x {ODD} rw\nnothing\n\n{mount}{V2}",
+        "proc/mounts": f"{ODD} {ODD} tmpfs rw 0 0\n/dev/a / ext4 rw 0 0\nnothing\n/a /b xfs rw 0 0\n/c /b zfs rw 0 0\n",
+        "proc/self/limits": "Max data size             5000                 unlimited            bytes\n",
+        "proc/self/status": "Name:\tm\udcff\u2028VmData:\t9 kB\nVmData:\t2 kB\n",
+    }
+    files |= group("sys/fs/cgroup/job\udcff", 5000, 4800)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(os.fsencode(text))
+    assert [each.limit for each in control_groups(tmp_path)] == [5000]
+    assert private_bytes_left(tmp_path) == 5000 - 2048
+    assert file_system(Path("/home"), tmp_path) == "ext4"
+    assert file_system(Path("/media/m\udcff\u2028 a\\b\nc/home"), tmp_path) == "tmpfs"
+    assert file_system(Path("/b/home"), tmp_path) == "zfs"  # the later of two mounts hides the other
+    assert file_system(Path("/b"), tmp_path / "nowhere") == ""
+    assert file_system(Path("/proc/self")) == "proc"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import tempfile
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from offload.engine.row_units import RowUnits, rounded_up
 from offload.engine.step_memory import StepMemory
 from offload.planning.byte_forms import ByteForm
 from offload.planning.explain import FewerBytes
+from offload.planning.filling import least_bytes
 from offload.planning.step_model import Choice, predict
 from offload.streaming.heap import anonymous_bytes
 from offload.streaming.shard import Shard
@@ -608,9 +610,11 @@ def test_two_forwards_before_a_backward_keep_the_plan_of_the_first(tmp_path: Pat
                 torch.testing.assert_close(ours, theirs)
 
 
-def test_chunks_run_together_as_far_as_memory_allows_where_no_layer_draws(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("given", "together"), [(None, 1), ("1MiB", 12)])
+def test_chunks_run_together_in_bytes_that_are_given_for_them(given: str | None, together: int, tmp_path: Path) -> None:
     plain = stack().eval()
-    model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, memory="64MiB")
+    memory = MemoryPolicy("64MiB", activation_bytes=given)
+    model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, memory=memory)
     x = torch.randn(24, WIDTH)
     cells, losses = [], []
     for _ in range(3):
@@ -618,7 +622,7 @@ def test_chunks_run_together_as_far_as_memory_allows_where_no_layer_draws(tmp_pa
         tape.backward([2 * y for y in outputs])
         cells.append(len([a for a in str(model.plan()).split() if a[0] in "FK"]))
         losses.append(sum(y.square().sum().item() for y in outputs))
-    assert cells[0] == cells[1] == 12 * DEPTH > cells[2]
+    assert cells == [12 // together * DEPTH] * 3
     plain(x).square().sum().backward()
     torch.testing.assert_close(losses, [plain(x).square().sum().item()] * 3)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
@@ -835,7 +839,8 @@ def test_a_size_that_fits_exactly_is_not_refused_since_it_was_rounded_up(tmp_pat
         model(words(16, 8)).square().mean().backward()
 
     def fits(units: float) -> bool:
-        return planner._fits_in_parts(units, 1)
+        known = planner._model([units])
+        return least_bytes(known, planner._leanest(known)) <= planner.limit_bytes
 
     length = next(n for n in range(9, 4000) if fits(2.0 * n) and not fits(rounded_up(2.0 * n, 16)))
     model(words(16, length)).square().mean().backward()
@@ -888,6 +893,28 @@ def test_a_batch_that_is_smaller_than_one_that_ran_is_not_refused(
         train(model, optimizer, 1, rows=ROWS + 1)
 
 
+@pytest.mark.parametrize(
+    ("ran", "fewer"), [([8] * 4, [8] * 3), ([8] * 4, [8]), ([8, 8, 4], [8, 4]), ([16, 16], [8] * 4)], ids=str
+)
+def test_fewer_or_smaller_micro_batches_than_ran_are_not_refused(
+    ran: list[int], fewer: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = OffloadModel(stack(), "cpu", tmp_path, memory="30MiB")
+
+    def step(sizes: list[int]) -> None:
+        outputs, tape = model.forward_chunks([torch.randn(rows, WIDTH) for rows in sizes])
+        tape.backward(outputs)
+
+    monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 500 * MIB)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a step of micro-batches", RuntimeWarning)  # each size says so once
+        for sizes in (ran, ran, ran, fewer):
+            step(sizes)
+    for more in ([17], [16] * 3):
+        with pytest.raises(ValueError, match="rows takes at least"):
+            step(more)
+
+
 def test_what_large_batches_exceed_is_no_margin_of_small_ones_that_ran(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -907,6 +934,7 @@ def test_what_large_batches_exceed_is_no_margin_of_small_ones_that_ran(
     assert memory.margin(64) == small
 
 
+@pytest.mark.filterwarnings("ignore:a step of micro-batches:RuntimeWarning")  # of what the losses of large ones take
 def test_a_batch_that_fits_only_in_parts_is_cut_into_as_few_as_fit(tmp_path: Path) -> None:
     plain = stack().eval()
     model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, num_microbatches=None, memory="40MiB")
@@ -927,6 +955,27 @@ def test_a_batch_that_fits_only_in_parts_is_cut_into_as_few_as_fit(tmp_path: Pat
     assert counts[2] > counts[3] >= 1
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(p, q)
+
+
+@pytest.mark.filterwarnings("ignore:a step of micro-batches:RuntimeWarning")  # of what the losses of large ones take
+@pytest.mark.parametrize("rise", [12 * MIB, 400 * MIB])
+def test_how_often_a_batch_is_cut_depends_on_no_clock_and_no_measured_memory(
+    rise: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, now = [], time.perf_counter
+    for disturbed in (False, True):
+        model = OffloadModel(stack().eval(), "cpu", tmp_path, num_microbatches=None, memory="40MiB")
+        optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+        with monkeypatch.context() as patch:
+            if disturbed:
+                patch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: rise)
+                patch.setattr(time, "perf_counter", lambda: 3 * now())
+            losses = [train(model, optimizer, 1, rows=rows) for rows in (64, 64, 3000, 1500, 3000, 64, 2000)]
+        counts = [model._executor.microbatches(rows) for rows in (64, 1500, 2000, 3000)]
+        found.append((counts, losses))
+        model.close()
+    assert found[0] == found[1]
+    assert found[0][0][3] > 1
 
 
 def test_a_batch_is_not_cut_where_layers_draw_or_look_across_rows(tmp_path: Path) -> None:

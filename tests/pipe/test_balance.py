@@ -1,6 +1,7 @@
 """Balances come from each layer alone, on any device, and leave the model as it was."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -159,3 +160,45 @@ def test_bad_arguments_are_named_before_anything_is_measured(by: Any) -> None:
         by(1, nn.Linear(1, 1), torch.ones(1, 1))
     with pytest.raises(ValueError, match="from 1 to 2 partitions"):
         by(3, nn.Sequential(nn.Identity(), nn.Identity()), torch.ones(1, 1))
+
+
+class Keeps(nn.Linear):
+    """Keeps its output in a list, for a plot."""
+
+    def forward(self, x: Any) -> Any:
+        self.kept: list[Any] = [super().forward(x)]
+        return self.kept[0]
+
+
+class Hides(Keeps):
+    def forward(self, x: Any) -> Any:
+        output = super().forward(x)
+        self.kept = [type("Plot", (), {})()]
+        self.kept[0].output = output
+        return output
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.utils.weight_norm(nn.Linear(4, 4)),
+        lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
+        lambda: Keeps(4, 4),
+    ],
+)
+@pytest.mark.parametrize("by", [partial(balance_by_time, timeout=0), balance_by_size], ids=["time", "size"])
+def test_layers_that_keep_a_tensor_with_a_graph_can_be_balanced_after_a_forward(by: Any, make: Any) -> None:
+    model, x = nn.Sequential(make(), nn.Tanh(), make()), torch.randn(3, 4)
+    model(x).sum().backward()
+    kept = [value for layer in model for value in vars(layer).values()]
+    assert sum(by(2, model, x, device="cpu")) == 3
+    assert all(a is b for a, b in zip(kept, (v for layer in model for v in vars(layer).values()), strict=True))
+
+
+@pytest.mark.parametrize("by", [partial(balance_by_time, timeout=0), balance_by_size], ids=["time", "size"])
+def test_a_layer_that_cannot_be_copied_is_named(by: Any) -> None:
+    model, x = nn.Sequential(nn.Tanh(), Hides(4, 4)), torch.randn(3, 4)
+    model(x).sum().backward()
+    with pytest.raises(ValueError, match=r"got layer '1' \(Hides\).*balance before the first forward, or delete"):
+        by(2, model, x, device="cpu")

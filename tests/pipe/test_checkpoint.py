@@ -509,6 +509,43 @@ class TestModules:
         assert model[0].weight.grad is not None
 
 
+class TestCalls:
+    """Those of ``torch.utils.checkpoint``."""
+
+    @pytest.mark.parametrize(
+        "options", [{}, {"use_reentrant": False}, {"use_reentrant": True, "preserve_rng_state": True}]
+    )
+    def test_several_arguments_are_passed_on(self, options: Any) -> None:
+        layer = nn.Bilinear(3, 2, 4)
+        a, b = torch.randn(5, 3, requires_grad=True), torch.randn(5, 2, requires_grad=True)
+        expected = torch.autograd.grad(layer(a, b).sin().sum(), [a, b, layer.weight])
+        for args, kwargs in (((a, b), {}), ((a,), {"input2": b}), ((), {"input1": a, "input2": b})):
+            y = checkpoint(layer, *args, **options, **kwargs)
+            assert torch.equal(y, layer(a, b))
+            y.sin().sum().backward()
+            for tensor, gradient in zip((a, b, layer.weight), expected, strict=True):
+                assert torch.equal(tensor.grad, gradient)
+                tensor.grad = None
+
+    def test_without_arguments_parameters_get_their_gradients(self) -> None:
+        weight = nn.Parameter(torch.ones(2))
+        checkpoint(lambda: weight * 3).sum().backward()
+        assert torch.equal(weight.grad, torch.full((2,), 3.0))
+
+    def test_a_module_of_several_arguments_is_watched(self) -> None:
+        layer = nn.Bilinear(3, 2, 4)
+        y = checkpoint(layer, torch.randn(5, 3, requires_grad=True), torch.randn(5, 2))
+        with torch.no_grad():
+            layer.weight.add_(1)
+        with pytest.raises(RuntimeError, match="weight"):
+            y.sum().backward()
+
+    @pytest.mark.parametrize("option", ["context_fn", "determinism_check", "debug", "early_stop"])
+    def test_other_options_of_torch_are_refused_by_name(self, option: str) -> None:
+        with pytest.raises(TypeError, match=f"got {option} of torch.utils.checkpoint"):
+            checkpoint(nn.Tanh(), torch.ones(1), **{option: None})
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_dropout_masks_of_a_cuda_device_are_drawn_again() -> None:

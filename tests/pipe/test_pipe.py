@@ -6,6 +6,8 @@ import itertools
 import pickle
 import random
 import threading
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -752,6 +754,180 @@ def test_two_forwards_before_one_backward() -> None:
         torch.manual_seed(0)
         (model(x) * model(y)).sum().backward()
     assert_same(pipe, bare, x, y)
+
+
+class Returns(nn.Module):
+    """A layer that returns what a function makes of itself and its input."""
+
+    def __init__(self, function: Any, *layers: nn.Module) -> None:
+        super().__init__()
+        self.function, self.layers = function, nn.ModuleList(layers)
+        self.own = nn.Parameter(torch.randn(3, WIDTH))
+
+    def forward(self, x: Any) -> Any:
+        return self.function(self, x)
+
+
+def time_first(_: Any, x: Tensor) -> Tensor:
+    return x.transpose(0, 1)
+
+
+def state(own: Any, x: Tensor) -> Tensor:
+    return own.layers[0](x)[1]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rows", [8, 7])
+@pytest.mark.parametrize(
+    "last",
+    [
+        lambda: [nn.LSTM(WIDTH, 3, 4, batch_first=True)],
+        lambda: [nn.GRU(WIDTH, 3, 2, batch_first=True, bidirectional=True)],
+        lambda: [Returns(time_first), nn.RNN(WIDTH, 3, 4)],
+        lambda: [Returns(lambda own, x: state(own, x).transpose(0, 1), nn.GRU(WIDTH, 3, 2, batch_first=True))],
+        lambda: [nn.Linear(WIDTH, 3), nn.Flatten(0, 1)],
+        lambda: [nn.Linear(WIDTH, 4), nn.Flatten(0, 1)],
+        lambda: [Returns(lambda _, x: x[x[..., 0] > 0])],
+        lambda: [Returns(lambda own, x: (x, own.own, own.own[0, 0]))],
+        lambda: [Returns(lambda own, x: own.own[:1].expand(len(x), -1))],
+    ],
+    ids=[
+        "LSTM",
+        "bidirectional",
+        "time first",
+        "transposed state",
+        "tokens",
+        "as many classes as rows",
+        "selected",
+        "shared",
+        "expanded",
+    ],
+)
+def test_outputs_are_joined_to_those_of_the_bare_module(last: Any, rows: int, mode: str) -> None:
+    module = nn.Sequential(nn.Tanh(), *last())
+    x = torch.linspace(-1, 2, rows * 5 * WIDTH).view(rows, 5, WIDTH)
+    output = Pipe(module, [len(module)], ["cpu"], chunks=2, checkpoint=mode)(x)
+    torch.testing.assert_close(output, module(x))
+
+
+@pytest.mark.parametrize("rows", [8, 7])
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        (Returns(state, nn.GRU(WIDTH, 3, 2, batch_first=True)), r"leaf 0 of shape \(2, 4, 3\).*4 rows.*rows first"),
+        (Returns(state, nn.GRU(WIDTH, 3, 8, batch_first=True)), r"leaf 0 of shape \(8, 4, 3\).*rows first"),
+        (Returns(time_first), r"leaf 0 of shape \(5, 4, 4\).*rows first"),
+        (Returns(lambda _, x: x[..., [0] * 8].argmax(1).T), r"leaf 0 of shape \(8, 4\).*rows first"),
+        (Returns(lambda _, x: (x, x.sum((0, 1))[:3])), r"leaf 1 of shape \(3,\).*return one entry for each row"),
+    ],
+    ids=["state", "deep state", "time first", "tokens by time", "sum"],
+)
+def test_an_output_without_rows_in_dimension_0_is_refused(last: Any, message: str, rows: int) -> None:
+    pipe = Pipe(nn.Sequential(last), [1], ["cpu"], chunks=2)
+    with pytest.raises(ValueError, match=message):
+        pipe(torch.randn(rows, 5, WIDTH))
+    pipe.chunks = 1
+    pipe(torch.randn(rows, 5, WIDTH))
+
+
+def test_a_hidden_state_with_as_many_layers_as_rows_is_refused() -> None:
+    pipe = Pipe(nn.Sequential(Returns(state, nn.GRU(WIDTH, 3, 4, batch_first=True))), [1], ["cpu"], chunks=2)
+    with pytest.raises(ValueError, match=r"rows can be told.*\(4, 4, 3\).*choose chunks"):
+        pipe(torch.randn(8, 5, WIDTH))
+
+
+def test_a_number_of_selected_rows_that_is_equal_by_chance_is_joined_once_it_has_differed() -> None:
+    pipe = Pipe(nn.Sequential(Returns(lambda _, x: x[x > 0])), [1], ["cpu"], chunks=2)
+    for value in ([1.0, 1, -1, 1, -1, -1], [1.0, -1, 1, -1, 1, 1]):
+        x = torch.tensor(value)
+        assert torch.equal(pipe(x), x[x > 0])
+
+
+@pytest.mark.parametrize("call", ["forward", "train_step"])
+@pytest.mark.parametrize(("batch_first", "shape"), [(False, (8, 5, WIDTH)), (True, (8, WIDTH))])
+def test_a_recurrent_first_layer_over_time_in_dimension_0_is_refused(call: str, batch_first: bool, shape: Any) -> None:
+    layers = nn.Sequential(nn.LSTM(WIDTH, 3, batch_first=batch_first), Returns(lambda _, x: x[0]))
+    pipe, x = Pipe(layers, [2], ["cpu"], chunks=2), torch.randn(shape)
+    with pytest.raises(ValueError, match=r"rows in dimension 0, got LSTM\(batch_first=.*batch_first=True"):
+        pipe(x) if call == "forward" else pipe.train_step(x, torch.zeros(len(x)), nn.MSELoss())
+
+
+@dataclass
+class Result:
+    logits: Tensor
+
+
+def unpacked(_: Any, x: Any) -> Tensor:
+    return x.logits  # type: ignore[no-any-return]
+
+
+def packed(own: Any, x: Tensor) -> Result:
+    return Result(x @ own.own.T)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("call", ["forward", "train_step"])
+def test_an_object_whose_tensors_cannot_be_seen_is_refused_by_name(call: str, last: bool) -> None:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Returns(packed), *([] if last else [Returns(unpacked)]))
+    pipe = Pipe(layers, [2] if last else [2, 1], ["cpu"] * (1 if last else 2), chunks=2, checkpoint="always")
+    x = torch.randn(4, WIDTH)
+    step = partial(
+        pipe.train_step, loss_fn=lambda result, _: (result.logits if last else result).sum(), reduction="sum"
+    )
+    with pytest.raises(TypeError, match=r"a Result, whose tensors cannot be seen.*a tuple or a dict.*register"):
+        pipe(x) if call == "forward" else step(x, x, schedule="fill_drain")
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_objects_pass_where_their_tensors_need_not_be_seen(checkpoint: str) -> None:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Returns(packed), Returns(unpacked))
+    pipe, x = Pipe(layers, [2, 1], ["cpu"] * 2, chunks=2, checkpoint=checkpoint), torch.randn(4, WIDTH)
+    with torch.set_grad_enabled(checkpoint == "never"):
+        torch.testing.assert_close(pipe(x), layers(x))
+
+
+def test_the_result_of_several_micro_batches_is_a_pytree_node_or_refused() -> None:
+    pipe = Pipe(nn.Sequential(Returns(packed)), [1], ["cpu"], chunks=2, checkpoint="never")
+    with pytest.raises(TypeError, match="of 2 micro-batches, got a Result"):
+        pipe(torch.randn(4, WIDTH))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_registered_dataclass_passes_between_stages_and_is_the_result(mode: str) -> None:
+    @dataclass
+    class Registered(Result):
+        pass
+
+    torch.export.register_dataclass(Registered)
+    pack, unpack = Returns(lambda own, x: Registered(x @ own.own.T @ own.own)), Returns(unpacked)
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), pack, unpack, pack)
+    x = torch.randn(5, WIDTH)
+    output = Pipe(layers, [2, 2], ["cpu"] * 2, chunks=2, checkpoint=mode)(x)
+    assert isinstance(output, Registered)
+    torch.testing.assert_close(output.logits, layers(x).logits)
+    output.logits.sum().backward()
+    assert layers[0].weight.grad is not None
+
+
+class Add(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda pipe, x: pipe(x, x), r"expected one input, got 2 positional.*pass one tuple"),
+        (lambda pipe, x: pipe(input_ids=x), r"expected one input.*'input_ids'.*pass one tuple"),
+        (lambda pipe, x: pipe(), "expected a tensor or a nested value"),
+        (lambda pipe, x: pipe((x, x)), r"layer '0' \(Add\), whose forward takes \(a.*, b.*take a tuple"),
+        (lambda pipe, x: pipe.train_step((x, x), x, nn.MSELoss()), r"layer '0' \(Add\).*take a tuple"),
+        (lambda pipe, x: Pipe(nn.Sequential(Add()), 8), r"balance=8.*pass chunks=8"),
+    ],
+)
+def test_calls_of_other_pipes_are_explained(call: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call(Pipe(nn.Sequential(Add()), [1], ["cpu"], chunks=2), torch.randn(4, WIDTH))
 
 
 def test_outputs_that_are_nested_are_gathered() -> None:

@@ -45,6 +45,11 @@ def loop() -> Any:
 
 
 @pytest.fixture
+def lightning() -> Any:
+    return example("lightning_trainer", "lightning")
+
+
+@pytest.fixture
 def sentences() -> Any:
     return example("sentence_transformers_trainer", "sentence_transformers", "accelerate", "datasets")
 
@@ -164,7 +169,7 @@ def test_the_trainer_does_not_move_the_model(huggingface: Any, home: Path, tmp_p
 
 
 def test_the_trainer_s_gradient_checkpointing_is_refused(huggingface: Any, home: Path, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="checkpoint_activation=True"):
+    with pytest.raises(RuntimeError, match=r"checkpoint_activation=True.*gradient_checkpointing=False to a trainer"):
         huggingface.train(tmp_path / "run", home, gradient_checkpointing=True)
 
 
@@ -196,6 +201,105 @@ def test_the_example_with_a_loop_runs(loop: Any, tmp_path: Path) -> None:
     found = loop.main(tmp_path)
     assert len(found) == 6
     assert found[-1] < found[0]
+
+
+# --- the Trainer of Lightning ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.5}], ids=str)
+def test_automatic_optimization_trains_as_the_plain_module(
+    options: dict[str, Any], lightning: Any, home: Path, tmp_path: Path
+) -> None:
+    plain, _ = lightning.train(None, **options)
+    ours, trainer = lightning.train(home, **options)
+    assert isinstance(trainer.optimizers[0], OffloadOptimizer)
+    assert ours.losses == plain.losses
+    assert_equal(ours, plain)
+
+
+def test_clipping_by_the_optimizer_is_that_of_lightning(lightning: Any, home: Path) -> None:
+    plain, _ = lightning.train(None, gradient_clip_val=0.5)
+    ours, _ = lightning.train(home, max_norm=0.5)
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
+def test_a_resumed_lightning_module_continues_bit_for_bit(lightning: Any, home: Path, tmp_path: Path) -> None:
+    whole, _ = lightning.train(home)
+    for before, after in ((home, home), (None, home), (home, None)):  # checkpoints are those of the plain module
+        first, trainer = lightning.train(before, steps=3)
+        trainer.save_checkpoint(tmp_path / "checkpoint.ckpt")
+        second, _ = lightning.train(after, tmp_path / "checkpoint.ckpt")
+        assert first.losses + second.losses == whole.losses
+        assert_equal(second, whole)
+
+
+def test_the_example_with_lightning_runs(lightning: Any, tmp_path: Path) -> None:
+    found = lightning.main(tmp_path)
+    assert len(found) == 6
+    assert found[-1] < found[0]
+
+
+# --- what libraries save ---------------------------------------------------------------------------------------------
+
+
+def _loaded(folder: Path) -> dict[str, torch.Tensor]:
+    safetensors: Any = importlib.import_module("safetensors.torch")
+    (file,) = folder.glob("*.safetensors")
+    found: dict[str, torch.Tensor] = safetensors.load_file(file)
+    return found
+
+
+def _by_accelerate(model: Any, folder: Path) -> None:
+    accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
+    accelerator.save_model(model, folder)
+
+
+def _by_its_state(model: Any, folder: Path) -> None:
+    accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
+    accelerator.prepare(model)
+    accelerator.save_state(folder)
+
+
+SAVERS: dict[str, Any] = {
+    "accelerate's save_model": _by_accelerate,
+    "accelerate's save_state": _by_its_state,
+    "safetensors' save_model": lambda model, folder: importlib.import_module("safetensors.torch").save_model(
+        model, folder / "model.safetensors"
+    ),
+    "hub's save_torch_model": lambda model, folder: importlib.import_module("huggingface_hub").save_torch_model(
+        model, folder
+    ),
+    "save_pretrained": lambda model, folder: model.save_pretrained(folder),
+}
+
+
+@pytest.mark.parametrize("part", ["the model", "what was wrapped", "a part"])
+@pytest.mark.parametrize("saver", SAVERS)
+@pytest.mark.parametrize("where", ["host", "disk", "kept in memory"])
+def test_libraries_save_every_weight_of_the_last_step(
+    saver: str, where: str, part: str, huggingface: Any, home: Path, tmp_path: Path
+) -> None:
+    """Of tied weights one, as of the plain model."""
+    plain = huggingface.llama(None, dropout=0.0)
+    net = huggingface.llama(None, dropout=0.0)
+    place: Any = "cpu" if where == "host" else home
+    model = OffloadModel(net, "cpu", place, checkpoint_activation=True, blocks="model.layers")
+    if where == "kept in memory":
+        model._executor.keep_in_memory([0, 2])
+    rows = torch.arange(12).view(2, 6)
+    for each, optimizer in (
+        (plain, torch.optim.SGD(plain.parameters(), lr=0.5)),
+        (model, OffloadOptimizer(model, torch.optim.SGD, lr=0.5)),
+    ):
+        each(input_ids=rows, labels=rows).loss.backward()
+        optimizer.step()
+    found: Any = {"the model": model, "what was wrapped": net, "a part": net.model}[part]
+    for each, folder in ((found, tmp_path / "ours"), (plain.model if part == "a part" else plain, tmp_path / "plain")):
+        folder.mkdir()
+        SAVERS[saver](each, folder)
+    saved, expected = _loaded(tmp_path / "ours"), _loaded(tmp_path / "plain")
+    assert saved.keys() == expected.keys()
+    torch.testing.assert_close(saved, expected, rtol=0, atol=0)
 
 
 # --- the trainer of sentence-transformers ----------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,21 @@ def test_weights_of_blocks_that_are_read_outside_of_them_have_their_update(tmp_p
     block = copy.deepcopy(model.encoder.layer[0])
     assert type(block.linear._parameters) is dict
     assert torch.equal(block.linear.weight, bare.encoder.layer[0].linear.weight)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("part", ["", "encoder", "encoder.layer.1"])
+def test_what_was_wrapped_and_its_parts_are_copied_as_plain_modules(part: str, copied: Any, tmp_path: Path) -> None:
+    bare = make(2, dropout=0.0)
+    net = copy.deepcopy(bare)
+    model = OffloadModel(net, "cpu", f"{tmp_path}/", checkpoint_activation=True, blocks="encoder.layer")
+    train(bare, torch.optim.SGD(bare.parameters(), lr=0.1), range(1))
+    train(model, OffloadOptimizer(model, torch.optim.SGD, lr=0.1), range(1))
+    found, expected = copied(net.get_submodule(part)), bare.get_submodule(part)
+    assert type(found) is type(expected)
+    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=0)
+    if not part:
+        assert torch.equal(found.eval()(words())["logits"], bare.eval()(words())["logits"])
 
 
 def test_groups_by_name_reach_both_sides() -> None:

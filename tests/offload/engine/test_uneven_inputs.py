@@ -137,3 +137,33 @@ class _OfPair(nn.Module):
 
     def forward(self, value: tuple[Tensor, Tensor]) -> Any:
         return self.layer(*value)
+
+
+class States(nn.Module):
+    """Returns the hidden state (layers, B, WIDTH), or the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+        self.gru, self.states = nn.GRU(WIDTH, WIDTH, 2, batch_first=True), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, states = self.gru(self.layers[0](x))
+        return states if self.states else output  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_outputs_of_micro_batches_whose_rows_are_in_dimension_1_are_refused(blocks: bool) -> None:
+    bare = States()
+    options: dict[str, Any] = {"blocks": "layers"} if blocks else {"num_slices": 1}
+    copied = copy.deepcopy(bare)
+    model = OffloadModel(copied if blocks else nn.Sequential(copied), "cpu", num_microbatches=2, **options)
+    x = torch.randn(8, 3, WIDTH)
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients), pytest.raises(ValueError, match=r"\(2, 4, 6\).*with rows first"):
+            model(x)
+    (model if blocks else copied).states = bare.states = False
+    model(x).sum().backward()
+    bare(x).sum().backward()
+    for mine, theirs in zip(model.parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import errno
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import torch
 from torch import nn
 
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
+from offload.files.running_sum import RunningSum
+from offload.files.save_folder import Save
 from offload.files.tensor_file import TensorFile, write_tensors
 from tests.offload.checkpoint_worker import STATES
 from tests.offload.pair import Pair
@@ -302,6 +306,18 @@ def test_a_process_killed_at_any_moment_resumes_from_a_whole_checkpoint_to_the_s
     assert outcome["agreed"] == outcome["rounds"], outcome
 
 
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_process_with_a_kept_home_that_is_killed_goes_on_in_it_to_the_same_weights(
+    kills: int, tmp_path: Path
+) -> None:
+    code = "from tests.offload.checkpoint_worker import main; main()"
+    done = run_program(code, tmp_path, "--kills", kills, "--keep", seconds=600)
+    assert done.status == 0, done.errors
+    outcome = json.loads(done.output)
+    assert sum(outcome["killed"].values()) == kills
+    assert outcome["agreed"] == outcome["rounds"], outcome
+
+
 # --- the files --------------------------------------------------------------------------------------------------------
 
 
@@ -344,3 +360,190 @@ def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         write_tensors(tmp_path / "x", {})
     assert (tmp_path / "x").read_bytes() == b"mine"
+
+
+# --- the folder -------------------------------------------------------------------------------------------------------
+
+
+def names_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def test_what_is_the_users_stays(tmp_path: Path) -> None:
+    """Also in a folder of ours, and in folders and files that are called like ours."""
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "state.pt").write_text("mine")
+    folder = tmp_path / "c"
+    own = ["state-1/thesis.txt", "state-1/state.pt", "index-3.json", "model-2-00001-of-00001.safetensors", "state-x/a"]
+    for name in own:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("mine")
+    (folder / "state-4").symlink_to(tmp_path / "outside")
+    layers = build(["linear"])
+    save_checkpoint(folder, layers)
+    assert {*own, "state-4", INDEX, "state-5", "model-5-00001-of-00001.safetensors"} <= names_in(folder)
+    shutil.copytree(folder / "state-5", folder / "state-9")  # a copy that is called otherwise, with our mark
+    (folder / "state-5" / "notes.txt").write_text("mine")
+    save_checkpoint(folder, layers)
+    save_checkpoint(folder, layers)
+    left = {*own, "state-1", "state-x", "state-4", "state-9", "state-9/save.json", "state-9/state.pt"}
+    left |= {"state-5", "state-5/notes.txt"}
+    last = {INDEX, "state-11", "state-11/save.json", "state-11/state.pt", "model-11-00001-of-00001.safetensors"}
+    assert names_in(folder) == left | last
+    assert all((folder / name).read_text() == "mine" for name in own)
+    assert (tmp_path / "outside" / "state.pt").read_text() == "mine"
+    load_checkpoint(folder, layers)
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    layers = build(["linear"])
+    save_checkpoint(tmp_path, layers)
+    kept = {path.name for path in tmp_path.iterdir()}
+    code = (
+        "import os, sys; from tests.offload.files.test_checkpoint import *\n"
+        "def killed(path, *rest):\n"
+        "    path.write_bytes(b'half')\n"
+        "    os._exit(9)\n"
+        "import offload.files.checkpoint as c; c.write_tensors = killed\n"
+        "save_checkpoint(sys.argv[1], build(['linear']))"
+    )
+    for number in (2, 2):
+        assert run_program(code, tmp_path).status == 9
+        left = {f"state-{number}", f"model-{number}-00001-of-00001.safetensors"}
+        assert {path.name for path in tmp_path.iterdir()} == {INDEX, *kept, *left}
+    save_checkpoint(tmp_path, layers)
+    assert {path.name for path in tmp_path.iterdir()} == {INDEX, *left}
+    load_checkpoint(tmp_path, layers)
+
+
+def test_one_save_at_a_time_writes_to_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process, which a handler of a signal may interrupt by a save, and in others."""
+    layers = build(["linear"])
+    save_checkpoint(tmp_path / "c", layers)
+    replace, code = os.replace, "import sys; from tests.offload.files.test_checkpoint import *\n"
+    code += "save_checkpoint(sys.argv[1], build(['linear']))"
+    refused: list[str] = []
+
+    def meanwhile(*args: Any) -> None:
+        before = names_in(tmp_path / "c")
+        with pytest.raises(
+            ValueError, match=r"no other save writes, got .*/c, to which one of this process or of"
+        ) as e:
+            save_checkpoint(tmp_path / "c", layers)
+        refused.append(str(e.value))
+        refused.append(run_program(code, tmp_path / "c").errors)
+        assert names_in(tmp_path / "c") == before
+        replace(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", meanwhile)
+        save_checkpoint(tmp_path / "c", layers)
+    assert [text.count("no other save writes") for text in refused] == [1, 1]
+    save_checkpoint(tmp_path / "c", layers)
+    load_checkpoint(tmp_path / "c", layers)
+
+
+def test_a_lock_ends_with_its_save_although_a_forked_process_lives(tmp_path: Path) -> None:
+    """A worker of a data loader that is forked while a thread saves has a copy of the descriptor."""
+    save = Save(tmp_path)
+    save.begin(0)
+    reading, writing = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.read(reading, 1)
+        os._exit(0)
+    try:
+        save.release()
+        save_checkpoint(tmp_path, build(["linear"]))
+    finally:
+        os.write(writing, b"x")
+        os.waitpid(pid, 0)
+        os.close(reading)
+        os.close(writing)
+
+
+def test_a_file_system_without_locks_is_saved_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", none)
+    save_checkpoint(tmp_path, build(["linear"]))
+    load_checkpoint(tmp_path, build(["linear"]))
+
+
+@pytest.mark.parametrize("kind", ["pretrained", "damaged"])
+def test_an_index_that_is_not_of_a_checkpoint_is_not_replaced(tmp_path: Path, kind: str) -> None:
+    layers = build(["linear"])
+    text = json.dumps({"weight_map": {"0.weight": "model-00001-of-00001.safetensors"}}) if kind == "pretrained" else "{"
+    (tmp_path / INDEX).write_text(text)
+    (tmp_path / "model-00001-of-00001.safetensors").write_bytes(b"weights")
+    with pytest.raises(ValueError, match=r"nothing was changed.*ass another folder"):
+        save_checkpoint(tmp_path, layers)
+    assert names_in(tmp_path) == {INDEX, "model-00001-of-00001.safetensors"}
+    assert (tmp_path / INDEX).read_text() == text
+
+
+def test_a_save_beside_training_sums_what_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that trains changes the weights between the sum and the write of a window."""
+    layers = nn.Linear(600, 600)
+    add = RunningSum.add
+
+    def changed(total: RunningSum, data: memoryview) -> None:
+        add(total, data)
+        total.wait()
+        with torch.no_grad():
+            layers.weight.add_(1.0)
+            layers.bias.add_(1.0)
+
+    monkeypatch.setattr(RunningSum, "add", changed)
+    save_checkpoint(tmp_path, layers)
+    monkeypatch.undo()
+    load_checkpoint(tmp_path, nn.Linear(600, 600))
+
+
+ACTIONS = ("open", "write", "pwritev", "fsync", "rename", "replace", "mkdir")
+
+
+def test_each_of_a_hundred_faults_names_its_file_and_leaves_the_save_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of the n-th call of an action, for every action and n; nothing is left, and the next save works."""
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+    optimizer = torch.optim.AdamW(layers.parameters())
+    layers(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    folder = tmp_path / "c"
+    save_checkpoint(folder, layers, optimizer, extra=1, file_bytes=300)
+    calls, fatal = collections.Counter[str](), ("", 0)
+    originals = {action: getattr(os, action) for action in ACTIONS} | {"fsync": lambda fd: None}  # it takes long
+
+    def counted(action: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[action] += 1
+            if (action, calls[action]) == fatal:
+                raise OSError(errno.EIO, "Input/output error")
+            return originals[action](*args, **kwargs)
+
+        return call
+
+    for action in ACTIONS:
+        monkeypatch.setattr(os, action, counted(action))
+    save_checkpoint(folder, layers, optimizer, extra=1, file_bytes=300)
+    faults = [(action, n) for action, total in calls.items() for n in range(1, total + 1)]
+    assert {action for action, _ in faults} == set(ACTIONS)
+    assert len(faults) >= 100
+    before = names_in(folder)
+    for fault in faults:
+        calls.clear()
+        fatal, error = fault, ""
+        try:
+            save_checkpoint(folder, layers, optimizer, extra=2, file_bytes=300)
+        except OSError as raised:
+            error = str(raised)
+        fatal = ("", 0)
+        found = load_checkpoint(folder, layers, optimizer).extra
+        assert not error or str(folder) in error, (fault, error)
+        assert error or found == 2, fault  # what could not be removed is removed by the next save
+        assert found == 2 or names_in(folder) == before, fault
+        save_checkpoint(folder, layers, optimizer, extra=1, file_bytes=300)
+        assert len(names_in(folder)) == len(before), fault
+        before = names_in(folder)

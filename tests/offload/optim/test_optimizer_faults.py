@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,8 @@ import offload.optim.state_forms
 import offload.optim.update_blocks
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.storage.disk import DiskBlock, DiskTier
-from tests.offload.pair import Pair
+from offload.streaming.lane import ThreadCopyLane
+from tests.offload.pair import Pair, pending
 from tests.offload.test_faults import Faults
 
 
@@ -217,3 +219,101 @@ def test_a_step_that_is_interrupted_at_its_end_leaves_grad_mode_on(monkeypatch: 
         with pytest.raises(KeyboardInterrupt):
             pair.ours.step()
     assert torch.is_grad_enabled()
+
+
+FAULTS: dict[str, tuple[type, str, BaseException]] = {
+    "read": (DiskBlock, "read_into", OSError(errno.EIO, "Input/output error")),
+    "write": (DiskBlock, "write", OSError(errno.ENOSPC, "No space left on device")),
+    "allocate": (DiskTier, "allocate", OSError(errno.ENOSPC, "No space left on device")),
+    "lane": (ThreadCopyLane, "submit", RuntimeError("can't start new thread")),
+    "interrupt": (ThreadCopyLane, "submit", KeyboardInterrupt()),
+}
+
+
+@pytest.mark.parametrize(
+    ("then", "max_norm"), [("repeat", 0.1), ("look and repeat", None), ("go on", None), ("accumulate", None)]
+)
+@pytest.mark.parametrize(
+    ("fault", "home"), [*((name, "disk") for name in FAULTS), ("lane", "cpu"), ("interrupt", "cpu")]
+)
+def test_a_step_that_raised_is_applied_once_and_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, home: str, then: str, max_norm: float | None
+) -> None:
+    """Whichever of its transfers fails: a step runs at once where other code holds a parameter."""
+    owner, method, error = FAULTS[fault]
+    raised = 0
+    for fatal in range(1, 200, 2):
+        place = f"{tmp_path}/" if home == "disk" else "cpu"
+        pair = Pair("momentum", place, kinds=("linear", "linear", "linear"), slices=3, max_norm=max_norm)
+        held = pair.ours.param_groups[0]["params"][0].detach()
+        pair.do("backward")
+        faults = Faults(monkeypatch, owner, method, error)
+        faults.fatal = fatal
+        try:
+            pair.step()
+        except type(error):
+            raised += 1
+        else:
+            break
+        finally:
+            monkeypatch.undo()
+        del held
+        assert pair.ours.steps == 0
+        if then == "look and repeat":
+            pair.ours.synchronize()
+        if "repeat" in then or not pending(pair.model):
+            pair.ours.step()
+            assert pair.ours.steps == 1
+            pair.assert_equal()
+            pair.assert_equal_states()
+        for action in ["backward", "step"] if then == "accumulate" else ["zero", "backward", "step"]:
+            pair.do(action)
+        assert pair.ours.steps == 2
+        pair.assert_equal()
+        pair.assert_equal_states()
+    assert raised > 0
+
+
+class Stops(torch.optim.SGD):
+    """Raises before or after its next step."""
+
+    before = after = False
+
+    def step(self, closure: Any = None) -> Any:
+        cls = type(self)
+        if cls.before:
+            cls.before = False
+            raise ArithmeticError("broken")
+        super().step()
+        if cls.after:
+            cls.after = False
+            raise ArithmeticError("broken")
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_step_that_raised_in_parameters_on_the_device_is_applied_once_or_refused_from_then_on(
+    home: str, moment: str, max_norm: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    bare = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=2, resident="1.*")
+    optimizers = Stops(bare.parameters(), lr=0.1), OffloadOptimizer(model, Stops, lr=0.1, max_norm=max_norm)
+    for run in (bare, model):
+        run(torch.ones(2, 8)).pow(2).mean().backward()
+    if max_norm is not None:
+        torch.nn.utils.clip_grad_norm_(bare.parameters(), max_norm)
+    optimizers[0].step()
+    monkeypatch.setattr(Stops, moment, True)
+    with pytest.raises((ArithmeticError, RuntimeError), match="broken"):
+        optimizers[1].step()
+    if moment == "after":
+        model.zero_grad()
+        for action in (optimizers[1].step, lambda: model(torch.ones(2, 8)), optimizers[1].state_dict):
+            with pytest.raises(RuntimeError, match=r"stopped half-way: broken. Make model and optimizer anew"):
+                action()
+        return
+    optimizers[1].step()
+    assert optimizers[1].steps == 1
+    for found, expected in zip(model.parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 import offload.optim.disk_update
 from offload import OffloadModel, OffloadOptimizer
 from offload.streaming.grad_norm import attach_norm, attached_norm, norm_of
-from tests.offload.pair import Pair, pending
+from tests.offload.pair import CLASSES, Pair, pending
 from tests.offload.zoo import WIDTH, build
 
 
@@ -136,10 +138,113 @@ def test_only_parameters_with_gradients_are_read_and_written(tmp_path: Any, monk
     assert names == {f"shard{j}-{what}" for j in (0, 2, 3) for what in ("weights", "states")}
 
 
-def test_closures_are_refused_with_the_reason() -> None:
+class Own(torch.optim.Optimizer):
+    """A class that is not of torch, and does something with the closure."""
+
+    def __init__(self, params: Any, calls: Any = None) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.calls = calls
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None and self.calls == "after":
+            self._update()
+        loss = None
+        for _ in range(0 if closure is None else {"twice": 2, "never": 0}.get(self.calls, 1)):
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    def _update(self) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.sub_(p.grad, alpha=0.1)
+
+
+def closure_of(model: Any, optimizer: Any, seed: int, *, fails: bool = False) -> Callable[[], torch.Tensor]:
+    def closure() -> torch.Tensor:
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+        torch.manual_seed(seed)
+        loss: torch.Tensor = (model(torch.randn(5, WIDTH)) - 1).pow(2).mean()
+        if fails:
+            raise OSError("a file of the data is gone")
+        loss.backward()
+        return loss
+
+    return closure
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "own"])
+@pytest.mark.parametrize(
+    "choices", [{}, {"max_norm": 0.1}, {"update_in_backward": True}, {"memory": "64MiB"}, {"failing": True}], ids=str
+)
+def test_a_closure_is_called_once_before_the_step(name: str, choices: dict[str, Any], home: str) -> None:
+    kind, arguments = (Own, {}) if name == "own" else CLASSES[name]
+    if kind is torch.optim.AdamW:
+        arguments = {**arguments, "fused": True}
+    bare = build(["linear", "dropout", "linear"])
+    memory = {"memory": choices["memory"]} if "memory" in choices else {"num_slices": 3, "checkpoint_activation": True}
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, **memory)
+    max_norm, in_backward = choices.get("max_norm"), choices.get("update_in_backward", False)
+    ours = OffloadOptimizer(model, kind, max_norm=max_norm, update_in_backward=in_backward, **arguments)
+    plain = kind(bare.parameters(), **arguments)
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 1, gamma=0.5) for each in (plain, ours)]
+    scaler = torch.amp.GradScaler("cpu", enabled=False)  # passes the closure on
+    for seed in range(3):
+        if choices.get("failing"):
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+            with pytest.raises(OSError, match="a file of the data is gone"):
+                ours.step(closure_of(model, ours, seed, fails=True))
+            torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+            assert ours.steps == seed
+        closure = closure_of(bare, plain, seed)
+        if max_norm is not None:
+            closure = _clipped(closure, bare, max_norm)
+        expected = plain.step(closure)
+        if in_backward:  # leaves gradients nowhere
+            assert torch.equal(ours.step(closure_of(model, ours, seed)), expected)
+        else:
+            assert torch.equal(scaler.step(ours, closure_of(model, ours, seed)), expected)
+        for schedule in schedules:
+            schedule.step()
+    exact = {"rtol": 0, "atol": 0} if max_norm is None and name != "adamw" else {}
+    torch.testing.assert_close(dict(model.state_dict()), dict(bare.state_dict()), **exact)
+
+
+def _clipped(closure: Callable[[], torch.Tensor], bare: nn.Module, max_norm: float) -> Callable[[], torch.Tensor]:
+    def clipped() -> torch.Tensor:
+        loss = closure()
+        nn.utils.clip_grad_norm_(bare.parameters(), max_norm)
+        return loss
+
+    return clipped
+
+
+def test_a_closure_leaves_updates_pending_as_a_loop_does(tmp_path: Path) -> None:
+    pair = Pair("adamw", f"{tmp_path}/")
+    for seed in range(3):
+        pair.ours.step(closure_of(pair.model, pair.ours, seed))
+        assert pending(pair.model) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("calls", ["twice", "never", "after", "fail"])
+def test_a_class_that_does_more_with_a_closure_is_refused_before_it_is_called(calls: str) -> None:
+    def step(self: Any, closure: Any = None) -> None:
+        raise AttributeError("no line search")
+
+    kind = type("Failing", (Own,), {"step": step}) if calls == "fail" else Own
+    model = OffloadModel(build(["linear"]), "cpu", num_slices=2, checkpoint_activation=False)
+    optimizer = OffloadOptimizer(model, kind, calls=calls)
+    reason = {"twice": "2 times", "never": "0 times", "after": "writes parameters", "fail": "no line search"}[calls]
+    with pytest.raises(ValueError, match=f"{reason}.*Call the closure yourself, then step"):
+        optimizer.step(lambda: pytest.fail("it ran"))
+
+
+def test_a_closure_that_is_none_is_named() -> None:
     pair = Pair("sgd")
-    with pytest.raises(ValueError, match="call the closure yourself"):
-        pair.ours.step(lambda: torch.zeros(()))
+    with pytest.raises(TypeError, match="expected a function that computes gradients, or None, got closure=tensor"):
+        pair.ours.step(torch.zeros(()))
 
 
 @pytest.mark.parametrize(

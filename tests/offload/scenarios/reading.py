@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,16 +42,6 @@ def _past_the_model(pair: Pair) -> list[torch.Tensor]:
     return list(pair.ours.param_groups[0]["params"])
 
 
-@after_a_step
-def layers_that_are_found_by_their_place_are_updated(pair: Pair) -> None:
-    _same(pair, [p for k in range(len(pair.bare)) for p in pair.model[k].parameters()])
-
-
-@after_a_step
-def layers_that_are_gone_through_are_updated(pair: Pair) -> None:
-    _same(pair, [p for layer in pair.model for p in layer.parameters()])
-
-
 @fails_with("Tensor-likes are not")
 def a_step_that_others_can_see_is_finished(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     update_on(monkeypatch, LateLane(0))
@@ -70,30 +59,18 @@ def parameters_are_updated(pair: Pair) -> None:
 
 @after_a_step
 def a_parameter_that_a_module_is_asked_for_is_updated(pair: Pair) -> None:
-    modules = dict(nn.Module.named_modules(pair.model))  # without the model's own, which waits itself
+    modules = dict(pair.model.named_modules())
     for name, p in pair.bare.named_parameters():
         path, _, key = name.rpartition(".")
         pair.assert_close(getattr(modules[path], key), p)
 
 
 @after_a_step
-def a_state_dict_is_updated(pair: Pair) -> None:
-    for key, value in pair.model.state_dict().items():
-        pair.assert_close(value, pair.bare.state_dict()[key])
-
-
-@after_a_step
-def a_loaded_state_is_not_updated_by_an_earlier_step(pair: Pair) -> None:
-    for model in (pair.bare, pair.model):
-        model.load_state_dict(pair.first[0])  # type: ignore[attr-defined]
-    pair.eval()
-
-
-@after_a_step
-def gradients_are_zeroed_after_their_use_by_the_model(pair: Pair) -> None:
-    for model in (pair.bare, pair.model):
-        model.zero_grad(set_to_none=False)
-    pair.assert_equal()
+def what_a_collected_model_left_pending_is_updated(pair: Pair) -> None:
+    layers = nn.ModuleList(pair.model)
+    pair.schedules.clear()
+    del pair.model, pair.ours
+    _same(pair, list(layers.parameters()))
 
 
 @after_a_step
@@ -115,16 +92,6 @@ def data_that_is_assigned_is_not_updated_by_an_earlier_step(pair: Pair) -> None:
             p.data = torch.full_like(p, 0.5)
     pair.eval()
     pair.assert_equal()
-
-
-@after_a_step
-def a_deep_copy_is_updated(pair: Pair) -> None:
-    _same(pair, list(copy.deepcopy(pair.model).parameters()))
-
-
-@after_a_step
-def a_pickled_copy_is_updated(pair: Pair) -> None:
-    _same(pair, list(pickle.loads(pickle.dumps(pair.model)).parameters()))
 
 
 @after_a_step

@@ -284,15 +284,9 @@ def test_homes_are_found_by_name(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_memory_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.storage.disk._file_system", lambda path: "tmpfs")
+    monkeypatch.setattr("offload.storage.disk.file_system", lambda path: "tmpfs")
     with pytest.warns(RuntimeWarning, match=r"is memory \(tmpfs\)"):
         DiskTier(tmp_path, CPU)
-
-
-def test_the_file_system_of_a_path_is_that_of_its_longest_mount() -> None:
-    from offload.storage.disk import _file_system
-
-    assert _file_system(Path("/proc/self")) == "proc"
 
 
 def test_a_folder_that_is_being_made_is_not_swept_by_another_process(

@@ -27,7 +27,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
                 training.loads_see_the_updates_of_their_homes,
             ),
         ],
-        "Streamer.apply_pending_updates": [("arrival.synchronize()", reading.parameters_are_updated)],
+        "Streamer.apply_pending_updates": [("arrival.synchronize()", reading.synchronize_finishes_the_update)],
         "Streamer.evict": [("self._loads.pop(j).wait()", training.an_unused_load_never_lands)],
         "Streamer.visit": [("self._loads[j].wait()", training.it_trains_like_the_bare_model)],
         "Streamer._visit_in_memory": [
@@ -43,8 +43,13 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         ],
     },
     "offload.streaming.current_values": {
-        "_Parameters.__getitem__": [
+        "_Parameters._finish": [
             ("pending.start().synchronize()", reading.a_parameter_that_a_module_is_asked_for_is_updated)
+        ],
+        "_Parameters.__getitem__": [("self._finish(name)", reading.a_parameter_that_a_module_is_asked_for_is_updated)],
+        "_Parameters._finish_all": [
+            ("streamer.apply_pending_updates()", reading.parameters_are_updated),
+            ("self._finish('a parameter')", reading.what_a_collected_model_left_pending_is_updated),
         ],
     },
     "offload.streaming.gradient_offload": {
@@ -154,43 +159,8 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
     "offload.model": {
         "OffloadModel.close": [("self._executor.streamer.apply_pending_updates()", reading.a_closed_model_is_updated)],
     },
-    "offload.module": {
-        "ModuleAtHome.__getitem__": [
-            (
-                "self._executor.streamer.apply_pending_updates()",
-                reading.layers_that_are_found_by_their_place_are_updated,
-            ),
-        ],
-        "ModuleAtHome.__iter__": [
-            ("self._executor.streamer.apply_pending_updates()", reading.layers_that_are_gone_through_are_updated),
-        ],
-        "ModuleAtHome.named_modules": [
-            ("self._executor.streamer.apply_pending_updates()", reading.parameters_are_updated)
-        ],
-        "ModuleAtHome._save_to_state_dict": [
-            ("self._executor.streamer.apply_pending_updates()", reading.a_state_dict_is_updated)
-        ],
-        "ModuleAtHome._load_from_state_dict": [
-            (
-                "self._executor.streamer.apply_pending_updates()",
-                reading.a_loaded_state_is_not_updated_by_an_earlier_step,
-            ),
-        ],
-        "ModuleAtHome.zero_grad": [
-            (
-                "self._executor.streamer.apply_pending_updates()",
-                reading.gradients_are_zeroed_after_their_use_by_the_model,
-            ),
-        ],
-        "ModuleAtHome.__deepcopy__": [
-            ("self._executor.streamer.apply_pending_updates()", reading.a_deep_copy_is_updated)
-        ],
-        "ModuleAtHome.__reduce__": [
-            ("self._executor.streamer.apply_pending_updates()", reading.a_pickled_copy_is_updated)
-        ],
-    },
     "offload.optim.optimizer": {
-        "OffloadOptimizer.step": [
+        "OffloadOptimizer._step": [
             ("self._synchronize()", reading.a_second_step_is_a_second_update),
             ("self._synchronize() #2", reading.a_step_that_others_can_see_is_finished),
             ("self._resident.wait_idle()", blocks.a_step_that_is_interrupted_while_a_thread_updates_is_whole),
@@ -310,11 +280,6 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
     "offload.telemetry.trace": {
         "Tracer.span": [("with self._lock", files.one_thread_at_a_time_writes_a_trace)],
         "Tracer.sample": [("with self._lock", files.one_thread_at_a_time_writes_a_trace)],
-    },
-    "offload.blocks.face": {
-        "ModelWithBlocks._bare": [
-            ("self._executor.streamer.apply_pending_updates()", blocks.a_copy_of_a_model_with_blocks_is_updated),
-        ],
     },
     "offload.engine.block_forwards": {
         "BlockForwards.run_alone": [

@@ -170,6 +170,32 @@ def test_what_is_no_optimizer_is_refused(lab: Any, optimizers: Any) -> None:
         TrainPipelineBase(lab.model(), optimizers, "cpu")
 
 
+class Wrapped(torch.optim.Optimizer):
+    """An optimizer around another, as accelerate's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+
+
+@pytest.mark.parametrize("wrap", [lambda one: one, Wrapped, lambda one: [torch.optim.SGD([torch.zeros(1)]), one]])
+@pytest.mark.parametrize("make", [TrainPipelineBase, TrainPipelineSparseDist])
+def test_an_optimizer_that_needs_a_closure_is_refused_at_construction(lab: Any, make: Any, wrap: Any) -> None:
+    model = lab.model()
+    with pytest.raises(TypeError, match=r"without a closure, got LBFGS, whose step needs closure: a train pipeline"):
+        make(model, wrap(torch.optim.LBFGS(model.parameters())), "cpu")
+
+
+def test_an_optimizer_whose_step_a_scheduler_has_wrapped_is_taken(lab: Any) -> None:
+    model = lab.model()
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert len(lab.run(TrainPipelineBase(model, optimizer, "cpu"), iter(lab.batches(3)))) == 3
+    scheduler.step()
+
+
 @pytest.mark.parametrize("returned", [torch.zeros(1), (torch.zeros(1),), None])
 def test_a_model_that_does_not_return_losses_and_output_is_told_so(lab: Any, returned: Any) -> None:
     class Wrong(nn.Module):

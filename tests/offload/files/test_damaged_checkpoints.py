@@ -1,0 +1,482 @@
+"""A damaged checkpoint loads right, or is refused by an error that names it; nothing of it runs, hangs or is mixed in.
+
+Damage is drawn by fixed seeds over all files of a checkpoint, of one process and of two ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import random
+import shutil
+import zipfile
+import zlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from offload import Pretrained, load_checkpoint, load_pretrained, save_checkpoint
+from offload.files.index import INDEX
+from offload.files.tensor_file import SAVE, ChecksumError, TensorFile, write_tensors
+from tests.programs import run_program
+
+State = tuple[dict[str, Any], dict[str, Any], Any]
+
+
+def make(value: float = 0.0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Layers with parameters of one value, and an optimizer that has its states."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for k, parameter in enumerate(model.parameters()):
+        nn.init.constant_(parameter, value)
+        parameter.grad = torch.full_like(parameter, value + k)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+RANKS = """
+import sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from offload import OffloadModel, OffloadOptimizer, save_checkpoint
+from tests.offload.files.test_damaged_checkpoints import make
+from tests.offload.mesh.forked import fork
+
+def rank(number):
+    dist.init_process_group("gloo", f"file://{sys.argv[1]}/store", rank=number, world_size=2)
+    for name, value in (("A", 1.0), ("B", 2.0)):
+        layers = make(value)[0]
+        mesh = init_device_mesh("cpu", (2,))
+        model = OffloadModel(layers, "cpu", num_slices=2, checkpoint_activation=False, mesh=mesh)
+        optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01)
+        model(torch.ones(4, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        save_checkpoint(Path(sys.argv[1]) / name, model, optimizer, extra={"run": name})
+    dist.destroy_process_group()
+
+assert [child.result()[0] for child in [fork(lambda: rank(0)), fork(lambda: rank(1))]] == [0, 0]
+"""
+
+
+@pytest.fixture(scope="module", params=["one process", "two ranks"])
+def saves(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints A and B of two runs, with files of the same names."""
+    folder = tmp_path_factory.mktemp("saves")
+    if request.param == "two ranks":
+        ended = run_program(RANKS, folder)
+        assert ended.status == 0, ended.errors
+        return folder
+    for name, value in (("A", 1.0), ("B", 2.0)):
+        save_checkpoint(folder / name, *make(value), extra={"run": name}, file_bytes=100)
+    return folder
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    return copy.deepcopy((dict(model.state_dict()), optimizer.state_dict(), torch.get_rng_state()))
+
+
+def equal(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return isinstance(second, torch.Tensor) and first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(equal(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(equal, first, second))
+    return bool(first == second)
+
+
+def load(folder: Path) -> tuple[State, State, Any]:
+    """State before and after a load, and what it returned or raised."""
+    torch.manual_seed(0)
+    model, optimizer = make(7.0)
+    before = state_of(model, optimizer)
+    found: Any
+    try:
+        found = load_checkpoint(folder, model, optimizer)
+    except Exception as error:
+        found = error
+    return before, state_of(model, optimizer), found
+
+
+def load_weights(folder: Path) -> tuple[dict[str, Any], Any]:
+    """Weights after a load of these only, and what it returned or raised."""
+    model = make(7.0)[0]
+    try:
+        found: Any = load_pretrained(model, folder)
+    except Exception as error:
+        found = error
+    return dict(model.state_dict()), found
+
+
+def assert_right_or_refused(folder: Path, right: list[tuple[State, Any]], what: str) -> bool:
+    """Whether it was refused; ``right``: what may be loaded, each as a whole."""
+    weights, read = load_weights(folder)
+    before, after, found = load(folder)
+    for raised in (read, found):
+        if isinstance(raised, Exception):
+            assert type(raised) in (ValueError, ChecksumError, FileNotFoundError), (what, raised)
+            assert str(folder) in str(raised), (what, raised)
+    right_weights = any(equal(weights, state[0]) for state, _ in right)
+    assert isinstance(read, Exception) or right_weights, (what, "read other weights")
+    if isinstance(found, Exception):
+        assert equal(after, before), (what, "refused, but changed", found)
+        return True
+    assert any(equal(after, state) and found == returned for state, returned in right), (what, "loaded other values")
+    return False
+
+
+# --- kinds of damage --------------------------------------------------------------------------------------------------
+
+VALUES: list[Any] = [None, True, -1, 0, 1, 1.5, 1e300, 10**30, -(10**30), "", "x", "a" * 5000, "../x", "/etc/passwd"]
+VALUES += ["\0", "\ud800", [], [[]], {}, {"a": 1}, float("nan"), "state-1", "state-99", "0" * 32, "F64", "BOOL"]
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+def places_in(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of all values in a JSON tree."""
+    found = [path] if path else []
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+        found += places_in(value, (*path, key))
+    return found
+
+
+def change_json(draw: random.Random, tree: Any) -> str:
+    """The text of a tree of which a field is replaced, removed, renamed or added."""
+    path = draw.choice(places_in(tree))
+    parent = tree
+    for key in path[:-1]:
+        parent = parent[key]
+    way = draw.choice(["replace", "replace", "replace", "remove", "rename", "deep", "exchange"])
+    if way == "remove":
+        del parent[path[-1]]
+    elif way == "rename" and isinstance(parent, dict):
+        parent[draw.choice(["x", "", "__metadata__", SAVE])] = parent.pop(path[-1])
+    elif way == "exchange":
+        other = draw.choice([*parent] if isinstance(parent, dict) else range(len(parent)))
+        parent[path[-1]], parent[other] = parent[other], parent[path[-1]]
+    elif way == "deep":
+        parent[path[-1]] = "DEEP"
+        return json.dumps(tree).replace('"DEEP"', DEEP)
+    else:
+        parent[path[-1]] = draw.choice(VALUES)
+    return json.dumps(tree)
+
+
+def change_bytes(draw: random.Random, data: bytes) -> bytes:
+    begin, count = draw.randrange(len(data) + 1), draw.choice([1, 2, 8, 64, 500])
+    drawn = draw.randbytes(count)
+    return draw.choice(
+        [
+            lambda: data[:begin],
+            lambda: data[:begin] + data[begin + count :],
+            lambda: data[:begin] + drawn + data[begin:],
+            lambda: data[:begin] + bytes(count) + data[begin + count :],
+            lambda: data[:begin] + drawn + data[begin + count :],
+            lambda: data + drawn,
+            lambda: bytes(b ^ (1 << draw.randrange(8) if k == begin else 0) for k, b in enumerate(data)),
+        ]
+    )()
+
+
+def damage(draw: random.Random, folder: Path, other: Path) -> str:
+    """Damages a checkpoint in one place; ``other`` has files of the same names, of another save."""
+    files = files_of(folder)
+    name = draw.choice(files)
+    path = folder / name
+    data = path.read_bytes()
+    way = draw.choice(["bytes", "bytes", "json", "json", "length", "save", "swap", "missing", "special"])
+    if way == "json" and name.suffix == ".json":
+        path.write_text(change_json(draw, json.loads(data)))
+    elif way in ("json", "length") and name.suffix == ".safetensors":
+        length = int.from_bytes(data[:8], "little")
+        if way == "json":
+            text = change_json(draw, json.loads(data[8 : 8 + length])).encode()
+            path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+        else:
+            wrong = draw.choice([0, 1, length - 1, length + 1, len(data), 40 << 30, (1 << 64) - 1])
+            path.write_bytes(wrong.to_bytes(8, "little") + data[8:])
+    elif way == "save":
+        for each in draw.sample(files, draw.randint(1, len(files) - 1)):
+            shutil.copy(other / each, folder / each)
+    elif way == "swap":
+        path.write_bytes((folder / (second := draw.choice(files))).read_bytes())
+        (folder / second).write_bytes(data)
+    elif way in ("missing", "special"):
+        path.unlink()
+        link = draw.choice(["/dev/zero", "/dev/stdin", str(other / name), str(path), str(folder), "nothing"])
+        if way == "special":
+            draw.choice([lambda: os.mkfifo(path), lambda: path.mkdir(), lambda: path.symlink_to(link)])()
+    else:
+        path.write_bytes(change_bytes(draw, data))
+    return f"{way} in {name}"
+
+
+@pytest.mark.parametrize(
+    ("seed", "times"), [(0, 150), *(pytest.param(seed, 500, marks=pytest.mark.slow) for seed in range(1, 7))]
+)
+def test_a_damaged_checkpoint_loads_right_or_is_refused_and_nothing_is_changed(
+    saves: Path, tmp_path: Path, seed: int, times: int
+) -> None:
+    draw = random.Random(seed)
+    right = [load(saves / name)[1:] for name in "AB"]
+    refused = 0
+    for k in range(times):
+        folder = tmp_path / "c"
+        shutil.copytree(saves / "A", folder)
+        what = f"{k}: {damage(draw, folder, saves / 'B')}"
+        refused += assert_right_or_refused(folder, right, what)
+        shutil.rmtree(folder)
+    assert refused > times // 2
+
+
+# --- damage of its own kind -------------------------------------------------------------------------------------------
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Any]], object], tail: bytes = b"") -> None:
+    """Changes the header of a safetensors file, and adds bytes at the end."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :] + tail)
+
+
+def moved(name: str, by: int) -> Callable[[dict[str, Any]], object]:
+    def change(header: dict[str, Any]) -> None:
+        header[name]["data_offsets"] = [offset + by for offset in header[name]["data_offsets"]]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "tail", "message"),
+    [
+        (moved("b", 4), bytes(4), "'b' begins at 20, expected 16|b begins at 20, expected 16"),
+        (moved("b", -4), b"", "begins at 12, expected 16"),
+        (lambda header: header.pop("b"), b"", "not complete"),
+        (lambda header: header["a"].update(dtype=["F32"]), b"", r"'a'\.dtype: expected one of"),
+        (lambda header: header["a"].update(shape=[True] * 4), b"", r"'a'\.shape: expected"),
+        (lambda header: header["a"].update(shape=[0, 1 << 61, 1 << 61]), b"", r"'a'\.shape: expected"),
+        (lambda header: header["a"].update(shape=[1] * 99), b"", r"'a'\.shape: expected"),
+        (lambda header: header["a"].update(data_offsets=[-4, 12]), b"", r"'a'\.data_offsets: expected two offsets"),
+        (lambda header: header.update(a=[]), b"", r"'a': expected an object"),
+        (lambda header: header.update(__metadata__={"format": 1}), b"", "__metadata__: expected strings"),
+    ],
+)
+def test_a_header_is_refused_by_a_value_error_that_names_file_and_field(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], tail: bytes, message: str
+) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.ones(4), "b": torch.ones(4)}, path)
+    rewritten(path, change, tail)
+    for read in (TensorFile, Pretrained):
+        with pytest.raises(ValueError, match=message) as caught:
+            read(path)
+        assert str(path) in str(caught.value)
+
+
+def test_a_header_of_more_than_100_mb_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes((40 << 30).to_bytes(8, "little"))
+    os.truncate(path, 41 << 30)  # takes no room on the disk
+    with pytest.raises(ValueError, match=r"x\.safetensors: expected a header of at most 100,000,000 bytes"):
+        TensorFile(path)
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "", "a/../../x.safetensors", "/etc/passwd", "\0", "\ud800"])
+def test_an_index_names_only_files_in_its_folder(tmp_path: Path, name: str) -> None:
+    save_file({"0.weight": torch.ones(4, 4)}, tmp_path / "x.safetensors")
+    folder = tmp_path / "c"
+    folder.mkdir()
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"0.weight": name}}))
+    for read in (Pretrained, partial(load_checkpoint, model=nn.Sequential(nn.Linear(4, 4, bias=False)))):
+        with pytest.raises(ValueError, match=r"index\.json: weight_map: '0\.weight': expected the name of a file"):
+            read(folder)
+
+
+def test_a_link_of_an_index_leads_nowhere_but_into_the_cache_that_holds_the_folder(tmp_path: Path) -> None:
+    """The cache of the Hugging Face Hub: ``snapshots/REVISION/NAME`` is a link to ``../../blobs/DIGEST``."""
+    blobs, snapshot, other = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "f00", tmp_path / "other"
+    for folder in (blobs, snapshot, other):
+        folder.mkdir(parents=True)
+    save_file({"0.weight": torch.ones(4, 4)}, blobs / "d1g35t")
+    index = json.dumps({"weight_map": {"0.weight": "model-00001-of-00001.safetensors"}})
+    for folder in (snapshot, other):
+        (folder / INDEX).write_text(index)
+        (folder / "model-00001-of-00001.safetensors").symlink_to(os.path.relpath(blobs / "d1g35t", folder))
+    assert [name for name, _, _ in Pretrained(snapshot).headers()] == ["0.weight"]
+    with pytest.raises(ValueError, match=r"a link to .*d1g35t; put the file itself into the folder"):
+        Pretrained(other)
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a directory", "a device", "a loop of links"])
+def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
+    """And none of the others is waited for, by a load or by a save."""
+    save_checkpoint(tmp_path / "c", *make())
+    make_it: dict[str, Callable[[Path], object]] = {"a FIFO": os.mkfifo, "a directory": os.mkdir}
+    make_it["a device"] = lambda path: path.symlink_to("/dev/zero")
+    make_it["a loop of links"] = lambda path: path.symlink_to(path)
+    for name in files_of(tmp_path / "c"):
+        if name.name == "save.json":
+            continue
+        folder = tmp_path / name.name
+        shutil.copytree(tmp_path / "c", folder)
+        (folder / name).unlink()
+        make_it[kind](folder / name)
+        expected = "expected a regular file|expected the name of a file|a link to|do not exist"
+        with pytest.raises((ValueError, FileNotFoundError), match=expected) as caught:
+            load_checkpoint(folder, *make())
+        assert name.name in str(caught.value)
+        if name.name == INDEX:
+            with pytest.raises(ValueError, match="nothing was changed"):
+                save_checkpoint(folder, *make())
+
+
+def test_a_file_that_is_exchanged_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    for name in ("x", "y"):
+        save_file({"a": torch.ones(4)}, tmp_path / name)
+    file = TensorFile(tmp_path / "x")
+    os.replace(tmp_path / "y", tmp_path / "x")
+    with pytest.raises(ValueError, match="was replaced after its header was read"):
+        file.read_into("a", torch.empty(4))
+
+
+class Code:
+    """Runs code where it is unpickled."""
+
+    def __init__(self, flag: Path) -> None:
+        self.flag = flag
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.flag),)
+
+
+def previous_format(folder: Path) -> None:
+    """Makes a checkpoint one of the release before: without identities, and with names of files only."""
+    index = json.loads((folder / INDEX).read_text())
+    state = folder / index["metadata"]["gradstream_state"]
+    (state / "save.json").unlink()
+    summary = torch.load(state / "state.pt", weights_only=True)
+    summary["optimizer_files"] = sorted(set(summary.pop("optimizer_tensors").values()))
+    del summary["save"], summary["sums"], index["metadata"][SAVE]
+    torch.save(summary, state / "state.pt")
+    index["metadata"]["gradstream_state_crc32"] = f"{zlib.crc32((state / 'state.pt').read_bytes()):08x}"
+    (folder / INDEX).write_text(json.dumps(index))
+    for path in folder.rglob("*.safetensors"):
+        rewritten(path, lambda header: header["__metadata__"].pop(SAVE))
+
+
+def test_a_checkpoint_of_the_previous_format_is_loaded_and_replaced(saves: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    shutil.copytree(saves / "A", folder)
+    previous_format(folder)
+    right = [load(saves / "A")[1:]]
+    assert not assert_right_or_refused(folder, right, "of the previous format")
+    (folder / "notes.txt").write_text("mine")
+    save_checkpoint(folder, *make(3.0))
+    names = {path.name for path in folder.iterdir()}
+    assert names == {INDEX, "notes.txt", "state-2", "model-2-00001-of-00001.safetensors"}
+
+
+def test_files_of_the_previous_format_are_not_mixed_with_those_of_now(tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        save_checkpoint(tmp_path / name, *make(1.0))
+    previous_format(tmp_path / "old")
+    file = "model-1-00001-of-00001.safetensors"
+    shutil.copy(tmp_path / "new" / file, tmp_path / "old" / file)
+    with pytest.raises(ValueError, match=f"{file}: the file is of another save"):
+        load_checkpoint(tmp_path / "old", *make())
+
+
+@pytest.mark.parametrize("saved", ["now", "by the previous release"])
+def test_no_code_of_a_checkpoint_runs(saves: Path, tmp_path: Path, saved: str) -> None:
+    folder, flag = tmp_path / "c", tmp_path / "ran"
+    shutil.copytree(saves / "A", folder)
+    if saved != "now":
+        previous_format(folder)
+    index = json.loads((folder / INDEX).read_text())
+    index["metadata"].update(gradstream_parts=True)
+    index["metadata"].pop("gradstream_state_crc32")
+    (folder / INDEX).write_text(json.dumps(index))
+    for protocol in range(6):
+        (folder / "state-1" / ".metadata").write_bytes(pickle.dumps(Code(flag), protocol))
+        with pytest.raises(ValueError, match="c/"):
+            load_checkpoint(folder, make()[0])
+    (folder / "state-1" / "state.pt").write_bytes(pickle.dumps(Code(flag)))
+    with pytest.raises(ValueError, match=r"state\.pt: expected the state of a checkpoint"):
+        load_checkpoint(folder, make()[0])
+    torch.save({"extra": Code(flag)}, folder / "state-1" / "state.pt")
+    with pytest.raises(ValueError, match=r"state\.pt: expected the state of a checkpoint"):
+        load_checkpoint(folder, make()[0])
+    assert not flag.exists()
+
+
+def test_what_metadata_of_ranks_sets_on_a_class_ends_with_the_reader(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from offload.files.parts import StoredParts
+
+    # Sets an attribute of the class itself, as a pickle may without calling anything.
+    text = b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n(N}\x8c\x04evilK\x01stb."
+    pickle.loads(text)
+    assert Metadata.evil == 1  # type: ignore[attr-defined]
+    del Metadata.evil  # type: ignore[attr-defined]
+    (tmp_path / ".metadata").write_bytes(text)
+    with pytest.raises(ValueError, match=r"\.metadata: expected the metadata of parts"):
+        StoredParts(tmp_path, [], None)
+    assert not hasattr(Metadata, "evil")
+
+
+@pytest.mark.parametrize("way", ["compressed", "without keys", "of another type"])
+def test_a_state_file_that_is_no_state_is_refused(tmp_path: Path, way: str) -> None:
+    save_checkpoint(tmp_path, *make())
+    path = tmp_path / "state-1" / "state.pt"
+    if way == "compressed":
+        with zipfile.ZipFile(path) as archive:
+            entries = {entry: archive.read(entry) for entry in archive.namelist()}
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for entry, data in entries.items():
+                archive.writestr(entry, data if not entry.endswith("data/0") else bytes(1 << 20))
+    else:
+        summary = torch.load(path, weights_only=True)
+        torch.save({} if way == "without keys" else {**summary, "step": "3"}, path)
+    index = json.loads((tmp_path / INDEX).read_text())
+    index["metadata"]["gradstream_state_crc32"] = f"{zlib.crc32(path.read_bytes()):08x}"
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    message = {"compressed": "larger than the file", "without keys": "optimizer: expected", "of another type": "step"}
+    with pytest.raises(ValueError, match=rf"state\.pt: .*{message[way]}"):
+        load_checkpoint(tmp_path, *make())
+
+
+def test_a_state_that_is_missing_in_an_optimizer_file_is_noticed_before_anything_changed(tmp_path: Path) -> None:
+    """Though header, checksums and bytes of the file agree: it holds the last tensor no longer."""
+    save_checkpoint(tmp_path, *make(1.0))
+    path = tmp_path / "state-1" / "optimizer-00001-of-00001.safetensors"
+    file = TensorFile(path)
+    names = [name for name in file if name != "state.5.exp_avg"]
+    tensors = {name: file.tensor(name).clone() for name in names}
+    metadata = file.metadata
+    path.unlink()
+    write_tensors(path, tensors, metadata)
+    model, optimizer = make()
+    before = state_of(model, optimizer)
+    with pytest.raises(ValueError, match=r"optimizer-00001-of-00001\.safetensors: expected state\.5\.exp_avg"):
+        load_checkpoint(tmp_path, model, optimizer)
+    assert equal(state_of(model, optimizer), before)

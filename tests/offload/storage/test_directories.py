@@ -1,0 +1,409 @@
+"""A home stays where it was given, in files of its own, and what else lies in its directory is left alone."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import random
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import (
+    DiskHome,
+    HomeError,
+    OffloadEmbeddingBag,
+    OffloadModel,
+    OffloadOptimizer,
+    Pretrained,
+    save_checkpoint,
+)
+from offload.storage import DiskTier
+from offload.storage.buffer import PAGE_BYTES
+from offload.storage.manifest import Manifest, digest, read_description, read_manifest, write_manifest
+from tests.offload.persistent import everything, layers, offloaded, train
+from tests.programs import run_program
+
+CPU = torch.device("cpu")
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def names(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+
+
+# --- os.chdir() -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "home",
+    [
+        lambda: "./home",
+        lambda: Path("home"),
+        lambda: DiskHome("home"),
+        lambda: DiskHome("./home", keep=True),
+        lambda: DiskHome(["a", "b/../b"]),
+    ],
+)
+def test_a_change_of_the_working_directory_changes_nothing(
+    home: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another home of equal layers is at the same place below the new directory, and stays as it is."""
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+
+    def model_in(place: str) -> tuple[OffloadModel, OffloadOptimizer]:
+        monkeypatch.chdir(tmp_path / place)
+        model = OffloadModel(layers(), "cpu", home(), num_slices=3)
+        return model, OffloadOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, k: int) -> None:
+        optimizer.zero_grad()
+        model(torch.randn(6, 12, generator=torch.Generator().manual_seed(k))).square().mean().backward()
+        optimizer.step()
+
+    bare = layers()
+    plain = torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = model_in("first")
+    other, _ = model_in("second")
+    before = everything(other)
+    for k in range(3):
+        step(model, optimizer, k)
+        step(bare, plain, k)
+    model(torch.zeros(2, 12))
+    bare(torch.zeros(2, 12))
+    assert same(everything(bare), everything(model))
+    assert same(before, everything(other))
+    for one in (model, other):
+        one.close()
+    left = {"home.lock", "weights.home", "buffers.home"}
+    for place in ("first", "second"):
+        assert {name.split("/")[-1] for name in names(tmp_path / place)} <= left
+
+
+def test_copies_and_tables_have_their_files_where_the_first_one_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("first", "second"):
+        (tmp_path / place).mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+    model, table = OffloadModel(layers(), "cpu", "./home", 2), OffloadEmbeddingBag(9, 4, offload_device="./table")
+    monkeypatch.chdir(tmp_path / "second")
+    made = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(table)]
+    assert len(list((tmp_path / "first/home").iterdir())) == 3
+    assert len(list((tmp_path / "first/table").iterdir())) == 2
+    assert list((tmp_path / "second").iterdir()) == []
+    assert same(everything(made[0]), everything(made[1]))
+
+
+def test_pretrained_files_are_those_of_the_directory_where_they_were_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = layers()
+    for place in ("first", "second"):
+        (tmp_path / place).mkdir()
+        monkeypatch.chdir(tmp_path / place)
+        save_checkpoint("saved", bare)
+        with torch.no_grad():
+            bare[3].scale.fill_(9.0)
+    monkeypatch.chdir(tmp_path / "first")
+    pretrained = Pretrained("saved")
+    monkeypatch.chdir(tmp_path / "second")
+    model = OffloadModel(layers(), "cpu", "cpu", 2, pretrained=pretrained)
+    assert same(everything(model), everything(layers()))
+
+
+def test_a_link_to_the_directory_may_lead_elsewhere_later(tmp_path: Path) -> None:
+    """As ``runs/latest`` does."""
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "latest").symlink_to("old")
+    bare = layers()
+    expected = train(bare, range(2))
+    model = offloaded(layers(), tmp_path / "latest/home")
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to("new")
+    other = offloaded(layers(), tmp_path / "latest/home")
+    before = everything(other)
+    assert train(model, range(2)) == expected
+    model.close()
+    assert same(everything(other), before)
+    other.close()
+    again = offloaded(layers("meta"), tmp_path / "old/home")
+    assert same(everything(again), everything(bare))
+    again.close()
+
+
+# --- moved directories ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_home_that_is_moved_while_it_is_used_is_not_mistaken_for_the_one_in_its_place(
+    tmp_path: Path, keep: bool, several: bool
+) -> None:
+    def made() -> OffloadModel:
+        folders = [tmp_path / "home/a", tmp_path / "home/b"] if several else tmp_path / "home"
+        return OffloadModel(layers(), "cpu", DiskHome(folders, keep=keep), num_slices=3)
+
+    bare = layers()
+    expected = train(bare, range(4))
+    model = made()
+    found = train(model, range(2))
+    (tmp_path / "home").rename(tmp_path / "old")
+    other = made()
+    # A folder of temporary files has another name each time: let the new one have that of the first.
+    if not keep:
+        folders = zip(model._tier.folders, other._tier.folders, strict=True)  # type: ignore[attr-defined]
+        for mine, theirs in folders:
+            shutil.copytree(theirs, mine)
+    before = everything(other)
+    found += train(model, range(2, 4))
+    assert found == expected
+    assert same(everything(model), everything(bare))
+    assert same(everything(other), before)
+    if keep:
+        with pytest.raises(FileNotFoundError, match="the file was moved, and another one has its name"):
+            model.close()
+        other.close()
+        back = [tmp_path / "home/a", tmp_path / "home/b"] if several else tmp_path / "home"
+        again = offloaded(layers("meta"), back)
+        assert same(everything(again), before)
+        again.close()
+        (tmp_path / "home").rename(tmp_path / "new")
+        (tmp_path / "old").rename(tmp_path / "home")  # as it was: it can be closed
+        model.close()
+
+
+# --- what is the user's -----------------------------------------------------------------------------------------------
+
+
+def of_a_killed_process(folder: Path) -> Path:
+    """A folder of temporary files whose process is gone."""
+    code = (
+        "import os, sys, torch\n"
+        "from offload.storage import DiskTier\n"
+        "tier = DiskTier(sys.argv[1], torch.device('cpu')); block = tier.allocate(100, 'weights')\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    assert run_program(code, folder).status == -9
+    (left,) = folder.glob("gradstream-*")
+    return left
+
+
+def users_folder(root: Path, name: str, lock: Callable[[Path], object]) -> None:
+    (root / name).mkdir()
+    (root / name / "thesis.txt").write_text("mine")
+    lock(root / name / "lock")
+
+
+def test_only_folders_with_our_mark_are_removed(tmp_path: Path) -> None:
+    home, aside = tmp_path / "home", tmp_path / "aside"
+    home.mkdir()
+    stale = of_a_killed_process(home)
+    shutil.copytree(stale, aside)
+    users_folder(home, "gradstream-results", lambda path: path.touch())
+    users_folder(home, "gradstream-text", lambda path: path.write_text("locked by me"))
+    users_folder(home, "gradstream-copy", lambda path: shutil.copy(stale / "lock", path))
+    users_folder(home, "gradstream-fifo", lambda path: os.mkfifo(path))
+    users_folder(home, "gradstream-link", lambda path: path.symlink_to(stale / "lock"))
+    users_folder(home, "gradstream-folder", lambda path: path.mkdir())
+    (home / "gradstream-elsewhere").symlink_to(aside)
+    (home / "gradstream-file").write_text("mine")
+    kept = {path.name for path in home.iterdir()} - {stale.name}
+    DiskTier(home, CPU).close()
+    assert {path.name for path in home.iterdir()} == kept
+    assert len(list(home.glob("*/thesis.txt"))) == 6
+    assert {path.name for path in aside.iterdir()} == {"lock", "0000-weights"}
+
+
+def test_a_home_is_made_and_overwritten_beside_files_of_the_user_with_its_suffix(tmp_path: Path) -> None:
+    (tmp_path / "my.home").write_text("mine")
+    (tmp_path / "rank0-of-2").mkdir()
+    (tmp_path / "rank0-of-2/sweet.home").write_text("mine")
+    offloaded(layers(), tmp_path).close()
+    offloaded(layers(), tmp_path, overwrite=True).close()
+    offloaded(layers("meta"), tmp_path).close()
+    assert (tmp_path / "my.home").read_text() == (tmp_path / "rank0-of-2/sweet.home").read_text() == "mine"
+
+
+@pytest.mark.parametrize("what", ["link", "dangling", "fifo", "folder"])
+@pytest.mark.parametrize("name", ["home.lock", "weights.home"])
+def test_a_link_or_special_file_in_the_place_of_ours_is_refused_and_left_alone(
+    tmp_path: Path, name: str, what: str
+) -> None:
+    home, theirs = tmp_path / "home", tmp_path / "theirs"
+    offloaded(layers(), home).close()
+    (home / name).unlink()
+    left = {path.name for path in home.iterdir()}
+    if what == "link":
+        theirs.write_text("mine")
+    make: dict[str, Callable[[Path], object]] = {
+        "link": lambda path: path.symlink_to(theirs),
+        "dangling": lambda path: path.symlink_to(theirs),
+        "fifo": os.mkfifo,
+        "folder": Path.mkdir,
+    }
+    make[what](home / name)
+    with pytest.raises(HomeError, match=rf"{name}.*expected a regular file"):
+        offloaded(layers("meta"), home)
+    assert theirs.exists() is (what == "link")
+    assert what != "link" or theirs.read_text() == "mine"
+    assert {path.name for path in home.iterdir()} == {*left, name}
+
+
+def test_a_link_to_a_file_of_another_home_is_not_trained_on(tmp_path: Path) -> None:
+    model = offloaded(layers(), tmp_path / "home")
+    model.close()
+    (tmp_path / "other").mkdir()
+    for name in ("weights.home", "buffers.home"):
+        (tmp_path / "other" / name).symlink_to(tmp_path / "home" / name)
+    with pytest.raises(HomeError, match=r"weights.home.*expected a regular file, got a link"):
+        offloaded(layers("meta"), tmp_path / "other")
+    offloaded(layers(), tmp_path / "other", overwrite=True).close()  # replaces the links, not what they lead to
+    found = offloaded(layers("meta"), tmp_path / "home")
+    assert same(everything(found), everything(model))
+    found.close()
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [b"m\xff", b"a b\nc\td", "e\u2028 \u00e9".encode(), b"\\040#"])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_directory_may_have_any_name(tmp_path: Path, name: bytes, several: bool) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
+    homes = [folder / "a", folder / "b"] if several else folder
+    model = offloaded(layers(), homes)
+    train(model, range(2))
+    model.close()
+    again = offloaded(layers("meta"), homes)
+    assert same(everything(again), everything(model))
+    again.close()
+
+
+# --- damaged homes ----------------------------------------------------------------------------------------------------
+
+
+def changed_bytes(path: Path, draw: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    for _ in range(draw.choice([1, 1, 4, 64])):
+        data[draw.randrange(len(data))] = draw.randrange(256)
+    path.write_bytes(data)
+
+
+def cut_or_longer(path: Path, draw: random.Random) -> None:
+    data = path.read_bytes()
+    at = draw.choice([0, 1, PAGE_BYTES, draw.randrange(len(data))])
+    path.write_bytes(draw.choice([data[:at], data[at:], data + data[:at], data[:at] + data]))
+
+
+def another_manifest(path: Path, draw: random.Random) -> None:
+    """One that is consistent with itself, of other fields."""
+    manifest = read_manifest(path, "any")
+    number = draw.choice([0, 1, 2, 7, PAGE_BYTES, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1])
+    fields: dict[str, Any] = {
+        "place": number % 2**32,
+        "places": number % 2**32,
+        "clean": number % 2**32,
+        "contents_bytes": number,
+        "description_bytes": number,
+        "generation": number,
+        "home": draw.randbytes(16),
+        "description_digest": draw.randbytes(32),
+        "contents_digest": draw.randbytes(32),
+    }
+    name = draw.choice(sorted(fields))
+    page = replace(manifest, **{name: fields[name]}).pack()
+    with path.open("r+b") as file:
+        file.seek(-PAGE_BYTES, os.SEEK_END)
+        file.write(page)
+
+
+def another_description(path: Path, draw: random.Random) -> None:
+    """One of the size of the first, with its checksum."""
+    manifest = read_manifest(path, "any")
+    text = bytearray(read_description(path, manifest))
+    text[draw.randrange(len(text))] = draw.choice([0, 10, 48, 57, 255])
+    write_manifest(path, replace(manifest, description_digest=digest(bytes(text))), bytes(text))
+
+
+def another_kind(path: Path, draw: random.Random) -> None:
+    path.unlink()
+    kinds: list[Callable[[], object]] = [
+        path.mkdir,
+        lambda: os.mkfifo(path),
+        lambda: path.symlink_to("/dev/zero"),
+        lambda: path.symlink_to("nowhere"),
+        lambda: None,
+        path.touch,
+    ]
+    draw.choice(kinds)()
+
+
+def another_page(path: Path, draw: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    for at in range(8, 28, 4):
+        if draw.random() < 0.5:
+            struct.pack_into("<I", data, len(data) - PAGE_BYTES + at, draw.choice([0, 1, 2, 3, 2**32 - 1]))
+    path.write_bytes(data)
+
+
+def swapped(path: Path, draw: random.Random) -> None:
+    other = path.with_name({"weights.home": "buffers.home", "buffers.home": "weights.home"}[path.name])
+    data = path.read_bytes()
+    path.write_bytes(other.read_bytes())
+    if draw.random() < 0.5:
+        other.write_bytes(data)
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("recover", [False, True])
+@pytest.mark.filterwarnings("ignore:recovering the home")
+def test_a_damaged_home_is_opened_with_its_values_or_refused_by_name(
+    tmp_path: Path, several: bool, recover: bool
+) -> None:
+    draw = random.Random(several + 2 * recover)
+    folders = [tmp_path / "home/a", tmp_path / "home/b"] if several else [tmp_path / "home"]
+    homes = folders if several else folders[0]
+    model = offloaded(layers(), homes)
+    train(model, range(1))
+    model.close()
+    whole = everything(model)
+    shutil.copytree(tmp_path / "home", tmp_path / "saved")
+    damages = [changed_bytes, cut_or_longer, another_manifest, another_description, another_kind, another_page, swapped]
+    refused: list[str] = []
+    for k in range(70):
+        shutil.rmtree(tmp_path / "home")
+        shutil.copytree(tmp_path / "saved", tmp_path / "home")
+        damages[k % len(damages)](draw.choice(folders) / draw.choice(["weights.home", "buffers.home"]), draw)
+        try:
+            found = offloaded(layers("meta"), homes, recover=recover)
+        except (HomeError, FileNotFoundError) as error:
+            refused.append(str(error))
+            continue
+        assert same(everything(found), whole)
+        found.close()
+    assert len(refused) > 40
+    assert all(str(tmp_path / "home") in message for message in refused)
+
+
+def test_a_generation_that_has_no_next_one_is_refused(tmp_path: Path) -> None:
+    offloaded(layers(), tmp_path).close()
+    for name in ("weights", "buffers"):
+        path = tmp_path / f"{name}.home"
+        manifest: Manifest = read_manifest(path, name)
+        write_manifest(path, replace(manifest, generation=2**64 - 1))
+    with pytest.raises(HomeError, match=r"weights.home.*a generation from 1 on, got clean=1, generation=18446744"):
+        offloaded(layers("meta"), tmp_path)

@@ -1,0 +1,264 @@
+"""Loaders that give out the same iterator object in every epoch: each batch runs once, however the loop is written."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from pipe.train import (
+    EvalPipelineSparseDist,
+    PrefetchTrainPipelineSparseDist,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+)
+
+TRAINING = [TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist]
+COUNT = 5
+BATCHES = list(range(COUNT))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.ran: list[int] = []
+
+    def forward(self, batch: Tensor) -> tuple[Tensor, int]:
+        self.ran.append(int(batch))
+        return self.weight * float(batch), int(batch)
+
+
+def pipeline_of(make: Any, model: Model, **options: Any) -> Any:
+    return make(model, torch.optim.SGD(model.parameters(), 1.0), "cpu", **options)
+
+
+class Rows(Dataset[int]):
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, k: int) -> int:
+        return k
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(BATCHES)
+
+
+class Counter:
+    """An iterator that a loader may reset."""
+
+    def __init__(self) -> None:
+        self.k = COUNT
+        self.read: list[int] = []
+        self.threads: set[int] = set()
+
+    def __iter__(self) -> Counter:
+        return self
+
+    def __next__(self) -> Tensor:
+        self.threads.add(threading.get_ident())
+        if self.k == COUNT:
+            raise StopIteration
+        self.read.append(self.k)
+        self.k += 1
+        return torch.tensor(self.read[-1])
+
+
+class InPlace(Counter):
+    """A loader that is its own iterator."""
+
+    def __iter__(self) -> InPlace:
+        self.k = 0
+        return self
+
+
+class Measured(Counter):
+    def __len__(self) -> int:
+        return COUNT
+
+
+class Around:
+    """An iterator whose position is that of another."""
+
+    __slots__ = ("source",)
+
+    def __init__(self, source: Iterator[Tensor]) -> None:
+        self.source = source
+
+    def __iter__(self) -> Around:
+        return self
+
+    def __next__(self) -> Tensor:
+        return next(self.source)
+
+
+class Resetting:
+    """Resets its iterator, as a ``DataLoader`` with persistent workers does."""
+
+    def __init__(self, wrap: Callable[[Counter], Any]) -> None:
+        self.counter = Measured()
+        self.iterator = wrap(self.counter)
+
+    def __iter__(self) -> Any:
+        self.counter.k = 0
+        return self.iterator
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "list": lambda: [torch.tensor(k) for k in BATCHES],
+    "workers": lambda: DataLoader(Rows(), num_workers=1),
+    "IterableDataset": lambda: DataLoader(Stream()),
+    "persistent": lambda: DataLoader(Rows(), num_workers=2, persistent_workers=True),
+    "persistent IterableDataset": lambda: DataLoader(Stream(), num_workers=1, persistent_workers=True),
+    "its own iterator": InPlace,
+    "with a length": lambda: Resetting(lambda counter: counter),
+    "around another": lambda: Resetting(Around),
+    "map": lambda: Resetting(lambda counter: map(torch.Tensor.clone, counter)),
+}
+BY_LOADER = pytest.mark.parametrize("kind", LOADERS)
+
+
+def by_range(pipeline: Any, loader: Any) -> None:
+    batches = iter(loader)
+    for _ in range(COUNT):
+        pipeline.progress(batches)
+
+
+def to_the_end(pipeline: Any, loader: Any) -> None:
+    batches = iter(loader)
+    while True:
+        try:
+            pipeline.progress(batches)
+        except StopIteration:
+            return
+
+
+@BY_LOADER
+@pytest.mark.parametrize("make", [*TRAINING, EvalPipelineSparseDist])
+def test_every_epoch_has_every_batch_once_in_both_ways_to_write_the_loop(make: Any, kind: str) -> None:
+    model, loader = Model(), LOADERS[kind]()
+    pipeline = pipeline_of(make, model)
+    for epoch in (by_range, by_range, to_the_end, by_range, to_the_end, to_the_end):
+        epoch(pipeline, loader)
+    assert model.ran == BATCHES * 6
+
+
+@BY_LOADER
+@pytest.mark.parametrize("make", TRAINING)
+def test_windows_end_with_the_epoch(make: Any, kind: str) -> None:
+    model, loader = Model(), LOADERS[kind]()
+    pipeline = pipeline_of(make, model, grad_accum=3)
+    for number, epoch in enumerate((by_range, by_range, to_the_end, by_range), 1):
+        epoch(pipeline, loader)
+        assert pipeline.statistics().steps == 2 * number
+    assert model.ran == BATCHES * 4
+
+
+@BY_LOADER
+@pytest.mark.parametrize("make", [PrefetchTrainPipelineSparseDist, EvalPipelineSparseDist])
+@pytest.mark.parametrize("early", [1, 4])
+def test_after_an_epoch_that_was_left_early_each_batch_that_was_read_runs_once(
+    make: Any, kind: str, early: int
+) -> None:
+    model, loader = Model(), LOADERS[kind]()
+    pipeline = pipeline_of(make, model)
+    for _ in range(2):
+        batches = iter(loader)
+        for _ in range(early):
+            pipeline.progress(batches)
+    to_the_end(pipeline, loader)
+    # When an epoch is left, up to two batches are in flight; they run first in the next.
+    in_flight = min(2, COUNT - early)
+    passes = [BATCHES[: early + in_flight], BATCHES[: early - in_flight + 2], BATCHES]
+    assert model.ran == list(itertools.chain(*passes))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        iter,
+        Around,
+        lambda loader: map(torch.Tensor.clone, loader),
+        lambda loader: itertools.islice(loader, 3),
+        lambda loader: (pair[0] for pair in zip(loader, itertools.count(), strict=False)),
+        lambda loader: itertools.chain(loader, ()),
+    ],
+    ids=["itself", "around", "map", "islice", "zip", "chain"],
+)
+@pytest.mark.parametrize("make", TRAINING)
+def test_an_iterator_that_may_be_reset_is_read_in_the_thread_that_resets_it(make: Any, wrap: Any) -> None:
+    loader = InPlace()
+    pipeline = pipeline_of(make, Model())
+    pipeline.progress(wrap(iter(loader)))
+    assert loader.threads == {threading.get_ident()}
+    assert pipeline.statistics().wait_seconds["load"] > 0
+
+
+@pytest.mark.parametrize("wrap", [lambda loader: (batch for batch in loader), Around], ids=["generator", "class"])
+def test_an_iterator_of_one_epoch_is_read_in_another_thread(wrap: Any) -> None:
+    loader = Counter()
+    loader.k = 0
+    to_the_end(pipeline_of(TrainPipelineBase, Model()), wrap(loader))
+    assert threading.get_ident() not in loader.threads
+
+
+@pytest.mark.parametrize("make", TRAINING)
+def test_an_end_that_was_read_ahead_is_told_although_the_loop_writes_on_the_loader(make: Any) -> None:
+    class Annotated(InPlace):
+        seen = 0
+
+    model, loader = Model(), Annotated()
+    pipeline, batches = pipeline_of(make, model), iter(loader)
+    for step in range(COUNT):
+        pipeline.progress(batches)
+        loader.seen = step
+    with pytest.raises(StopIteration):
+        pipeline.progress(batches)
+    assert model.ran == BATCHES
+
+
+@pytest.mark.parametrize("make", TRAINING)
+def test_after_a_failure_a_loader_goes_on_or_begins_again(make: Any) -> None:
+    class Failing(InPlace):
+        failed = False
+
+        def __next__(self) -> Tensor:
+            if self.k == 2 and not self.failed:
+                self.failed = True
+                raise OSError("unreadable")
+            return super().__next__()
+
+    model, loader = Model(), Failing()
+    pipeline = pipeline_of(make, model)
+    with pytest.raises(OSError, match="unreadable"):
+        to_the_end(pipeline, loader)
+    to_the_end(pipeline, loader)
+    loader.failed = False
+    with pytest.raises(OSError, match="unreadable"):
+        by_range(pipeline, loader)
+    assert [pipeline.progress(loader) for _ in range(3)] == [2, 3, 4]
+    assert model.ran == [0, 1, *BATCHES, *BATCHES]
+
+
+@pytest.mark.parametrize("stop", range(COUNT + 1))
+def test_the_position_of_a_loader_and_the_state_of_a_pipeline_are_of_one_moment(stop: int) -> None:
+    first, second = (Model(), InPlace()), (Model(), InPlace())
+    pipeline, loader = pipeline_of(TrainPipelineBase, first[0]), iter(first[1])
+    for _ in range(stop):
+        pipeline.progress(loader)
+    position, state = first[1].k, pipeline.state_dict()
+    assert position == stop + len(state["in_flight"])
+    continued = pipeline_of(TrainPipelineBase, second[0])
+    continued.load_state_dict(state)
+    second[1].k = position
+    assert [continued.progress(second[1]) for _ in range(COUNT - stop)] == BATCHES[stop:]
+    with pytest.raises(StopIteration):
+        continued.progress(second[1])
