@@ -320,6 +320,7 @@ class OffloadModel(RunningModule):
                 self._executor.native = weakref.ref(self._engine)
                 for runner in self._executor.runners:
                     runner.native = True
+                self._executor.recount()
             if self._memory_limits is not None and recompute:
                 self._executor.plan_memory(self._memory_limits, resources.policy)
             self._persistent_home.begin()

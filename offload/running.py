@@ -81,7 +81,9 @@ class RunningModule(LoadingModule):
         if answered is not None:
             return gather_nested(answered)
         if self._engine is not None:
-            return gather_nested(self._run_engine(chunks))
+            outputs = self._run_engine(chunks)
+            check_rows(outputs, (inputs, kwargs))
+            return gather_nested(outputs)
         tape = self._executor.tape(chunks)
         outputs = self._executor.forward(tape, chunks)
         check_rows(outputs, (inputs, kwargs))
@@ -141,8 +143,18 @@ class RunningModule(LoadingModule):
         if self._engine is not None:
             layers = [shard.layers for shard in self._executor.shards]
             fns = [output_fn] * len(calls)
-            given = [call() if isinstance(call, RawChunk) else call for call in calls]
-            return with_tape(run_layers(self._engine, layers, given, output_fns=fns, dtype=self._executor.layer_homes.dtype))
+            self._executor.check_open()
+            check_frozen(self._executor.quantised)
+            return with_tape(
+                run_layers(
+                    self._engine,
+                    layers,
+                    calls if input_fn is None else chunks,
+                    output_fns=fns,
+                    input_fn=None if input_fn is None else lambda chunk: as_call(0, input_fn(chunk)),
+                    dtype=self._executor.layer_homes.dtype,
+                )
+            )
         joins = self._joins_chunks and input_fn is None
         runs = runs_together(calls, self._most_rows_together) if joins else []
         if any(len(run) > 1 for run in runs):

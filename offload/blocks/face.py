@@ -250,7 +250,9 @@ class ModelWithBlocks(ReportingModule):
                 if one:
                     with self._engine.forward():
                         return self._forward_on(call)
-                return gather_nested(run_chunks(self._engine, self._forward_on, chunks, self._modules_around()))
+                outputs = run_chunks(self._engine, self._forward_on, chunks, self._modules_around())
+                check_rows(outputs, call)
+                return gather_nested(outputs)
         with self._computing():
             run = self._executor.run_one(self._forward_on, call) if one else None
             tape, outputs = self._executor.run_many(self._forward_on, chunks) if run is None else run

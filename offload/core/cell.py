@@ -111,10 +111,12 @@ class Block:
     ) -> Any:
         """The output with its graph, in which weights are references."""
         if not views and watch is UNWATCHED:
-            return self._noted(call, views, views, args, kwargs)
+            return self._noted(call, views, views, args, kwargs, visit)
         outer = lasting_hooks()
         refer, resolve = self._references(visit, views) if views else (_same, _same)
         saved_by, begins = watch.saved, watch.begins
+        watched = self.region.watched
+        changing = {buffer.data_ptr() for buffer in watched.changing()} if watched.buffers else ()
 
         def pack(tensor: Tensor) -> Any:
             if saved_by is not None:
@@ -124,6 +126,8 @@ class Block:
                 return saved
             if outer is not None:
                 return outer[0](tensor)
+            if changing and tensor.data_ptr() in changing:  # a later cell writes it before the backward of this one
+                return tensor.clone(), 0
             # Without detaching, an operation that saves its own output is a cycle that Python cannot collect.
             detached = tensor.detach()
             return detached, detached._version
@@ -184,6 +188,13 @@ class Block:
             on_save=watch.saved,
             name=self.name,
         )
+        if visit.wrote and not views:
+            self.keeps = True
+            raise RuntimeError(
+                f"the layers of {self.name} wrote their own parameters while they ran, for the first time after "
+                f"forwards in which they did not, and a recomputation would write other values; discard this forward, "
+                f"restore the parameters and run it again: graphs of these layers are kept from now on"
+            )
         if len(visit.written) > written:
             # A second run would write the weights again. So the run is undone, and repeated with its graph kept.
             self.keeps = True
@@ -206,6 +217,8 @@ class Block:
         """A run of which it is noted what the block writes into its weights."""
         modes = self.region.settings
         runs = self._runs[modes] = self._runs.get(modes, 0) + 1
+        if not views:
+            return self._noted_in_place(call, args, kwargs, visit)
         before = [view._version for view in views]
         try:
             return self._call(call, weights, args, kwargs)
@@ -213,6 +226,26 @@ class Block:
             # Also after an exception: writes into weights are as durable as those into buffers.
             if runs <= RUNS_NOTED or self.writes or before != [view._version for view in views]:
                 self._note_writes(visit, views, weights, before)
+
+    def _noted_in_place(
+        self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], visit: Visit | None
+    ) -> Any:
+        """The same for a shard that is used where it rests, or has no weights."""
+        shard = self.weights.shard
+        before = shard.versions()
+        try:
+            return self._call(call, (), args, kwargs)
+        finally:
+            if before != (now := shard.versions()):
+                self.writes = True
+                if visit is not None:
+                    visit.versions = now
+                    visit.wrote = True
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it has run in the present modes, so that it is known what it writes."""
+        return self._runs.get(self.region.settings, 0) >= RUNS_NOTED
 
     def _note_writes(
         self, visit: Visit | None, views: Sequence[Tensor], weights: Sequence[Tensor], before: list[int]

@@ -55,6 +55,8 @@ from pipe.torch_private.autograd import (
 
 __all__ = ["Engine"]
 
+#: Forwards in which a model that is not planned measures what ``estimate()`` needs.
+STEPS_OBSERVED = 3
 #: Whether the graph of a cell of a shard and micro-batch is kept.
 Keeps = Callable[[int, int], bool]
 
@@ -106,6 +108,8 @@ class Engine:
         self._assigned, self._structure = assigned, structure
         #: What a backward needs after the model was deleted: its end closes lanes and homes.
         self._owner = owner
+        #: Forwards so far, of which the first are observed.
+        self._observed = 0
         self._in_pass: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         self._forwards: Living[None] = Living()
         self._made_in = os.getpid()
@@ -140,6 +144,11 @@ class Engine:
         self._leaving: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
         #: Whether shards are updated in the running backward.
         self._updates = False
+
+    def held(self) -> list[nn.Parameter]:
+        """The parameters that this object holds, once for each reference."""
+        found = [p for weights in self._weights for p in weights.parameters]
+        return found + [p for several in self.blocks for block in several for _, p in block.region.watched.parameters]
 
     @property
     def running(self) -> bool:
@@ -242,7 +251,12 @@ class Engine:
         self._slots.use(j, this.forward.following())
         in_place = weights.shard.in_place
         views = [] if in_place else weights.views(self.streamer.slot_pool)
-        keeps = graph and (block.keeps or this.keeps(j, i) or has_cache(args, kwargs))
+        keeps = graph and (
+            block.keeps
+            or this.keeps(j, i)
+            or (in_place and (block.writes or not block.is_known))
+            or has_cache(args, kwargs)
+        )
         if this.step is None:
             return self._run(block, call, args, kwargs, views, this, place if graph else -1, keeps, UNWATCHED)
         return self._run_observed(this.step, block, call, args, kwargs, views, this, place if graph else -1, keeps, i)
@@ -301,7 +315,10 @@ class Engine:
         """Called within :meth:`forward` before the first cell, with the leaves of the input of each micro-batch."""
         this = self._pass
         assert this is not None
-        if this.step is not None or not self._owner.plans or in_backward():
+        if this.step is not None or in_backward():
+            return
+        self._observed += 1
+        if not (self._owner.plans or self._observed <= STEPS_OBSERVED or self._owner.meter.tracer.is_recording):
             return
         tensors = [x for each in leaves for x in each if isinstance(x, Tensor)]
         trains = any(shard.trainable for shard in self.streamer.shards) or any(p.requires_grad for p in self._owner.outside)

@@ -144,7 +144,6 @@ class ObservedStep:
             runner = self._executor._cell_executor.shards[j].runners[k]
             runner.activation_bytes, runner.graph_bytes = nbytes, nbytes
             runner.graph_bytes_per_row = nbytes / (self.rows[i] or 1)
-            self._meter.record_activations(nbytes, self.rows[i])
 
     def forward(self, kind: Kind, j: int, k: int, blocks: int, i: int) -> contextlib.AbstractContextManager[None]:
         """A context for a cell in forward."""
@@ -182,9 +181,20 @@ class ObservedStep:
             grows=self._steps.boundaries_grow,
         )
 
+    def _drained_where_they_rest(self) -> None:
+        """Adds to the plan that gradients of shards which are used where they rest are stored when they are made."""
+        drained = {action.shard for action in self.actions if action.kind is Kind.DRAIN}
+        last: dict[int, int] = {}
+        for position, action in enumerate(self.actions):
+            if action.kind in (Kind.BACKWARD, Kind.BACKWARD_KEPT) and action.shard not in drained:
+                last[action.shard] = position
+        for j, position in sorted(last.items(), key=lambda pair: -pair[1]):
+            self.actions.insert(position + 1, Action(Kind.DRAIN, j))
+
     def end(self) -> None:
         """Called when the step has ended."""
         self.end_cell()
+        self._drained_where_they_rest()
         if not self._ended:
             self._ended = True
             self._steps.record_step(self.plan(), self.rows, self.planned, training=self.training)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.core.engine import Engine, Keeps
-from pipe.nested import flatten, map_tensors
+from pipe.nested import map_tensors, tensors_in
 
 __all__ = ["run_layers"]
 
@@ -17,9 +17,10 @@ __all__ = ["run_layers"]
 def run_layers(
     engine: Engine,
     layers: Sequence[Sequence[nn.Module]],
-    chunks: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+    chunks: Sequence[Any],
     *,
     output_fns: Sequence[Callable[[Any], Any] | None] = (),
+    input_fn: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]] | None = None,
     dtype: torch.dtype | None = None,
     keeps: Keeps | None = None,
 ) -> list[Any]:
@@ -28,6 +29,7 @@ def run_layers(
     Args:
         layers: of each shard.
         output_fns: applied to the output of each chunk, as a part of the last shard.
+        input_fn: makes the arguments of a chunk, which then may be any object. What it makes gets no gradient.
         dtype: to which floating-point inputs are cast; None: as they are.
     """
 
@@ -37,18 +39,34 @@ def run_layers(
         kind = dtype if dtype is not None and x.is_floating_point() else x.dtype
         return x.to(engine.device, kind, non_blocking=not goes_on)
 
-    values: list[Any] = list(map_tensors(brought, list(chunks)))
+    if input_fn is None:
+        values: list[Any] = list(map_tensors(brought, list(chunks)))
+    else:  # made when the first layers run, and again when they run again
+        values = [((), {})] * len(chunks)
     with engine.forward(keeps):
-        engine.expect([flatten(chunk)[0] for chunk in chunks])
+        engine.expect([tensors_in(chunk) for chunk in chunks])
         for j, several in enumerate(layers):
             first, last = j == 0, j == len(layers) - 1
             block = engine.blocks[j][0]
             for i, value in enumerate(values):
                 output_fn = output_fns[i] if last and output_fns else None
                 call = _in_turn(several, output_fn)
+                if first and input_fn is not None:
+                    call = _made(call, input_fn, chunks[i], brought)
                 args, kwargs = block.protected(*value) if first else ((value,), {})
                 values[i] = engine.run(block, call, args, kwargs, i)
     return values
+
+
+def _made(
+    call: Callable[..., Any], input_fn: Callable[[Any], Any], chunk: Any, brought: Callable[[Tensor], Tensor]
+) -> Callable[..., Any]:
+    def run() -> Any:
+        with torch.no_grad():
+            args, kwargs = map_tensors(brought, input_fn(chunk))
+        return call(*args, **kwargs)
+
+    return run
 
 
 def _in_turn(layers: Sequence[nn.Module], output_fn: Callable[[Any], Any] | None) -> Callable[..., Any]:

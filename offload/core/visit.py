@@ -41,7 +41,7 @@ class Visit:
 
     __slots__ = (
         "_owned", "checked", "leave", "life", "number", "place", "positions", "step", "stores", "sums", "uses", "versions",
-        "weights", "written",
+        "weights", "written", "wrote",
     )  # fmt: skip
 
     def __init__(
@@ -60,6 +60,8 @@ class Visit:
         self._owned: list[bool] = []
         #: Weights that blocks have written in this forward: their positions and earlier values.
         self.written: list[tuple[int, Tensor]] = []
+        #: Whether a block has written parameters where they rest.
+        self.wrote = False
 
     def begin(self) -> Tensor | None:
         """The token; None where nothing is trained. The graph refers to the visit, so the visit does not refer to it."""

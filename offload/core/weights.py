@@ -155,7 +155,7 @@ class _Bound:
                 weights.find()  # follows those that other modules hold now, as with ``weight_norm``
                 break
         for attributes, register, items in weights._modules:
-            bound = dict(register)
+            bound = dict(dict.items(register))  # the register finishes updates where it is asked itself
             for name, k in items:
                 bound[name] = value = values[k]
                 value._is_param = True  # type: ignore[attr-defined]  # libraries look for ``nn.Parameter``

@@ -29,6 +29,7 @@ from offload.engine.follow import Follower, ForwardActions, performers
 from offload.engine.inputs import check_inputs
 from offload.engine.layouts import bytes_of_boundary
 from offload.engine.raw_chunk import RawChunk, versions_of
+from offload.engine.references import References
 from offload.engine.row_units import RowUnits, largest_rows, rounded_up
 from offload.engine.shape_inference import inferred_boundaries
 from offload.engine.shard_cells import ShardCells
@@ -131,6 +132,12 @@ class Executor(BackwardPasses):
         self.public = PublicParameters() if sharding is None else sharding.public(self.shards)
         self._tapes: Living[TapeState] = Living()
         self.row_units = RowUnits()
+
+    def recount(self) -> None:
+        """Counts the engine's own references to parameters anew."""
+        stored = [s.parameter for layer in self.layer_homes.places for s in layer]
+        watched = [p for runner in self.runners for _, p in runner.watched.parameters]
+        self._references = References(self.shards, [*stored, *watched, *self.held_by_engine()])
 
     def waits_for_backward(self) -> bool:
         """Whether a forward still needs its backward."""

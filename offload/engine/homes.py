@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from offload.engine.cell import ShardRunner
 from offload.engine.cell_executor import CellExecutor
@@ -98,6 +99,11 @@ class MovableHomes(ExclusivePasses):
         """The counters of the model."""
         return self._meter
 
+    def held_by_engine(self) -> list[nn.Parameter]:
+        """Parameters that the engine which runs in place of this object holds, once for each reference."""
+        native = self.native()
+        return [] if native is None else native.held()
+
     def parts_over(self, shards: list[Shard]) -> ShardParts:
         """See :meth:`.ShardParts.make`."""
         return ShardParts.make(self, shards, self._tier)
@@ -114,7 +120,7 @@ class MovableHomes(ExclusivePasses):
     def plans(self) -> bool:
         """Whether steps are planned by what they measure, or bounded."""
         policy = self.policy
-        bounded = (policy.boundary_bytes, policy.graph_bytes) != (None, None)
+        bounded = bool(policy.graph_bytes)
         return self.steps.planner is not None or self.strict or bounded
 
     def check_open(self) -> None:

@@ -66,5 +66,5 @@ class ShardParts:
             runners,
             cell_executor,
             steps,
-            References(shards, [*stored, *watched]),
+            References(shards, [*stored, *watched, *executor.held_by_engine()]),
         )

@@ -60,21 +60,20 @@ class Structure:
                 yield from ((f"{path}.{key}", id(p)) for key, p in dict.items(module._parameters) if p is not None)
 
 
-#: A module, and its parameters, children and names of buffers.
-_Recorded = tuple[nn.Module, list[object], list[object], list[str]]
+#: A module, the identities of its parameters and children, and the names of its buffers.
+_Recorded = tuple[nn.Module, list[int], list[int], list[str]]
 
 
 def _members(module: nn.Module) -> _Recorded:
+    # Identities: all references to parameters are counted.
     parameters, children = dict.values(module._parameters), module._modules.values()
-    return module, list(parameters), list(children), list(module._buffers)
+    return module, list(map(id, parameters)), list(map(id, children)), list(module._buffers)
 
 
-def _differs(module: nn.Module, parameters: list[object], children: list[object], buffers: list[str]) -> bool:
+def _differs(module: nn.Module, parameters: list[int], children: list[int], buffers: list[str]) -> bool:
     attributes = vars(module)
-    now = list(dict.values(attributes["_parameters"]))
     return (
-        len(now) != len(parameters)
-        or [*attributes["_modules"].values()] != children
+        [*map(id, dict.values(attributes["_parameters"]))] != parameters
+        or [*map(id, attributes["_modules"].values())] != children
         or [*attributes["_buffers"]] != buffers
-        or [p for p, then in zip(now, parameters, strict=True) if p is not then] != []
     )

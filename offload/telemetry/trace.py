@@ -38,6 +38,11 @@ class Tracer:
         self._start = 0.0
         self._lock = threading.RLock()  # a store that is collected while it is held samples too
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether it is switched on."""
+        return self._events is not None
+
     @contextlib.contextmanager
     def recording(self, at_home: Callable[[], int] = int) -> Iterator[list[Event]]:
         """Switches the tracer on; events are added to the list. ``at_home`` returns the bytes in storage."""
