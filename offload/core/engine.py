@@ -152,8 +152,8 @@ class Engine:
 
     @property
     def running(self) -> bool:
-        """Whether a forward or backward runs."""
-        return self._pass is not None or self._backward is not None
+        """Whether a forward or backward runs. A forward begins with its first cell: before it, homes may still move."""
+        return (self._pass is not None and bool(self._pass.forward.uses)) or self._backward is not None
 
     # --- forward ------------------------------------------------------------------------------------------------
 
