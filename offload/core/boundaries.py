@@ -1,21 +1,26 @@
 """Writes what enters recomputed cells to scratch space when memory cannot hold it, and reads it back for backward.
 
-Autograd saves these tensors through hooks (:meth:`Boundaries.hooks`). As many bytes as the budget allows stay in memory.
+Autograd saves these tensors through :attr:`Boundaries.hooks`. As many bytes as the budget allows stay in memory.
 Backward uses the last ones first, so the earliest are written; they are read back one cell ahead of use.
 
 Guarantees
-    * At most ``budget_bytes`` stay in memory, besides the tensors that are being written or read.
-    * A tensor that several cells save is stored once.
+    * With those that are being written, read or used, they take at most ``budget_bytes``, which leaves room for
+      :data:`~offload.planning.residency.MOVING` of them at least.
+    * A tensor that several cells save is in memory once, and is freed with the graph of the last of them.
     * A tensor that was changed in place since it was saved raises RuntimeError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from offload.engine.layouts import bytes_of_boundary, take_apart
+from offload.planning.residency import MOVING, WRITES_IN_FLIGHT
 from offload.storage import Scratch
 from offload.streaming.lane import Arrival, CopyLane, error_context
 from offload.telemetry.statistics import Meter
@@ -23,139 +28,192 @@ from pipe.freed import WhenFreed
 
 __all__ = ["Boundaries"]
 
-#: Tensors that are written at the same time.
-WRITES_IN_FLIGHT = 2
 
+class _Boundary:
+    """A tensor: in memory, in scratch space, or both."""
 
-class _Saved:
-    """A saved tensor: in memory, in scratch space, or both."""
+    __slots__ = ("arrival", "fetching", "join", "nbytes", "order", "place", "tensor", "tickets", "uses", "version")
 
-    __slots__ = ("arrival", "fetching", "life", "nbytes", "order", "tensor", "ticket", "version")
-
-    def __init__(self, tensor: Tensor, order: int) -> None:
+    def __init__(self, tensor: Tensor, place: Any, order: int) -> None:
         self.tensor: Tensor | None = tensor
         self.version = tensor._version
-        self.nbytes = tensor.untyped_storage().nbytes()
-        self.order = order
-        self.ticket: list[Any] = []
+        self.nbytes = bytes_of_boundary(tensor)
+        self.place, self.order = place, order
+        #: Graphs of cells that save it.
+        self.uses = 0
+        #: Of its parts in scratch space, and what puts these together.
+        self.tickets: list[Any] = []
+        self.join: Callable[[Sequence[Tensor]], Tensor] | None = None
         #: Of the write, and of the read that is under way.
         self.arrival: Arrival | None = None
         self.fetching: tuple[Arrival, list[Tensor]] | None = None
+
+
+class _Saved:
+    """What the graph of a cell holds of a boundary."""
+
+    __slots__ = ("boundary", "life")
+
+    def __init__(self, boundary: _Boundary, life: WhenFreed) -> None:
+        self.boundary, self.life = boundary, life
 
 
 class Boundaries:
     """The boundaries of one forward.
 
     Args:
-        scratch: None: they stay in memory.
         budget_bytes: see the module.
     """
 
-    def __init__(self, scratch: Scratch | None, lane: CopyLane, meter: Meter, budget_bytes: float) -> None:
+    def __init__(self, scratch: Scratch, lane: CopyLane, meter: Meter, budget_bytes: float) -> None:
         self._scratch, self._lane, self._meter, self._budget = scratch, lane, meter, budget_bytes
-        #: Those in memory, the earliest first, by their order; and those that are being written.
-        self._held: dict[int, _Saved] = {}
-        self._writing: list[_Saved] = []
-        #: Those in scratch space only, by their order.
-        self._away: dict[int, _Saved] = {}
+        self._largest = 0
+        #: Those in memory, the earliest first, by their order; those that are being written; those in scratch space.
+        self._held: dict[int, _Boundary] = {}
+        self._writing: list[_Boundary] = []
+        self._away: dict[int, _Boundary] = {}
         self._held_bytes = 0
         self._count = 0
-        #: By the memory of a tensor that is held.
-        self._known: dict[tuple[Any, ...], _Saved] = {}
-        self._closes = None if scratch is None else WhenFreed(scratch.close)
+        #: By the memory of a tensor that is in memory.
+        self._known: dict[Any, _Boundary] = {}
+        self._closes = WhenFreed(partial(_close, scratch, meter, self._writing))
 
     @property
-    def hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-        """Saved-tensor hooks for what enters a cell; None where everything stays in memory."""
-        return None if self._scratch is None else (self._save, self._load)
+    def hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        """Saved-tensor hooks for what enters a cell."""
+        return self._save, self._load
 
     def _save(self, tensor: Tensor) -> Any:
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
-        saved = self._known.get(place)
-        if saved is None or saved.tensor is None:
-            saved = _Saved(tensor.detach(), self._count)
+        place: Any = object()
+        if type(tensor) is Tensor and tensor.layout is torch.strided:
+            place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        boundary = self._known.get(place)
+        if boundary is None:
+            boundary = self._known[place] = _Boundary(tensor.detach(), place, self._count)
             self._count += 1
-            self._known[place] = self._held[saved.order] = saved
-            self._hold(saved.nbytes)
-            while self._held_bytes > self._budget and self._write_earliest():
-                pass
-        saved.life = None
+            self._largest = max(self._largest, boundary.nbytes)
+            self._meter.hold(boundary.nbytes)
+            self._hold(boundary)
+        boundary.uses += 1
+        saved = _Saved(boundary, WhenFreed(partial(self._unused, boundary)))
+        while self._held_bytes > self._budget - MOVING * self._largest and self._write_earliest():
+            pass
         return saved
 
-    def _hold(self, nbytes: int) -> None:
-        self._held_bytes += nbytes
-        self._meter.hold(nbytes)
+    def _hold(self, boundary: _Boundary) -> None:
+        self._held[boundary.order] = boundary
+        self._held_bytes += boundary.nbytes
+
+    def _let_go(self, boundary: _Boundary) -> bool:
+        if self._held.pop(boundary.order, None) is None:
+            return False
+        self._held_bytes -= boundary.nbytes
+        self._known.pop(boundary.place, None)
+        return True
+
+    def _unused(self, boundary: _Boundary) -> None:
+        """Called when a graph that saved a boundary is freed, in any thread."""
+        boundary.uses -= 1
+        if boundary.uses:
+            return
+        self._away.pop(boundary.order, None)
+        if self._let_go(boundary) or boundary.fetching is not None:
+            self._meter.release(boundary.nbytes)
 
     def _write_earliest(self) -> bool:
-        """Writes the earliest tensor that is in memory; False if there is none."""
-        earliest = next(iter(self._held.values()), None)
-        if earliest is None:
+        """Writes the earliest tensor that is in memory only; False if there is none."""
+        boundary = next((each for each in list(self._held.values()) if take_apart(each.tensor).tensors), None)
+        if boundary is None:
             return False
         while len(self._writing) >= WRITES_IN_FLIGHT:
             self._end_write(self._writing[0])
-        tensor, scratch = earliest.tensor, self._scratch
-        assert tensor is not None and scratch is not None
-        _check(tensor, earliest.version)
+        tensor, tickets, nbytes = boundary.tensor, boundary.tickets, boundary.nbytes
+        assert tensor is not None
+        _check(tensor, boundary.version)
+        parts = take_apart(tensor)
+        boundary.join = parts.join
+        token = f"S{boundary.order}"
 
-        def store() -> None:
-            with self._meter.on_lane("boundary", "S", earliest.nbytes):
-                earliest.ticket.append(scratch.store(tensor))
+        def store() -> None:  # refers to this object, whose end closes the scratch space
+            with self._meter.on_lane("boundary", token, nbytes):
+                tickets.extend(self._scratch.store(part) for part in parts.tensors)
 
-        earliest.arrival = self._lane.submit("S", store)
-        self._meter.bytes_spilled += earliest.nbytes
-        del self._held[earliest.order]
-        self._writing.append(earliest)
-        self._held_bytes -= earliest.nbytes
+        self._let_go(boundary)
+        boundary.arrival = self._lane.submit("spill boundary", store)
+        self._meter.bytes_spilled += nbytes
+        self._writing.append(boundary)
         return True
 
-    def _end_write(self, saved: _Saved) -> None:
-        assert saved.arrival is not None
-        with self._meter.waiting("S"), error_context("writing an activation"):
-            # Boundary lane -> compute. Without this, memory of a tensor is freed while it is written.
-            saved.arrival.wait()
-        self._writing.remove(saved)
-        saved.tensor = None
-        self._meter.release(saved.nbytes)
-        self._away[saved.order] = saved
+    def _end_write(self, boundary: _Boundary) -> None:
+        assert boundary.arrival is not None
+        with self._meter.waiting("spill"), error_context(f"spilling a boundary to {self._scratch.name}"):
+            # Boundary lane -> compute. Without this, memory of a tensor is freed, and used again, while it is written.
+            boundary.arrival.wait()
+        self._writing.remove(boundary)
+        boundary.tensor = boundary.arrival = None
+        self._meter.release(boundary.nbytes)
+        if boundary.uses:
+            self._away[boundary.order] = boundary
 
     def _load(self, saved: Any) -> Tensor:
         assert isinstance(saved, _Saved)
-        if saved in self._writing:
-            self._end_write(saved)
-        if saved.tensor is None:
-            self._fetch(saved)
-            assert saved.fetching is not None
-            arrival, found = saved.fetching
-            with self._meter.waiting("P"), error_context("reading an activation back"):
+        boundary = saved.boundary
+        while self._writing:
+            self._end_write(self._writing[0])
+        if boundary.tensor is None:
+            self._fetch(boundary)
+            assert boundary.fetching is not None
+            assert boundary.join is not None
+            arrival, parts = boundary.fetching
+            with self._meter.waiting("boundary"), error_context(f"reading a boundary from {self._scratch.name}"):
                 # Boundary lane -> compute. Without this, a cell runs on what has not been read yet.
                 arrival.wait()
-            saved.fetching = None
-            saved.tensor, saved.version = found[0], found[0]._version
-            self._away.pop(saved.order, None)
-            self._held[saved.order] = saved
-        self._fetch_before(saved.order)
-        tensor = saved.tensor
-        _check(tensor, saved.version)
+            for part in parts:
+                if part.is_cuda:
+                    # Allocated on the lane's stream. Without this, its memory is used again there while cells read it.
+                    part.record_stream(torch.cuda.current_stream(part.device))
+            boundary.fetching = None
+            boundary.tensor = tensor = boundary.join(parts)
+            boundary.version = tensor._version
+            self._away.pop(boundary.order, None)
+            self._hold(boundary)
+            self._forget_later(boundary.order)
+        self._fetch_before(boundary.order)
+        tensor = boundary.tensor
+        assert tensor is not None
+        _check(tensor, boundary.version)
         return tensor
 
-    def _fetch(self, saved: _Saved) -> None:
-        if saved.fetching is not None:
+    def _fetch(self, boundary: _Boundary) -> None:
+        if boundary.fetching is not None:
             return
-        scratch, found = self._scratch, list[Tensor]()
-        assert scratch is not None
+        parts, tickets, nbytes, token = list[Tensor](), boundary.tickets, boundary.nbytes, f"P{boundary.order}"
 
         def fetch() -> None:
-            with self._meter.on_lane("boundary", "P", saved.nbytes):
-                found.append(scratch.fetch(saved.ticket[0]))
+            with self._meter.on_lane("boundary", token, nbytes):
+                parts.extend(self._scratch.fetch(ticket) for ticket in tickets)
 
-        self._hold(saved.nbytes)
-        saved.fetching = self._lane.submit("P", fetch), found
+        self._meter.hold(nbytes)
+        boundary.fetching = self._lane.submit("fetch boundary", fetch), parts
 
     def _fetch_before(self, order: int) -> None:
         """Begins to read what backward uses next."""
-        before = max((each for each in self._away if each < order), default=None)
-        if before is not None:
-            self._fetch(self._away[before])
+        before = max((each for each in list(self._away) if each < order), default=None)
+        if before is not None and (boundary := self._away.get(before)) is not None:
+            self._fetch(boundary)
+
+    def _forget_later(self, order: int) -> None:
+        """Frees the memory of what was read back for later cells, whose graph is retained."""
+        for boundary in list(self._held.values()):
+            if boundary.order > order and boundary.tickets and self._let_go(boundary):
+                boundary.tensor = None
+                self._away[boundary.order] = boundary
+                self._meter.release(boundary.nbytes)
+
+
+def _close(scratch: Scratch, meter: Meter, writing: Sequence[_Boundary]) -> None:
+    scratch.close()
+    meter.release(sum(boundary.nbytes for boundary in writing))
 
 
 def _check(tensor: Tensor, version: int) -> None:

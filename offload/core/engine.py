@@ -17,6 +17,7 @@ After an exception in either pass no copy is running, and the model can be used 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import weakref
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offload.core.boundaries import Boundaries
 from offload.core.cell import UNWATCHED, Block, Watch, has_cache, requires_grad
 from offload.core.observed import ObservedStep
 from offload.core.passes import Forward, Slots, before
@@ -71,6 +73,8 @@ class _Pass:
         self.life = Life()
         #: What observes it, if the memory of the model is planned.
         self.step: ObservedStep | None = None
+        #: Where the inputs of its recomputed cells are, if they may leave memory.
+        self.boundaries: Boundaries | None = None
 
 
 class _Backward:
@@ -258,7 +262,10 @@ class Engine:
             or has_cache(args, kwargs)
         )
         if this.step is None:
-            return self._run(block, call, args, kwargs, views, this, place if graph else -1, keeps, UNWATCHED)
+            watch = UNWATCHED
+            if this.boundaries is not None and graph and j:
+                watch = Watch(entering=this.boundaries.hooks)
+            return self._run(block, call, args, kwargs, views, this, place if graph else -1, keeps, watch)
         return self._run_observed(this.step, block, call, args, kwargs, views, this, place if graph else -1, keeps, i)
 
     def _run(
@@ -301,7 +308,7 @@ class Engine:
         watch = Watch(
             None if recorder is None else recorder.add,
             partial(step.backward, kind, j, k, blocks, i) if graph else None,
-            step.boundaries.hooks if graph and j else None,
+            None if this.boundaries is None or not graph or not j else this.boundaries.hooks,
         )
         with step.forward(Kind.FORWARD_KEPT if keeps else Kind.FORWARD, j, k, blocks, i):
             output = self._run(block, call, args, kwargs, views, this, place, keeps, watch)
@@ -317,16 +324,27 @@ class Engine:
         assert this is not None
         if this.step is not None or in_backward():
             return
+        tensors = [x for each in leaves for x in each if isinstance(x, Tensor)]
+        trains = any(s.trainable for s in self.streamer.shards) or any(p.requires_grad for p in self._owner.outside)
+        training = torch.is_grad_enabled() and (trains or any(x.requires_grad for x in tensors))
+        if training and self.recompute:
+            this.boundaries = self._boundaries()
         self._observed += 1
         if not (self._owner.plans or self._observed <= STEPS_OBSERVED or self._owner.meter.tracer.is_recording):
             return
-        tensors = [x for each in leaves for x in each if isinstance(x, Tensor)]
-        trains = any(shard.trainable for shard in self.streamer.shards) or any(p.requires_grad for p in self._owner.outside)
-        training = torch.is_grad_enabled() and (trains or any(x.requires_grad for x in tensors))
-        this.step = step = ObservedStep(self._owner, leaves, training=training, idle=not any(True for _ in self._forwards))
+        this.step = step = ObservedStep(
+            self._owner, leaves, training=training, idle=not any(True for _ in self._forwards)
+        )
         if self.recompute:
             this.keeps = lambda j, i: (j, i) in step.kept
         self._slots.act = step.act
+
+    def _boundaries(self) -> Boundaries | None:
+        owner = self._owner
+        scratch, budget_bytes = owner._tier.scratch(), owner.steps._budget_bytes
+        if scratch is None or math.isinf(budget_bytes):
+            return None
+        return Boundaries(scratch, owner._lanes.boundary, owner.meter, budget_bytes)
 
     def _visit(self, this: _Pass, j: int, place: int) -> tuple[Visit, Tensor | None]:
         """The visit of a shard in this pass, made at its first cell."""
@@ -337,9 +355,7 @@ class Engine:
             this.visits[j] = visit, None if shard.in_place else visit.begin()
         return this.visits[j]
 
-    def _store_written(
-        self, weights: Weights, visit: Visit | None, positions: Sequence[int], *, undone: bool
-    ) -> None:
+    def _store_written(self, weights: Weights, visit: Visit | None, positions: Sequence[int], *, undone: bool) -> None:
         """Stores weights that a block has written; other weights are never copied back.
 
         ``undone``: the visit keeps what they were, since the run may be undone.
@@ -500,4 +516,3 @@ class Engine:
             self._backward = None
             self.streamer.cancel()
             self._end()
-

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload.core.boundaries import Boundaries
 from offload.engine.layouts import bytes_of_boundary
 from offload.engine.row_units import largest_rows, rounded_up
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
@@ -98,8 +97,6 @@ class ObservedStep:
         self.actions: list[Action] = []
         self.pending = executor.streamer.pending()
         self.resident = executor.streamer.resident()
-        scratch = executor._tier.scratch() if training and executor.recompute else None
-        self.boundaries = Boundaries(scratch, executor._lanes.boundary, self._meter, self._steps._budget_bytes)
         self._open: contextlib.AbstractContextManager[None] | None = None
         self._cell: tuple[str, int, int, int] | None = None
         self._ended = False
