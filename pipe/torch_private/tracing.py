@@ -23,13 +23,31 @@ def outside_of_compiled_graphs(function: F) -> F:
 
 
 def uncompiled_hooks(*hooks: Callable[[Any], Any]) -> tuple[Callable[[Any], Any], ...]:
-    """Wraps hooks so that ``torch.compile`` does not compile them; returns them unchanged if it was never imported.
+    """Hooks that ``torch.compile`` does not compile.
 
-    Saved-tensor hooks run inside the layers, so a compiled layer would compile them too.
+    Saved-tensor hooks run inside the layers, so a compiled layer would compile them too. Their code is marked once, where
+    the compiler allows that; else each call passes through a function that it does not look into.
     """
     if "torch._dynamo" not in sys.modules:
         return hooks
-    return tuple(functools.partial(_call_uncompiled(), hook) for hook in hooks)
+    marked = tuple(map(_marked, hooks))
+    return hooks if all(marked) else tuple(functools.partial(_call_uncompiled(), hook) for hook in hooks)
+
+
+_codes: set[Any] = set()
+
+
+def _marked(hook: Any) -> bool:
+    """Whether the compiler leaves out the code of a hook."""
+    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+    if code in _codes:
+        return True
+    skip = getattr(sys.modules["torch._dynamo"].eval_frame, "skip_code", None)
+    if skip is None or code is None:
+        return False
+    skip(code)
+    _codes.add(code)
+    return True
 
 
 @functools.cache
