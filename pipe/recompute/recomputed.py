@@ -144,17 +144,14 @@ class _Call:
             )
         self.made, self.number = made, backward_number()
         if self.number != -1:
-            at_end_of_backward(self.forget)
-
-    def forget(self) -> None:
-        """Frees what a backward did not use."""
-        self.made = None
+            # Frees what this backward does not use. It does not refer to the call, whose input is freed before.
+            at_end_of_backward(made.clear)
 
 
 def _unpack(place: tuple[_Call, int]) -> Tensor:
     call, k = place
     number = backward_number()
-    if call.made is None or call.number != number or call.made[k] is None:
+    if not call.made or call.number != number or call.made[k] is None:
         call.run_again()
     made = call.made
     assert made is not None
