@@ -10,11 +10,13 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.engine.layouts import bytes_of_boundary
 from offload.engine.row_units import largest_rows, rounded_up
+from offload.engine.shape_inference import inferred_boundaries
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
 from offload.planning.plan import Action, Kind, Plan
 from offload.streaming.shard import Shard
@@ -100,6 +102,19 @@ class ObservedStep:
         self._open: contextlib.AbstractContextManager[None] | None = None
         self._cell: tuple[str, int, int, int] | None = None
         self._ended = False
+
+    def infer_sizes(self, calls: Sequence[Any], dtype: torch.dtype | None, *, without_last: bool) -> None:
+        """Infers sizes of boundaries from these calls of the first layer, if none is known yet.
+
+        Raises ValueError if one is too large. ``without_last``: not that of the last shard, whose output is not its own.
+        """
+        if not self._steps.needs_sizes:
+            return
+        shards = self._executor.shards
+        i = max(range(len(calls)), key=self._elements.__getitem__)
+        sizes = inferred_boundaries([shard.layers for shard in shards], calls[i], dtype)
+        for j, nbytes in enumerate(sizes[: len(shards) - without_last], 1):
+            self._steps.record_boundary(j, self.rows[i], self._elements[i], nbytes, training=self.training)
 
     def act(self, kind: Kind, j: int, i: int | None = None) -> None:
         """Adds to the plan."""
