@@ -75,7 +75,7 @@ def kept_bytes(model: nn.Module, chunk: Any, encoder: Callable[[Any], Any]) -> i
         raise AssertionError("the graph of a forward that keeps no activations was used")
 
     layers = RepeatableLayers(WatchedModule(model), devices_in_use(tensors_in(chunk), list(model.parameters())))
-    with _as_if_trained(model), trial([layers], layers.devices), torch.enable_grad():
+    with _as_if_trained(model), trial([layers.watched], layers.devices), torch.enable_grad():
         with torch.autograd.graph.saved_tensors_hooks(saved, never):
             encoder(map_tensors(lambda tensor: tensor.detach().clone(), chunk))
     return sum(storage.nbytes() for address, storage in kept.items() if address not in own)

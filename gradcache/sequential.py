@@ -170,7 +170,7 @@ class SequentialTape:
         value = map_tensors(_as_leaf, chunk)
         layers: list[LayerProfile] = []
         runners[0].callers_input = entering.known is not None
-        with trial([runner.layers for runner in runners], devices_of(chunk, self._model.parameters)):
+        with trial([runner.layers.watched for runner in runners], devices_of(chunk, self._model.parameters)):
             for j, runner in enumerate(runners):
                 entering_bytes = nbytes_of(value) if j >= max(self._walk.first, 1) else 0
                 last = j + 1 == len(runners)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,14 +12,14 @@ from torch import Tensor
 
 from offload.arguments import names_given
 from offload.core.engine import Engine
+from offload.core.sequential import measured_activations as core_activations
 from offload.core.sequential import run_layers
-from offload.core.tape import with_tape
+from offload.core.tape import ChunksTape, with_tape
 from offload.engine.autograd import attach
 from offload.engine.inputs import check_inputs
 from offload.engine.prediction import measured_activations
 from offload.engine.raw_chunk import RawChunk, as_call
 from offload.engine.regroup import (
-    RegroupedTape,
     by_chunk,
     joined,
     kind_of,
@@ -30,6 +31,7 @@ from offload.engine.regroup import (
 from offload.engine.tape import Tape
 from offload.limits import cell_bytes
 from offload.loading import LoadingModule
+from offload.planning.residency import TooLargeError
 from offload.streaming.quantised import check_frozen
 from pipe.interception import offered
 from pipe.microbatch import check_rows, gather_nested, split_nested
@@ -40,10 +42,6 @@ __all__ = ["RunningModule"]
 
 #: Kinds of chunks of which the rows that run together are remembered.
 KINDS_REMEMBERED = 256
-
-
-class _TooLargeError(Exception):
-    """Chunks that were to run together do not fit."""
 
 
 class RunningModule(LoadingModule):
@@ -116,7 +114,7 @@ class RunningModule(LoadingModule):
         *,
         output_fn: Callable[[Any], Any] | None = None,
         input_fn: Callable[[Any], Any] | None = None,
-    ) -> tuple[list[Any], Tape | RegroupedTape]:
+    ) -> tuple[list[Any], Tape | ChunksTape]:
         """Runs many chunks through each shard, and leaves the backward to the caller.
 
         Args:
@@ -140,51 +138,48 @@ class RunningModule(LoadingModule):
             calls: list[Any] = [RawChunk(i, chunk, input_fn) for i, chunk in enumerate(chunks)]
         else:
             calls = [as_call(i, chunk) for i, chunk in enumerate(chunks)]
-        if self._engine is not None:
-            layers = [shard.layers for shard in self._executor.shards]
-            fns = [output_fn] * len(calls)
-            self._executor.check_open()
-            check_frozen(self._executor.quantised)
-            return with_tape(
-                run_layers(
-                    self._engine,
-                    layers,
-                    calls if input_fn is None else chunks,
-                    output_fns=fns,
-                    input_fn=None if input_fn is None else lambda chunk: as_call(0, input_fn(chunk)),
-                    dtype=self._executor.layer_homes.dtype,
-                )
-            )
-        joins = self._joins_chunks and input_fn is None
-        runs = runs_together(calls, self._most_rows_together) if joins else []
+        if self._engine is None:
+            tape = self._executor.tape(calls, [output_fn] * len(calls))
+            return self._executor.forward(tape, calls), tape
+        self._executor.check_open()
+        check_frozen(self._executor.quantised)
+        if input_fn is not None:
+            made = partial(_made, input_fn)
+            return with_tape(self._run_layers(self._engine, chunks, [output_fn] * len(calls), made))
+        runs = runs_together(calls, self._most_rows_together) if self._joins_chunks else []
         if any(len(run) > 1 for run in runs):
-            with contextlib.suppress(_TooLargeError):
-                return self._forward_joined(calls, runs, output_fn)
-        tape = self._executor.tape(calls, [output_fn] * len(calls))
-        # What fits apart only stays apart, however much fits later.
-        self._rows_together.update((self._kind_of_chunk(calls[run[0]]), 0) for run in runs if len(run) > 1)
-        return self._executor.forward(tape, calls), tape
+            with contextlib.suppress(TooLargeError):
+                return with_tape(self._run_joined(self._engine, calls, runs, output_fn))
+            # What fits apart only stays apart, however much fits later.
+            self._rows_together.update((self._kind_of_chunk(calls[run[0]]), 0) for run in runs if len(run) > 1)
+        return with_tape(self._run_layers(self._engine, calls, [output_fn] * len(calls)))
 
-    def _forward_joined(
-        self, calls: Sequence[Any], runs: Sequence[Sequence[int]], output_fn: Callable[[Any], Any] | None
-    ) -> tuple[list[Any], RegroupedTape]:
-        """Runs the chunks of each run together. Raises _TooLargeError, before anything moves, if they do not fit."""
+    def _run_layers(
+        self,
+        engine: Engine,
+        chunks: Sequence[Any],
+        output_fns: Sequence[Callable[[Any], Any] | None],
+        input_fn: Callable[[Any], Any] | None = None,
+    ) -> list[Any]:
+        layers = [shard.layers for shard in self._executor.shards]
+        dtype = self._executor.layer_homes.dtype
+        return run_layers(engine, layers, chunks, output_fns=output_fns, input_fn=input_fn, dtype=dtype)
+
+    def _run_joined(
+        self, engine: Engine, calls: Sequence[Any], runs: Sequence[Sequence[int]], fn: Callable[[Any], Any] | None
+    ) -> list[Any]:
+        """Runs the chunks of each run together. Raises TooLargeError, before anything moves, if they do not fit."""
         groups = [joined([calls[i] for i in run]) for run in runs]
         rows = [[rows_in(calls[i]) or 0 for i in run] for run in runs]
-        try:
-            tape = self._executor.tape(groups, [output_fn and by_chunk(output_fn, sizes) for sizes in rows])
-        except ValueError as error:
-            raise _TooLargeError from error
-        outputs = self._executor.forward(tape, groups)
-        pieces = [piece for output, sizes in zip(outputs, rows, strict=True) for piece in split_output(output, sizes)]
-        return pieces, RegroupedTape(tape, rows, pieces)
+        outputs = self._run_layers(engine, groups, [fn and by_chunk(fn, sizes) for sizes in rows])
+        return [piece for output, sizes in zip(outputs, rows, strict=True) for piece in split_output(output, sizes)]
 
     @property
     def _joins_chunks(self) -> bool:
         """Whether chunks may run together. Not over a mesh: ranks with other chunks would measure other ones."""
         policy = self._policy
         may = policy.activation_bytes is not None and policy.join_chunks is not False
-        return may and self._arguments["mesh"] is None and not looks_across_rows(self._layers())
+        return may and self._engine is not None and not looks_across_rows(self._layers())
 
     def _most_rows_together(self, call: Any) -> int:
         """The most rows of chunks like this one that run together; a trial forward measures one of each kind."""
@@ -193,8 +188,8 @@ class RunningModule(LoadingModule):
             if len(self._rows_together) >= KINDS_REMEMBERED:
                 self._rows_together.clear()
             nbytes, given = self.activation_bytes(call), self._policy.activation_bytes or 0
-            draws = any(runner.draws is not False for runner in self._executor.runners)
-            joins = nbytes and (self._policy.join_chunks or not draws)
+            assert self._engine is not None
+            joins = nbytes and (self._policy.join_chunks or not self._engine.draws)
             most = min(given, cell_bytes(self._policy, self.device) or given)
             self._rows_together[kind] = most * (rows_in(call) or 0) // nbytes if joins else 0
         return self._rows_together[kind]
@@ -211,4 +206,12 @@ class RunningModule(LoadingModule):
         Runs the chunk forward once, and leaves buffers and generators unchanged. 0 if no parameter takes a gradient.
         """
         call = map_tensors(Tensor.clone, as_call(0, chunk))  # of a view, the whole base would be counted
-        return measured_activations(self._executor, call, output_fn)
+        if self._engine is None:
+            return measured_activations(self._executor, call, output_fn)
+        layers = [shard.layers for shard in self._executor.shards]
+        dtype = self._executor.layer_homes.dtype
+        return core_activations(self._engine, layers, call, output_fn=output_fn, dtype=dtype)
+
+
+def _made(input_fn: Callable[[Any], Any], chunk: Any) -> Any:
+    return as_call(0, input_fn(chunk))

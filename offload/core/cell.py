@@ -26,6 +26,7 @@ from pipe.nested import map_distinct, map_tensors, tensors_in
 from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.recomputed import References, recomputed, unchanged
 from pipe.recompute.region import Region
+from pipe.recompute.replay import Replay
 from pipe.recompute.thread_state import lasting_hooks
 from pipe.torch_private.tracing import uncompiled_hooks
 
@@ -86,6 +87,8 @@ class Block:
         self._inputs = InputWrites(name)
         #: By modes.
         self._runs: dict[tuple[bool, ...], int] = {}
+        #: By modes: whether a run drew random numbers.
+        self._draws: dict[tuple[bool, ...], bool] = {}
 
     def run(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], views: Sequence[Tensor]) -> Any:
         """The output without a graph."""
@@ -110,6 +113,22 @@ class Block:
         watch: Watch = UNWATCHED,
     ) -> Any:
         """The output with its graph, in which weights are references."""
+        first = Replay.capture(self.region.devices, self.region.watched.generators) if self.draws is None else None
+        output = self._keep(call, args, kwargs, visit, views, token, watch)
+        if first is not None:
+            self._note_draws(bool(first.record_changes().drawn))
+        return output
+
+    def _keep(
+        self,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        visit: Visit,
+        views: Sequence[Tensor],
+        token: Tensor | None,
+        watch: Watch,
+    ) -> Any:
         if not views and watch is UNWATCHED:
             return self._noted(call, views, views, args, kwargs, visit)
         outer = lasting_hooks()
@@ -202,6 +221,7 @@ class Block:
             state.take_back()
             visit.restore_written(written, views)
             return self.keep(call, args, kwargs, visit, views, token, watch)
+        self._note_draws(state.drawn)
         self._inputs.note(modes, tensors, [a != b for a, b in zip(versions, _versions(tensors), strict=True)], watched)
         return output
 
@@ -241,6 +261,15 @@ class Block:
                 if visit is not None:
                     visit.versions = now
                     visit.wrote = True
+
+    @property
+    def draws(self) -> bool | None:
+        """Whether it draws random numbers in its present modes; None if it did not run with a graph in these yet."""
+        return self._draws.get(tuple(self.region.modes))
+
+    def _note_draws(self, drawn: bool) -> None:
+        modes = tuple(self.region.modes)
+        self._draws[modes] = drawn or self._draws.get(modes, False)
 
     @property
     def is_known(self) -> bool:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from offload.core.boundaries import Boundaries
 from offload.core.cell import UNWATCHED, Block, Watch, has_cache, requires_grad
-from offload.core.observed import ObservedStep
+from offload.core.observed import ObservedStep, Recorder
 from offload.core.passes import Forward, Slots, before
 from offload.core.visit import Visit
 from offload.core.weights import Weights
@@ -66,8 +66,8 @@ Keeps = Callable[[int, int], bool]
 class _Pass:
     """One forward: its order of shards, and the visits of its graph with their tokens."""
 
-    def __init__(self, forward: Forward, keeps: Keeps) -> None:
-        self.forward, self.keeps = forward, keeps
+    def __init__(self, forward: Forward, keeps: Keeps, recorders: list[Recorder] | None) -> None:
+        self.forward, self.keeps, self.recorders = forward, keeps, recorders
         self.visits: dict[int, tuple[Visit, Tensor | None]] = {}
         #: Of its graph.
         self.life = Life()
@@ -159,11 +159,19 @@ class Engine:
         """Whether a forward or backward runs. A forward begins with its first cell: before it, homes may still move."""
         return (self._pass is not None and bool(self._pass.forward.uses)) or self._backward is not None
 
+    @property
+    def draws(self) -> bool:
+        """Whether any block draws random numbers in its present modes, or is not known not to."""
+        return any(block.draws is not False for several in self.blocks for block in several)
+
     # --- forward ------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def forward(self, keeps: Keeps | None = None) -> Iterator[None]:
-        """A context for one forward, in which blocks may be run in any order and any number of times."""
+    def forward(self, keeps: Keeps | None = None, recorders: list[Recorder] | None = None) -> Iterator[None]:
+        """A context for one forward, in which blocks may be run in any order and any number of times.
+
+        ``recorders`` gets what records the saved tensors of each cell; None: nothing records them.
+        """
         if self._pass is not None:
             raise RuntimeError(
                 "this OffloadModel is in the middle of a forward; a layer or a hook of it called it again, or another "
@@ -184,7 +192,7 @@ class Engine:
             self.streamer.release()
             self._assigned.store()
         self._pass = this = _Pass(
-            Forward(self._orders[training], returns=training), keeps or (lambda j, i: not self.recompute)
+            Forward(self._orders[training], returns=training), keeps or (lambda j, i: not self.recompute), recorders
         )
         try:
             yield
@@ -265,6 +273,9 @@ class Engine:
             watch = UNWATCHED
             if this.boundaries is not None and graph and j:
                 watch = Watch(entering=this.boundaries.hooks)
+            elif graph and this.recorders is not None:
+                this.recorders.append(Recorder(weights.shard, weights.shard.slot if views else None))
+                watch = Watch(this.recorders[-1].add)
             return self._run(block, call, args, kwargs, views, this, place if graph else -1, keeps, watch)
         return self._run_observed(this.step, block, call, args, kwargs, views, this, place if graph else -1, keeps, i)
 
@@ -307,7 +318,7 @@ class Engine:
         kind = Kind.BACKWARD_KEPT if keeps else Kind.BACKWARD
         watch = Watch(
             None if recorder is None else recorder.add,
-            partial(step.backward, kind, j, k, blocks, i) if graph else None,
+            partial(self._begin_cell, step, kind, j, k, blocks, i) if graph else None,
             None if this.boundaries is None or not graph or not j else this.boundaries.hooks,
         )
         with step.forward(Kind.FORWARD_KEPT if keeps else Kind.FORWARD, j, k, blocks, i):
@@ -317,6 +328,11 @@ class Engine:
         if j == len(self.blocks) - 1 and k == blocks - 1:
             step.leave(i, output)
         return output
+
+    def _begin_cell(self, step: ObservedStep, *cell: Any) -> None:
+        """Called when the backward of an observed cell begins, or goes on."""
+        self._enter_backward(step)  # shards that are used where they rest do not
+        step.backward(*cell)
 
     def expect(self, leaves: Sequence[Sequence[Any]]) -> None:
         """Called within :meth:`forward` before the first cell, with the leaves of the input of each micro-batch."""
@@ -387,7 +403,7 @@ class Engine:
         shard = visit.weights.shard
         if self._visited is visit and self._visited_slot is shard._slot:
             return self._visited_views
-        self._enter_backward(visit)
+        self._enter_backward(visit.step)
         if visit.checked != (number := backward_number()):
             self._check_unchanged(visit)
             visit.checked = number
@@ -416,7 +432,7 @@ class Engine:
         self, visit: Visit, accumulators: Sequence[Any], gradients: list[Tensor | None]
     ) -> Sequence[Tensor | None]:
         """Sends the gradients of a shard home; returns those that autograd accumulates, or that were asked for."""
-        self._enter_backward(visit)
+        self._enter_backward(visit.step)
         if (step := visit.step) is not None:
             step.end_cell()
             step.act(Kind.DRAIN, visit.weights.shard.index)
@@ -477,7 +493,7 @@ class Engine:
                 gradient.add_(by_autograd.to(gradient.device))
             set_gradient(parameter, gradient)
 
-    def _enter_backward(self, visit: Visit) -> None:
+    def _enter_backward(self, step: ObservedStep | None) -> None:
         """Begins a backward, unless it runs already. It ends with autograd's, or when that fails."""
         if self._backward is not None or self._pass is not None:
             return
@@ -486,11 +502,11 @@ class Engine:
             hooked = [p for weights in self._weights for p in weights.shard.parameters if has_hooks(p)]
         everywhere = accumulates_everywhere()
         self._updates = self.streamer.gradient_offload.begin(self._waiting(), hooked, drop_others=not everywhere)
-        if visit.step is not None:
-            self._slots.act = visit.step.act
+        if step is not None:
+            self._slots.act = step.act
             self._in_pass = self._owner.meter.overheads.in_pass("backward")
             self._in_pass.__enter__()
-        backward = _Backward(visit.step)
+        backward = _Backward(step)
         self._backward = weakref.ref(backward, self._backward_failed)
         at_end_of_backward(partial(self._end_backward, backward))
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from offload.core.engine import Engine, Keeps
+from offload.core.observed import Recorder
 from pipe.nested import map_tensors, tensors_in
+from pipe.recompute.rerun import trial
 
-__all__ = ["run_layers"]
+__all__ = ["measured_activations", "run_layers"]
 
 
 def run_layers(
@@ -32,13 +35,7 @@ def run_layers(
         input_fn: makes the arguments of a chunk, which then may be any object. What it makes gets no gradient.
         dtype: to which floating-point inputs are cast; None: as they are.
     """
-
-    def brought(x: Tensor) -> Tensor:
-        # Without waiting, a copy from page-locked memory reads what a loader has written there since.
-        goes_on = x.layout is torch.strided and x.is_pinned()
-        kind = dtype if dtype is not None and x.is_floating_point() else x.dtype
-        return x.to(engine.device, kind, non_blocking=not goes_on)
-
+    brought = partial(_brought, engine.device, dtype)
     if input_fn is None:
         values: list[Any] = list(map_tensors(brought, list(chunks)))
     else:  # made when the first layers run, and again when they run again
@@ -58,6 +55,34 @@ def run_layers(
                 args, kwargs = block.protected(*value) if first else ((value,), {})
                 values[i] = engine.run(block, call, args, kwargs, i)
     return values
+
+
+def _brought(device: torch.device, dtype: torch.dtype | None, x: Tensor) -> Tensor:
+    # Without waiting, a copy from page-locked memory reads what a loader has written there since.
+    goes_on = x.layout is torch.strided and x.is_pinned()
+    return x.to(device, dtype if dtype is not None and x.is_floating_point() else x.dtype, non_blocking=not goes_on)
+
+
+def measured_activations(
+    engine: Engine,
+    layers: Sequence[Sequence[nn.Module]],
+    call: Any,
+    *,
+    output_fn: Callable[[Any], Any] | None = None,
+    dtype: torch.dtype | None = None,
+) -> int:
+    """The most bytes that autograd saves in one cell for a chunk (args, kwargs); 0 if no parameter takes a gradient.
+
+    Runs a trial forward, which leaves buffers and generators unchanged.
+    """
+    recorders: list[Recorder] = []
+    watched = [block.region.watched for several in engine.blocks for block in several]
+    with torch.enable_grad(), engine.forward(lambda j, i: False, recorders), trial(watched, [engine.device]):
+        args, kwargs = map_tensors(partial(_brought, engine.device, dtype), call)
+        for j, several in enumerate(layers):
+            function = _in_turn(several, output_fn if j == len(layers) - 1 else None)
+            args, kwargs = (engine.run(engine.blocks[j][0], function, args, kwargs),), {}
+    return max((sum(recorder.nbytes.values()) for recorder in recorders), default=0)
 
 
 def _made(

@@ -233,7 +233,8 @@ class MovableHomes(ExclusivePasses):
         planner = self.steps.planner
         if planner is None or not torch.is_grad_enabled():
             return 1
-        draws = any(runner.draws is not False for runner in self.runners)
+        native = self.native()
+        draws = any(r.draws is not False for r in self.runners) if native is None else native.draws
         layers = [layer for shard in self.shards for layer in shard.layers]
         if (draws and not planner.may_draw_otherwise) or looks_across_rows(layers):
             return 1

@@ -37,6 +37,7 @@ from offload.limits import MemoryLimits
 from offload.planning.budget import FIRST_GAPS_SHARE, GAPS_SHARE, WHOLE_GAPS_SHARE
 from offload.planning.explain import explain, fewer_bytes
 from offload.planning.filling import NothingFitsError, least_bytes
+from offload.planning.residency import TooLargeError
 from offload.planning.search import Found, fill, search
 from offload.planning.step_model import Choice, Given, Prediction, StepModel, in_seconds_of, predict
 from offload.policy import MemoryPolicy
@@ -401,7 +402,7 @@ class MemoryPlanner:
         assert executor is not None
         message = too_little(executor, rows, error.least_bytes, self.limit_bytes, self._memory.margin(sum(rows)))
         if not self._has_run(rows) and not self._was_cut(rows):
-            raise ValueError(message)
+            raise TooLargeError(message)
         self._warn(message, tuple(rows))
 
     def _has_run(self, rows: Sequence[float]) -> bool:

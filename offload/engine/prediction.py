@@ -24,7 +24,7 @@ def measured_activations(executor: Executor, call: Any, output_fn: OutputFn | No
 
     Runs a trial forward, which leaves buffers and generators unchanged.
     """
-    with torch.enable_grad(), trial([runner.layers for runner in executor.runners], [executor.device]):
+    with torch.enable_grad(), trial([runner.layers.watched for runner in executor.runners], [executor.device]):
         tape = executor.tape([call], [output_fn])
         tape.graphs = frozenset()  # a cell that keeps its graph is not measured
         executor.forward(tape, [call])

@@ -35,10 +35,14 @@ WRITES_IN_FLIGHT = 2
 MOVING = 2 + WRITES_IN_FLIGHT
 
 
+class TooLargeError(ValueError):
+    """A step is known not to fit, before anything of it has moved."""
+
+
 def check_boundaries(largest: int, budget_bytes: float) -> None:
-    """Raises ValueError if boundaries of ``largest`` bytes are too large for half of what a budget leaves to them."""
+    """Raises :class:`TooLargeError` if boundaries of ``largest`` bytes are too large for half of what a budget leaves to them."""
     if MOVING * largest > budget_bytes:
-        raise ValueError(
+        raise TooLargeError(
             f"boundaries of {largest:,} bytes a micro-batch need {2 * MOVING * largest:,} bytes to stream ahead of "
             f"use, but memory_budget leaves {2 * int(budget_bytes):,}; use more micro-batches or smaller chunks, "
             f"or a larger budget"

@@ -16,7 +16,7 @@ restored by :class:`~pipe.recompute.replay.Replay`; modes, buffers and attribute
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -159,12 +159,11 @@ class Rerun:
 
 
 @contextlib.contextmanager
-def trial(layers: Iterable[RepeatableLayers], devices: Collection[torch.device]) -> Iterator[None]:
+def trial(watched: Sequence[WatchedModule], devices: Collection[torch.device]) -> Iterator[None]:
     """A context for a trial forward, whose changes of modules and generators are undone.
 
     ``is_recomputing`` is True in it, for layers that count forwards in Python.
     """
-    watched = [each.watched for each in layers]
     with contextlib.ExitStack() as stack:
         for each in watched:
             stack.enter_context(ModuleState(each, attributes=True).trial())
