@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pipe.nested import tensors_in
 from pipe.recompute.module_hooks import EngineHook
+from pipe.recompute.phase import recomputing_to_the_end
 
 __all__ = ["LayerAudit"]
 
@@ -46,7 +47,8 @@ class LayerAudit:
         hooks = [EngineHook(lambda module, args, output, j=j: self._note(j, output)) for j in range(len(self._layers))]
         handles = [layer.register_forward_hook(hook) for layer, hook in zip(self._layers, hooks, strict=True)]
         try:
-            yield
+            with recomputing_to_the_end():
+                yield
         finally:
             for handle in handles:
                 handle.remove()

@@ -15,12 +15,21 @@ from collections.abc import Iterator
 
 from pipe.torch_private.autograd import in_backward
 
-__all__ = ["enable_checkpointing", "enable_recomputing", "is_checkpointing", "is_recomputing", "phase"]
+__all__ = [
+    "enable_checkpointing",
+    "enable_recomputing",
+    "is_checkpointing",
+    "is_recomputing",
+    "phase",
+    "recomputing_to_the_end",
+]
 
 
 class _Phase(threading.local):
     checkpointing = False
     recomputing = False
+    #: Whether recomputations of forwards that run now do not stop when all saved tensors are there.
+    to_the_end = False
 
 
 #: The flags of this thread.
@@ -45,6 +54,11 @@ def enable_checkpointing(enabled: bool = True) -> contextlib.AbstractContextMana
 def enable_recomputing(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
     """A context in which :func:`is_recomputing` returns ``enabled`` in this thread (always True inside a backward)."""
     return _enabled("recomputing", enabled)
+
+
+def recomputing_to_the_end() -> contextlib.AbstractContextManager[None]:
+    """A context for forwards whose recomputations run to their end, for hooks that look at what the last layers make."""
+    return _enabled("to_the_end", True)
 
 
 def is_checkpointing() -> bool:

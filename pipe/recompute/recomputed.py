@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipe.nested import LEAVES, flatten, unflatten
+from pipe.recompute.phase import phase
 from pipe.recompute.region import RegionState, Settings
 from pipe.torch_private.autograd import at_end_of_backward, backward_number
 from pipe.torch_private.tracing import uncompiled_hooks
@@ -65,14 +66,14 @@ class _Call:
     """One call: what it saved, and what its second run needs."""
 
     __slots__ = (
-        "again", "count", "kinds", "leaves", "made", "name", "number", "on_save", "places", "references", "saved", "settings", "spec", "state"
+        "again", "count", "kinds", "leaves", "made", "name", "number", "on_save", "places", "references", "saved", "settings", "spec", "state",
+        "to_the_end",
     )  # fmt: skip
 
-    def __init__(
-        self, name: str, again: Callable[..., Any], state: RegionState, references: References | None
-    ) -> None:
+    def __init__(self, name: str, again: Callable[..., Any], state: RegionState, references: References | None) -> None:
         self.name, self.again, self.state, self.references = name, again, state, references
         self.settings = Settings(state.devices)
+        self.to_the_end = phase.to_the_end
         self.count = 0
         #: Shape, type and device of each tensor that the first run saved.
         self.kinds: list[tuple[Any, ...]] = []
@@ -127,7 +128,7 @@ class _Call:
             found.append((tensor.shape, tensor.dtype, tensor.device))
             made.append((detached if refer is None else refer(detached), detached._version))
             left -= 1
-            if left == 0:
+            if left == 0 and not self.to_the_end:
                 raise Stop
             return detached
 

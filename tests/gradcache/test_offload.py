@@ -177,7 +177,7 @@ def test_audit_tells_of_a_layer_that_repeats_itself_otherwise_wherever_it_is(how
 
         def forward(self, x: Tensor) -> Tensor:
             Drifting.calls += 1  # of the class: an attribute of the layer would be put back
-            return x * (1.0 if self.steady else Drifting.calls)
+            return x * x.new_tensor(1.0 if self.steady else Drifting.calls)  # saved, unlike a number
 
     for steady in (True, False):
         layers = [*tower(dropout=0.5)]
