@@ -25,7 +25,7 @@ from offload.core.weights import Weights
 from pipe.nested import map_distinct, map_tensors, tensors_in
 from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.recomputed import References, recomputed, unchanged
-from pipe.recompute.region import Region
+from pipe.recompute.region import Region, Settled
 from pipe.recompute.replay import Replay
 from pipe.recompute.thread_state import lasting_hooks
 from pipe.torch_private.tracing import uncompiled_hooks
@@ -86,9 +86,9 @@ class Block:
         self.writes = False
         self._inputs = InputWrites(name)
         #: By modes.
-        self._runs: dict[tuple[bool, ...], int] = {}
+        self._runs: dict[Settled, int] = {}
         #: By modes: whether a run drew random numbers.
-        self._draws: dict[tuple[bool, ...], bool] = {}
+        self._draws: dict[Settled, bool] = {}
 
     def run(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], views: Sequence[Tensor]) -> Any:
         """The output without a graph."""
@@ -173,7 +173,8 @@ class Block:
     ) -> Any:
         """The output with a graph that runs the block again when backward reaches it."""
         begins = watch.begins
-        state, modes = self.region.begin(), self.region.settings
+        modes = self.region.settings
+        state = self.region.begin(modes)
         weights, written = [enter(visit, views, token)], len(visit.written)
 
         def first(*args: Any, **kwargs: Any) -> Any:
@@ -247,9 +248,7 @@ class Block:
             if runs <= RUNS_NOTED or self.writes or before != [view._version for view in views]:
                 self._note_writes(visit, views, weights, before)
 
-    def _noted_in_place(
-        self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], visit: Visit | None
-    ) -> Any:
+    def _noted_in_place(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], visit: Visit | None) -> Any:
         """The same for a shard that is used where it rests, or has no weights."""
         shard = self.weights.shard
         before = shard.versions()

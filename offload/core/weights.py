@@ -29,7 +29,6 @@ from pipe.torch_private.tensors import storage_uses
 __all__ = ["Weights"]
 
 
-
 class Weights:
     """The places of one shard's parameters in its modules, and views of them on the slot that holds the shard."""
 
@@ -81,7 +80,9 @@ class Weights:
         """Whether a gradient is where its parameter rests, so that autograd accumulates it as in the bare model."""
         owner, s = self.owners[k]
         file = owner.tier is not None and owner.tier.blocking_io
-        return not file and gradient.device == s.parameter.device and s.form is None and not owner.gradient_types.rounded
+        return (
+            not file and gradient.device == s.parameter.device and s.form is None and not owner.gradient_types.rounded
+        )
 
     def summed_in(self, k: int) -> torch.dtype:
         """The type in which gradients of the parameter at a position are summed over cells: 32 bits at least."""

@@ -52,6 +52,8 @@ class GradientOffload:
         self.waiting: Collection[int] | None = None
         #: They request norms, gradients in host memory, and updates during backward.
         self.optimizers = Optimizers()
+        #: Of this backward: whether an optimizer needs norms, and bytes of gradients that stay in host memory.
+        self._clips, self._kept_bytes = False, 0
         #: Norms of gradients that are being copied.
         self._norms: list[tuple[nn.Parameter, Tensor]] = []
         #: The optimizer that updates shards in this backward, if any, and the gradients of shards not yet updated.
@@ -73,6 +75,7 @@ class GradientOffload:
         gradient would be added to a rounded one.
         """
         self._check_rounded(waiting, frozenset(to_return), drop_others=drop_others)
+        self._clips, self._kept_bytes = self.optimizers.clip, self.optimizers.gradient_bytes
         self._updater = None if drop_others else self.optimizers.in_backward
         self._updates = self._updater is not None and self._updater.begin(waiting)
         owned = {s.parameter for shard in self._shards for s in shard.formed} if to_return else set()
@@ -215,7 +218,8 @@ class GradientOffload:
         """Empties the list, so that on the host each gradient is freed as soon as it is stored."""
         self._filter(shard, gradients)
         nbytes = _nbytes(gradient for gradient in gradients if gradient is not None)
-        owners = [shard.owner_of(position)[0] for position in range(len(gradients))]
+        places = [shard.owner_of(position) for position in range(len(gradients))]
+        owners = [owner for owner, _ in places]
         types = shard.gradient_types
         to_storage = sum(
             g.numel() * (types.of(s).itemsize if types.rounds(s) else g.element_size())
@@ -226,12 +230,12 @@ class GradientOffload:
             owner.detach_gradients()
         # Keeps device tensors until the copy is done. Without this, their memory is reused while it is read.
         in_use = [g for g in gradients if g is not None] if self._device.type != "cpu" else []
-        norms = self.optimizers.clip
+        norms = self._clips
         moves: deque[tuple[nn.Parameter, Callable[[], Iterable[Tensor]]]] = deque()
         for position in range(len(gradients)):
             gradient, gradients[position] = gradients[position], None
             if gradient is not None:
-                parameter = shard.owner_of(position)[1].parameter
+                parameter = places[position][1].parameter
                 moves.extend((parameter, move) for move in self._moves(shard, position, gradient, norms=norms))
         gradient = None
         kind = DRAIN_TO_MEMORY if self._tier.blocking_io and self._stays_in_memory(shard) else None
@@ -300,7 +304,7 @@ class GradientOffload:
             return True
         if self.waiting is not None:
             return shard.index in self.waiting
-        most = self.optimizers.gradient_bytes
+        most = self._kept_bytes
         if not most:
             return False
         before = (

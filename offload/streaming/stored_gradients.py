@@ -127,7 +127,7 @@ class GradientRegion:
 
     def stored(self) -> list[Slice]:
         """The parameters whose gradients are stored here, of whichever shard."""
-        return [s for s in self.slices if self.holds(s.parameter.grad)]
+        return [s for s in self.slices if (gradient := s.parameter.grad) is not None and self.holds(gradient)]
 
     def in_use(self) -> bool:
         """Whether other code refers to its memory: a gradient from before, which was not freed."""

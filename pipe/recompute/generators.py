@@ -49,7 +49,10 @@ def _generator(
     return Generator(name, get, set_, lambda state: not same(state, get()), shared)
 
 
-_CPU = _generator("cpu", torch.get_rng_state, torch.set_rng_state, torch.equal)
+_of_cpu = torch.default_generator
+_CPU = Generator(
+    "cpu", _of_cpu.get_state, torch.set_rng_state, lambda state: not torch.equal(state, _of_cpu.get_state())
+)
 _PYTHON = _generator("python", random.getstate, random.setstate, operator.eq)
 _NUMPY = Generator("numpy", numpy_state.read, numpy_state.write, numpy_state.moved)
 

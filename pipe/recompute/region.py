@@ -37,10 +37,13 @@ from pipe.recompute.replay import shared_generators
 from pipe.recompute.thread_state import ThreadState, with_variables
 from pipe.torch_private.dispatch import modes_active
 
-__all__ = ["Region", "RegionState", "Settings"]
+__all__ = ["Region", "RegionState", "Settings", "Settled"]
 
 #: Runs before which generators are looked for.
 RUNS_NOTED = 2
+
+#: See :attr:`Region.settings`.
+Settled = tuple[tuple[bool, bool], ...]
 
 
 class Region:
@@ -68,11 +71,11 @@ class Region:
         self._generators = generators_of(self.devices, self.watched.generators)
         #: Those of torch, and of the modules themselves, are always compared: that takes no time.
         self._drawn = [each for each in self._generators if each.name not in ("python", "numpy")]
-        self._runs: dict[tuple[bool, ...], int] = {}
+        self._runs: dict[Settled, int] = {}
 
-    def generators(self) -> Sequence[Generator]:
+    def generators(self, settings: Settled) -> Sequence[Generator]:
         """Those that the modules may draw from: of the process, only if they did in their first runs."""
-        runs = self._runs[self.settings] = self._runs.get(self.settings, 0) + 1
+        runs = self._runs[settings] = self._runs.get(settings, 0) + 1
         return self._generators if runs <= RUNS_NOTED else self._drawn
 
     def note_drawn(self, drawn: Sequence[Generator]) -> None:
@@ -81,28 +84,18 @@ class Region:
         if more:
             self._drawn = [each for each in self._generators if each in self._drawn or each in more]
 
-    def begin(self) -> RegionState:
-        """The state before a first run."""
+    def begin(self, settings: Settled | None = None) -> RegionState:
+        """The state before a first run; ``settings``: the present :attr:`settings`, if they are known."""
         if self._begun < RUNS_NOTED:  # generators may be assigned at any time before
             self._begun += 1
             self.watched.find_generators()
             self._find_generators()
-        return RegionState(self)
+        return RegionState(self, self.settings if settings is None else settings)
 
     @property
-    def modes(self) -> list[bool]:
-        """The ``training`` flags of all modules."""
-        return [module.training for module in self.modules]
-
-    @property
-    def settings(self) -> tuple[bool, ...]:
-        """On what it depends what the modules do: their modes, and which have hooks."""
-        return (*self.modes, *[not (m._forward_hooks or m._forward_pre_hooks) for m in self.modules])
-
-    @property
-    def hooked(self) -> list[nn.Module]:
-        """The modules with forward hooks."""
-        return [m for m in self.modules if m._forward_hooks or m._forward_pre_hooks]
+    def settings(self) -> Settled:
+        """On what it depends what the modules do: of each, its mode, and whether it has forward hooks."""
+        return tuple([(m.training, not not (m._forward_hooks or m._forward_pre_hooks)) for m in self.modules])
 
 
 class Settings:
@@ -140,15 +133,13 @@ def _no_autocast(kinds: Iterable[str]) -> Iterator[None]:
 class RegionState:
     """The state of a region before one run. ``None`` parts need no restoring."""
 
-    __slots__ = ("_hooked", "_modes", "_module_state", "_region", "_states")
+    __slots__ = ("_module_state", "_region", "_settings", "_states")
 
-    def __init__(self, region: Region) -> None:
-        self._region = region
-        self._modes = region.modes
-        self._states: list[tuple[Generator, Any]] = [(each, each.get()) for each in region.generators()]
+    def __init__(self, region: Region, settings: Settled) -> None:
+        self._region, self._settings = region, settings
+        self._states: list[tuple[Generator, Any]] = [(each, each.get()) for each in region.generators(settings)]
         watched = region.watched
-        self._hooked = region.hooked
-        stateful = watched.buffers or watched.stateful.modules or self._hooked
+        stateful = watched.buffers or watched.stateful.modules or [hooked for _, hooked in settings if hooked]
         self._module_state = ModuleState(watched, attributes=True) if stateful else None
 
     def first(self) -> _First:
@@ -228,7 +219,7 @@ class _Again:
         self._phase = phase.checkpointing, phase.recomputing
         phase.checkpointing, phase.recomputing = False, True
         self._stack: contextlib.ExitStack | None = None
-        if state._states or state._module_state is not None or region.hooked or region.modes != state._modes:
+        if state._states or state._module_state is not None or region.settings != state._settings:
             with contextlib.ExitStack() as stack:
                 if any(generator.shared for generator, _ in state._states):
                     # Without this, two recomputations that rewind a generator of the process mix their draws.
@@ -239,7 +230,7 @@ class _Again:
                 if state._module_state is not None:
                     stack.enter_context(state._module_state.again(strict=False))
                 else:
-                    stack.enter_context(_as_before(region, state._modes))
+                    stack.enter_context(_as_before(region, [training for training, _ in state._settings]))
                 self._stack = stack.pop_all()
 
     def __exit__(self, *raised: Any) -> None:
@@ -252,8 +243,9 @@ class _Again:
 @contextlib.contextmanager
 def _as_before(region: Region, modes: list[bool]) -> Iterator[None]:
     """A context with these modes, and without hooks: modules that had some have a :class:`ModuleState`."""
-    now = region.modes
-    hooks = [(m, m._forward_hooks, m._forward_pre_hooks) for m in region.hooked]
+    now = [module.training for module in region.modules]
+    hooked = [m for m in region.modules if m._forward_hooks or m._forward_pre_hooks]
+    hooks = [(m, m._forward_hooks, m._forward_pre_hooks) for m in hooked]
     try:
         for module, *_ in hooks:
             module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
