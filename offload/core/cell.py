@@ -264,10 +264,10 @@ class Block:
     @property
     def draws(self) -> bool | None:
         """Whether it draws random numbers in its present modes; None if it did not run with a graph in these yet."""
-        return self._draws.get(tuple(self.region.modes))
+        return self._draws.get(self.region.settings)
 
     def _note_draws(self, drawn: bool) -> None:
-        modes = tuple(self.region.modes)
+        modes = self.region.settings
         self._draws[modes] = drawn or self._draws.get(modes, False)
 
     @property
