@@ -11,6 +11,7 @@ no graph      under ``no_grad``, or where nothing takes a gradient
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,12 +23,14 @@ from torch import Tensor
 
 from offload.core.visit import Visit, enter
 from offload.core.weights import Weights
+from offload.streaming.casts import Cast, Casts, CastsSeen
 from pipe.nested import map_distinct, map_tensors, tensors_in
 from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.recomputed import References, recomputed, unchanged
 from pipe.recompute.region import Region, Settled
 from pipe.recompute.replay import Replay
 from pipe.recompute.thread_state import lasting_hooks
+from pipe.torch_private.tensors import negative_view
 from pipe.torch_private.tracing import uncompiled_hooks
 
 __all__ = ["UNWATCHED", "Block", "Watch", "has_cache", "requires_grad"]
@@ -36,6 +39,7 @@ __all__ = ["UNWATCHED", "Block", "Watch", "has_cache", "requires_grad"]
 RUNS_NOTED = 2
 
 Call = Callable[..., Any]
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,8 @@ class Block:
         #: Whether a run has written weights.
         self.writes = False
         self._inputs = InputWrites(name)
+        #: Settings of autocast in which a run has made no cast of a weight.
+        self._without_casts: set[Any] = set()
         #: By modes.
         self._runs: dict[Settled, int] = {}
         #: By modes: whether a run drew random numbers.
@@ -132,15 +138,16 @@ class Block:
         if not views and watch is UNWATCHED:
             return self._noted(call, views, views, args, kwargs, visit)
         outer = lasting_hooks()
-        refer, resolve = self._references(visit, views) if views else (_same, _same)
+        casts = self._find_casts(views)
+        refer, resolve = self._references(visit, views, casts) if views else (_same, _same)
         saved_by, begins = watch.saved, watch.begins
         watched = self.region.watched
         changing = {buffer.data_ptr() for buffer in watched.changing()} if watched.buffers else ()
 
         def pack(tensor: Tensor) -> Any:
-            if saved_by is not None:
-                saved_by(tensor)
             saved = refer(tensor)
+            if saved_by is not None and (saved is tensor or saved.cast is None):
+                saved_by(tensor)
             if type(saved) is _Reference:
                 return saved
             if outer is not None:
@@ -158,8 +165,11 @@ class Block:
                 return resolve(saved)
             return unchanged(*saved, self.name) if outer is None else outer[1](saved)
 
-        with torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(pack, unpack)):
-            return self._noted(call, views, enter(visit, views, token), args, kwargs, visit)
+        with torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(pack, unpack)), casts or _NOTHING:
+            output = self._noted(call, views, enter(visit, views, token), args, kwargs, visit)
+        if casts is not None and not casts.found:
+            self._without_casts.add(self._autocast())
+        return output
 
     def recompute(
         self,
@@ -177,9 +187,15 @@ class Block:
         state = self.region.begin(modes)
         weights, written = [enter(visit, views, token)], len(visit.written)
 
+        saved_by = watch.saved
+        casts = self._find_casts(views, Casts()) if saved_by is not None else None
+        if casts is not None:
+            saved_by = partial(_unless_cast, casts, saved_by)
+
         def first(*args: Any, **kwargs: Any) -> Any:
             # Popped, since the graph holds this function.
-            return self._noted(call, views, weights.pop(), args, kwargs, visit)
+            with casts or _NOTHING:
+                return self._noted(call, views, weights.pop(), args, kwargs, visit)
 
         def again(*args: Any, **kwargs: Any) -> Any:
             if begins is not None:
@@ -205,7 +221,7 @@ class Block:
             references=self._references(visit, views) if views else None,
             saved=map_distinct(_copied, (args, kwargs)) if watched else None,
             inputs_hooks=watch.entering,
-            on_save=watch.saved,
+            on_save=saved_by,
             name=self.name,
         )
         if visit.wrote and not views:
@@ -308,8 +324,21 @@ class Block:
 
         return own(output) if isinstance(output, Tensor) else map_tensors(own, output)
 
-    def _references(self, visit: Visit, views: Sequence[Tensor]) -> References:
-        """What replaces saved tensors that are views of the slot, and what finds them in the slot of the backward."""
+    def _autocast(self) -> Any:
+        kind = self.weights.shard.slot.device.type
+        return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+
+    def _find_casts(self, views: Sequence[Tensor], known: Casts | None = None) -> CastsSeen | None:
+        """A context in which casts of weights are found. It looks at each operation, until a run has made none."""
+        if not views or self._autocast() in self._without_casts:
+            return None
+        return CastsSeen(self.weights.shard.weight_casts if known is None else known, self.weights.shard.slot)
+
+    def _references(self, visit: Visit, views: Sequence[Tensor], casts: CastsSeen | None = None) -> References:
+        """What replaces saved tensors that are views of the slot, and what finds them in the slot of the backward.
+
+        ``casts``: what finds those that are casts of such views. They are made again when they are used.
+        """
         storage = views[0].untyped_storage()
         begin = storage.data_ptr()
         end = begin + storage.nbytes()
@@ -317,28 +346,45 @@ class Block:
         views_for = self._views_for
 
         def refer(tensor: Tensor) -> Any:
-            if tensor.layout is not torch.strided or not begin <= tensor.data_ptr() < end:
+            if tensor.layout is not torch.strided:
                 return tensor
-            return _Reference(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            cast = None if casts is None else casts.find(tensor)
+            if cast is None and not begin <= tensor.data_ptr() < end:
+                return tensor
+            signs = tensor.is_conj(), tensor.is_neg()
+            return _Reference(cast, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), *signs)
 
         def resolve(saved: Any) -> Tensor:
             if type(saved) is not _Reference:
                 return saved  # type: ignore[no-any-return]
-            storage = views_for(visit)[0].untyped_storage()
+            views = views_for(visit)
+            weights = views[0] if saved.cast is None else saved.cast.recompute(visit.weights.shard.slot)
+            storage = weights.untyped_storage()
             memory = torch.empty(0, dtype=saved.dtype, device=storage.device)
-            return memory.set_(storage, saved.offset, saved.size, saved.stride)
+            memory.set_(storage, saved.offset, saved.size, saved.stride)
+            if saved.conjugate:
+                memory = memory.conj()
+            return negative_view(memory) if saved.negative else memory
 
         return refer, resolve
 
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """A view of the slot that holds a shard."""
+    """A view of the slot that holds a shard, or of a cast of a part of it."""
 
+    cast: Cast | None
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    conjugate: bool
+    negative: bool
+
+
+def _unless_cast(casts: CastsSeen, function: Callable[[Tensor], None], tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided or casts.find(tensor) is None:
+        function(tensor)
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:

@@ -39,7 +39,7 @@ def run_layers(
     if input_fn is None:
         values: list[Any] = list(map_tensors(brought, list(chunks)))
     else:  # made when the first layers run, and again when they run again
-        values = [((), {})] * len(chunks)
+        values = [((chunk,), {}) for chunk in chunks]
     with engine.forward(keeps):
         engine.expect([tensors_in(chunk) for chunk in chunks])
         if input_fn is None:
@@ -51,7 +51,7 @@ def run_layers(
                 output_fn = output_fns[i] if last and output_fns else None
                 call = _in_turn(several, output_fn)
                 if first and input_fn is not None:
-                    call = _made(call, input_fn, chunks[i], brought)
+                    call = _made(call, input_fn, brought)
                 args, kwargs = block.protected(*value) if first else ((value,), {})
                 values[i] = engine.run(block, call, args, kwargs, i)
     return values
@@ -86,9 +86,9 @@ def measured_activations(
 
 
 def _made(
-    call: Callable[..., Any], input_fn: Callable[[Any], Any], chunk: Any, brought: Callable[[Tensor], Tensor]
+    call: Callable[..., Any], input_fn: Callable[[Any], Any], brought: Callable[[Tensor], Tensor]
 ) -> Callable[..., Any]:
-    def run() -> Any:
+    def run(chunk: Any) -> Any:
         with torch.no_grad():
             args, kwargs = map_tensors(brought, input_fn(chunk))
         return call(*args, **kwargs)

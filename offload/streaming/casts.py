@@ -98,6 +98,11 @@ class CastsSeen(OperationMode):
         super().__exit__(*raised)
         self._slot = None
 
+    @property
+    def found(self) -> bool:
+        """Whether there was one."""
+        return bool(self._seen)
+
     def find(self, tensor: Tensor) -> Cast | None:
         """The cast that ``tensor`` is, or is a view of, unless it was written to."""
         return None if tensor._version else self._seen.get(StorageWeakRef(tensor.untyped_storage()))

@@ -304,13 +304,14 @@ class Shard:
     def drop(self) -> None:
         """LOADED -> HOME. Slots are never copied back."""
         assert self.state is State.LOADED, f"shard {self.index} is {self.state.value}"
+        self.weight_casts.end_visit()
         self._slot = None
         self.state = State.HOME
 
     def reset(self) -> None:
         """Any state -> HOME, after a failure, even inside a transition, once no copy into the slot is running."""
+        self.weight_casts.end_visit()
         if self.state is State.BOUND:
-            self.weight_casts.end_visit()
             self._restore()
         self._wide_gradients = []
         self.state = State.HOME
