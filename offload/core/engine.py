@@ -117,7 +117,7 @@ class Engine:
         self._in_pass: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         self._forwards: Living[None] = Living()
         self._made_in = os.getpid()
-        self._weights = [Weights(shard) for shard in streamer.shards]
+        self._weights = [Weights(shard, device) for shard in streamer.shards]
         self.blocks = [
             [
                 Block(

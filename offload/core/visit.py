@@ -11,6 +11,7 @@ that moment the sums leave and the slot is free.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -100,14 +101,17 @@ class Visit:
         del self.written[count:]
 
 
-_NOTHING = torch.empty(0)
+@functools.cache
+def _nothing(device: torch.device) -> Tensor:
+    # On the compute device, so that autograd runs all nodes of a visit in one thread.
+    return torch.empty(0, device=device)
 
 
 class _Visit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, visit: Visit, *parameters: Tensor) -> Tensor:
         ctx.visit = visit
-        return _NOTHING.detach()
+        return _nothing(visit.weights.device).detach()
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
@@ -127,7 +131,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         ctx.visit.add(gradients)
-        return None, None, _NOTHING
+        return None, None, _nothing(ctx.visit.weights.device)
 
 
 def enter(visit: Visit, views: Sequence[Tensor], token: Tensor | None) -> list[Tensor]:

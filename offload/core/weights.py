@@ -32,8 +32,8 @@ __all__ = ["Weights"]
 class Weights:
     """The places of one shard's parameters in its modules, and views of them on the slot that holds the shard."""
 
-    def __init__(self, shard: Shard) -> None:
-        self.shard = shard
+    def __init__(self, shard: Shard, device: torch.device) -> None:
+        self.shard, self.device = shard, device
         #: Positions in :attr:`Shard.slices` of what is copied to the slot; other parameters stay on the compute device.
         self.streamed = [k for k in range(len(shard.slices)) if not shard.owner_of(k)[0].resident]
         #: Positions of parts of quantised parameters, to which these refer themselves.
