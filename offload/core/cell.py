@@ -93,6 +93,8 @@ class Block:
         self._without_casts: set[Any] = set()
         #: By modes.
         self._runs: dict[Settled, int] = {}
+        #: By modes: runs of which it was seen whether they write into their input.
+        self._inputs_seen: dict[Settled, int] = {}
         #: By modes: whether a run drew random numbers.
         self._draws: dict[Settled, bool] = {}
 
@@ -103,10 +105,14 @@ class Block:
 
     def protected(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Arguments of the user, or copies where the block may write into them in place."""
-        modes = self.region.settings
-        if self._runs.get(modes, 0) < RUNS_NOTED or self._inputs.writes(modes):
+        # Tensors that are made in inference mode count no writes.
+        if torch.is_inference_mode_enabled() or self._watches_inputs(self.region.settings):
             return self._inputs.copy((args, kwargs))
         return args, kwargs
+
+    def _watches_inputs(self, modes: Settled) -> bool:
+        """Whether a run in these modes may write into its input, as far as is known."""
+        return self._inputs_seen.get(modes, 0) < RUNS_NOTED or self._inputs.writes(modes)
 
     def keep(
         self,
@@ -209,9 +215,7 @@ class Block:
             return self._call(call, leaves, args, kwargs)
 
         # A second run starts from what the first one was given, which that may write in place.
-        watched = self._runs.get(modes, 0) < RUNS_NOTED or self._inputs.writes(modes)
-        tensors = tensors_in((args, kwargs)) if watched else [x for x in args if type(x) is Tensor]
-        versions = _versions(tensors)
+        copied = self._watches_inputs(modes)
         output = recomputed(
             first,
             args,
@@ -219,7 +223,7 @@ class Block:
             state,
             again=again,
             references=self._references(visit, views) if views else None,
-            saved=map_distinct(_copied, (args, kwargs)) if watched else None,
+            saved=map_distinct(_copied, (args, kwargs)) if copied else None,
             inputs_hooks=watch.entering,
             on_save=saved_by,
             name=self.name,
@@ -239,7 +243,8 @@ class Block:
             visit.restore_written(written, views)
             return self.keep(call, args, kwargs, visit, views, token, watch)
         self._note_draws(state.drawn)
-        self._inputs.note(modes, tensors, [a != b for a, b in zip(versions, _versions(tensors), strict=True)], watched)
+        if self._inputs.writes(modes) and not copied:
+            self._inputs.refuse(modes)
         return output
 
     def _noted(
@@ -250,6 +255,27 @@ class Block:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         visit: Visit | None = None,
+    ) -> Any:
+        """A run of which it is noted what the block writes into its input and its weights."""
+        modes = self.region.settings
+        if torch.is_inference_mode_enabled():
+            return self._noted_weights(call, views, weights, args, kwargs, visit)
+        tensors = tensors_in((args, kwargs)) if self._watches_inputs(modes) else [x for x in args if type(x) is Tensor]
+        before = _versions(tensors)
+        output = self._noted_weights(call, views, weights, args, kwargs, visit)
+        self._inputs_seen[modes] = self._inputs_seen.get(modes, 0) + 1
+        if before != (now := _versions(tensors)):
+            self._inputs.note(modes, tensors, [a != b for a, b in zip(before, now, strict=True)])
+        return output
+
+    def _noted_weights(
+        self,
+        call: Call,
+        views: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        visit: Visit | None,
     ) -> Any:
         """A run of which it is noted what the block writes into its weights."""
         modes = self.region.settings

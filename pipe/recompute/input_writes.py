@@ -68,13 +68,10 @@ class InputWrites:
             self._check_apart(self._tensors_in(value), written)
         self._writes.setdefault(kind, writes)
 
-    def note(self, kind: Hashable, tensors: Sequence[Tensor], written: Sequence[bool], copied: bool) -> None:
-        """Notes which tensors of the input a run has written. Raises if there is no copy from before, or none serves."""
-        if any(written):
-            if not copied:
-                self.refuse(kind)
-            self._check_apart(tensors, written)
-            self._writes[kind] = True
+    def note(self, kind: Hashable, tensors: Sequence[Tensor], written: Sequence[bool]) -> None:
+        """Notes which tensors of the input a run has written. Raises if a copy of each does not serve further runs."""
+        self._writes[kind] = True
+        self._check_apart(tensors, written)
 
     def refuse(self, kind: Hashable) -> None:
         """Raises RuntimeError for a run that wrote into its input, unlike those before; later ones get copies."""
