@@ -259,10 +259,10 @@ class Block:
         """A run of which it is noted what the block writes into its input and its weights."""
         modes = self.region.settings
         if torch.is_inference_mode_enabled():
-            return self._noted_weights(call, views, weights, args, kwargs, visit)
+            return self._noted_weights(modes, call, views, weights, args, kwargs, visit)
         tensors = tensors_in((args, kwargs)) if self._watches_inputs(modes) else [x for x in args if type(x) is Tensor]
         before = _versions(tensors)
-        output = self._noted_weights(call, views, weights, args, kwargs, visit)
+        output = self._noted_weights(modes, call, views, weights, args, kwargs, visit)
         self._inputs_seen[modes] = self._inputs_seen.get(modes, 0) + 1
         if before != (now := _versions(tensors)):
             self._inputs.note(modes, tensors, [a != b for a, b in zip(before, now, strict=True)])
@@ -270,6 +270,7 @@ class Block:
 
     def _noted_weights(
         self,
+        modes: Settled,
         call: Call,
         views: Sequence[Tensor],
         weights: Sequence[Tensor],
@@ -278,7 +279,6 @@ class Block:
         visit: Visit | None,
     ) -> Any:
         """A run of which it is noted what the block writes into its weights."""
-        modes = self.region.settings
         runs = self._runs[modes] = self._runs.get(modes, 0) + 1
         if not views:
             return self._noted_in_place(call, args, kwargs, visit)
