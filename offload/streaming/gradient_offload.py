@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from offload.storage import Block, Tier
 from offload.storage.contract import bytes_of
 from offload.streaming.grad_norm import attach_norm, norm_of, norm_of_pieces, pieces_of
-from offload.streaming.lane import Arrival, CopyLane, error_context
+from offload.streaming.lane import Arrival, CopyLane
 from offload.streaming.optimizers import Optimizers
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
@@ -193,7 +193,7 @@ class GradientOffload:
 
     def _synchronize(self, *, on_host: bool = False) -> None:
         arrival, nbytes, _gradients = self._drains[0]
-        with self._meter.waiting("D"), error_context(f"storing gradients to {self._tier.name}"):
+        with self._meter.waiting_for("D", f"storing gradients to {self._tier.name}"):
             if on_host:
                 arrival.synchronize()
             else:
@@ -217,16 +217,19 @@ class GradientOffload:
     def _send(self, shard: Shard, gradients: list[Tensor | None]) -> None:
         """Empties the list, so that on the host each gradient is freed as soon as it is stored."""
         self._filter(shard, gradients)
-        nbytes = _nbytes(gradient for gradient in gradients if gradient is not None)
-        places = [shard.owner_of(position) for position in range(len(gradients))]
-        owners = [owner for owner, _ in places]
-        types = shard.gradient_types
-        to_storage = sum(
-            g.numel() * (types.of(s).itemsize if types.rounds(s) else g.element_size())
-            for g, owner, s in zip(gradients, owners, shard.slices, strict=True)
-            if g is not None and not owner.resident
-        )
-        for owner in {owner for owner, g in zip(owners, gradients, strict=True) if g is not None}:
+        places, types = shard.places, shard.gradient_types
+        nbytes = to_storage = 0
+        owners: list[Shard] = []
+        for gradient, (owner, _), s in zip(gradients, places, shard.slices, strict=True):
+            if gradient is None:
+                continue
+            size = gradient.numel() * gradient.itemsize
+            nbytes += size
+            if not owner.resident:
+                to_storage += gradient.numel() * types.of(s).itemsize if types.rounded and types.rounds(s) else size
+            if owner not in owners:
+                owners.append(owner)
+        for owner in owners:
             owner.detach_gradients()
         # Keeps device tensors until the copy is done. Without this, their memory is reused while it is read.
         in_use = [g for g in gradients if g is not None] if self._device.type != "cpu" else []
@@ -268,7 +271,7 @@ class GradientOffload:
 
         ``.grad`` is set at once, its bytes are written on the lane.
         """
-        owner, s = shard.owner_of(position)
+        owner, s = shard.places[position]
         parameter = s.parameter
         stored, dtype = parameter.grad, owner.gradient_types.of(s)
         in_memory = self._stays_in_memory(owner)

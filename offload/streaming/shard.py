@@ -403,6 +403,11 @@ class Shard:
                 f"with store_dtype= only an OffloadOptimizer writes parameters; make the model without store_dtype"
             )
 
+    @functools.cached_property
+    def places(self) -> list[tuple[Shard, Slice]]:
+        """For each parameter of :attr:`slices`, the shard that stores it and its slice there."""
+        return [self.owner_of(position) for position in range(len(self.slices))]
+
     def owner_of(self, position: int) -> tuple[Shard, Slice]:
         """The shard that stores the parameter at ``position`` of :attr:`slices`, and its slice there."""
         borrowed = position - len(self.own)

@@ -329,16 +329,9 @@ class Streamer:
 
     def await_load(self, j: int) -> None:
         """Makes compute wait for the load of shard ``j``."""
-        arrival = self._loads[j]
-        if getattr(arrival, "done", False):
-            try:
-                arrival.wait()
-                return
-            except OSError:
-                pass  # raised again, with its context
-        with self._meter.waiting(f"L{j}"), error_context(f"loading shard {j} from {self._tier.name}"):
+        with self._meter.waiting_for(f"L{j}", f"loading shard {j} from {self._tier.name}"):
             # Load lane -> compute. Without this, layers read a slot that is not filled yet.
-            arrival.wait()
+            self._loads[j].wait()
 
     def await_update_in_place(self, j: int) -> None:
         """Makes compute wait for the pending update of a shard that layers use where it rests."""

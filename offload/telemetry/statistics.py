@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -137,6 +138,10 @@ class Meter:
         """Counts the time in which compute waits for a copy."""
         with self.wait.span(), self.tracer.span("compute", f"wait {token}"):
             yield
+
+    def waiting_for(self, token: str, what: str) -> _Waiting:
+        """As :meth:`waiting`, in few calls; an error of the system then says ``what`` was copied."""
+        return _Waiting(self, token, what)
 
     def begin_code_before(self, block: int) -> None:
         """Called before the backward of the code before a block."""
@@ -278,3 +283,27 @@ class Meter:
             self.bytes_agreed,
             self.bytes_compared,
         )
+
+
+class _Waiting:
+    """See :meth:`Meter.waiting_for`."""
+
+    __slots__ = ("_began", "_meter", "_span", "_what")
+
+    def __init__(self, meter: Meter, token: str, what: str) -> None:
+        self._meter, self._what = meter, what
+        observed = meter.tracer.is_recording or meter._device.type == "cuda"
+        self._span = meter.waiting(token) if observed else None
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+        if self._span is not None:
+            self._span.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if self._span is not None:
+            self._span.__exit__(kind, error, traceback)
+        elif error is None:
+            self._meter.wait.add(time.perf_counter() - self._began, 0)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, f"{self._what}: {error.strerror or error}") from error

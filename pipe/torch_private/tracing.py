@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable
+from types import FunctionType, MethodType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -29,6 +30,18 @@ def uncompiled_hooks(*hooks: Callable[[Any], Any]) -> tuple[Callable[[Any], Any]
     the compiler allows that; else each call passes through a function that it does not look into.
     """
     if "torch._dynamo" not in sys.modules:
+        return hooks
+    for hook in hooks:
+        code = (
+            hook.__func__.__code__
+            if type(hook) is MethodType
+            else hook.__code__
+            if type(hook) is FunctionType
+            else None
+        )
+        if code not in _codes:
+            break
+    else:
         return hooks
     marked = tuple(map(_marked, hooks))
     return hooks if all(marked) else tuple(functools.partial(_call_uncompiled(), hook) for hook in hooks)

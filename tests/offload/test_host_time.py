@@ -1,0 +1,74 @@
+"""Time that the engine takes beside layers, counted in Python calls of the caller's thread, which no load disturbs."""
+
+from __future__ import annotations
+
+import cProfile
+import gc
+import pstats
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from offload import OffloadModel
+
+BLOCKS, WARM_UP, COUNTED = 16, 14, 3
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(BLOCKS)))
+
+
+def calls_of(step: Callable[[], object]) -> float:
+    """Calls in a step for each block."""
+    for _ in range(WARM_UP):
+        step()
+    profile = cProfile.Profile()
+    gc.collect()
+    gc.disable()  # finalizers of other tests would count
+    try:
+        profile.enable()
+        for _ in range(COUNTED):
+            step()
+        profile.disable()
+    finally:
+        gc.enable()
+    counted: Any = pstats.Stats(profile)
+    return float(counted.total_calls) / COUNTED / BLOCKS
+
+
+@pytest.fixture(scope="module")
+def checkpointed() -> float:
+    """Calls of ``torch.utils.checkpoint``."""
+    layers, x = blocks(), torch.randn(4, 16)
+
+    def step() -> None:
+        value: Tensor = x
+        for layer in layers:
+            value = checkpoint(layer, value, use_reentrant=False)
+        value.mean().backward()
+
+    return calls_of(step)
+
+
+@pytest.mark.parametrize(
+    ("home", "microbatches", "most"), [("memory", 1, 1.35), ("files", 1, 1.6), ("memory", 4, 1.35)]
+)
+def test_a_recomputed_block_takes_few_more_calls_than_a_checkpoint_of_torch(
+    checkpointed: float, home: str, microbatches: int, most: float, tmp_path: Path
+) -> None:
+    model = OffloadModel(
+        blocks(),
+        "cpu",
+        tmp_path if home == "files" else "cpu",
+        num_slices=BLOCKS,
+        checkpoint_activation=True,
+        num_microbatches=microbatches,
+    )
+    x = torch.randn(4, 16)
+    assert calls_of(lambda: model(x).mean().backward()) / microbatches <= most * checkpointed
