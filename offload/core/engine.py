@@ -43,6 +43,7 @@ from offload.streaming.streamer import Streamer
 from pipe.freed import Life, Living
 from pipe.nested import flatten
 from pipe.process import check_process
+from pipe.recompute.phase import is_recomputing
 from pipe.recompute.region import Region
 from pipe.recompute.rerun import refuse_cached_parametrizations
 from pipe.torch_private.autograd import (
@@ -160,6 +161,11 @@ class Engine:
         return (self._pass is not None and bool(self._pass.forward.uses)) or self._backward is not None
 
     @property
+    def in_forward(self) -> bool:
+        """Whether a forward runs."""
+        return self._pass is not None
+
+    @property
     def draws(self) -> bool:
         """Whether any block draws random numbers in its present modes, or is not known not to."""
         return any(block.draws is not False for several in self.blocks for block in several)
@@ -188,14 +194,21 @@ class Engine:
             self.streamer.cancel()
         if self.streamer.finish_step is not None:
             self.streamer.finish_step()
-        if self._backward is None:
+        # Of models that take turns, a recomputation must use the weights of its forward. Otherwise homes may have been
+        # written since, also in ways that no version counts.
+        shared = self.streamer.slot_pool.shared
+        reuses = self._owner.weights_are_frozen or (shared and is_recomputing())
+        if reuses:
+            self.streamer.resident()  # evicts shards that were written since
+        elif self._backward is None:
             self.streamer.release()
             self._assigned.store()
         self._pass = this = _Pass(
-            Forward(self._orders[training], returns=training), keeps or (lambda j, i: not self.recompute), recorders
+            Forward(self._orders[training], returns=training, repeats=shared and reuses), keeps or (lambda j, i: not self.recompute), recorders
         )
         try:
-            yield
+            with self.streamer.slot_pool.turn(self.streamer):
+                yield
             self.streamer.wait_for_home_reads()
             if not in_between:
                 self._orders[training] = this.forward.uses
@@ -466,6 +479,8 @@ class Engine:
             self._offload(shard, home)
         if self._updates:
             self.streamer.update_in_backward(shard.index)
+        if not (visit.place or self._owner.weights_are_frozen):
+            self.streamer.slot_pool.prefetch_previous(self.streamer)
         return returned
 
     def _offload(self, shard: Shard, gradients: list[Tensor | None]) -> None:
@@ -520,7 +535,8 @@ class Engine:
         self.streamer.gradient_offload.settle()
         self._end()
         self.streamer.gradient_offload.wait_idle()
-        self.streamer.release()
+        if not (self._owner.weights_are_frozen or self.streamer.slot_pool.shared):
+            self.streamer.release()
         self._backward = None
         if backward.step is not None:
             self._slots.act = None

@@ -29,6 +29,8 @@ class Slots:
         """Makes shard ``j`` usable by compute, and begins to load those ``following``, which are used after it."""
         streamer = self._streamer
         shards = streamer.shards
+        if streamer.slot_pool.shared:
+            streamer.slot_pool.computes(streamer)
         if shards[j].in_place:
             if shards[j].pending is not None:
                 self._done(Kind.UPDATE, j)
@@ -61,11 +63,16 @@ class Slots:
 
 
 class Forward:
-    """The order of the cells of one forward. ``expected``: the shards that the last one used, in order."""
+    """The order of the cells of one forward.
 
-    def __init__(self, expected: Sequence[int], *, returns: bool) -> None:
+    Args:
+        expected: the shards that the last one used, in order.
+        returns: whether a backward follows; ``repeats``: whether the same forward of another batch does.
+    """
+
+    def __init__(self, expected: Sequence[int], *, returns: bool, repeats: bool = False) -> None:
         self._expected = expected
-        self._returns = returns
+        self._returns, self._repeats = returns, repeats
         self._at = -1
         #: The shards so far, in the order of their use; and those of them that the backward uses.
         self.uses: list[int] = []
@@ -85,7 +92,9 @@ class Forward:
         """The shards that are expected to be used next; then those that the backward will use."""
         rest = self._expected[self._at + 1 :]
         yield from rest
-        if self._returns:
+        if self._repeats:
+            yield from self._expected
+        elif self._returns:
             yield from reversed(rest)
             yield from reversed(self.graphed)
 

@@ -51,7 +51,9 @@ class ExclusivePasses:
 
         def in_pass() -> bool:
             executor = this()
-            return executor is not None and executor.busy
+            if executor is None or (native := executor.native()) is None:
+                return executor is not None and executor.busy
+            return bool(native.in_forward)  # backwards of several models run in one of autograd
 
         def clean_up() -> None:
             executor = this()
@@ -116,6 +118,11 @@ class ExclusivePasses:
                 "this OffloadModel is in the middle of a forward or backward; a layer or a hook of it called it again, "
                 "or another thread did"
             )
+
+    @property
+    def weights_are_frozen(self) -> bool:
+        """Whether it is inside of :meth:`frozen_weights`."""
+        return self._frozen_weights > 0
 
     @contextlib.contextmanager
     def frozen_weights(self) -> Iterator[None]:

@@ -71,14 +71,20 @@ class SlotPool:
             yield
             return
         # An interrupt at the end of a turn leaves a user here that does not compute.
-        if self._computing is not None and self._computing.in_pass():
+        before = self._computing
+        if before not in (None, slot_user) and before.in_pass():
             raise RuntimeError("two models that take turns on one device compute at once; do not share their slots")
         try:
-            self._computing = slot_user
-            self._recent = [*(other for other in self._recent if other is not slot_user), slot_user]
+            self.computes(slot_user)
             yield
         finally:
-            self._computing = None
+            self._computing = before
+
+    def computes(self, slot_user: Streamer) -> None:
+        """Called when ``slot_user`` computes next, where models share the pool."""
+        self._computing = slot_user
+        if self._recent[-1] is not slot_user:
+            self._recent = [*(other for other in self._recent if other is not slot_user), slot_user]
 
     def acquire_slot(self, meter: Meter, nbytes: int) -> Tensor:
         """Acquires a slot for a shard of the computing model; for one that is larger than a slot, a buffer of its own.
