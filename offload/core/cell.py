@@ -101,7 +101,8 @@ class Block:
     def run(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], views: Sequence[Tensor]) -> Any:
         """The output without a graph."""
         with torch.no_grad():
-            return self._noted(call, views, views, args, kwargs)
+            # Not the views themselves: what keeps one must be noticed when its slot is used again.
+            return self._noted(call, views, [view.detach() for view in views], args, kwargs)
 
     def protected(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Arguments of the user, or copies where the block may write into them in place."""
