@@ -58,6 +58,7 @@ ORDERS = {
         "streaming",
         "mesh",
         "engine",
+        "core",
         "optim",
         "files",
         "arguments",
