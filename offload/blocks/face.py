@@ -246,10 +246,10 @@ class ModelWithBlocks(ReportingModule):
         if answered is not None:
             return answered[0] if one else gather_nested(answered)
         if self._engine is not None:
-            with self._computing():
+            # The engine compares the parameters before casts take their places.
+            with self._engine.forward(), self._computing():
                 if one:
-                    with self._engine.forward():
-                        return self._forward_on(call)
+                    return self._forward_on(call)
                 outputs = run_chunks(self._engine, self._forward_on, chunks, self._modules_around())
                 check_rows(outputs, call)
                 return gather_nested(outputs)
@@ -301,9 +301,11 @@ class ModelWithBlocks(ReportingModule):
             output = self._forward_on(self._brought((args, self._without_cache(kwargs))))
             return output if output_fn is None else output_fn(output)
 
+        if self._engine is not None:
+            with self._engine.forward(), self._computing():
+                outputs = run_chunks(self._engine, forward, chunks, self._modules_around())
+            return with_tape(outputs)
         with self._computing():
-            if self._engine is not None:
-                return with_tape(run_chunks(self._engine, forward, chunks, self._modules_around()))
             tape, outputs = self._executor.run_many(forward, chunks)
         return outputs, tape
 
@@ -337,7 +339,8 @@ class ModelWithBlocks(ReportingModule):
     def _check_model(self) -> None:
         if self._casts is not None:
             self._casts.end()  # an interrupt may have left casts in place
-        self._executor.check_structure()
+        if self._engine is None:
+            self._executor.check_structure()
         self._executor.public.take_settings()  # before the first block: they decide whether there will be a backward
         if torch.is_grad_enabled():
             if saved_tensor_hooks() is not None and lasting_hooks() is None:

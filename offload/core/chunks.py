@@ -28,7 +28,10 @@ __all__ = ["run_chunks"]
 def run_chunks(
     engine: Engine, forward: Callable[[Any], Any], chunks: Sequence[Any], outside: Sequence[Any]
 ) -> list[Any]:
-    """The outputs of ``forward`` for each chunk, with one graph. ``outside``: the modules outside of the blocks."""
+    """The outputs of ``forward`` for each chunk, with one graph, within :meth:`Engine.forward`.
+
+    ``outside``: the modules outside of the blocks.
+    """
     own = OwnAttributes(len(chunks))
     everywhere = [*outside, *itertools.chain(*(block.region.modules for block in engine.numbered))]
     known: list[set[Any]] = [set() for _ in chunks]
@@ -42,37 +45,36 @@ def run_chunks(
         return SuspendedForward(run, engine.device)
 
     try:
-        with engine.forward():
-            states: list[BlockCall | Result] = []
-            for i, chunk in enumerate(chunks):
-                forwards.append(suspended(chunk))
-                with own.running(i, everywhere):
-                    states.append(forwards[i].start())
-            first = [state for state in states if isinstance(state, BlockCall)]
-            if first:
-                engine.expect([tensors_in((call.args, call.kwargs)) for call in first])
-            del first
-            while waiting := [i for i, state in enumerate(states) if isinstance(state, BlockCall)]:
-                number = min((engine.order_of(states[i].j), states[i].j) for i in waiting)[1]  # type: ignore[union-attr]
-                outputs = {}
-                for i in waiting:
-                    call = states[i]
-                    assert isinstance(call, BlockCall)
-                    if call.j != number:
-                        continue
-                    set_sequence_numbers(tensors_in((call.args, call.kwargs)), known[i])
-                    with own.running(i, engine.numbered[number].region.modules), call.settings.again():
-                        outputs[i] = engine.run_numbered(number, call.args, call.kwargs, i)
-                    known[i].update(_nodes(outputs[i]))
-                    states[i] = Result(None)  # frees the arguments
-                    del call
-                for i in list(outputs):
-                    with own.running(i, outside):
-                        states[i] = forwards[i].resume(outputs.pop(i))
-            results = [state.value for state in states if isinstance(state, Result)]
-            for result, nodes in zip(results, known, strict=True):
-                set_sequence_numbers(tensors_in(result), nodes)
-            return results
+        states: list[BlockCall | Result] = []
+        for i, chunk in enumerate(chunks):
+            forwards.append(suspended(chunk))
+            with own.running(i, everywhere):
+                states.append(forwards[i].start())
+        first = [state for state in states if isinstance(state, BlockCall)]
+        if first:
+            engine.expect([tensors_in((call.args, call.kwargs)) for call in first])
+        del first
+        while waiting := [i for i, state in enumerate(states) if isinstance(state, BlockCall)]:
+            number = min((engine.order_of(states[i].j), states[i].j) for i in waiting)[1]  # type: ignore[union-attr]
+            outputs = {}
+            for i in waiting:
+                call = states[i]
+                assert isinstance(call, BlockCall)
+                if call.j != number:
+                    continue
+                set_sequence_numbers(tensors_in((call.args, call.kwargs)), known[i])
+                with own.running(i, engine.numbered[number].region.modules), call.settings.again():
+                    outputs[i] = engine.run_numbered(number, call.args, call.kwargs, i)
+                known[i].update(_nodes(outputs[i]))
+                states[i] = Result(None)  # frees the arguments
+                del call
+            for i in list(outputs):
+                with own.running(i, outside):
+                    states[i] = forwards[i].resume(outputs.pop(i))
+        results = [state.value for state in states if isinstance(state, Result)]
+        for result, nodes in zip(results, known, strict=True):
+            set_sequence_numbers(tensors_in(result), nodes)
+        return results
     finally:
         for each in forwards:
             each.cancel()

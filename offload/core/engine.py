@@ -271,12 +271,15 @@ class Engine:
         assert this is not None
         weights = block.weights
         j = weights.shard.index
-        graph = torch.is_grad_enabled() and (weights.shard.trainable or requires_grad(args, kwargs))
-        place = this.forward.begin(j, graph=graph)
+        enabled = torch.is_grad_enabled()
+        graph = enabled and (weights.shard.trainable or requires_grad(args, kwargs))
+        this.forward.begin(j)
+        if graph:
+            this.forward.add_graph(j)
         self._slots.use(j, this.forward.following())
         in_place = weights.shard.in_place
         views = [] if in_place else weights.views(self.streamer.slot_pool)
-        keeps = graph and (
+        keeps = enabled and (
             block.keeps
             or this.keeps(j, i)
             or (in_place and (block.writes or not block.is_known))
@@ -289,8 +292,12 @@ class Engine:
             elif graph and this.recorders is not None:
                 this.recorders.append(Recorder(weights.shard, weights.shard.slot if views else None))
                 watch = Watch(this.recorders[-1].add)
-            return self._run(block, call, args, kwargs, views, this, place if graph else -1, keeps, watch)
-        return self._run_observed(this.step, block, call, args, kwargs, views, this, place if graph else -1, keeps, i)
+            output = self._run(block, call, args, kwargs, views, this, keeps, watch)
+        else:
+            output = self._run_observed(this.step, block, call, args, kwargs, views, this, graph, keeps, i)
+        if enabled and not graph and requires_grad(output):  # by what is neither a weight of its own nor an argument
+            this.forward.add_graph(j)
+        return output
 
     def _run(
         self,
@@ -300,13 +307,12 @@ class Engine:
         kwargs: Mapping[str, Any],
         views: Sequence[Tensor],
         this: _Pass,
-        place: int,
         keeps: bool,
         watch: Watch,
     ) -> Any:
-        if place < 0:
+        if not torch.is_grad_enabled():
             return block.run(call, args, kwargs, views)
-        visit, token = self._visit(this, block.weights.shard.index, place)
+        visit, token = self._visit(this, block.weights.shard.index)
         run = block.keep if keeps else block.recompute
         return run(call, args, kwargs, visit, views, token, watch)
 
@@ -319,23 +325,23 @@ class Engine:
         kwargs: Mapping[str, Any],
         views: Sequence[Tensor],
         this: _Pass,
-        place: int,
+        graph: bool,
         keeps: bool,
         i: int,
     ) -> Any:
         shard = block.weights.shard
         j, (k, blocks) = shard.index, block.place
         step.enter(j, k, i, (args, kwargs))
-        graph = place >= 0
         recorder = step.recorder(shard, i, shard.slot if views else None, keeps) if graph else None
-        kind = Kind.BACKWARD_KEPT if keeps else Kind.BACKWARD
+        kept = keeps and graph
+        kind = Kind.BACKWARD_KEPT if kept else Kind.BACKWARD
         watch = Watch(
             None if recorder is None else recorder.add,
-            partial(self._begin_cell, step, kind, j, k, blocks, i) if graph else None,
+            partial(self._begin_cell, step, kind, j, k, blocks, i),
             None if this.boundaries is None or not graph or not j else this.boundaries.hooks,
         )
-        with step.forward(Kind.FORWARD_KEPT if keeps else Kind.FORWARD, j, k, blocks, i):
-            output = self._run(block, call, args, kwargs, views, this, place, keeps, watch)
+        with step.forward(Kind.FORWARD_KEPT if kept else Kind.FORWARD, j, k, blocks, i):
+            output = self._run(block, call, args, kwargs, views, this, keeps, watch)
         if recorder is not None:
             step.record(recorder, j, k, i, (args, kwargs), kept=keeps)
         if j == len(self.blocks) - 1 and k == blocks - 1:
@@ -381,10 +387,10 @@ class Engine:
             return None
         return Boundaries(scratch, owner._lanes.boundary, owner.meter, budget_bytes)
 
-    def _visit(self, this: _Pass, j: int, place: int) -> tuple[Visit, Tensor | None]:
+    def _visit(self, this: _Pass, j: int) -> tuple[Visit, Tensor | None]:
         """The visit of a shard in this pass, made at its first cell."""
         if j not in this.visits:
-            uses, stores = this.forward.graphed, self._assigned.stores
+            uses, place, stores = this.forward.graphed, this.forward.place(j), self._assigned.stores
             visit = Visit(self._weights[j], uses, place, self._leave, this.life, stores, this.step)
             shard = self.streamer.shards[j]
             this.visits[j] = visit, None if shard.in_place else visit.begin()

@@ -78,15 +78,21 @@ class Forward:
         self.uses: list[int] = []
         self.graphed: list[int] = []
 
-    def begin(self, j: int, *, graph: bool) -> int:
-        """Called before a cell of shard ``j``; returns its place among those that the backward uses."""
+    def begin(self, j: int) -> None:
+        """Called before a cell of shard ``j``."""
         if not self.uses or self.uses[-1] != j:
             self.uses.append(j)
             ahead = range(self._at + 1, len(self._expected))
             self._at = next((k for k in ahead if self._expected[k] == j), self._at)
-        if graph and (not self.graphed or self.graphed[-1] != j):
+
+    def place(self, j: int) -> int:
+        """The place of a cell of shard ``j`` among those that the backward uses."""
+        return len(self.graphed) - (self.graphed[-1:] == [j])
+
+    def add_graph(self, j: int) -> None:
+        """Called when it is known that a cell of shard ``j`` has a graph."""
+        if self.graphed[-1:] != [j]:
             self.graphed.append(j)
-        return len(self.graphed) - 1
 
     def following(self) -> Iterator[int]:
         """The shards that are expected to be used next; then those that the backward will use."""
