@@ -245,14 +245,19 @@ class ModelWithBlocks(ReportingModule):
         answered = offered(self, chunks)
         if answered is not None:
             return answered[0] if one else gather_nested(answered)
-        if self._engine is not None:
-            # The engine compares the parameters before casts take their places.
-            with self._engine.forward(), self._computing():
-                if one:
-                    return self._forward_on(call)
-                outputs = run_chunks(self._engine, self._forward_on, chunks, self._modules_around())
+        engine = self._engine
+        if engine is not None:
+
+            def forward() -> Any:
+                with self._computing():
+                    if one:
+                        return self._forward_on(call)
+                    outputs = run_chunks(engine, self._forward_on, chunks, self._modules_around())
                 check_rows(outputs, call)
                 return gather_nested(outputs)
+
+            # The engine compares the parameters before casts take their places.
+            return engine.forward(forward)
         with self._computing():
             run = self._executor.run_one(self._forward_on, call) if one else None
             tape, outputs = self._executor.run_many(self._forward_on, chunks) if run is None else run
@@ -301,10 +306,14 @@ class ModelWithBlocks(ReportingModule):
             output = self._forward_on(self._brought((args, self._without_cache(kwargs))))
             return output if output_fn is None else output_fn(output)
 
-        if self._engine is not None:
-            with self._engine.forward(), self._computing():
-                outputs = run_chunks(self._engine, forward, chunks, self._modules_around())
-            return with_tape(outputs)
+        engine = self._engine
+        if engine is not None:
+
+            def run() -> list[Any]:
+                with self._computing():
+                    return run_chunks(engine, forward, chunks, self._modules_around())
+
+            return with_tape(engine.forward(run))
         with self._computing():
             tape, outputs = self._executor.run_many(forward, chunks)
         return outputs, tape

@@ -19,11 +19,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +48,7 @@ from pipe.process import check_process
 from pipe.recompute.phase import is_recomputing
 from pipe.recompute.region import Region
 from pipe.recompute.rerun import refuse_cached_parametrizations
+from pipe.recompute.thread_state import ThreadState, close_contexts
 from pipe.torch_private.autograd import (
     accumulates_everywhere,
     at_end_of_backward,
@@ -62,6 +65,8 @@ __all__ = ["Engine"]
 STEPS_OBSERVED = 3
 #: Whether the graph of a cell of a shard and micro-batch is kept.
 Keeps = Callable[[int, int], bool]
+
+T = TypeVar("T")
 
 
 class _Pass:
@@ -158,7 +163,33 @@ class Engine:
     @property
     def running(self) -> bool:
         """Whether a forward or backward runs. A forward begins with its first cell: before it, homes may still move."""
-        return (self._pass is not None and bool(self._pass.forward.uses)) or self._backward is not None
+        begun = self._pass is not None and bool(self._pass.forward.uses)
+        return (begun and self._passes() > 0) or (self._backward is not None and self._backward() is not None)
+
+    def _passes(self) -> int:
+        """Number of running forwards of this model, in all threads."""
+        return sum(
+            frame.f_code is Engine.forward.__code__ and frame.f_locals.get("self") is self
+            for top in sys._current_frames().values()
+            for frame in _callers(top)
+        )
+
+    def clean_up(self) -> None:
+        """Cleans up after a pass that failed while its cleanup was interrupted, if there is one."""
+        dead = self._backward is not None and self._backward() is None
+        if dead or (self._pass is not None and not self._passes()):
+            self._cancel()
+
+    def _cancel(self) -> None:
+        """Cleans up after a pass that failed; again, if it was interrupted itself."""
+        self.streamer.cancel()
+        for weights in self._weights:
+            weights.unbind()
+        self._end()
+        self._slots.act = None
+        self._in_pass = contextlib.nullcontext()
+        self._backward = None
+        self._pass = None
 
     @property
     def in_forward(self) -> bool:
@@ -172,43 +203,44 @@ class Engine:
 
     # --- forward ------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def forward(self, keeps: Keeps | None = None, recorders: list[Recorder] | None = None) -> Iterator[None]:
-        """A context for one forward, in which blocks may be run in any order and any number of times.
+    def forward(self, run: Callable[[], T], keeps: Keeps | None = None, recorders: list[Recorder] | None = None) -> T:
+        """Returns ``run()``, one forward, in which blocks may be run in any order and any number of times.
 
+        A function, not a context: what follows a ``with`` statement may be interrupted before its context ends.
         ``recorders`` gets what records the saved tensors of each cell; None: nothing records them.
         """
-        if self._pass is not None:
+        if self._pass is not None and self._passes() > 1:  # one is this
             raise RuntimeError(
                 "this OffloadModel is in the middle of a forward; a layer or a hook of it called it again, or another "
                 "thread did"
             )
         check_process(self._made_in, "this OffloadModel")
-        if not in_backward():
+        in_between = in_backward()
+        if not in_between:
             self._check_structure()
         training = torch.is_grad_enabled()
-        in_between = in_backward()
         if training:
             refuse_cached_parametrizations(m for several in self.blocks for b in several for m in b.region.modules)
-        if self.streamer.must_cancel:
-            self.streamer.cancel()
-        if self.streamer.finish_step is not None:
-            self.streamer.finish_step()
-        # Of models that take turns, a recomputation must use the weights of its forward. Otherwise homes may have been
-        # written since, also in ways that no version counts.
-        shared = self.streamer.slot_pool.shared
-        reuses = self._owner.weights_are_frozen or (shared and is_recomputing())
-        if reuses:
-            self.streamer.resident()  # evicts shards that were written since
-        elif self._backward is None:
-            self.streamer.release()
-            self._assigned.store()
-        self._pass = this = _Pass(
-            Forward(self._orders[training], returns=training, repeats=shared and reuses), keeps or (lambda j, i: not self.recompute), recorders
-        )
+        settings = ThreadState.capture([self.device.type])
         try:
+            dead = self._backward is not None and self._backward() is None
+            if dead or self._pass is not None or self.streamer.must_cancel:
+                self._cancel()  # which was interrupted
+            if self.streamer.finish_step is not None:
+                self.streamer.finish_step()
+            # Of models that take turns, a recomputation must use the weights of its forward. Otherwise homes may have
+            # been written since, also in ways that no version counts.
+            shared = self.streamer.slot_pool.shared
+            reuses = self._owner.weights_are_frozen or (shared and is_recomputing())
+            if reuses:
+                self.streamer.resident()  # evicts shards that were written since
+            elif self._backward is None:
+                self.streamer.release()
+                self._assigned.store()
+            order = Forward(self._orders[training], returns=training, repeats=shared and reuses)
+            self._pass = this = _Pass(order, keeps or (lambda j, i: not self.recompute), recorders)
             with self.streamer.slot_pool.turn(self.streamer):
-                yield
+                result = run()
             self.streamer.wait_for_home_reads()
             if not in_between:
                 self._orders[training] = this.forward.uses
@@ -216,12 +248,16 @@ class Engine:
                 this.step.end()
             if this.forward.graphed and not in_between:
                 self._forwards.add(this.life, None)
-        except BaseException:
-            self.streamer.cancel()
+            self._pass = self._slots.act = None
+            return result
+        except BaseException as error:
+            close_contexts(error)
+            settings.restore()
+            if in_between and self._backward is not None:
+                self._pass = None  # a checkpoint ends its recomputation early by an exception, and backward goes on
+            else:
+                self._cancel()
             raise
-        finally:
-            self._pass = None
-            self._slots.act = None
 
     @contextlib.contextmanager
     def calling(self, call: Callable[..., Any]) -> Iterator[None]:
@@ -240,10 +276,13 @@ class Engine:
         if self._pass is not None:
             self.expect([flatten((args, kwargs))[0]])
             return self.run_numbered(number, args, kwargs)
+
         # Outside of the model's forward: by other code, or again in backward by a checkpoint of the model itself.
-        with self.forward():
+        def run() -> Any:
             self.expect([flatten((args, kwargs))[0]])
             return self.run_numbered(number, args, kwargs)
+
+        return self.forward(run)
 
     def run_numbered(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], i: int = 0) -> Any:
         """Runs the block of this number within :meth:`forward`."""
@@ -510,53 +549,66 @@ class Engine:
     def _give_back(self, taken: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
         """Gives parameters their gradients back; no copy writes these."""
         for parameter, gradient in taken:
-            if (by_autograd := parameter.grad) is not None:
-                gradient.add_(by_autograd.to(gradient.device))
+            by_autograd = parameter.grad
             set_gradient(parameter, gradient)
+            if by_autograd is not None:
+                gradient.add_(by_autograd.to(gradient.device))
 
     def _enter_backward(self, step: ObservedStep | None) -> None:
         """Begins a backward, unless it runs already. It ends with autograd's, or when that fails."""
-        if self._backward is not None or self._pass is not None:
+        if self._backward is not None or self._pass is not None or not in_backward():
             return
         hooked: Sequence[nn.Parameter] = ()
         if self.streamer.gradient_offload.optimizers.in_backward is not None:
             hooked = [p for weights in self._weights for p in weights.shard.parameters if has_hooks(p)]
         everywhere = accumulates_everywhere()
-        self._updates = self.streamer.gradient_offload.begin(self._waiting(), hooked, drop_others=not everywhere)
-        if step is not None:
-            self._slots.act = step.act
-            self._in_pass = self._owner.meter.overheads.in_pass("backward")
-            self._in_pass.__enter__()
-        backward = _Backward(step)
-        self._backward = weakref.ref(backward, self._backward_failed)
-        at_end_of_backward(partial(self._end_backward, backward))
+        try:
+            self._updates = self.streamer.gradient_offload.begin(self._waiting(), hooked, drop_others=not everywhere)
+            if step is not None:
+                self._slots.act = step.act
+                self._in_pass = self._owner.meter.overheads.in_pass("backward")
+                self._in_pass.__enter__()
+            backward = _Backward(step)
+            self._backward = weakref.ref(backward, self._backward_failed)
+            at_end_of_backward(partial(self._end_backward, backward))
+        except BaseException:
+            self._cancel()
+            raise
 
     def _waiting(self) -> int:
         """Forwards that still need their backward, besides the running one."""
         return max(0, sum(1 for _ in self._forwards) - 1)
 
     def _end_backward(self, backward: _Backward) -> None:
-        if backward.step is not None:
-            backward.step.end_cell()
-        self.streamer.gradient_offload.settle()
-        self._end()
-        self.streamer.gradient_offload.wait_idle()
-        if not (self._owner.weights_are_frozen or self.streamer.slot_pool.shared):
-            self.streamer.release()
-        self._backward = None
-        if backward.step is not None:
-            self._slots.act = None
-            self._in_pass.__exit__(None, None, None)
-            backward.step.end()
+        try:
+            if backward.step is not None:
+                backward.step.end_cell()
+            self.streamer.gradient_offload.settle()
+            self._end()
+            self.streamer.gradient_offload.wait_idle()
+            if not (self._owner.weights_are_frozen or self.streamer.slot_pool.shared):
+                self.streamer.release()
+            self._backward = None
+            if backward.step is not None:
+                self._slots.act = None
+                self._in_pass.__exit__(None, None, None)
+                backward.step.end()
+        except BaseException:
+            self._cancel()
+            raise
 
     def _end(self) -> None:
-        for taken in self._leaving.values():
-            self._give_back(taken)
-        self._leaving.clear()
+        while self._leaving:
+            self._give_back(self._leaving.popitem()[1])
         self._visited, self._visited_slot, self._visited_views = None, None, []
 
     def _backward_failed(self, backward: weakref.ref[_Backward]) -> None:
         if self._backward is backward:
-            self._backward = None
-            self.streamer.cancel()
-            self._end()
+            self._cancel()
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame, and those that it was called from."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

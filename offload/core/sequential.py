@@ -40,7 +40,8 @@ def run_layers(
         values: list[Any] = list(map_tensors(brought, list(chunks)))
     else:  # made when the first layers run, and again when they run again
         values = [((chunk,), {}) for chunk in chunks]
-    with engine.forward(keeps):
+
+    def run() -> None:
         engine.expect([tensors_in(chunk) for chunk in chunks])
         if input_fn is None:
             engine.infer_sizes(values, dtype, without_last=any(output_fns))
@@ -54,6 +55,8 @@ def run_layers(
                     call = _made(call, input_fn, brought)
                 args, kwargs = block.protected(*value) if first else ((value,), {})
                 values[i] = engine.run(block, call, args, kwargs, i)
+
+    engine.forward(run, keeps)
     return values
 
 
@@ -77,11 +80,16 @@ def measured_activations(
     """
     recorders: list[Recorder] = []
     watched = [block.region.watched for several in engine.blocks for block in several]
-    with torch.enable_grad(), engine.forward(lambda j, i: False, recorders), trial(watched, [engine.device]):
-        args, kwargs = map_tensors(partial(_brought, engine.device, dtype), call)
-        for j, several in enumerate(layers):
-            function = _in_turn(several, output_fn if j == len(layers) - 1 else None)
-            args, kwargs = (engine.run(engine.blocks[j][0], function, args, kwargs),), {}
+
+    def run() -> None:
+        with trial(watched, [engine.device]):
+            args, kwargs = map_tensors(partial(_brought, engine.device, dtype), call)
+            for j, several in enumerate(layers):
+                function = _in_turn(several, output_fn if j == len(layers) - 1 else None)
+                args, kwargs = (engine.run(engine.blocks[j][0], function, args, kwargs),), {}
+
+    with torch.enable_grad():
+        engine.forward(run, lambda j, i: False, recorders)
     return max((sum(recorder.nbytes.values()) for recorder in recorders), default=0)
 
 

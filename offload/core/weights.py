@@ -42,6 +42,8 @@ class Weights:
         self.owners = [shard.owner_of(k) for k in range(len(shard.slices))]
         self.parameters = shard.parameters
         self._homes: list[Block | None] | None = None
+        #: Values that modules have in place of parameters; an interrupt may keep a context from taking them out.
+        self._open: list[_Bound] = []
         self._views: dict[int, tuple[weakref.ref[Tensor], list[Tensor]]] = {}
         self.find()
 
@@ -130,6 +132,11 @@ class Weights:
         for parameter in self.shard.quantised:
             refresh(parameter)
 
+    def unbind(self) -> None:
+        """Gives all modules their parameters back, after a failure."""
+        while self._open:
+            self._open[-1].__exit__()
+
     def bound(self, values: Sequence[Tensor]) -> _Bound:
         """A context in which the modules have ``values`` in place of their parameters; none: they keep those."""
         return _Bound(self, values)
@@ -142,9 +149,9 @@ class _Bound:
 
     def __init__(self, weights: Weights, values: Sequence[Tensor]) -> None:
         self._weights, self._values = weights, values
+        self._before: list[tuple[dict[str, Any], str, Any]] = []
 
     def __enter__(self) -> None:
-        self._before: list[tuple[dict[str, Any], str, Any, Any]] = []
         values, weights = self._values, self._weights
         if not values:
             return
@@ -155,26 +162,31 @@ class _Bound:
             ]:
                 weights.find()  # follows those that other modules hold now, as with ``weight_norm``
                 break
+        weights._open.append(self)
         for attributes, register, items in weights._modules:
             bound = dict(dict.items(register))  # the register finishes updates where it is asked itself
             for name, k in items:
                 bound[name] = value = values[k]
                 value._is_param = True  # type: ignore[attr-defined]  # libraries look for ``nn.Parameter``
-            self._before.append((attributes, "_parameters", register, bound))
+            self._before.append((attributes, "_parameters", register))
             attributes["_parameters"] = bound
         for attributes, flat in weights._lists:
             before = attributes["_flat_weights"]
             now = list(before)
             for n, k in flat:
                 now[n] = values[k]
-            self._before.append((attributes, "_flat_weights", before, now))
+            self._before.append((attributes, "_flat_weights", before))
             attributes["_flat_weights"] = now
         if weights._parts:
             weights.point_parts(values)
 
     def __exit__(self, *raised: Any) -> None:
-        for attributes, name, before, _ in self._before:
+        if not self._values:
+            return
+        for attributes, name, before in self._before:
             attributes[name] = before
-        if self._values and self._weights._parts:
-            self._weights.point_parts(None)
-        self._before = []
+        weights = self._weights
+        if weights._parts:
+            weights.point_parts(None)
+        if self in weights._open:
+            weights._open.remove(self)

@@ -142,6 +142,9 @@ class ExclusivePasses:
 
     def clean_up(self) -> None:
         """Cleans up after a pass that was interrupted before its cleanup, if there is one."""
+        native = self.native()
+        if native is not None:
+            native.clean_up()
         if self._busy and not self._passes():
             self._cancel()
 

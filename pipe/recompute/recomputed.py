@@ -33,6 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipe.nested import LEAVES, flatten, unflatten
 from pipe.recompute.phase import phase
 from pipe.recompute.region import RegionState, Settings
+from pipe.recompute.thread_state import close_contexts
 from pipe.torch_private.autograd import at_end_of_backward, backward_number
 from pipe.torch_private.tracing import uncompiled_hooks
 
@@ -133,11 +134,17 @@ class _Call:
             return detached
 
         hooks = saved_tensors_hooks(*uncompiled_hooks(pack, _same))
+        state = self.state.again()
         try:
-            with self.state.again(), self.settings.again(), torch.enable_grad(), hooks:
+            with self.state.lock, state, self.settings.again(), torch.enable_grad(), hooks:
                 self.again(*args, **kwargs)
         except Stop:
             pass
+        except BaseException as error:
+            # An interrupt may keep the ``with`` statement from ending them.
+            close_contexts(error)
+            state.restore()
+            raise
         if found != self.kinds:
             raise RuntimeError(
                 f"expected the recomputation of {self.name} to save what its forward saved, {_shown(self.kinds)}, got "

@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from pipe.recompute.generators import Generator, generators_in, generators_of
+from pipe.recompute.module_hooks import HookAttributes
 from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.phase import phase
 from pipe.recompute.replay import shared_generators
@@ -169,6 +170,12 @@ class RegionState:
             self._module_state.take_back(attributes=True)
 
     @property
+    def lock(self) -> contextlib.AbstractContextManager[Any]:
+        """To be held while :meth:`again`: two recomputations that rewind a generator of the process mix their draws."""
+        shared = any([generator.shared for generator, _ in self._states])
+        return shared_generators if shared else contextlib.nullcontext()
+
+    @property
     def drawn(self) -> bool:
         """After the first run: whether it drew random numbers."""
         return bool(self._states)
@@ -207,54 +214,55 @@ class _First:
 
 
 class _Again:
-    """See :meth:`RegionState.again`."""
+    """See :meth:`RegionState.again`. It can be left again where an interrupt kept it from being left."""
 
-    __slots__ = ("_phase", "_stack", "_state")
+    __slots__ = ("_buffers", "_entered", "_generators", "_hooks", "_modes", "_phase", "_running", "_state")
 
     def __init__(self, state: RegionState) -> None:
         self._state = state
+        self._entered = False
 
     def __enter__(self) -> None:
         state, region = self._state, self._state._region
+        module_state, settings = state._module_state, region.settings
+        hooked = [m for m, (_, has_hooks) in zip(region.modules, settings, strict=True) if has_hooks]
         self._phase = phase.checkpointing, phase.recomputing
+        self._generators = [(generator, generator.get()) for generator, _ in state._states]
+        self._modes = [training for training, _ in settings]
+        self._hooks = HookAttributes(region.modules if module_state is not None else hooked)
+        watched = () if module_state is None else region.watched.buffers
+        self._buffers = [(owner._buffers, name, owner._buffers.get(name)) for owner, name, _ in watched]
+        self._running: contextlib.AbstractContextManager[None] | None = None
+        self._entered = True
         phase.checkpointing, phase.recomputing = False, True
-        self._stack: contextlib.ExitStack | None = None
-        if state._states or state._module_state is not None or region.settings != state._settings:
-            with contextlib.ExitStack() as stack:
-                if any(generator.shared for generator, _ in state._states):
-                    # Without this, two recomputations that rewind a generator of the process mix their draws.
-                    stack.enter_context(shared_generators)
-                for generator, before in state._states:
-                    stack.callback(generator.set, generator.get())
-                    generator.set(before)
-                if state._module_state is not None:
-                    stack.enter_context(state._module_state.again(strict=False))
-                else:
-                    stack.enter_context(_as_before(region, [training for training, _ in state._settings]))
-                self._stack = stack.pop_all()
+        for generator, before in state._states:
+            generator.set(before)
+        if module_state is not None:
+            self._running = module_state.again(strict=False)
+            self._running.__enter__()
+            return
+        for module in hooked:  # modules that had hooks have a ``ModuleState``
+            module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
+        if settings != state._settings:
+            _set_modes(region, [training for training, _ in state._settings])
 
     def __exit__(self, *raised: Any) -> None:
+        if self._running is not None:
+            self._running.__exit__(*raised)
+        self.restore()
+
+    def restore(self) -> None:
+        """Restores what it found. May be called at any time, and again."""
+        if not self._entered:
+            return
+        for generator, now in self._generators:
+            generator.set(now)
+        _set_modes(self._state._region, self._modes)
+        self._hooks.restore()
+        for buffers, name, buffer in self._buffers:
+            buffers[name] = buffer
         phase.checkpointing, phase.recomputing = self._phase
-        if self._stack is not None:
-            self._stack.__exit__(*raised)
-            self._stack = None
-
-
-@contextlib.contextmanager
-def _as_before(region: Region, modes: list[bool]) -> Iterator[None]:
-    """A context with these modes, and without hooks: modules that had some have a :class:`ModuleState`."""
-    now = [module.training for module in region.modules]
-    hooked = [m for m in region.modules if m._forward_hooks or m._forward_pre_hooks]
-    hooks = [(m, m._forward_hooks, m._forward_pre_hooks) for m in hooked]
-    try:
-        for module, *_ in hooks:
-            module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
-        _set_modes(region, modes)
-        yield
-    finally:
-        for module, after, before in hooks:
-            module._forward_hooks, module._forward_pre_hooks = after, before
-        _set_modes(region, now)
+        self._entered = False
 
 
 def _set_modes(region: Region, modes: list[bool]) -> None:
