@@ -65,8 +65,6 @@ class Block:
         weights: of its shard.
         region: its modules.
         name: for errors.
-        views_for: makes a shard usable in backward, and returns views of the slot that holds it.
-        store_written: called with the weights, the visit and the positions that the block has written.
     """
 
     def __init__(
@@ -75,15 +73,11 @@ class Block:
         region: Region,
         name: str,
         *,
-        views_for: Callable[[Visit], Sequence[Tensor]],
-        store_written: Callable[..., None],
         place: tuple[int, int] = (0, 1),
     ) -> None:
         self.weights, self.region, self.name = weights, region, name
         #: Its place among the blocks of the shard, and their number.
         self.place = place
-        self._views_for = views_for
-        self._store_written = partial(store_written, weights)
         #: Whether its graph is always kept, since a second run would write its weights again.
         self.keeps = False
         #: Whether a run has written weights.
@@ -209,7 +203,7 @@ class Block:
                 begins()
             leaves = [
                 view.detach().requires_grad_() if k in visit.positions else view
-                for k, view in enumerate(self._views_for(visit))
+                for k, view in enumerate(visit.views(visit))
             ]
             if self._inputs.writes(modes):
                 args, kwargs = self._inputs.copy((args, kwargs))
@@ -335,7 +329,27 @@ class Block:
                 written.append(k)
         if written:
             self.writes = True
-            self._store_written(visit, written, undone=not self.keeps)
+            self._store_written(visit, views, written, undone=not self.keeps)
+
+    def _store_written(
+        self, visit: Visit | None, views: Sequence[Tensor], positions: Sequence[int], *, undone: bool
+    ) -> None:
+        """Stores weights that the block has written; other weights are never copied back.
+
+        ``undone``: the visit keeps what they were, since the run may be undone.
+        """
+        shard = self.weights.shard
+        shard.check_stores(positions)
+        for k in positions:
+            owner, s = shard.owner_of(k)
+            home = owner.home_view(s)
+            if visit is not None and undone:
+                visit.written.append((k, home.clone()))
+            home.copy_(views[k].detach())
+            torch.autograd.graph.increment_version(s.parameter)
+        shard.loaded_versions = shard.versions()
+        if visit is not None:
+            visit.versions = shard.loaded_versions
 
     def _call(self, call: Call, weights: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         with self.weights.bound(weights):
@@ -370,7 +384,6 @@ class Block:
         begin = storage.data_ptr()
         end = begin + storage.nbytes()
         del storage  # the graph holds these functions
-        views_for = self._views_for
 
         def refer(tensor: Tensor) -> Any:
             if tensor.layout is not torch.strided:
@@ -384,7 +397,7 @@ class Block:
         def resolve(saved: Any) -> Tensor:
             if type(saved) is not _Reference:
                 return saved  # type: ignore[no-any-return]
-            views = views_for(visit)
+            views = visit.views(visit)
             weights = views[0] if saved.cast is None else saved.cast.recompute(visit.weights.shard.slot)
             storage = weights.untyped_storage()
             memory = torch.empty(0, dtype=saved.dtype, device=storage.device)

@@ -130,8 +130,6 @@ class Engine:
                     self._weights[j],
                     Region(layers, [device]),
                     f"shard {j}",
-                    views_for=self._views_in_backward,
-                    store_written=self._store_written,
                     place=(k, len(several)),
                 )
                 for k, layers in enumerate(several)
@@ -430,29 +428,11 @@ class Engine:
         """The visit of a shard in this pass, made at its first cell."""
         if j not in this.visits:
             uses, place, stores = this.forward.graphed, this.forward.place(j), self._assigned.stores
-            visit = Visit(self._weights[j], uses, place, self._leave, this.life, stores, this.step)
+            views = self._views_in_backward
+            visit = Visit(self._weights[j], uses, place, self._leave, views, this.life, stores, this.step)
             shard = self.streamer.shards[j]
             this.visits[j] = visit, None if shard.in_place else visit.begin()
         return this.visits[j]
-
-    def _store_written(self, weights: Weights, visit: Visit | None, positions: Sequence[int], *, undone: bool) -> None:
-        """Stores weights that a block has written; other weights are never copied back.
-
-        ``undone``: the visit keeps what they were, since the run may be undone.
-        """
-        shard = weights.shard
-        shard.check_stores(positions)
-        views = weights.views(self.streamer.slot_pool)
-        for k in positions:
-            owner, s = shard.owner_of(k)
-            home = owner.home_view(s)
-            if visit is not None and undone:
-                visit.written.append((k, home.clone()))
-            home.copy_(views[k].detach())
-            torch.autograd.graph.increment_version(s.parameter)
-        shard.loaded_versions = shard.versions()
-        if visit is not None:
-            visit.versions = shard.loaded_versions
 
     # --- backward -----------------------------------------------------------------------------------------------
 
@@ -586,6 +566,7 @@ class Engine:
             self.streamer.gradient_offload.settle()
             self._end()
             self.streamer.gradient_offload.wait_idle()
+            self.streamer.wait_for_home_reads()
             if not (self._owner.weights_are_frozen or self.streamer.slot_pool.shared):
                 self.streamer.release()
             self._backward = None

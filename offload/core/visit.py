@@ -35,6 +35,8 @@ class Visit:
         weights: of the shard.
         uses, place: the shards of the pass that its backward uses, in the order of the forward, and this one's place.
         leave: see :data:`Leave`.
+        views: makes a shard usable in backward, and returns views of the slot that holds it. Blocks have it from here:
+            a model would be a cycle if they held it, and would end late.
         life: of the pass.
         step: what observes the pass; None: nothing.
         stores: number of calls that had stored assigned data until the forward.
@@ -42,18 +44,26 @@ class Visit:
 
     __slots__ = (
         "_owned", "checked", "leave", "life", "number", "place", "positions", "step", "stores", "sums", "uses", "versions",
-        "weights", "written", "wrote",
+        "views", "weights", "written", "wrote",
     )  # fmt: skip
 
     def __init__(
-        self, weights: Weights, uses: Sequence[int], place: int, leave: Leave, life: Life, stores: int, step: Any
+        self,
+        weights: Weights,
+        uses: Sequence[int],
+        place: int,
+        leave: Leave,
+        views: Callable[[Visit], Sequence[Tensor]],
+        life: Life,
+        stores: int,
+        step: Any,
     ) -> None:
         self.weights = weights
         #: Positions in :attr:`Shard.slices` of the parameters that took a gradient in the forward.
         self.positions = weights.trained
         self.versions = weights.shard.versions()
         self.uses, self.place, self.leave, self.life, self.stores = uses, place, leave, life, stores
-        self.step = step
+        self.views, self.step = views, step
         #: The last backward in which the weights were compared with those of the forward.
         self.checked = -1
         #: The number of a backward, and the gradients of its cells so far.

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from offload.core.boundaries import Boundaries
 from offload.engine.boundary_store import SpillingStore
 from offload.planning.residency import WRITES_IN_FLIGHT
 from offload.telemetry.statistics import Meter
@@ -116,3 +117,35 @@ def memory_made_on_the_lane_is_known_to_be_used_by_compute(monkeypatch: pytest.M
     boundaries.get((1, 0))
     assert [tensor.users for tensor in fetched] == [[cuda.compute]], "the allocator does not know its user"
     boundaries.close()
+
+
+def _boundaries(seed: int = 0) -> tuple[Boundaries, Strict]:
+    shelf = Strict()
+    return Boundaries(shelf, LateLane(seed), Meter(torch.device("cpu")), 0), shelf
+
+
+@fails_with("list index out of range", error=IndexError)
+def what_leaves_memory_comes_back(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    for seed in SEEDS:
+        save, load = _boundaries(seed)[0].hooks
+        saved = [save(torch.full((10,), float(k))) for k in range(5)]
+        for k in reversed(range(5)):
+            assert (load(saved.pop()) == k).all()
+
+
+@fails_with("the allocator does not know its user")
+def memory_read_back_is_known_to_be_used_by_compute(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    cuda = LateCuda(monkeypatch)
+    boundaries, shelf = _boundaries()
+    fetched: list[OnDevice] = []
+
+    def fetch(ticket: int) -> OnDevice:
+        tensor = shelf.rest[ticket].clone().as_subclass(OnDevice)
+        tensor.users = []
+        fetched.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(shelf, "fetch", fetch)
+    save, load = boundaries.hooks
+    load(save(torch.zeros(10)))
+    assert [tensor.users for tensor in fetched] == [[cuda.compute]], "the allocator does not know its user"

