@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,53 +121,6 @@ def nothing_moves_after_an_exception(monkeypatch: pytest.MonkeyPatch, path: Path
         lane.close()  # whatever was left behind arrives now
     for before, p in zip(gradients, model.parameters(), strict=True):
         assert before is None or torch.equal(before, p.grad), "a gradient changed after the exception"
-
-
-@fails_with("the next forward is wrong")
-def a_forward_after_one_that_failed_is_right(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    for seed in range(8):
-        lanes = run_late(monkeypatch, seed)
-        model = OffloadModel(build(["linear"] * 4), "cpu", f"{path}/", num_slices=6, checkpoint_activation=True)
-        first = next(iter(model.children()))
-        x = torch.randn(3, WIDTH)
-        expected = model(x).detach()
-        behind: list[torch.Tensor] = []
-
-        def fail(*_: object, model: Any = model, behind: list[torch.Tensor] = behind) -> None:
-            behind.append(model._executor.shards[1].slot)
-            raise ZeroDivisionError
-
-        handle = first.register_forward_hook(fail)
-        with pytest.raises(ZeroDivisionError):
-            model(x)
-        handle.remove()
-        for lane in lanes:
-            lane.backwards = True  # what was left behind comes last
-        slots = model._executor.streamer.slot_pool
-        assert slots._free is not None
-        address = behind.pop().data_ptr()
-        slots._free.sort(key=lambda slot: slot.data_ptr() == address)  # and into the slot that is used first
-        assert torch.equal(model(x), expected), "the next forward is wrong"
-
-
-@fails_with("pop from empty list", error=IndexError)
-def a_prefetch_that_was_interrupted_is_undone(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    run_late(monkeypatch, backwards=True)
-    bare = build(["linear"] * 2)
-    model = OffloadModel(copy.deepcopy(bare), "cpu", f"{path}/", num_slices=4, checkpoint_activation=True)
-    x = torch.randn(3, WIDTH)
-    model(x).sum().backward()
-    fill = Streamer._fill
-
-    def interrupted(self: Streamer, *_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Streamer, "_fill", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        model.prefetch()
-    monkeypatch.setattr(Streamer, "_fill", fill)
-    with torch.no_grad():
-        torch.testing.assert_close(model(x), bare(x))
 
 
 @fails_with("Tensor-likes are not")

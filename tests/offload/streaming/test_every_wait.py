@@ -75,14 +75,12 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
     },
     "offload.core.engine": {
         "Engine.forward": [
-            ("self.streamer.cancel()", training.a_prefetch_that_was_interrupted_is_undone),
-            ("self.streamer.cancel() #2", training.an_update_that_was_cut_off_from_its_load_ends_first),
             ("self.streamer.wait_for_home_reads()", training.the_host_waits_at_the_end_of_a_pass_and_never_before),
         ],
         "Engine._end_backward": [
             ("self.streamer.wait_for_home_reads()", training.the_host_waits_at_the_end_of_a_pass_and_never_before),
         ],
-        "Engine._backward_failed": [("self.streamer.cancel()", training.nothing_moves_after_an_exception)],
+        "Engine._cancel": [("self.streamer.cancel()", training.nothing_moves_after_an_exception)],
     },
     "offload.core.chunks": {
         "run_chunks": [("each.cancel()", blocks.suspended_forwards_end_when_one_fails)],

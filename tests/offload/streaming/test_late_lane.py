@@ -14,6 +14,7 @@ from torch import nn
 
 from offload import MemoryPolicy, OffloadModel
 from offload.streaming.lane import Arrival, CopyLanes, ThreadCopyLane
+from offload.streaming.streamer import Streamer
 from offload.telemetry.statistics import Meter
 from tests.late_cuda import DEVICE, LateCuda
 from tests.offload.late import LateLane
@@ -121,6 +122,25 @@ def test_an_eviction_waits_for_its_load(late: Late, tmp_path: Path) -> None:
         model(x)
     handle.remove()
     assert torch.equal(model(x), expected)
+
+
+def test_a_prefetch_that_was_interrupted_takes_no_slot(
+    late: Late, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late(0)
+    bare = build(["linear"] * 2)
+    model = OffloadModel(copy.deepcopy(bare), "cpu", f"{tmp_path}/", num_slices=4, checkpoint_activation=True)
+    x = torch.randn(3, WIDTH)
+    model(x).sum().backward()
+
+    def interrupted(self: Streamer, *_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Streamer, "_fill", interrupted)
+        model.prefetch()
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), bare(x))
 
 
 class Finished(Arrival):
