@@ -87,8 +87,9 @@ class Block:
         self._without_casts: set[Any] = set()
         #: By modes.
         self._runs: dict[Settled, int] = {}
-        #: By modes: runs of which it was seen whether they write into their input.
+        #: By modes: runs of which it was seen whether they write into their input; and those modes in which none does.
         self._inputs_seen: dict[Settled, int] = {}
+        self._spares_input: set[Settled] = set()
         #: By modes: whether a run drew random numbers.
         self._draws: dict[Settled, bool] = {}
 
@@ -101,13 +102,9 @@ class Block:
     def protected(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Arguments of the user, or copies where the block may write into them in place."""
         # Tensors that are made in inference mode count no writes.
-        if torch.is_inference_mode_enabled() or self._watches_inputs(self.region.settings):
+        if torch.is_inference_mode_enabled() or self.region.settings not in self._spares_input:
             return self._inputs.copy((args, kwargs))
         return args, kwargs
-
-    def _watches_inputs(self, modes: Settled) -> bool:
-        """Whether a run in these modes may write into its input, as far as is known."""
-        return self._inputs_seen.get(modes, 0) < RUNS_NOTED or self._inputs.writes(modes)
 
     def keep(
         self,
@@ -123,7 +120,7 @@ class Block:
         first = Replay.capture(self.region.devices, self.region.watched.generators) if self.draws is None else None
         output = self._keep(call, args, kwargs, visit, views, token, watch)
         if first is not None:
-            self._note_draws(bool(first.record_changes().drawn))
+            self._note_draws(self.region.settings, bool(first.record_changes().drawn))
         return output
 
     def _keep(
@@ -196,7 +193,7 @@ class Block:
         def first(*args: Any, **kwargs: Any) -> Any:
             # Popped, since the graph holds this function.
             with casts or _NOTHING:
-                return self._noted(call, views, weights.pop(), args, kwargs, visit)
+                return self._noted(call, views, weights.pop(), args, kwargs, visit, modes)
 
         def again(*args: Any, **kwargs: Any) -> Any:
             if begins is not None:
@@ -210,7 +207,7 @@ class Block:
             return self._call(call, leaves, args, kwargs)
 
         # A second run starts from what the first one was given, which that may write in place.
-        copied = self._watches_inputs(modes)
+        copied = modes not in self._spares_input
         output = recomputed(
             first,
             args,
@@ -237,7 +234,8 @@ class Block:
             state.take_back()
             visit.restore_written(written, views)
             return self.keep(call, args, kwargs, visit, views, token, watch)
-        self._note_draws(state.drawn)
+        if (drawn := state.drawn) or modes not in self._draws:
+            self._note_draws(modes, drawn)
         if self._inputs.writes(modes) and not copied:
             self._inputs.refuse(modes)
         return output
@@ -250,17 +248,24 @@ class Block:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         visit: Visit | None = None,
+        modes: Settled | None = None,
     ) -> Any:
         """A run of which it is noted what the block writes into its input and its weights."""
-        modes = self.region.settings
+        if modes is None:
+            modes = self.region.settings
         if torch.is_inference_mode_enabled():
             return self._noted_weights(modes, call, views, weights, args, kwargs, visit)
-        tensors = tensors_in((args, kwargs)) if self._watches_inputs(modes) else [x for x in args if type(x) is Tensor]
+        spared = modes in self._spares_input
+        tensors = [x for x in args if type(x) is Tensor] if spared else tensors_in((args, kwargs))
         before = _versions(tensors)
         output = self._noted_weights(modes, call, views, weights, args, kwargs, visit)
-        self._inputs_seen[modes] = self._inputs_seen.get(modes, 0) + 1
         if before != (now := _versions(tensors)):
+            self._spares_input.discard(modes)
             self._inputs.note(modes, tensors, [a != b for a, b in zip(before, now, strict=True)])
+        elif not spared:
+            seen = self._inputs_seen[modes] = self._inputs_seen.get(modes, 0) + 1
+            if seen >= RUNS_NOTED and not self._inputs.writes(modes):
+                self._spares_input.add(modes)
         return output
 
     def _noted_weights(
@@ -303,8 +308,7 @@ class Block:
         """Whether it draws random numbers in its present modes; None if it did not run with a graph in these yet."""
         return self._draws.get(self.region.settings)
 
-    def _note_draws(self, drawn: bool) -> None:
-        modes = self.region.settings
+    def _note_draws(self, modes: Settled, drawn: bool) -> None:
         self._draws[modes] = drawn or self._draws.get(modes, False)
 
     @property
