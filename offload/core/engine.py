@@ -324,7 +324,7 @@ class Engine:
         )
         if this.step is None:
             watch = UNWATCHED
-            if this.boundaries is not None and graph and j:
+            if this.boundaries is not None and graph and (j or block.place[0]):
                 watch = Watch(entering=this.boundaries.hooks)
             elif graph and this.recorders is not None:
                 this.recorders.append(Recorder(weights.shard, weights.shard.slot if views else None))
@@ -375,7 +375,7 @@ class Engine:
         watch = Watch(
             None if recorder is None else recorder.add,
             partial(self._begin_cell, step, kind, j, k, blocks, i),
-            None if this.boundaries is None or not graph or not j else this.boundaries.hooks,
+            None if this.boundaries is None or not graph or not (j or k) else this.boundaries.hooks,
         )
         with step.forward(Kind.FORWARD_KEPT if kept else Kind.FORWARD, j, k, blocks, i):
             output = self._run(block, call, args, kwargs, views, this, keeps, watch)
