@@ -54,7 +54,7 @@ def io_error(number: int) -> OSError:
             DiskScratch,
             "fetch",
             errno.EIO,
-            r"bringing back boundary .* from disk \(.*\): Input/output error",
+            r"reading a boundary from disk \(.*\): Input/output error",
         ),
     ],
 )
