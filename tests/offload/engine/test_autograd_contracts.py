@@ -84,9 +84,7 @@ def test_gradients_keep_their_graph_unless_they_leave_to_files(wrap: Callable[..
 
 @pytest.mark.filterwarnings("ignore:a view of the weights:RuntimeWarning")  # the second graph keeps them
 @pytest.mark.parametrize("product", [torch.autograd.functional.hessian, torch.autograd.functional.jacobian])
-def test_first_and_second_derivatives_are_right(
-    wrap: Callable[..., OffloadModel], product: Callable[..., Any]
-) -> None:
+def test_first_and_second_derivatives_are_right(wrap: Callable[..., OffloadModel], product: Callable[..., Any]) -> None:
     model, bare, x = wrap(mlp()), mlp(), batch(2)
     assert torch.equal(product(lambda value: model(value).sum(), x), product(lambda value: bare(value).sum(), x))
 

@@ -150,9 +150,7 @@ class OutOf(nn.Module):
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("kind", [State, Holder])
 @pytest.mark.parametrize("slices", [4, 2])
-def test_an_object_that_holds_tensors_passes_between_shards_and_within(
-    kind: Any, recompute: bool, slices: int
-) -> None:
+def test_an_object_that_holds_tensors_passes_between_shards_and_within(kind: Any, recompute: bool, slices: int) -> None:
     torch.manual_seed(0)
     bare = nn.Sequential(Into(kind), OutOf(), Into(kind), OutOf())
     model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=slices, checkpoint_activation=recompute)
