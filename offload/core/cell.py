@@ -401,11 +401,14 @@ class Block:
         def resolve(saved: Any) -> Tensor:
             if type(saved) is not _Reference:
                 return saved  # type: ignore[no-any-return]
-            views = visit.views(visit)
-            weights = views[0] if saved.cast is None else saved.cast.recompute(visit.weights.shard.slot)
-            storage = weights.untyped_storage()
-            memory = torch.empty(0, dtype=saved.dtype, device=storage.device)
-            memory.set_(storage, saved.offset, saved.size, saved.stride)
+            shard = visit.weights.shard
+            # A shard may have moved into memory since the forward.
+            weights = shard.slot if visit.views(visit) or shard.home is None else shard.home.tensor
+            if saved.cast is not None:
+                weights = saved.cast.recompute(weights)
+            memory = torch.empty(0, dtype=saved.dtype, device=weights.device)
+            begin = weights.storage_offset() // memory.element_size()
+            memory.set_(weights.untyped_storage(), begin + saved.offset, saved.size, saved.stride)
             if saved.conjugate:
                 memory = memory.conj()
             return negative_view(memory) if saved.negative else memory

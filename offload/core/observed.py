@@ -98,6 +98,8 @@ class ObservedStep:
         self.kept = self._steps.kept_cells(self.rows, first) if training else frozenset()
         self.actions: list[Action] = []
         self.pending = executor.streamer.pending()
+        #: Those of them that are still to come in the plan.
+        self._to_update = set(self.pending)
         self.resident = executor.streamer.resident()
         self._open: contextlib.AbstractContextManager[None] | None = None
         self._cell: tuple[str, int, int, int] | None = None
@@ -118,6 +120,8 @@ class ObservedStep:
 
     def act(self, kind: Kind, j: int, i: int | None = None) -> None:
         """Adds to the plan."""
+        if kind is Kind.UPDATE:
+            self._to_update.discard(j)
         self.actions.append(Action(kind, j, i))
 
     def enter(self, j: int, k: int, i: int, value: Any) -> None:
@@ -160,6 +164,8 @@ class ObservedStep:
     def forward(self, kind: Kind, j: int, k: int, blocks: int, i: int) -> contextlib.AbstractContextManager[None]:
         """A context for a cell in forward."""
         if k == 0:
+            if j in self._to_update:  # a shard in memory that was updated when its parameters were read
+                self.act(Kind.UPDATE, j)
             self.act(kind, j, i)
         return self._meter.cell(kind.value, j, i, self.rows[i], step=k, steps=blocks)
 
