@@ -39,6 +39,7 @@ from gradcache.step import Step
 from gradcache.streamed import StreamedModel, Tower
 from gradcache.used_modules import CallableModel, UsedModules, as_modules
 from offload import MemoryPolicy
+from offload.policy import policy_of
 from pipe.recompute.thread_state import restores_thread_state
 from pipe.torch_private.autograd import run_hooks_with_gradient_only
 
@@ -89,8 +90,6 @@ class GradCache:
             ``chunk_sizes="auto"`` the graph of a chunk keeps up to ``activation_bytes`` (an OffloadModel's, whose own
             memory decides: of one shard at a time). Without these fields a number is shared by gradients, values
             between the passes and a chunk's graph. None: chunk by chunk, and half of the free memory for a graph.
-        boundary_bytes, regroup, memory_budget: deprecated; fields ``boundary_bytes``, ``join_chunks`` and
-            ``activation_bytes`` of ``memory``.
         audit: compare the results of the two passes, layer by layer if the model runs layer by layer; see ``audit``.
 
     Raises:
@@ -116,9 +115,6 @@ class GradCache:
         broadcast: Collection[str | int] = (),
         audit: bool = False,
         memory: MemoryPolicy | int | str | Mapping[str, int | str] | None = None,
-        boundary_bytes: int | None = None,
-        regroup: bool | None = None,
-        memory_budget: int | None = None,
     ) -> None:
         if callable(models) and not isinstance(models, nn.ModuleList):
             raise TypeError(f"expected a list of models, got a {type(models).__name__}; pass models=[model]")
@@ -143,8 +139,7 @@ class GradCache:
         self.precision = torch.float16 if fp16 else precision
         self.broadcast = tuple(broadcast)
         self.audit = audit
-        old = {"boundary_bytes": boundary_bytes, "regroup": regroup, "memory_budget": memory_budget}
-        self.memory = StepMemory.of(memory, old)
+        self.memory = StepMemory(policy_of(memory))
         self.chosen_sizes = ChunkSizes()
         self.step_result: StepResult | None = None
         self._inputs = two_pass.InputGradients()

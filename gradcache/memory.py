@@ -6,8 +6,7 @@ and the graph of a chunk. Over an ``OffloadModel`` the model's own memory decide
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -17,11 +16,10 @@ from gradcache.sequential import is_plain_sequential
 from gradcache.streamed import StreamedModel
 from offload.limits import MemoryLimits, cell_bytes, check_place, limits_of, numbers_of
 from offload.machine import free_bytes
-from offload.policy import MemoryPolicy, policy_of, warn_of_old_keywords
+from offload.policy import MemoryPolicy
 
 __all__ = ["StepMemory"]
 
-_FIELDS = {"boundary_bytes": "boundary_bytes", "memory_budget": "activation_bytes", "regroup": "join_chunks"}
 #: Part of the free memory that a chunk's graph may keep where nothing is said.
 _SHARE_OF_FREE = 2
 
@@ -30,27 +28,13 @@ class StepMemory:
     """The bytes that steps may hold.
 
     Args:
-        policy: None runs plain modules chunk by chunk.
-        layered: whether plain ``nn.Sequential`` towers run layer by layer; None: with a policy.
+        policy: None runs plain modules chunk by chunk; with one, plain ``nn.Sequential`` towers run layer by layer.
     """
 
-    def __init__(self, policy: MemoryPolicy | None = None, *, layered: bool | None = None) -> None:
+    def __init__(self, policy: MemoryPolicy | None = None) -> None:
         self.policy = policy
-        #: Whether it was said with the argument ``memory``.
-        self.given = policy is not None and layered is None
-        self._layered = policy is not None if layered is None else layered
         #: The grant, with the device, bytes of gradients and number of layered towers that it was made for.
         self._limits: tuple[tuple[torch.device, int, int], MemoryLimits] | None = None
-
-    @classmethod
-    def of(cls, memory: Any, old: Mapping[str, Any]) -> StepMemory:
-        """From the arguments of ``GradCache``: ``memory``, or the deprecated keywords where they are not None."""
-        given = {name: value for name, value in old.items() if value is not None}
-        fields = {_FIELDS[name]: value for name, value in given.items()}
-        if "boundary_bytes" in given:
-            fields.setdefault("join_chunks", True)  # chunks that ran together also drew together
-        warn_of_old_keywords("GradCache", memory, given, fields, stacklevel=3)
-        return cls(MemoryPolicy(**fields), layered="boundary_bytes" in given) if given else cls(policy_of(memory))
 
     @property
     def join_chunks(self) -> bool | None:
@@ -62,7 +46,7 @@ class StepMemory:
 
     def check(self, towers: Sequence[nn.Module]) -> None:
         """Raises ValueError for a policy beside towers that have their own, or a number that holds no gradients."""
-        if not self.given or not towers:
+        if self.policy is None or not towers:
             return
         if all(isinstance(tower, StreamedModel) for tower in towers):
             raise ValueError(
@@ -73,7 +57,7 @@ class StepMemory:
 
     def boundary_bytes(self, towers: Sequence[nn.Module]) -> int | None:
         """Bytes that one tower that runs layer by layer keeps between the passes; None: towers run chunk by chunk."""
-        if self.policy is None or not self._layered:
+        if self.policy is None:
             return None
         if self.policy.boundary_bytes is not None:
             return self.policy.boundary_bytes
@@ -91,7 +75,7 @@ class StepMemory:
                 return policy.activation_bytes
         if isinstance(own, MemoryPolicy) and (given := cell_bytes(own, device_of(model))) is not None:
             return given
-        if self.policy is None or not self.given or isinstance(model, StreamedModel):
+        if self.policy is None or isinstance(model, StreamedModel):
             return free_bytes(device_of(model)) // _SHARE_OF_FREE
         limits, gradients, _ = self._granted(towers)
         left = max(limits.device_bytes - gradients, 1)

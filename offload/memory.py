@@ -15,9 +15,9 @@ from offload.limits import HOST, MemoryLimits, check_place, limits_of, numbers_o
 from offload.mesh.device_bytes import least_exchange_bytes
 from offload.mesh.sharding import least_of_ranks
 from offload.mesh.traffic import bytes_beside_one_process
-from offload.planning.budget import SMALLEST_BOUNDARIES, Layout, fit, parse_bytes, requirement
+from offload.planning.budget import SMALLEST_BOUNDARIES, Layout, requirement
 from offload.planning.partition import cut_layers, cut_within
-from offload.policy import DEFAULT_MEMORY, PLACES, MemoryPolicy, policy_of, warn_of_old_keywords
+from offload.policy import DEFAULT_MEMORY, PLACES, MemoryPolicy, policy_of
 from offload.streaming.weight_forms import WeightForm
 from offload.telemetry.statistics import Meter
 
@@ -30,13 +30,6 @@ __all__ = ["MemoryArguments", "layout_of", "least_bytes", "limits_for", "memory_
 DEFAULT_BOUNDARY_BYTES = 64 << 20
 #: Shards where neither their number nor a memory is given.
 DEFAULT_SHARDS = 3
-#: What the keywords of OffloadModel become.
-_FIELDS = {
-    "num_slots": "slots",
-    "boundary_bytes": "boundary_bytes",
-    "activation_bytes": "activation_bytes",
-    "graph_bytes": "graph_bytes",
-}
 
 
 @dataclass(frozen=True)
@@ -44,10 +37,8 @@ class MemoryArguments:
     """What an OffloadModel was told of memory; a copy of the model is told the same."""
 
     policy: MemoryPolicy
-    #: Whether the policy bounds all memory; else its fields are all that was said.
+    #: Whether the policy was given, and bounds all memory.
     bounds: bool
-    #: The deprecated ``memory_budget``.
-    budget_bytes: int | None = None
 
     def limit_on(self, device: torch.device) -> int | None:
         """The number of bytes that was given for the compute device, if one was."""
@@ -63,8 +54,6 @@ class MemoryArguments:
                 f"graph_bytes needs checkpoint_activation=True, got graph_bytes={self.policy.graph_bytes}: without it "
                 f"all graphs are kept anyway"
             )
-        if self.budget_bytes is not None:
-            raise ValueError("memory_budget needs checkpoint_activation=True: activations that are kept have no bound")
         if self.bounds and self.policy.memory != "auto":
             raise ValueError(
                 f"memory={self.policy.memory!r} also bounds activations, but checkpoint_activation=False keeps all of "
@@ -74,26 +63,16 @@ class MemoryArguments:
 
 
 def memory_of(
-    memory: Any, *, plans: bool, mesh: DeviceMesh | None = None, device: torch.device = HOST, **old: Any
+    memory: Any, *, plans: bool, mesh: DeviceMesh | None = None, device: torch.device = HOST
 ) -> MemoryArguments:
-    """The arguments that concern memory, from ``memory`` and the deprecated keywords.
+    """What the argument ``memory`` stands for.
 
     ``plans``: whether :data:`DEFAULT_MEMORY` stands for None: shards and recomputation are not given either. ``mesh``:
     its ranks, which compute on ``device``, take the least number that one of them was given for each place.
-    Raises TypeError or ValueError for what is no memory, or both.
+    Raises TypeError or ValueError for what is no memory.
     """
     if isinstance(memory, MemoryArguments):  # of the model that is copied
         return memory
-    given = {name: value for name, value in old.items() if value is not None}
-    if given.keys() >= {"memory_budget", "boundary_bytes"} and memory is None:
-        raise ValueError("memory_budget decides how many bytes boundaries get; do not pass boundary_bytes with it")
-    fields = {_FIELDS[name]: value for name, value in given.items() if name in _FIELDS}
-    if "activation_bytes" in given:
-        fields["join_chunks"] = True  # chunks that ran together also drew together
-    warn_of_old_keywords("OffloadModel", memory, given, fields, stacklevel=3)
-    if given:
-        budget = given.get("memory_budget")
-        return MemoryArguments(MemoryPolicy(**fields), False, None if budget is None else parse_bytes(budget))
     policy_given = policy_of(DEFAULT_MEMORY if memory is None and plans else memory)
     if mesh is not None:  # also if this rank has no limit: the others would wait for it
         numbers = (None, None) if policy_given is None else numbers_of(policy_given, device)
@@ -139,7 +118,7 @@ class _Needs:
 
     def __call__(self, cuts: Sequence[int]) -> int:
         """On the compute device."""
-        slots = requirement(self.in_slot, self.gradients, cuts, self._slots, apart=self._apart)[0]
+        slots = requirement(self.in_slot, self.gradients, cuts, self._slots, apart=self._apart)
         return slots + self.outside + (self.stored if self.on_host else 0) + self._buffers(cuts)
 
     def _buffers(self, cuts: Sequence[int]) -> int:
@@ -206,28 +185,23 @@ def layout_of(
     slots = policy.slots or 2
     of_model: dict[str, Any] = {"device": device, "on_disk": on_disk, "param_dtype": param_dtype, "outside": outside}
     needs = _Needs(layers, slots, **of_model, ranks=ranks, replicas=replicas, apart=apart, form=form)
-    if memory.budget_bytes is not None:
-        in_slot, at_home = layer_bytes(layers, param_dtype), layer_bytes(layers, form=form)
-        layout = fit(in_slot, at_home, memory.budget_bytes, shards=num_slices, slots=policy.slots)
-        layout = layout if cuts is None else replace(layout, cuts=tuple(cuts))
-    else:
-        on_device, on_host = numbers_of(policy, device) if memory.bounds else (None, None)
-        if cuts is None and num_slices is None and memory.bounds:
-            cuts = cut_within(needs.in_slot, on_device)
-            if on_device is not None and needs(cuts) > on_device:
-                cuts = needs.finest()
-        elif cuts is None:
-            cuts = cut_layers(needs.in_slot, min(DEFAULT_SHARDS, len(layers)) if num_slices is None else num_slices)
-        least, finest = needs(cuts), needs.finest()
-        finer = f"; num_slices={len(finest)} needs {needs(finest):,}" if needs(finest) < least else ""
-        stays = f", {outside:,} bytes of them for parameters in no shard and their gradients" if outside else ""
-        check_place(device, on_device, least, f" with {len(cuts)} shards and {slots} slots{stays}{finer}")
-        if not needs.on_host:
-            check_place(torch.device("cpu"), on_host, needs.stored, " with homes in host memory; or pass a directory")
-        boundaries = DEFAULT_BOUNDARY_BYTES if policy.boundary_bytes is None else policy.boundary_bytes
-        if on_device is not None and policy.boundary_bytes is None:
-            boundaries = min(boundaries, on_device - least + SMALLEST_BOUNDARIES)
-        layout = Layout(tuple(cuts), min(slots, len(cuts)), boundaries)
+    on_device, on_host = numbers_of(policy, device) if memory.bounds else (None, None)
+    if cuts is None and num_slices is None and memory.bounds:
+        cuts = cut_within(needs.in_slot, on_device)
+        if on_device is not None and needs(cuts) > on_device:
+            cuts = needs.finest()
+    elif cuts is None:
+        cuts = cut_layers(needs.in_slot, min(DEFAULT_SHARDS, len(layers)) if num_slices is None else num_slices)
+    least, finest = needs(cuts), needs.finest()
+    finer = f"; num_slices={len(finest)} needs {needs(finest):,}" if needs(finest) < least else ""
+    stays = f", {outside:,} bytes of them for parameters in no shard and their gradients" if outside else ""
+    check_place(device, on_device, least, f" with {len(cuts)} shards and {slots} slots{stays}{finer}")
+    if not needs.on_host:
+        check_place(torch.device("cpu"), on_host, needs.stored, " with homes in host memory; or pass a directory")
+    boundaries = DEFAULT_BOUNDARY_BYTES if policy.boundary_bytes is None else policy.boundary_bytes
+    if on_device is not None and policy.boundary_bytes is None:
+        boundaries = min(boundaries, on_device - least + SMALLEST_BOUNDARIES)
+    layout = Layout(tuple(cuts), min(slots, len(cuts)), boundaries)
     decided = replace(
         policy,
         slots=max(layout.slots, 2),

@@ -20,8 +20,8 @@ from offload.arguments import (
     compute_device,
     names_taken,
 )
-from offload.blocks.face import class_for
 from offload.blocks.body import run_of
+from offload.blocks.face import class_for
 from offload.blocks.find import Blocks
 from offload.core.engine import Engine
 from offload.engine.executor import Executor
@@ -83,7 +83,6 @@ class OffloadModel(RunningModule):
             :class:`~offload.MemoryPolicy`, which says what counts. Decides ``num_slices`` and
             ``checkpoint_activation`` where they are None. None: ``"auto"`` where both are None, else no limit, and
             nothing is planned.
-        memory_budget, num_slots, boundary_bytes, activation_bytes, graph_bytes: deprecated; fields of ``memory``.
         param_dtype: floating-point type in which layers compute, such as ``torch.bfloat16``: slots hold parameters in
             it and floating-point inputs are cast to it, while homes keep the parameters as they are (fp32 masters) and
             gradients are summed in the home's type. Buffers stay as they are. Parameters outside of ``blocks`` are cast
@@ -155,11 +154,6 @@ class OffloadModel(RunningModule):
         num_microbatches: int | None = 1,
         *,
         memory: MemoryPolicy | int | str | Mapping[str, int | str] | None = None,
-        memory_budget: int | str | None = None,
-        num_slots: int | None = None,
-        boundary_bytes: int | str | None = None,
-        activation_bytes: int | str | None = None,
-        graph_bytes: int | str | None = None,
         param_dtype: torch.dtype | None = None,
         store_dtype: torch.dtype | str | None = None,
         pretrained: Pretrained | str | os.PathLike[str] | None = None,
@@ -174,8 +168,7 @@ class OffloadModel(RunningModule):
     ) -> None:
         self._adopt(model)
         choices: dict[str, Any] = {"param_dtype": param_dtype}
-        in_policy = memory.activation_bytes if isinstance(memory, MemoryPolicy) else None
-        choices["activation_bytes"] = in_policy if activation_bytes is None else activation_bytes
+        choices["activation_bytes"] = memory.activation_bytes if isinstance(memory, MemoryPolicy) else None
         self.device = compute_device(device)
         if self.device.type == "cuda":
             complete_copies_of_grad_scalers()  # gradients are in host memory
@@ -186,8 +179,7 @@ class OffloadModel(RunningModule):
         check_separate(stored_parts)
         quantised = [each.name for each in stored_parts if each.part_of is not None]
         called = getattr(type(self), "_kind", None)  # the class of a model that is called by its own forward
-        refused: dict[str, Any] = {"memory_budget=": memory_budget, "a model with quantised weights": quantised or None}
-        refused["store_dtype="] = store_dtype
+        refused: dict[str, Any] = {"a model with quantised weights": quantised or None, "store_dtype=": store_dtype}
         mesh = check_mesh(mesh, gradient_divide_factor, self.device, refused)
         staying = chosen(named, resident, offload_device, self._names_around())
         form = chosen_form(store_dtype, stored_parts, staying, named.values(), offload_device)
@@ -199,17 +191,7 @@ class OffloadModel(RunningModule):
             num_slices = len(named)
         check_choices(num_slices, num_microbatches, param_dtype)
         check_gradient_dtype(gradient_dtype, accumulates=accumulate_in_gradient_dtype)
-        resources = memory_of(
-            memory,
-            plans=plans,
-            mesh=mesh,
-            device=self.device,
-            memory_budget=memory_budget,
-            num_slots=num_slots,
-            boundary_bytes=boundary_bytes,
-            activation_bytes=activation_bytes,
-            graph_bytes=graph_bytes,
-        )
+        resources = memory_of(memory, plans=plans, mesh=mesh, device=self.device)
         recompute = resources.recomputes(checkpoint_activation)
         self._check_splitting(num_microbatches, plans=resources.bounds and recompute)
         ranks = 1 if mesh is None else mesh.size(mesh.ndim - 1)
@@ -262,7 +244,7 @@ class OffloadModel(RunningModule):
         with contextlib.ExitStack() as undo:
             # A failure from here on, such as a full disk or an interrupt, leaves the layers as they were.
             undo.callback(self._tier.close)
-            #: What the planner may use; None where only the deprecated keywords, or none, were given.
+            #: What the planner may use; None without a memory.
             self._memory_limits = limits_for(resources, layout, needs, self.device, self._meter)
             undo.callback(_release, self._memory_limits)
             self._persistent_home = PersistentHome(self._tier, named, stored, self._around, sharding)
@@ -281,7 +263,6 @@ class OffloadModel(RunningModule):
                 layout.cuts,
                 self._persistent_home.values,
                 policy=self._policy,
-                budget_bytes=layout.budget_bytes,
                 device=self.device,
                 tier=self._tier,
                 lanes=lanes,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from offload.planning.budget import parse_bytes
 
-__all__ = ["DEFAULT_MEMORY", "PLACES", "MemoryPolicy", "policy_of", "warn_of_old_keywords"]
+__all__ = ["DEFAULT_MEMORY", "PLACES", "MemoryPolicy", "policy_of"]
 
-#: What ``memory=None`` means where neither shards nor recomputation nor a keyword that it replaces is given.
+#: What ``memory=None`` means where neither shards nor recomputation are given.
 DEFAULT_MEMORY: str | None = "auto"
 
 #: The two places of a mapping: where layers compute, and the host's memory.
@@ -198,29 +197,3 @@ def _size(value: Any, name: str) -> int | None:
 def policy_of(memory: Any) -> MemoryPolicy | None:
     """The policy that an argument ``memory`` stands for; None for None."""
     return memory if memory is None or isinstance(memory, MemoryPolicy) else MemoryPolicy(memory)
-
-
-def warn_of_old_keywords(
-    caller: str, memory: Any, given: Mapping[str, Any], replacing: Mapping[str, Any], *, stacklevel: int
-) -> None:
-    """Warns of keywords that a policy replaces; raises ValueError beside ``memory``.
-
-    Args:
-        caller, memory: whose keywords, and what it was given for ``memory``.
-        given: the old keywords that were given, with their values.
-        replacing: the fields that mean the same, with their values.
-        stacklevel: of the user, seen from the function that calls this.
-    """
-    if not given:
-        return
-    old, fields_of_policy = (
-        ", ".join(f"{name}={value!r}" for name, value in one.items()) for one in (given, replacing)
-    )
-    new = f"memory=MemoryPolicy({fields_of_policy})" if replacing else "memory=..., which bounds activations as well"
-    if memory is not None:
-        raise ValueError(f"memory replaces {', '.join(given)}, got memory={memory!r} and {old} ({caller}); pass {new}")
-    warnings.warn(
-        f"{caller}({old}) is deprecated and will be refused in the next version; pass {new}",
-        DeprecationWarning,
-        stacklevel=stacklevel + 1,
-    )

@@ -90,7 +90,7 @@ class ReportingModule(SlotSharingModule):
 
         Raises:
             RuntimeError: if no training step has run yet.
-            ValueError: if ``memory_budget`` is too small for such a batch.
+            ValueError: if ``memory`` is too small for such a batch.
         """
         executor, rows = self._executor, self._rows_of_micro_batches(batch_rows)
         plan = executor.next_plan(rows, training=True)

@@ -84,7 +84,7 @@ def measure(run: Run) -> None:
 
 
 def _ours(most: int, layer_bytes: int) -> list[Named]:
-    """The cases of OffloadModel: each changes one of home, slices, recomputation, micro-batches, slots and budget."""
+    """The cases of OffloadModel: each changes one of home, slices, recomputation, micro-batches, slots and memory."""
     half, few = most // 2, most // 4
     chosen: dict[str, dict[str, Any]] = {}
     slices = {"host, keep": (few,), "host, checkpoint": (few, most), "disk, keep": (few, most)}
@@ -96,9 +96,9 @@ def _ours(most: int, layer_bytes: int) -> list[Named]:
     chosen[f"{name}, {half} slots"] = {"num_slices": most, "num_slots": half, **checkpoint}
     for count in (2, 4):
         chosen[f"{name}, {count} micro-batches"] = {"num_slices": most, "num_microbatches": count, **checkpoint}
-    for layers in (5, 8, 16):  # two slots and two sets of gradients of one layer are 4; the rest is for boundaries
-        budget = layers * layer_bytes
-        chosen[f"disk, budget {budget >> 20} MiB"] = {"num_slices": None, "memory_budget": budget, **checkpoint}
+    for layers in (5, 8, 16):  # two slots and two sets of gradients of one layer are 4; the rest is for activations
+        memory = layers * layer_bytes
+        chosen[f"disk, memory {memory >> 20} MiB"] = {"memory": memory}
     return [(f"ours: {name}", "ours", settings, "") for name, settings in chosen.items()]
 
 
@@ -169,17 +169,17 @@ def moved(outcome: Outcome) -> dict[str, float]:
 
 
 def bounds(run: Run) -> list[str]:
-    """Gradients and outputs are those of plain PyTorch, budgets are kept."""
+    """Gradients and outputs are those of plain PyTorch, limits are kept."""
     broken = []
     for outcome in (*run.groups["training"], *run.groups["forward"]):
         if outcome.result is None:
             continue
         what = f"{outcome.name}: the difference from plain PyTorch"
         broken += at_most(what, outcome.result["difference"], MAXIMUM_DIFFERENCE, "{:.1e}".format)
-        budget = outcome.case.arguments["settings"].get("memory_budget")
-        if budget is not None:
+        memory = outcome.case.arguments["settings"].get("memory")
+        if memory is not None:
             held = outcome.result["statistics"]["peak_device_bytes"]
-            broken += at_most(f"{outcome.name}: held by the engine", held, budget, "{:,} bytes".format)
+            broken += at_most(f"{outcome.name}: held by the engine", held, memory, "{:,} bytes".format)
     return broken
 
 

@@ -10,7 +10,6 @@ import ctypes
 import gc
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -160,9 +159,7 @@ def ours(model: nn.Sequential, home: Path, device: str, disk: bool = True, **set
 
     if "num_slots" in settings:
         settings["memory"] = MemoryPolicy.fixed(slots=settings.pop("num_slots"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # a budget without the activations of a cell
-        offloaded = OffloadModel(model, device, home if disk else "cpu", **settings)
+    offloaded = OffloadModel(model, device, home if disk else "cpu", **settings)
     return Method(offloaded, lambda: _gradients(offloaded), offloaded.zero_grad, model=offloaded)
 
 
@@ -272,7 +269,7 @@ def _build(
     make, chosen = methods[method], Stack(**stack)
     small = replace(chosen, blocks=2)
     # As far as a model of two layers can have them.
-    few = {name: value for name, value in settings.items() if name not in ("num_slots", "memory_budget")}
+    few = {name: value for name, value in settings.items() if name not in ("num_slots", "memory")}
     few |= {"num_slices": 2} if "num_slices" in settings else {}
     first = make(small.build(), Path(tempfile.mkdtemp(dir=".")).absolute(), device, **few)
     use(first, small.batch().to(device))

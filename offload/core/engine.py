@@ -411,12 +411,6 @@ class Engine:
             this.keeps = lambda j, i: (j, i) in step.kept
         self._slots.act = step.act
 
-    def infer_sizes(self, calls: Sequence[Any], dtype: torch.dtype | None, *, without_last: bool) -> None:
-        """Called after :meth:`expect`: see :meth:`.ObservedStep.infer_sizes`."""
-        assert self._pass is not None
-        if self._pass.step is not None:
-            self._pass.step.infer_sizes(calls, dtype, without_last=without_last)
-
     def _boundaries(self) -> Boundaries | None:
         owner = self._owner
         scratch, budget_bytes = owner._tier.scratch(), owner.steps._budget_bytes

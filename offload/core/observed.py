@@ -10,13 +10,11 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.engine.layouts import bytes_of_boundary
 from offload.engine.row_units import largest_rows, rounded_up
-from offload.engine.shape_inference import inferred_boundaries
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
 from offload.planning.plan import Action, Kind, Plan
 from offload.streaming.shard import Shard
@@ -90,10 +88,9 @@ class ObservedStep:
         units = executor.row_units
         self.rows = [units.count(each) for each in leaves]
         rounded = [rounded_up(u, largest_rows(each)) for u, each in zip(self.rows, leaves, strict=True)]
-        self._elements = [sum(x.numel() for x in each if isinstance(x, Tensor)) for each in leaves]
         if training:
             self._meter.begin_step()
-        self.planned = self._steps.begin(self.rows, rounded, self._elements, training=training, idle=idle)
+        self.planned = self._steps.begin(self.rows, rounded, training=training, idle=idle)
         first = executor.first_trainable()
         self.kept = self._steps.kept_cells(self.rows, first) if training else frozenset()
         self.actions: list[Action] = []
@@ -104,19 +101,6 @@ class ObservedStep:
         self._open: contextlib.AbstractContextManager[None] | None = None
         self._cell: tuple[str, int, int, int] | None = None
         self._ended = False
-
-    def infer_sizes(self, calls: Sequence[Any], dtype: torch.dtype | None, *, without_last: bool) -> None:
-        """Infers sizes of boundaries from these calls of the first layer, if none is known yet.
-
-        Raises ValueError if one is too large. ``without_last``: not that of the last shard, whose output is not its own.
-        """
-        if not self._steps.needs_sizes:
-            return
-        shards = self._executor.shards
-        i = max(range(len(calls)), key=self._elements.__getitem__)
-        sizes = inferred_boundaries([shard.layers for shard in shards], calls[i], dtype)
-        for j, nbytes in enumerate(sizes[: len(shards) - without_last], 1):
-            self._steps.record_boundary(j, self.rows[i], self._elements[i], nbytes, training=self.training)
 
     def act(self, kind: Kind, j: int, i: int | None = None) -> None:
         """Adds to the plan."""
@@ -130,14 +114,14 @@ class ObservedStep:
         if j == 0 and k == 0:
             self._steps.record_around("entered", self.rows[i], nbytes if self._executor.blocks else 0)
         elif k == 0:
-            self._steps.record_boundary(j, self.rows[i], self._elements[i], nbytes, training=self.training)
+            self._steps.record_boundary(j, self.rows[i], nbytes)
             self._steps.record_gradient(j, self.rows[i], nbytes)
 
     def leave(self, i: int, value: Any) -> None:
         """Called with the output of the last block of a micro-batch."""
         j = len(self._executor.shards)
         nbytes = sum({id(x): bytes_of_boundary(x) for x in tensors_in(value)}.values())
-        self._steps.record_boundary(j, self.rows[i], self._elements[i], nbytes, training=self.training)
+        self._steps.record_boundary(j, self.rows[i], nbytes)
         self._steps.record_gradient(j, self.rows[i], nbytes)
 
     def recorder(self, shard: Shard, i: int, memory: Tensor | None, kept: bool) -> Recorder | None:

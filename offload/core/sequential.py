@@ -43,8 +43,6 @@ def run_layers(
 
     def run() -> None:
         engine.expect([tensors_in(chunk) for chunk in chunks])
-        if input_fn is None:
-            engine.infer_sizes(values, dtype, without_last=any(output_fns))
         for j, several in enumerate(layers):
             first, last = j == 0, j == len(layers) - 1
             block = engine.blocks[j][0]

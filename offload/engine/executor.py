@@ -28,10 +28,9 @@ from offload.engine.cell_executor import requires
 from offload.engine.follow import Follower, ForwardActions, performers
 from offload.engine.inputs import check_inputs
 from offload.engine.layouts import bytes_of_boundary
-from offload.engine.raw_chunk import RawChunk, versions_of
+from offload.engine.raw_chunk import versions_of
 from offload.engine.references import References
 from offload.engine.row_units import RowUnits, largest_rows, rounded_up
-from offload.engine.shape_inference import inferred_boundaries
 from offload.engine.shard_cells import ShardCells
 from offload.engine.since_forward import buffers_of, frozen, refuse_unrepeatable
 from offload.engine.structure import Structure
@@ -76,7 +75,6 @@ class Executor(BackwardPasses):
         values: Mapping[Tensor, Values],
         *,
         policy: MemoryPolicy,
-        budget_bytes: int | None,
         device: torch.device,
         tier: Tier,
         lanes: CopyLanes,
@@ -108,7 +106,6 @@ class Executor(BackwardPasses):
             self.shards,
             slots=policy.slots or 2,
             lanes=lanes,
-            budget_bytes=budget_bytes,
             own_slots=layers_apart,  # an embedding beside blocks is much larger than they are
             **given,
         )
@@ -121,8 +118,6 @@ class Executor(BackwardPasses):
         #: What the model may hold, with all bytes decided.
         self.policy = policy
         self.recompute, self.layers_apart = recompute, layers_apart
-        #: Whether the model has a memory budget.
-        self.strict = budget_bytes is not None
         read_current_values(self.shards, self.streamer)  # before the parts, which watch the parameters of modules
         self.use(self.parts_over(self.shards))
         super().__init__()
@@ -174,16 +169,8 @@ class Executor(BackwardPasses):
         records = torch.is_grad_enabled() and (first < len(self.shards) or self.trains_outside)
         if records:
             refuse_unrepeatable(self.shards)
-        elements = [sum(x.numel() for x in leaves if isinstance(x, Tensor)) for leaves in inputs]
         idle = not self.waits_for_backward()
-        planned = self.steps.begin(rows, rounded, elements, training=records, idle=idle)
-        if self.steps.needs_sizes and not self.blocks and not any(isinstance(chunk, RawChunk) for chunk in chunks):
-            i = max(range(len(chunks)), key=elements.__getitem__)
-            sizes = inferred_boundaries([shard.layers for shard in self.shards], chunks[i], self.layer_homes.dtype)
-            for j, nbytes in enumerate(sizes, 1):
-                if j == len(self.shards) and any(output_fns):
-                    break  # they make another output
-                self.steps.record_boundary(j, rows[i], elements[i], nbytes, training=records)
+        planned = self.steps.begin(rows, rounded, training=records, idle=idle)
         return Tape(
             executor=self,
             # Without recomputation boundaries are kept by the graphs, on the device.
@@ -198,7 +185,6 @@ class Executor(BackwardPasses):
             inputs=inputs,
             rows=rows,
             planned=planned,
-            elements=elements,
             graphs=self.steps.kept_cells(rows, first),
             cheap_recompute=self.recompute and self.steps.cheap_recompute,
             input_versions=[versions_of(leaves) for leaves in inputs],
@@ -254,7 +240,7 @@ class Executor(BackwardPasses):
                 else:
                     outputs[i] = output
                     nbytes = sum(bytes_of_boundary(x) for x in tensors_in(output))
-                self.steps.record_boundary(j, tape.rows[i], tape.elements[i], nbytes, training=tape.records)
+                self.steps.record_boundary(j, tape.rows[i], nbytes)
 
             def end_visit(j: int) -> None:
                 def inputs_of(cell: Cell) -> list[Any]:

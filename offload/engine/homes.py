@@ -73,7 +73,6 @@ class MovableHomes(ExclusivePasses):
     outside_bytes: Callable[[], OutsideBytes]
     policy: MemoryPolicy
     recompute: bool
-    strict: bool
     runners: list[ShardRunner]
     steps: Steps
     row_units: RowUnits
@@ -119,9 +118,7 @@ class MovableHomes(ExclusivePasses):
     @property
     def plans(self) -> bool:
         """Whether steps are planned by what they measure, or bounded."""
-        policy = self.policy
-        bounded = bool(policy.graph_bytes)
-        return self.steps.planner is not None or self.strict or bounded
+        return self.steps.planner is not None or bool(self.policy.graph_bytes)
 
     def check_open(self) -> None:
         """Raises RuntimeError after ``close()``."""

@@ -56,7 +56,7 @@ class ShardCells:
                 assert glue is not None
                 if again:
                     nbytes = boundaries.extend(cell, [output])
-                    self._steps.record_boundary(j, tape.rows[i], tape.elements[i], nbytes, training=True)
+                    self._steps.record_boundary(j, tape.rows[i], nbytes)
                 entering.append(glue.entered(i, output))
         return output
 

@@ -53,7 +53,6 @@ class ShardParts:
             cell_executor.shards,
             policy=policy,
             recompute=recompute,
-            strict=executor.strict,
             spills=tier.scratch() is not None,
             on_host=device.type == "cpu",
         )

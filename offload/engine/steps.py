@@ -13,7 +13,7 @@ from offload.engine.shard_runners import ShardRunners
 from offload.planning.peak_memory import graphs_that_fit
 from offload.planning.plan import Action, Kind, Plan
 from offload.planning.planner import Sizes, Updates, plan_step
-from offload.planning.residency import MOVING, Residency, check_boundaries
+from offload.planning.residency import Residency
 from offload.policy import MemoryPolicy
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ class Steps:
     Args:
         policy: its ``boundary_bytes`` hold boundaries and their gradients.
         recompute: recompute cells, except those whose graphs fit in its ``graph_bytes`` between forward and backward.
-        strict: whether the model has a memory budget.
         spills: whether boundaries can be moved out of the memory in which layers compute.
         on_host: whether that is host memory, as for the buffers of optimizers.
     """
@@ -47,7 +46,6 @@ class Steps:
         *,
         policy: MemoryPolicy,
         recompute: bool,
-        strict: bool,
         spills: bool,
         on_host: bool,
     ) -> None:
@@ -60,7 +58,6 @@ class Steps:
         self._reserved: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._recompute = recompute
         self._graph_bytes = policy.graph_bytes or 0
-        self._strict = strict and spills
         self._on_host = on_host
         #: Chooses plans, for a model with a limit of memory.
         self.planner: MemoryPlanner | None = None
@@ -69,8 +66,6 @@ class Steps:
         self.gradient_bytes: dict[tuple[int, float], int] = {}
         #: Of what enters the first block of a model, and of what its last one returns, for each row.
         self._around_per_row: dict[str, float] = {}
-        #: Least bytes of each boundary, for each element of the model's input.
-        self._least_per_element: dict[int, float] = {}
         #: The last step with a backward, the last one without, and the rows of their batches.
         self._last_steps: dict[bool, tuple[Plan, float]] = {}
 
@@ -106,8 +101,7 @@ class Steps:
             return math.inf  # there is no place to spill to, whatever a choice says
         if self.planner is not None and self.planner.choice is not None:
             return self.planner.choice.boundary_bytes
-        shared = self._strict and self._on_host
-        return (self._boundary_bytes - (self.reserved_bytes if shared else 0)) / 2
+        return self._boundary_bytes / 2
 
     @property
     def reserved_bytes(self) -> int:
@@ -115,30 +109,24 @@ class Steps:
         return sum(self._reserved.values())
 
     def reserve(self, owner: object, nbytes: int) -> None:
-        """Reserves bytes for ``owner``, as long as it lives; a memory budget leaves less for boundaries then."""
+        """Notes bytes of ``owner``, as long as it lives."""
         self._reserved[owner] = nbytes
 
     def spare_bytes(self, limit_bytes: int | None = None) -> float:
-        """Bytes that may be reserved: half of those of boundaries, as long as the largest known boundary still fits.
+        """Bytes that buffers of an optimizer may take.
 
         ``limit_bytes``: of a model with another limit of memory.
         """
-        if math.isinf(self._boundary_bytes):
-            return math.inf  # homes are in memory, where updates need no buffers
-        if self.planner is not None and self._on_host:
-            limit = self.planner.limit_bytes if limit_bytes is None else limit_bytes
-            return max(limit // BUFFERS_SHARE, min(limit // 2, SMALLEST_BUFFERS_BYTES))
-        if not (self._strict and self._on_host):
-            return math.inf
-        seen = max(self.boundary_bytes.values(), default=0)
-        free = self._boundary_bytes - self.reserved_bytes
-        return min(free // 2, free - 2 * MOVING * seen)
+        if math.isinf(self._boundary_bytes) or self.planner is None or not self._on_host:
+            return math.inf  # homes are in memory, where updates need no buffers, or nothing is limited
+        limit = self.planner.limit_bytes if limit_bytes is None else limit_bytes
+        return max(limit // BUFFERS_SHARE, min(limit // 2, SMALLEST_BUFFERS_BYTES))
 
     def residency(self, *, gradients: bool = False) -> Residency:
         """Plans which boundaries, or their gradients, stay in memory."""
         # Without recomputation boundaries are kept by the graphs.
         budget = self._budget_bytes if self._recompute or gradients else math.inf
-        return Residency(budget, gradients=gradients, strict=self._strict)
+        return Residency(budget, gradients=gradients)
 
     # --- sizes --------------------------------------------------------------------------------------------------
 
@@ -157,25 +145,18 @@ class Steps:
         """Bytes of each shard of which the next forward uses a copy where it rests in memory."""
         return {r.shard.index: r.shard.slot_bytes for r in self._runners if r.needs_copy}
 
-    @property
-    def needs_sizes(self) -> bool:
-        """Whether a first input could be too large for the budget."""
-        return self._strict and not self._least_per_element
-
     def begin(
         self,
         rows: Sequence[float],
         rounded: Sequence[float],
-        elements: Sequence[int],
         *,
         training: bool,
         idle: bool,
     ) -> Sequence[float]:
-        """Begins a step. Raises ValueError if it is known to be too large for the budget, before anything has moved.
+        """Begins a step. Raises ValueError if it is known to be too large for the limit, before anything has moved.
 
         Args:
             rows, rounded: of each micro-batch, exactly and rounded up (:mod:`.row_units`).
-            elements: of the input of each micro-batch; 0 if unknown.
             training: whether there is a backward.
             idle: no forward waits for its backward.
 
@@ -184,19 +165,10 @@ class Steps:
         planned = rounded
         if training and self.planner is not None:
             planned = self.planner.begin_rounded(rows, rounded, idle=idle)
-        if self._strict:
-            each = [least for j, least in self._least_per_element.items() if training or j < self._shards]
-            check_boundaries(int(max(elements) * max(each, default=0)), self._budget_bytes)
         return planned
 
-    def record_boundary(self, j: int, rows: float, elements: int, nbytes: int, *, training: bool) -> None:
-        """Records the size of a boundary or of the output; refuses one that is too large, or whose gradient will be."""
-        if elements:
-            each = nbytes / elements
-            self._least_per_element[j] = min(each, self._least_per_element.get(j, each))
-        if self._strict and (training or j < self._shards):
-            check_boundaries(nbytes, self._budget_bytes)
-        # Not of a step that is refused: an optimizer leaves room for this.
+    def record_boundary(self, j: int, rows: float, nbytes: int) -> None:
+        """Records the size of a boundary or of the output."""
         self._remember(self.boundary_bytes, (j, rows), nbytes)
 
     def record_gradient(self, j: int, rows: float, nbytes: int) -> None:
@@ -215,8 +187,6 @@ class Steps:
         for sizes in (self.boundary_bytes, self.gradient_bytes):
             for key in [key for key in sizes if key[0] >= first]:
                 del sizes[key]
-        for j in [j for j in self._least_per_element if j >= first]:
-            del self._least_per_element[j]
 
     def record_around(self, which: str, rows: float, nbytes: int) -> None:
         """Records the size of what the code around blocks holds until backward: ``"entered"`` or ``"returned"``."""

@@ -100,8 +100,6 @@ class Tape(CellRecords):
     assignments: int = 0
     #: The sizes of micro-batches for which the step is planned: their rows, or more; see :mod:`.row_units`.
     planned: Sequence[float] = ()
-    #: Elements of the input, for each micro-batch.
-    elements: list[int] = field(default_factory=list)
     #: The parameters that took no gradient in the forward, where cells are recomputed.
     frozen: Sequence[nn.Parameter] = ()
     #: The buffers of the forward, likewise.

@@ -59,11 +59,11 @@ class OptimizerAccess:
         return self._streamer.gradient_offload.optimizers.backwards
 
     def spare_bytes(self) -> float:
-        """Bytes that the model's memory budget leaves to an optimizer; infinite without a budget."""
+        """Bytes that the model's memory leaves to an optimizer; infinite without a limit."""
         return self._executor.steps.spare_bytes()
 
     def reserve(self, optimizer: MovableStates, nbytes: int) -> None:
-        """Subtracts the buffers of an optimizer from the model's budget, as long as the optimizer lives."""
+        """Notes the bytes of buffers of an optimizer, as long as the optimizer lives."""
         self._executor.steps.reserve(optimizer, nbytes)
 
     def check_idle(self) -> None:

@@ -93,7 +93,7 @@ class MovableStates(Optimizer):
         ]
 
     def reserve_buffers(self) -> None:
-        """Subtracts the buffers of updates in files from the model's budget; frees them if no shard needs them."""
+        """Notes the bytes of buffers of updates in files; frees them if no shard needs them."""
         if any(shard.blocking_io for shard in self.access.shards):
             self.access.reserve(self, self.stored.buffer_bytes(self.update_block_bytes))
         else:

@@ -31,8 +31,6 @@ from offload.optim.resident import ResidentParameters
 from offload.optim.state_forms import form_of, hold_state_dict
 from offload.optim.update import Update
 from offload.optim.update_blocks import StoredStates, states_kept, update_block_bytes
-from offload.planning.budget import parse_bytes
-from offload.policy import warn_of_old_keywords
 from offload.storage.state_views import on_own_storages
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import CopyLane, ThreadCopyLane, threads_of_updates
@@ -81,7 +79,6 @@ class OffloadOptimizer(MovableStates):
             biases, counts, and parameters that stay on a GPU keep theirs in full. ``state_dict()`` has
             what is stored: ``"exp_avg:8bit"`` (uint8) with ``"exp_avg:scales"``. A checkpoint may be loaded into any
             form. Results are those of the class with rounded states: measure your accuracy.
-        gradient_bytes: deprecated; a field of the model's :class:`~offload.MemoryPolicy`.
         optimizer_kwargs: of ``optimizer_class``.
 
     Raises:
@@ -89,7 +86,7 @@ class OffloadOptimizer(MovableStates):
             ``states`` does not update each element by itself.
         ValueError: if hyperparameters are refused by the class, patterns match nothing, or ``max_norm`` is combined
             with ``update_in_backward`` (the norm is known only after the last gradient), or ``states="8bit"`` with a
-            mesh; or if the model's ``memory_budget`` is too small for the buffers of updates on disk.
+            mesh; or if the model's ``memory`` is too small for the buffers of updates on disk.
 
     On disk a step of Adam with two slots transfers, for each float32 parameter: 8 bytes of weights read, by the load of
     each pass; 4 of its gradient and 8 of its two moments, each written once and read once; and 4 of weights written.
@@ -117,7 +114,6 @@ class OffloadOptimizer(MovableStates):
         max_norm: float | None = None,
         update_in_backward: bool = False,
         states: torch.dtype | str | None = None,
-        gradient_bytes: int | str | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
         _check_model(model, optimizer_class)
@@ -133,10 +129,6 @@ class OffloadOptimizer(MovableStates):
         self.access = model.optimizer_access()
         #: Bytes of gradients kept in host memory until their update, where homes are on disk.
         self.gradient_bytes = self.access.gradient_bytes
-        if gradient_bytes is not None:
-            given = {"gradient_bytes": gradient_bytes}
-            warn_of_old_keywords("OffloadOptimizer", None, given, given, stacklevel=2)
-            self.gradient_bytes = parse_bytes(gradient_bytes, "gradient_bytes")
         groups = resolve_groups(dict(model.named_parameters()), params)
         # The class checks its hyperparameters on empty tensors: some classes make states in their constructor.
         empty_groups = [{**group, "params": [placeholder(p) for p in group["params"]]} for group in groups]

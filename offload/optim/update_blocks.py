@@ -118,6 +118,6 @@ def update_block_bytes_of(largest: int, limit_bytes: float = math.inf, stored: S
         raise ValueError(
             f"optimizer states are on disk: their buffers take at least {least:,} bytes, but the model's memory leaves "
             f"{max(0, int(limit_bytes)):,} for them; make the model with memory={2 * least} or more, of which they may "
-            f"take half, or with a larger memory_budget"
+            f"take half"
         )
     return update_block

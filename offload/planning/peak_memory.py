@@ -1,7 +1,7 @@
 """Computes the memory of a step by replaying its plan with the bytes of everything that it holds.
 
-The prediction of a step, the choice of a layout (:mod:`offload.planning.budget`), the choice of the graphs that are
-kept and the search for the fastest plan (:mod:`offload.planning.search`) use this one model.
+The prediction of a step, the least that a layout needs (:mod:`offload.planning.budget`), the choice of the graphs that
+are kept and the search for the fastest plan (:mod:`offload.planning.search`) use this one model.
 
 :attr:`PeakMemory.device_bytes` is an upper bound of what the engine then holds on the compute device: a copy is
 counted from its submission until the engine waits for it.

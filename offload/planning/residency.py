@@ -6,7 +6,7 @@ prefetched ahead of that use.
 
 Guarantees
     * Boundaries, with the copies in flight, take no more than the budget. A budget that is too small for :data:`MOVING`
-      of them is exceeded, or, if ``strict``, refused.
+      of them is exceeded.
     * A boundary is written once, however often it is read back.
 
 This module knows nothing of tensors or torch.
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from offload.planning.plan import Action, Kind
 
-__all__ = ["MOVING", "WRITES_IN_FLIGHT", "Key", "Residency", "check_boundaries"]
+__all__ = ["MOVING", "WRITES_IN_FLIGHT", "Key", "Residency", "TooLargeError"]
 
 #: (shard, micro-batch) of the cell that a boundary enters.
 Key = tuple[int, int]
@@ -37,16 +37,6 @@ MOVING = 2 + WRITES_IN_FLIGHT
 
 class TooLargeError(ValueError):
     """A step is known not to fit, before anything of it has moved."""
-
-
-def check_boundaries(largest: int, budget_bytes: float) -> None:
-    """Raises :class:`TooLargeError` if boundaries of ``largest`` bytes are too large for half of what a budget leaves to them."""
-    if MOVING * largest > budget_bytes:
-        raise TooLargeError(
-            f"boundaries of {largest:,} bytes a micro-batch need {2 * MOVING * largest:,} bytes to stream ahead of "
-            f"use, but memory_budget leaves {2 * int(budget_bytes):,}; use more micro-batches or smaller chunks, "
-            f"or a larger budget"
-        )
 
 
 @dataclass(eq=False, slots=True)
@@ -69,15 +59,14 @@ class Residency:
     """The boundaries of one forward; or, if ``gradients``, the gradients of boundaries in one backward.
 
     Each method returns actions that the caller has to perform in this order. Keys that were never put (inputs of the
-    model) are ignored. ``strict``: raise if the budget is too small for :data:`MOVING` boundaries.
+    model) are ignored.
     """
 
-    def __init__(self, budget_bytes: float, *, gradients: bool = False, strict: bool = False) -> None:
+    def __init__(self, budget_bytes: float, *, gradients: bool = False) -> None:
         self._spill = Kind.SPILL_GRADIENT if gradients else Kind.SPILL
         self._prefetch = Kind.PREFETCH_GRADIENT if gradients else Kind.PREFETCH
         self._forget = Kind.FORGET_GRADIENT if gradients else Kind.FORGET
         self._budget_bytes = budget_bytes
-        self._strict = strict
         self._largest = 0
         #: For boundaries that no cell is reading: the budget without those in motion.
         self._room = budget_bytes
@@ -100,8 +89,6 @@ class Residency:
         if nbytes > self._largest:
             self._largest = nbytes
             self._room = max(0, self._budget_bytes - MOVING * nbytes)
-        if self._strict:
-            check_boundaries(self._largest, self._budget_bytes)
 
     def grow(self, key: Key, nbytes: int, uses: Sequence[int]) -> None:
         """Updates the bytes and the uses of a boundary to which the cell that reads it has added, or which it made."""

@@ -6,7 +6,7 @@ memory when it is freed, in pieces between other blocks, and the process would s
 The same happens slowly while layers compute on the CPU: activations are freed between tensors that live longer, the
 gaps fit no later block, and the heap grows from step to step. Returning every block at once is no solution: the first
 write to a new page takes eight times as long as to one that the process has. So free memory is kept until it exceeds
-:data:`KEEP_BYTES`, or :data:`BUDGET_SHARE` of the model's budget. Set that to None to leave the heap to the C library.
+:data:`KEEP_BYTES`. Set that to None to leave the heap to the C library.
 Where memory is so scarce that gaps would not fit, blocks are returned one by one when they are freed.
 """
 
@@ -124,10 +124,7 @@ def anonymous_bytes() -> int:
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
-#: Free memory takes no more than this share of a budget.
-BUDGET_SHARE = 1 / 4
-
-#: So much may be kept, however small the budget: returning takes milliseconds.
+#: So much may be kept, however small the limit: returning takes milliseconds.
 LEAST_BYTES = 4 << 20
 
 
@@ -137,14 +134,11 @@ class Heap:
     Free memory is returned when the process has grown. While a step runs whose memory is predicted, it is also returned
     before a cell that could exceed the limit with it: what a cell allocates may not fit into the gaps of what was freed
     before it, so in the worst case these stay beside it. At all other times it is kept for reuse.
-
-    Args:
-        budget_bytes: of the model, if any.
     """
 
-    def __init__(self, budget_bytes: int | None = None) -> None:
+    def __init__(self) -> None:
         self._needed: int | None = None
-        self._most = math.inf if budget_bytes is None else max(int(budget_bytes * BUDGET_SHARE), LEAST_BYTES)
+        self._most = math.inf
         #: Bytes of the process that are not the model's, now and before its first step; None before they were measured.
         self._others: int | None = None
         self._others_before: int | None = None

@@ -53,7 +53,6 @@ class Streamer:
         tier: Tier,
         lanes: CopyLanes,
         meter: Meter,
-        budget_bytes: int | None = None,
         own_slots: bool = False,
     ) -> None:
         self.shards = shards
@@ -76,7 +75,7 @@ class Streamer:
         #: Slot and update of shards whose load follows.
         self._updating: dict[int, tuple[Tensor, Update | None, list[Arrival]]] = {}
         #: Of the process, if layers compute in host memory.
-        self.heap = Heap(budget_bytes) if device.type == "cpu" else None
+        self.heap = Heap() if device.type == "cpu" else None
         #: True while slots are filled or evicted outside a pass. If an exception leaves it True, call :meth:`cancel`.
         self.must_cancel = False
         #: Returns whether the model is inside a pass.

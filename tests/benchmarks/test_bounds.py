@@ -259,8 +259,8 @@ def test_memory_latency() -> None:
     def broken(of: Outcome, *complaints: str) -> None:
         check_bounds(memory_latency.BENCHMARK, {"training": [of], "forward": []}, *complaints)
 
-    broken(measured({"memory_budget": 10}, {"statistics": {"peak_device_bytes": 10}}))
-    over = measured({"memory_budget": 10}, {"statistics": {"peak_device_bytes": 11}})
+    broken(measured({"memory": 10}, {"statistics": {"peak_device_bytes": 10}}))
+    over = measured({"memory": 10}, {"statistics": {"peak_device_bytes": 11}})
     broken(over, "must be at most 10 bytes, is 11 bytes")
     broken(measured({}, {"difference": math.nan}), "the difference from plain PyTorch")
     broken(outcome("dead", failure="killed"), "dead: killed")

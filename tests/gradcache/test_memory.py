@@ -91,30 +91,6 @@ def test_the_memory_of_an_offloaded_tower_is_the_models() -> None:
         step(torch.randn(4, 8), torch.randn(4, 8))
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "layered"),
-    [
-        ({"boundary_bytes": 9}, "boundary_bytes=9, join_chunks=True", True),
-        ({"boundary_bytes": 9, "regroup": False}, "boundary_bytes=9, join_chunks=False", True),
-        ({"memory_budget": 900}, "activation_bytes=900", False),
-    ],
-    ids=str,
-)
-def test_an_old_keyword_works_warns_at_the_call_and_is_refused_beside_memory(
-    old: dict[str, Any], new: str, layered: bool
-) -> None:
-    model = tower()
-    with pytest.warns(DeprecationWarning, match=r"GradCache\(.* is deprecated") as warned:
-        step = GradCache([model], 2, energy, **old)
-    assert [w.filename for w in warned] == [__file__]
-    assert str(warned[0].message).endswith(f"pass memory=MemoryPolicy({new})")
-    step(torch.randn(4, 8))
-    assert (model in step.layered) == layered
-    assert step.memory.join_chunks is old.get("regroup", layered)
-    with pytest.raises(ValueError, match="memory replaces"):
-        step_of([model], 1 << 20, **old)
-
-
 @pytest.mark.parametrize(("join", "together"), [(None, False), (True, True), (False, False)])
 def test_chunks_of_layers_that_draw_stay_apart_unless_the_policy_joins_them(join: bool | None, together: bool) -> None:
     for dropout in (None, 0.5):

@@ -7,7 +7,6 @@ import dataclasses
 import gc
 import itertools
 import pickle
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -169,52 +168,19 @@ def test_a_step_in_a_memory_is_that_of_the_bare_model(home: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-@pytest.mark.parametrize("given", ["memory", "budget", "slots", "nothing"])
-def test_a_copy_has_the_same_memory_and_warns_of_nothing(given: str, how: str) -> None:
+@pytest.mark.parametrize("given", ["memory", "slices", "nothing"])
+def test_a_copy_has_the_same_memory(given: str, how: str) -> None:
     choices: dict[str, dict[str, Any]] = {
         "memory": {"memory": MemoryPolicy("64MiB", slots=3)},
-        "budget": {"memory_budget": "64MiB", "checkpoint_activation": True},
-        "slots": {"num_slots": 3, "num_slices": 4},
+        "slices": {"num_slices": 4},
         "nothing": {},
     }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        model = model_of(**choices[given])
+    model = model_of(**choices[given])
     other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
     assert other._policy == model._policy
     assert cuts_of(other) == cuts_of(model)
     assert other._executor.streamer.slots == model._executor.streamer.slots
-    assert (other._memory_limits is None) == (model._memory_limits is None) == (given in ("budget", "slots"))
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ({"num_slots": 3}, "memory=MemoryPolicy(slots=3)"),
-        ({"boundary_bytes": "1KiB"}, "memory=MemoryPolicy(boundary_bytes='1KiB')"),
-        (
-            {"activation_bytes": 9, "graph_bytes": 0},
-            "memory=MemoryPolicy(activation_bytes=9, graph_bytes=0, join_chunks=True)",
-        ),
-        ({"memory_budget": "64MiB"}, "memory=..., which bounds activations as well"),
-    ],
-    ids=str,
-)
-def test_an_old_keyword_works_warns_at_the_call_and_is_refused_beside_memory(old: dict[str, Any], new: str) -> None:
-    with pytest.warns(DeprecationWarning, match=r"OffloadModel\(.* is deprecated") as warned:
-        model_of(num_slices=4, checkpoint_activation=True, **old)
-    assert [w.filename for w in warned] == [__file__]
-    assert str(warned[0].message).endswith(f"pass {new}")
-    with pytest.raises(ValueError, match=f"memory replaces {', '.join(old)}, got memory='auto'"):
-        model_of(memory="auto", **old)
-
-
-def test_the_optimizers_old_keyword_works_and_warns_at_the_call(tmp_path: Path) -> None:
-    model = model_of(offload_device=tmp_path)
-    with pytest.warns(DeprecationWarning, match=r"memory=MemoryPolicy\(gradient_bytes='1MiB'\)") as warned:
-        optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, gradient_bytes="1MiB")
-    assert [w.filename for w in warned] == [__file__]
-    assert optimizer.gradient_bytes == MIB
+    assert (other._memory_limits is None) == (model._memory_limits is None) == (given == "slices")
 
 
 def test_the_default_is_switched_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,8 +189,6 @@ def test_the_default_is_switched_in_one_place(monkeypatch: pytest.MonkeyPatch) -
     assert cuts_of(model) == [1] * 4
     assert model._executor.recompute
     assert model._memory_limits is not None
-    with pytest.warns(DeprecationWarning, match="num_slots=2"):
-        assert model_of(num_slots=2)._memory_limits is None
     assert cuts_of(model_of(num_slices=2)) == [2, 2]
 
 

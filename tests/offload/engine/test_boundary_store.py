@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from offload.engine.boundary_store import SpillingStore
 from offload.planning.plan import Action, Kind
-from offload.planning.residency import MOVING, Residency, check_boundaries
+from offload.planning.residency import MOVING, Residency
 from offload.storage import Scratch
 from offload.telemetry.statistics import Meter
 from tests.offload.late import LateLane
@@ -151,14 +151,6 @@ def test_a_boundary_that_is_read_just_now_does_not_leave() -> None:
     assert planned.store._entries[1, 0].leaves is not None
     planned.end_use(0)
     assert planned.store._entries[1, 0].leaves is None
-
-
-def test_a_strict_budget_refuses_what_cannot_move_in_it() -> None:
-    check_boundaries(10, MOVING * 10)
-    residency = Residency(MOVING * 10, strict=True)
-    residency.put((1, 0), 10, [0])
-    with pytest.raises(ValueError, match="use more micro-batches"):
-        residency.put((1, 1), 11, [1])
 
 
 def test_a_value_changed_in_place_is_not_used() -> None:

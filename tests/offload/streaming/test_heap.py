@@ -138,9 +138,7 @@ sampler.start()
 
 start = anonymous_bytes()
 layers = nn.Sequential(*(nn.Linear(1024, 1024, device="meta") for _ in range(64)))
-model = OffloadModel(
-    layers, "cpu", sys.argv[1], num_slices=None, checkpoint_activation=True, memory_budget=sys.argv[2]
-)
+model = OffloadModel(layers, "cpu", sys.argv[1], memory=sys.argv[2])
 optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-4)
 for _ in range(2):
     model(torch.randn(16, 1024)).square().mean().backward()
