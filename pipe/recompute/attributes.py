@@ -1,8 +1,8 @@
 """Saves and restores plain Python attributes that modules change in forward: a hidden state, a counter, a list.
 
-Guarantee: inside :meth:`Attributes.again` an attribute that the forward rebound, and a list, dict or set that it
-changed, has its value from before the forward; afterwards it has its value from before the recomputation. Modules that
-changed no attribute in their first forwards cost nothing.
+Guarantee: inside :meth:`Attributes.again` an attribute that was rebound by the forward, or by other code since, and a
+list, dict or set that was changed, has its value from before the forward; afterwards it has its value from before the
+recomputation. Modules of which no attribute changed in their first forwards cost nothing.
 
 Limits: changes inside objects that attributes refer to, and attributes that a module begins to change later, are not
 detected.
@@ -33,6 +33,13 @@ class Stateful:
         self._forwards = 0
         self._seen: set[nn.Module] = set()
 
+    def add(self, name: str, module: nn.Module) -> None:
+        """To be called with a module whose attributes other code has changed since a forward."""
+        if module not in self._seen:
+            self._seen.add(module)
+            if all(module is not other for _, other in self.modules):
+                self.modules.append((name, module))
+
     def learn(self, changed: set[nn.Module]) -> None:
         """To be called after a forward with the modules that changed attributes."""
         if self._forwards < FORWARDS_NOTED:
@@ -45,10 +52,10 @@ class Stateful:
 class Attributes:
     """The attributes of modules before one forward."""
 
-    __slots__ = ("_before", "_changed", "_stateful")
+    __slots__ = ("_before", "_changed", "_recorded", "_stateful")
 
     def __init__(self, stateful: Stateful) -> None:
-        self._stateful = stateful
+        self._stateful, self._recorded = stateful, False
         self._before = [
             (name, module, {k: (v, _copy(v)) for k, v in vars(module).items() if k not in _OF_TORCH})
             for name, module in stateful.modules
@@ -67,7 +74,7 @@ class Attributes:
                 )
             self._changed.append((vars(module), key, value, content))
             changed.add(module)
-        self._before = []
+        self._recorded = True
         self._stateful.learn(changed)
 
     def _differences(self) -> Iterator[tuple[str, nn.Module, str, Any, Any]]:
@@ -86,6 +93,8 @@ class Attributes:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """A context with the attributes from before the forward. If it is the forward, its changes are undone."""
+        if self._recorded:
+            self._note_others()
         present = [(owner, key, owner.get(key, _MISSING)) for owner, key, _, _ in self._changed]
         contents = [_copy(value) for _, _, value in present]
         try:
@@ -95,8 +104,16 @@ class Attributes:
         finally:
             for (owner, key, value), content in zip(present, contents, strict=True):
                 _put(owner, key, value, content)
-            for _, module, key, value, content in list(self._differences()):
+            for _, module, key, value, content in [] if self._recorded else list(self._differences()):
                 _put(vars(module), key, value, content)
+
+    def _note_others(self) -> None:
+        """Adds to what is restored the attributes that other code has bound anew since the forward."""
+        known = {(id(owner), key) for owner, key, _, _ in self._changed}
+        for name, module, key, value, content in list(self._differences()):
+            if (id(vars(module)), key) not in known:
+                self._changed.append((vars(module), key, value, content))
+                self._stateful.add(name, module)
 
 
 def _copy(value: Any) -> Any:
