@@ -532,6 +532,7 @@ class Engine:
         """Begins a backward, unless it runs already. It ends with autograd's, or when that fails."""
         if self._backward is not None or self._pass is not None or not in_backward():
             return
+        self._owner.check_open()
         hooked: Sequence[nn.Parameter] = ()
         if self.streamer.gradient_offload.optimizers.in_backward is not None:
             hooked = [p for weights in self._weights for p in weights.shard.parameters if has_hooks(p)]
