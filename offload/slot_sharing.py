@@ -6,7 +6,6 @@ See :mod:`pipe.turn` for stages that share a device whose memory does not hold a
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Sequence
 
 from offload.module import ModuleAtHome
@@ -46,28 +45,3 @@ class SlotSharingModule(ModuleAtHome):
     def prefetch(self, *, backward: bool = False) -> None:
         """Begins to load the first shards of the next pass into free slots."""
         self._executor.prefetch(backward=backward)
-
-    # --- spellings of earlier versions ----------------------------------------------------------------------------
-
-    def take_turns(self, stages: Sequence[Sequence[object]]) -> None:
-        """Deprecated: :meth:`share_slots`."""
-        _renamed("take_turns", "share_slots")
-        self.share_slots(stages)
-
-    def held_still(self) -> contextlib.AbstractContextManager[None]:
-        """Deprecated: :meth:`frozen_weights`."""
-        _renamed("held_still", "frozen_weights")
-        return self.frozen_weights()
-
-    def expect(self, *, backward: bool = False) -> None:
-        """Deprecated: :meth:`prefetch`."""
-        _renamed("expect", "prefetch")
-        self.prefetch(backward=backward)
-
-
-def _renamed(old: str, new: str) -> None:
-    warnings.warn(
-        f"OffloadModel.{old} is now called {new}, and will be removed in the next version; call {new} instead",
-        DeprecationWarning,
-        stacklevel=3,
-    )

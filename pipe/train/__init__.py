@@ -24,6 +24,3 @@ __all__ = [
     "TrainSchedule",
     "plan",
 ]
-
-#: The name before, for one version.
-Schedule = TrainSchedule

@@ -71,32 +71,6 @@ def test_training_steps_with_frozen_weights_load_once(home: str) -> None:
         assert torch.equal(p.grad, q.grad)
 
 
-def _held_still(model: OffloadModel) -> bool:
-    with model.held_still():
-        return [loads(model) for _ in range(2)] == [4, 0]
-
-
-def _take_turns(model: OffloadModel) -> bool:
-    other = make()[1]
-    model.take_turns([[model], [other]])
-    return model._executor.streamer.slot_pool is other._executor.streamer.slot_pool
-
-
-OLD: dict[str, tuple[str, Callable[[OffloadModel], bool]]] = {
-    "held_still": ("frozen_weights", _held_still),
-    "take_turns": ("share_slots", _take_turns),
-    "expect": ("prefetch", lambda model: model.expect(backward=True) is None),
-}
-
-
-@pytest.mark.parametrize("old", OLD)
-def test_old_names_work_and_name_the_new_ones(old: str) -> None:
-    new, use = OLD[old]
-    with pytest.warns(DeprecationWarning, match=f"OffloadModel.{old} is now called {new}") as warned:
-        assert use(make()[1])
-    assert warned[0].filename == __file__
-
-
 @torch.no_grad()
 def _assign(model: nn.Module) -> None:
     for p in model.parameters():
