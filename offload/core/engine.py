@@ -473,6 +473,8 @@ class Engine:
         returned: list[Tensor | None] = [None] * len(gradients)
         home: list[Tensor | None] = [None] * len(weights.parameters)
         everywhere = accumulates_everywhere()
+        # Squared norms are summed while gradients leave.
+        measured = self._updates or self.streamer.gradient_offload.optimizers.clip
         nbytes = 0
         for n, k in enumerate(visit.positions):
             gradient, parameter = gradients[n], weights.parameters[k]
@@ -480,7 +482,7 @@ class Engine:
             if gradient is None:
                 if everywhere and by_autograd:
                     run_hooks_with_gradient_only(parameter)
-            elif by_autograd or (everywhere and not self._updates and weights.gradient_is_at_home(k, gradient)):
+            elif by_autograd or (everywhere and not measured and weights.gradient_is_at_home(k, gradient)):
                 stays = gradient.device == parameter.device and gradient.dtype == parameter.dtype
                 returned[n] = gradient if stays else gradient.to(parameter.device, parameter.dtype)
                 nbytes += gradient.numel() * gradient.element_size()
