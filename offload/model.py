@@ -283,7 +283,7 @@ class OffloadModel(RunningModule):
             shards = [weakref.ref(shard) for shard in self._executor.shards]
             close = partial(_close, lanes, self._tier)
             self._finalizer = finalize_here(self._executor, leave_pending_updates, shards, close)
-            if core.IN_USE and mesh is None and self.device.type == "cpu":
+            if core.IN_USE and mesh is None and self._memory_limits is None and self.device.type == "cpu":
                 shards, names = self._executor.shards, list(named)
                 every = [[(names[s.first + k], layer) for k, layer in enumerate(s.layers)] for s in shards]
                 apart = called is not None

@@ -161,7 +161,10 @@ class Block:
                 begins()
             if type(saved) is _Reference:
                 return resolve(saved)
-            return unchanged(*saved, self.name) if outer is None else outer[1](saved)
+            if outer is not None:
+                return outer[1](saved)
+            tensor, version = saved
+            return unchanged(tensor, version, self.name)
 
         with torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(pack, unpack)), casts or _NOTHING:
             output = self._noted(call, views, enter(visit, views, token), args, kwargs, visit)
@@ -187,7 +190,7 @@ class Block:
 
         saved_by = watch.saved
         casts = self._find_casts(views, Casts()) if saved_by is not None else None
-        if casts is not None:
+        if casts is not None and saved_by is not None:
             saved_by = partial(_unless_cast, casts, saved_by)
 
         def first(*args: Any, **kwargs: Any) -> Any:

@@ -99,7 +99,8 @@ class Visit:
 
     def take(self) -> list[Tensor | None]:
         """The sums, which are forgotten."""
-        sums = self.sums if self.number == backward_number() else [None] * len(self.positions)
+        nothing: list[Tensor | None] = [None] * len(self.positions)
+        sums = self.sums if self.number == backward_number() else nothing
         self.number, self.sums = -1, []
         return sums
 

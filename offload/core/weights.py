@@ -167,7 +167,7 @@ class _Bound:
             bound = dict(dict.items(register))  # the register finishes updates where it is asked itself
             for name, k in items:
                 bound[name] = value = values[k]
-                value._is_param = True  # type: ignore[attr-defined]  # libraries look for ``nn.Parameter``
+                value._is_param = True  # libraries look for ``nn.Parameter``
             self._before.append((attributes, "_parameters", register))
             attributes["_parameters"] = bound
         for attributes, flat in weights._lists:

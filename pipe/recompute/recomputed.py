@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from pipe.nested import LEAVES, flatten, unflatten
+from pipe.nested import LEAVES, TreeSpec, flatten, unflatten
 from pipe.recompute.phase import phase
 from pipe.recompute.region import RegionState, Settings
 from pipe.recompute.thread_state import close_contexts
@@ -81,6 +81,9 @@ class _Call:
         #: The same tensors of the second run, in the backward of this number; None where used.
         self.made: list[Any] | None = None
         self.number = -1
+        self.on_save: Callable[[Tensor], None] | None = None
+        #: How the arguments are nested; None for plain tensors.
+        self.spec: TreeSpec | None = None
 
     def save_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if kwargs or any(not isinstance(x, Tensor) for x in args):
@@ -89,7 +92,7 @@ class _Call:
             if objects:
                 self.state.add_generators(objects)
         else:
-            leaves, self.spec = list(args), None
+            leaves = list(args)
         self.places = [k for k, x in enumerate(leaves) if isinstance(x, Tensor)]
         self.saved = _Inputs.apply(_PHONY, *[leaves[k] for k in self.places]).grad_fn  # type: ignore[no-untyped-call]
         for k in self.places:
