@@ -64,21 +64,24 @@ class MemoryProfile:
     def _peak_bytes(self, rows: float, gradient_bytes: int, adds: bool) -> int:
         scale = rows / (self.rows or 1)
         kept = float(self.kept_bytes(rows))
-        weights, following = 0.0, 0.0  # gradients of weights, and of the operation after
-        peak, largest = kept, 0
+        weights, new, following = 0.0, 0.0, 0.0  # gradients of weights, the newest of them, of the operation after
+        peak = kept
         made = [*(saved_tensor.made for saved_tensor in self.saved_tensors), 0]
         for k, saved_tensor in enumerate(self.saved_tensors):
+            # A gradient to be added exists until its operation has also made the gradient that is passed on.
+            new = saved_tensor.stays or (new if adds else 0.0)
             # An operation has its weight and its input at once, which was saved before the weight.
             again = max(made[k : k + 2]) * scale
-            peak = max(peak, kept + weights + saved_tensor.stays + following + again + saved_tensor.flows * scale)
-            weights += saved_tensor.stays
-            largest = max(largest, saved_tensor.stays)
+            peak = max(peak, kept + weights + new + following + again + saved_tensor.flows * scale)
+            if not adds:
+                weights += saved_tensor.stays
+            elif saved_tensor.flows:
+                new = 0.0
             following = saved_tensor.flows * scale or following
             kept -= saved_tensor.freed * scale
-        peak = max(peak, gradient_bytes + following)
-        if adds:  # when the cell ends, one after the other, and the first time not in place
-            peak = max(peak, gradient_bytes + largest + following) + gradient_bytes
-        return int(peak)
+        if adds:
+            return int(peak) + gradient_bytes
+        return int(max(peak, gradient_bytes + following))
 
 
 class ProfilesBySize:

@@ -191,8 +191,6 @@ class _Replay:
         #: With the gradients that are made in this step.
         self._outside = sizes.outside.begins + sizes.outside.activations
         self._made_before: set[int] = set()
-        #: The shard of the last cell of backward, to whose gradients the next one adds.
-        self._adds_to = -1
         backward = [action for action in plan.actions if action.kind in BACKWARD_CELLS]
         self._recomputed = {(a.shard, a.microbatch) for a in backward if a.kind is Kind.BACKWARD}
         self._last_shard = min((a.shard for a in backward), default=0)
@@ -270,15 +268,13 @@ class _Replay:
         onward = sizes.gradients(cell) if j > self._last_shard else 0
         kept = self._graphs.pop(cell, None)
         profile = self._profile(j, keeps=kept is not None)
-        adds = self._adds_to == j
-        self._adds_to = j
         if profile is not None:
             # What a profile frees is not more than the graph holds: a recomputed one knows no recipes of cheap results.
             own = max(0, kept - profile.kept_bytes(sizes.rows[i])) if kept is not None else 0
-            inside = profile.peak_bytes(sizes.rows[i], sizes.gradient_bytes[j], adds=adds)
+            inside = profile.peak_bytes(sizes.rows[i], sizes.gradient_bytes[j], adds=i > 0)
             self._graph_bytes -= kept or 0
             there = 0 if kept is None else own + profile.kept_bytes(sizes.rows[i])
-            there += sizes.gradient_bytes[j] if adds else 0
+            there += sizes.gradient_bytes[j] if i > 0 else 0
             self._count_memory(position, own + inside, onward, there)
             graphs = self._graph_bytes + own + profile.peak_bytes(sizes.rows[i], 0)
             self.peak.activation_bytes = max(self.peak.activation_bytes, graphs)
