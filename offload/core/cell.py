@@ -46,8 +46,8 @@ _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 class Watch:
     """Functions that are called while a cell runs, for what plans need to know.
 
-    ``saved`` with each tensor that autograd saves; ``begins`` when its backward begins or goes on; ``entering`` are hooks
-    for what a recomputed cell saves of its input.
+    ``saved`` with each tensor that autograd saves; ``begins`` when its backward begins or goes on; ``entering`` are
+    hooks for what a recomputed cell saves of its input.
     """
 
     saved: Callable[[Tensor], None] | None = None

@@ -491,7 +491,7 @@ class Engine:
             gradients[n] = None  # the lane, or autograd, is to free it
         if nbytes:
             self.streamer.count_stored(nbytes)
-        if self._updates or any([gradient is not None for gradient in home]):
+        if self._updates or any(gradient is not None for gradient in home):
             if torch.is_grad_enabled():
                 raise RuntimeError(
                     "expected a backward without create_graph=True: gradients of parameters that rest in files, or in "

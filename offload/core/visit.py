@@ -4,9 +4,9 @@
 
     parameters (homes)  --  Visit  --  token  --  Enter (one a cell)  --  weights on the slot  --  block
 
-``Enter`` makes views of the slot for one cell. Its backward adds the gradients of these to the sums of the visit, on the
-compute device and in 32 bits at least. When all cells have run backward, autograd runs the backward of ``Visit``: at
-that moment the sums leave and the slot is free.
+``Enter`` makes views of the slot for one cell. Its backward adds the gradients of these to the sums of the visit, on
+the compute device and in 32 bits at least. When all cells have run backward, autograd runs the backward of ``Visit``:
+at that moment the sums leave and the slot is free.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipe.torch_private.autograd import backward_number
 
 __all__ = ["Visit", "enter"]
 
-#: Called with a visit, the nodes of its trained parameters and their gradients; returns those that autograd accumulates.
+#: Called with a visit, the nodes of its trained parameters and their gradients: returns what autograd accumulates.
 Leave = Callable[["Visit", Sequence[Any], list[Tensor | None]], Sequence[Tensor | None]]
 
 
@@ -43,7 +43,8 @@ class Visit:
     """
 
     __slots__ = (
-        "_owned", "checked", "leave", "life", "number", "place", "positions", "step", "stores", "sums", "uses", "versions",
+        "_owned", "checked", "leave", "life", "number", "place", "positions", "step", "stores", "sums", "uses",
+        "versions",
         "views", "weights", "written", "wrote",
     )  # fmt: skip
 
@@ -75,7 +76,7 @@ class Visit:
         self.wrote = False
 
     def begin(self) -> Tensor | None:
-        """The token; None where nothing is trained. The graph refers to the visit, so the visit does not refer to it."""
+        """The token; None where nothing is trained. The graph refers to the visit, so this does not refer to it."""
         slices = self.weights.shard.slices
         parameters = [slices[k].parameter for k in self.positions]
         return _Visit.apply(self, *parameters) if parameters else None  # type: ignore[no-untyped-call]

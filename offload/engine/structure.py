@@ -34,7 +34,7 @@ class Structure:
     def check(self) -> bool:
         """Whether modules or buffers changed since the last call; refuses other layers or parameters than at first."""
         layers = {name: id(layer) for name, layer in self._layers.items()}
-        if layers == self._wrapped and not any([_differs(*each) for each in self._recorded]):
+        if layers == self._wrapped and not any(_differs(*each) for each in self._recorded):
             return False
         current = {**layers, **dict(self._named_parameters())}
         wrapped = {**self._wrapped, **self._parameters}

@@ -57,7 +57,7 @@ def enable_recomputing(enabled: bool = True) -> contextlib.AbstractContextManage
 
 
 def recomputing_to_the_end() -> contextlib.AbstractContextManager[None]:
-    """A context for forwards whose recomputations run to their end, for hooks that look at what the last layers make."""
+    """A context for forwards whose recomputations run to their end, for hooks that see what the last layers make."""
     return _enabled("to_the_end", True)
 
 

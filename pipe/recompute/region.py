@@ -95,8 +95,9 @@ class Region:
 
     @property
     def settings(self) -> Settled:
-        """On what it depends what the modules do: of each, its mode, and whether it has forward hooks."""
-        return tuple([(m.training, not not (m._forward_hooks or m._forward_pre_hooks)) for m in self.modules])
+        """On what it depends what the modules do: of each, its mode, and whether it has no forward hooks."""
+        # In one list: properties and generators cost a call each.
+        return tuple([(m.training, not m._forward_hooks and not m._forward_pre_hooks) for m in self.modules])
 
 
 class Settings:
@@ -120,7 +121,7 @@ class Settings:
 
 
 def _any_set(kinds: list[str]) -> bool:
-    return modes_active() or torch.is_autocast_enabled("cpu") or any([torch.is_autocast_enabled(k) for k in kinds])
+    return modes_active() or torch.is_autocast_enabled("cpu") or any(map(torch.is_autocast_enabled, kinds))
 
 
 @contextlib.contextmanager
@@ -140,7 +141,7 @@ class RegionState:
         self._region, self._settings = region, settings
         self._states: list[tuple[Generator, Any]] = [(each, each.get()) for each in region.generators(settings)]
         watched = region.watched
-        stateful = watched.buffers or watched.stateful.modules or [hooked for _, hooked in settings if hooked]
+        stateful = watched.buffers or watched.stateful.modules or [plain for _, plain in settings if not plain]
         self._module_state = ModuleState(watched, attributes=True) if stateful else None
 
     def first(self) -> _First:
@@ -172,7 +173,7 @@ class RegionState:
     @property
     def lock(self) -> contextlib.AbstractContextManager[Any]:
         """To be held while :meth:`again`: two recomputations that rewind a generator of the process mix their draws."""
-        shared = any([generator.shared for generator, _ in self._states])
+        shared = any(generator.shared for generator, _ in self._states)
         return shared_generators if shared else contextlib.nullcontext()
 
     @property
@@ -225,7 +226,7 @@ class _Again:
     def __enter__(self) -> None:
         state, region = self._state, self._state._region
         module_state, settings = state._module_state, region.settings
-        hooked = [m for m, (_, has_hooks) in zip(region.modules, settings, strict=True) if has_hooks]
+        hooked = [m for m, (_, plain) in zip(region.modules, settings, strict=True) if not plain]
         self._phase = phase.checkpointing, phase.recomputing
         self._generators = [(generator, generator.get()) for generator, _ in state._states]
         self._modes = [training for training, _ in settings]

@@ -26,8 +26,8 @@ def outside_of_compiled_graphs(function: F) -> F:
 def uncompiled_hooks(*hooks: Callable[[Any], Any]) -> tuple[Callable[[Any], Any], ...]:
     """Hooks that ``torch.compile`` does not compile.
 
-    Saved-tensor hooks run inside the layers, so a compiled layer would compile them too. Their code is marked once, where
-    the compiler allows that; else each call passes through a function that it does not look into.
+    Saved-tensor hooks run inside the layers, so a compiled layer would compile them too. Their code is marked once,
+    where the compiler allows that; else each call passes through a function that it does not look into.
     """
     if "torch._dynamo" not in sys.modules:
         return hooks
