@@ -20,10 +20,9 @@ from offload.arguments import (
     compute_device,
     names_taken,
 )
-from offload.blocks.body import run_of
+from offload.blocks.core_engine import engine_of
 from offload.blocks.face import class_for
 from offload.blocks.find import Blocks
-from offload.core.engine import Engine
 from offload.engine.executor import Executor
 from offload.engine.outside import bytes_staying
 from offload.files.pretrained import Pretrained
@@ -284,24 +283,7 @@ class OffloadModel(RunningModule):
             close = partial(_close, lanes, self._tier)
             self._finalizer = finalize_here(self._executor, leave_pending_updates, shards, close)
             if core.IN_USE and mesh is None and self._memory_limits is None and self.device.type == "cpu":
-                shards, names = self._executor.shards, list(named)
-                every = [[(names[s.first + k], layer) for k, layer in enumerate(s.layers)] for s in shards]
-                apart = called is not None
-                self._engine = Engine(
-                    self._executor.streamer,
-                    [[[layer] for layer in layers] if apart else [layers] for layers in every],
-                    numbers=[(s.index, k) for s in shards for k in range(len(s.layers))] if apart else (),
-                    calls=[run_of(layer) for s in shards for layer in s.layers] if apart else (),
-                    device=self.device,
-                    recompute=recompute,
-                    assigned=self._executor.assigned_data,
-                    structure=self._executor.structure,
-                    owner=self._executor,
-                )
-                self._executor.native = weakref.ref(self._engine)
-                for runner in self._executor.runners:
-                    runner.native = True
-                self._executor.recount()
+                self._engine = engine_of(self._executor, list(named), apart=called is not None)
             if self._memory_limits is not None and recompute:
                 self._executor.plan_memory(self._memory_limits, resources.policy)
             self._persistent_home.begin()

@@ -24,7 +24,8 @@ from offload.blocks.fixed_structure import methods_refused
 from offload.blocks.outside import OutsideCasts, place_outside
 from offload.blocks.rest import with_rest
 from offload.core.chunks import run_chunks
-from offload.core.tape import with_tape
+from offload.core.engine import Engine
+from offload.core.tape import ChunksTape, with_tape
 from offload.engine.autograd import attach
 from offload.engine.block_forwards import tensors_of_call
 from offload.engine.executor import Executor
@@ -103,6 +104,7 @@ class ModelWithBlocks(ReportingModule):
     _rest: Sequence[str] = ()
     _forwards: list[StreamedForward]
     _num_microbatches: int
+    _engine: Engine | None
     #: The forward that the model's instance had, if it was not its class's.
     _forward_of_instance: Callable[..., Any] | None
     _plans_microbatches = False
@@ -282,7 +284,7 @@ class ModelWithBlocks(ReportingModule):
         *,
         output_fn: Callable[[Any], Any] | None = None,
         input_fn: Callable[[Any], Any] | None = None,
-    ) -> tuple[list[Any], Tape]:
+    ) -> tuple[list[Any], Tape | ChunksTape]:
         """Runs the forwards of many chunks: each block runs for all of them while it is loaded.
 
         Args:

@@ -122,7 +122,8 @@ class Boundaries:
 
     def _write_earliest(self) -> bool:
         """Writes the earliest tensor that is in memory only; False if there is none."""
-        boundary = next((each for each in list(self._held.values()) if take_apart(each.tensor).tensors), None)
+        held = list(self._held.values())
+        boundary = next((b for b in held if b.tensor is not None and take_apart(b.tensor).tensors), None)
         if boundary is None:
             return False
         while len(self._writing) >= WRITES_IN_FLIGHT:

@@ -162,7 +162,8 @@ class Block:
             if type(saved) is _Reference:
                 return resolve(saved)
             if outer is not None:
-                return outer[1](saved)
+                replaced: Tensor = outer[1](saved)
+                return replaced
             tensor, version = saved
             return unchanged(tensor, version, self.name)
 

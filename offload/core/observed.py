@@ -151,7 +151,10 @@ class ObservedStep:
             if j in self._to_update:  # a shard in memory that was updated when its parameters were read
                 self.act(Kind.UPDATE, j)
             self.act(kind, j, i)
-        return self._meter.cell(kind.value, j, i, self.rows[i], step=k, steps=blocks)
+        cell: contextlib.AbstractContextManager[None] = self._meter.cell(
+            kind.value, j, i, self.rows[i], step=k, steps=blocks
+        )
+        return cell
 
     def backward(self, kind: Kind, j: int, k: int, blocks: int, i: int) -> None:
         """Called when the backward of a cell begins, or goes on; that of the one before has ended."""

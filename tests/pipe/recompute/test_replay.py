@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipe.recompute.replay import Replay, _shared_generators, autocast_without_cache, devices_of
+from pipe.recompute.replay import Replay, autocast_without_cache, devices_of, shared_generators
 
 CPU = torch.device("cpu")
 DRAWS = {
@@ -157,9 +157,9 @@ def test_only_a_replay_that_rewinds_a_shared_generator_makes_others_wait(draws: 
     free = []
 
     def try_to_enter() -> None:
-        free.append(_shared_generators.acquire(blocking=False))
+        free.append(shared_generators.acquire(blocking=False))
         if free[-1]:
-            _shared_generators.release()
+            shared_generators.release()
 
     with replay.again():
         thread = threading.Thread(target=try_to_enter)
