@@ -162,9 +162,9 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
     "offload.optim.optimizer": {
         "OffloadOptimizer._step": [
             ("self._synchronize()", reading.a_second_step_is_a_second_update),
-            ("self._synchronize() #2", reading.a_step_that_others_can_see_is_finished),
             ("self._resident.wait_idle()", blocks.a_step_that_is_interrupted_while_a_thread_updates_is_whole),
         ],
+        "OffloadOptimizer._end_step": [("self._synchronize()", reading.a_step_that_others_can_see_is_finished)],
         "OffloadOptimizer.zero_grad": [
             ("self._synchronize()", reading.gradients_are_zeroed_after_their_use_by_the_optimizer),
         ],
