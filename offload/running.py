@@ -132,11 +132,16 @@ class RunningModule(LoadingModule):
     def _forward_joined(
         self, calls: Sequence[Any], runs: Sequence[Sequence[int]], output_fn: Callable[[Any], Any] | None
     ) -> tuple[list[Any], RegroupedTape]:
-        """Runs the chunks of each run together. Raises _TooLargeError, before anything moves, if they do not fit."""
+        """Runs the chunks of each run together. Raises _TooLargeError, before anything moves, if they do not fit.
+
+        By counted bytes, which are the same in every process: chunks that run together may have other bits.
+        """
+        planner = self._executor.steps.planner
         groups = [joined([calls[i] for i in run]) for run in runs]
         rows = [[rows_in(calls[i]) or 0 for i in run] for run in runs]
         try:
-            tape = self._executor.tape(groups, [output_fn and by_chunk(output_fn, sizes) for sizes in rows])
+            with contextlib.nullcontext() if planner is None else planner.by_count():
+                tape = self._executor.tape(groups, [output_fn and by_chunk(output_fn, sizes) for sizes in rows])
         except ValueError as error:
             raise _TooLargeError from error
         outputs = self._executor.forward(tape, groups)
