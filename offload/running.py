@@ -20,6 +20,7 @@ from offload.engine.inputs import check_inputs
 from offload.engine.prediction import measured_activations
 from offload.engine.raw_chunk import RawChunk, as_call
 from offload.engine.regroup import (
+    RegroupedTape,
     by_chunk,
     joined,
     kind_of,
@@ -114,7 +115,7 @@ class RunningModule(LoadingModule):
         *,
         output_fn: Callable[[Any], Any] | None = None,
         input_fn: Callable[[Any], Any] | None = None,
-    ) -> tuple[list[Any], Tape | ChunksTape]:
+    ) -> tuple[list[Any], Tape | RegroupedTape | ChunksTape]:
         """Runs many chunks through each shard, and leaves the backward to the caller.
 
         Args:
@@ -138,21 +139,25 @@ class RunningModule(LoadingModule):
             calls: list[Any] = [RawChunk(i, chunk, input_fn) for i, chunk in enumerate(chunks)]
         else:
             calls = [as_call(i, chunk) for i, chunk in enumerate(chunks)]
-        if self._engine is None:
-            tape = self._executor.tape(calls, [output_fn] * len(calls))
-            return self._executor.forward(tape, calls), tape
-        self._executor.check_open()
-        check_frozen(self._executor.quantised)
-        if input_fn is not None:
-            made = partial(_made, input_fn)
-            return with_tape(self._run_layers(self._engine, chunks, [output_fn] * len(calls), made))
-        runs = runs_together(calls, self._most_rows_together) if self._joins_chunks else []
+        engine = self._engine
+        if engine is not None:
+            self._executor.check_open()
+            check_frozen(self._executor.quantised)
+            if input_fn is not None:
+                made = partial(_made, input_fn)
+                return with_tape(self._run_layers(engine, chunks, [output_fn] * len(calls), made))
+        joins = self._joins_chunks and input_fn is None
+        runs = runs_together(calls, self._most_rows_together) if joins else []
         if any(len(run) > 1 for run in runs):
             with contextlib.suppress(TooLargeError):
-                return with_tape(self._run_joined(self._engine, calls, runs, output_fn))
-            # What fits apart only stays apart, however much fits later.
-            self._rows_together.update((self._kind_of_chunk(calls[run[0]]), 0) for run in runs if len(run) > 1)
-        return with_tape(self._run_layers(self._engine, calls, [output_fn] * len(calls)))
+                return self._forward_joined(calls, runs, output_fn)
+        tape = None if engine is not None else self._executor.tape(calls, [output_fn] * len(calls))
+        # What fits apart only stays apart, however much fits later.
+        self._rows_together.update((self._kind_of_chunk(calls[run[0]]), 0) for run in runs if len(run) > 1)
+        if engine is not None:
+            return with_tape(self._run_layers(engine, calls, [output_fn] * len(calls)))
+        assert tape is not None
+        return self._executor.forward(tape, calls), tape
 
     def _run_layers(
         self,
@@ -165,21 +170,37 @@ class RunningModule(LoadingModule):
         dtype = self._executor.layer_homes.dtype
         return run_layers(engine, layers, chunks, output_fns=output_fns, input_fn=input_fn, dtype=dtype)
 
-    def _run_joined(
-        self, engine: Engine, calls: Sequence[Any], runs: Sequence[Sequence[int]], fn: Callable[[Any], Any] | None
-    ) -> list[Any]:
-        """Runs the chunks of each run together. Raises TooLargeError, before anything moves, if they do not fit."""
+    def _forward_joined(
+        self, calls: Sequence[Any], runs: Sequence[Sequence[int]], output_fn: Callable[[Any], Any] | None
+    ) -> tuple[list[Any], RegroupedTape | ChunksTape]:
+        """Runs the chunks of each run together. Raises TooLargeError, before anything moves, if they do not fit.
+
+        By counted bytes, which are the same in every process: chunks that run together may have other bits.
+        """
+        planner = self._executor.steps.planner
         groups = [joined([calls[i] for i in run]) for run in runs]
         rows = [[rows_in(calls[i]) or 0 for i in run] for run in runs]
-        outputs = self._run_layers(engine, groups, [fn and by_chunk(fn, sizes) for sizes in rows])
-        return [piece for output, sizes in zip(outputs, rows, strict=True) for piece in split_output(output, sizes)]
+        output_fns = [output_fn and by_chunk(output_fn, sizes) for sizes in rows]
+
+        def apart(outputs: Sequence[Any]) -> list[Any]:
+            return [piece for output, sizes in zip(outputs, rows, strict=True) for piece in split_output(output, sizes)]
+
+        if self._engine is not None:
+            return with_tape(apart(self._run_layers(self._engine, groups, output_fns)))
+        try:
+            with contextlib.nullcontext() if planner is None else planner.by_count():
+                tape = self._executor.tape(groups, output_fns)
+        except ValueError as error:
+            raise TooLargeError from error
+        pieces = apart(self._executor.forward(tape, groups))
+        return pieces, RegroupedTape(tape, rows, pieces)
 
     @property
     def _joins_chunks(self) -> bool:
         """Whether chunks may run together. Not over a mesh: ranks with other chunks would measure other ones."""
         policy = self._policy
         may = policy.activation_bytes is not None and policy.join_chunks is not False
-        return may and self._engine is not None and not looks_across_rows(self._layers())
+        return may and self._arguments["mesh"] is None and not looks_across_rows(self._layers())
 
     def _most_rows_together(self, call: Any) -> int:
         """The most rows of chunks like this one that run together; a trial forward measures one of each kind."""
@@ -188,8 +209,9 @@ class RunningModule(LoadingModule):
             if len(self._rows_together) >= KINDS_REMEMBERED:
                 self._rows_together.clear()
             nbytes, given = self.activation_bytes(call), self._policy.activation_bytes or 0
-            assert self._engine is not None
-            joins = nbytes and (self._policy.join_chunks or not self._engine.draws)
+            engine, runners = self._engine, self._executor.runners
+            draws = any(r.draws is not False for r in runners) if engine is None else engine.draws
+            joins = nbytes and (self._policy.join_chunks or not draws)
             most = min(given, cell_bytes(self._policy, self.device) or given)
             self._rows_together[kind] = most * (rows_in(call) or 0) // nbytes if joins else 0
         return self._rows_together[kind]

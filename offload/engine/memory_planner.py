@@ -23,7 +23,7 @@ import math
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -103,6 +103,8 @@ class MemoryPlanner:
         #: Whether gradients were ever accumulated, or zeroed in place.
         self._accumulates = False
         self._warned: set[Hashable] = set()
+        #: See :meth:`by_count`.
+        self._counts_only = False
         #: Rows of the micro-batches of the last step.
         self._rows: tuple[float, ...] | None = None
         #: Sizes of batches that ran: these, and smaller ones, are never refused later.
@@ -400,10 +402,24 @@ class MemoryPlanner:
             return  # it fits just so: with the least memory
         executor = self._executor()
         assert executor is not None
-        message = too_little(executor, rows, error.least_bytes, self.limit_bytes, self._memory.margin(sum(rows)))
-        if not self._has_run(rows) and not self._was_cut(rows):
+        margin = self._memory.margin(sum(rows))
+        message = too_little(executor, rows, error.least_bytes, self.limit_bytes, margin)
+        fits_by_count = self._counts_only and error.least_bytes - margin <= self.limit_bytes
+        if not (fits_by_count or self._has_run(rows) or self._was_cut(rows)):
             raise TooLargeError(message)
         self._warn(message, tuple(rows))
+
+    @contextlib.contextmanager
+    def by_count(self) -> Iterator[None]:
+        """A context in which what fits by counted bytes is not refused for a margin, which was measured.
+
+        For sizes that may run otherwise with other bits: these are to be the same in each process.
+        """
+        self._counts_only = True
+        try:
+            yield
+        finally:
+            self._counts_only = False
 
     def _has_run(self, rows: Sequence[float]) -> bool:
         """Whether a batch that ran was at least as large: in all, and in its largest micro-batch."""

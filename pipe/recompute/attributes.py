@@ -1,8 +1,9 @@
 """Saves and restores plain Python attributes that modules change in forward: a hidden state, a counter, a list.
 
-Guarantee: inside :meth:`Attributes.again` an attribute that was rebound by the forward, or by other code since, and a
-list, dict or set that was changed, has its value from before the forward; afterwards it has its value from before the
-recomputation. Modules of which no attribute changed in their first forwards cost nothing.
+Guarantee: inside :meth:`Attributes.again` an attribute that the forward rebound, and a list, dict or set that it
+changed, has its value from before the forward; with ``others`` also what other code has changed since. Afterwards
+it has its value from before the recomputation. Modules of which no attribute changed in their first forwards cost
+nothing.
 
 Limits: changes inside objects that attributes refer to, and attributes that a module begins to change later, are not
 detected.
@@ -63,8 +64,8 @@ class Attributes:
         #: For each changed attribute: the module's attributes, its name, its value and the content of that.
         self._changed: list[tuple[dict[str, Any], str, Any, Any]] = []
 
-    def record_changes(self) -> None:
-        """To be called after the forward: keeps the old values of changed attributes."""
+    def record_changes(self, *, others: bool = False) -> None:
+        """To be called after the forward: keeps the old values of changed attributes, and with ``others`` of all."""
         changed: set[nn.Module] = set()
         for name, module, key, value, content in self._differences():
             if isinstance(value, Tensor) and _changed(value, content):
@@ -74,7 +75,9 @@ class Attributes:
                 )
             self._changed.append((vars(module), key, value, content))
             changed.add(module)
-        self._recorded = True
+        self._recorded = others
+        if not others:
+            self._before = []
         self._stateful.learn(changed)
 
     def _differences(self) -> Iterator[tuple[str, nn.Module, str, Any, Any]]:

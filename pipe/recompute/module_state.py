@@ -161,10 +161,13 @@ class ModuleState:
             for buffer in self._before:
                 buffer.take_back()
 
-    def record_changes(self) -> ModuleState:
-        """To be called after the forward: drops the copies of unchanged buffers. Returns itself."""
+    def record_changes(self, *, others: bool = False) -> ModuleState:
+        """To be called after the forward: drops the copies of unchanged buffers. Returns itself.
+
+        ``others``: a recomputation also restores attributes that other code has changed since.
+        """
         if self._attributes is not None:
-            self._attributes.record_changes()
+            self._attributes.record_changes(others=others)
         self._hooks.record_changes(add=self._attributes is None)
         before, self._before = self._before, []
         for buffer in before:

@@ -186,7 +186,7 @@ class RegionState:
         if self._states:
             self._region.note_drawn([each for each, _ in self._states])
         if self._module_state is not None:
-            self._module_state.record_changes()
+            self._module_state.record_changes(others=True)
 
 
 class _First:

@@ -230,7 +230,7 @@ def test_pipe_ladder_runs_all_its_parts() -> None:
 
 
 def test_memory_latency_computes_the_gradients_of_plain_pytorch_with_each_setting() -> None:
-    words = "--layers 4 --dim 64 --rows 4 --positions 4 --pairs 1 --only budget micro-batches forward"
+    words = "--layers 4 --dim 64 --rows 4 --positions 4 --pairs 1 --only memory micro-batches forward"
     assert run_here("memory-latency", words, "m") == 0
     page = pages("m")
     assert Path("m.png").stat().st_size > 10_000

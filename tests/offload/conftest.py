@@ -17,6 +17,7 @@ from tests.offload.late import LateLane, run_late
 #: Files whose claims hold where autograd drives: they run on :mod:`offload.core`, which is to run every model.
 ON_THE_CORE = {
     "test_host_time.py",
+    "test_on_the_core.py",
 }
 
 

@@ -330,8 +330,8 @@ def test_a_plan_that_a_budget_admits_never_holds_more_boundaries_than_it(
         slots=2,
         microbatches=microbatches,
         kept=kept,
-        boundaries=Residency(budget, strict=True),
-        gradients=Residency(budget, gradients=True, strict=True),
+        boundaries=Residency(budget),
+        gradients=Residency(budget, gradients=True),
         boundary_sizes=lambda key: sizes[key[0]],
         gradient_sizes=lambda key: sizes[key[0]],
     )
