@@ -22,7 +22,7 @@ class Slots:
 
     def __init__(self, streamer: Streamer) -> None:
         self._streamer = streamer
-        #: Called with what is done; None: nobody wants to know.
+        #: Called with the kind and the shard of each action; None if no step is observed.
         self.act: Callable[[Kind, int], None] | None = None
 
     def use(self, j: int, following: Iterable[int]) -> None:

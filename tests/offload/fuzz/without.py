@@ -103,7 +103,10 @@ MECHANISMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...
     "written homes": (_written_homes, ("other_numbers_between_forward_and_backward_are_seen_or_refused",)),
     "module hooks": (
         _module_hooks,
-        ("a_hook_that_comes_after_the_forward_is_not_in_its_recomputation",),
+        (
+            "a_hook_that_comes_after_the_forward_is_not_in_its_recomputation",
+            "another_forward_of_a_layer_is_not_in_a_recomputation",
+        ),
     ),
 }
 
