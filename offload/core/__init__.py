@@ -3,4 +3,4 @@
 import os
 
 #: Whether models run on this engine where it can.
-IN_USE = bool(int(os.environ.get("OFFLOAD_CORE", "0")))
+IN_USE = bool(int(os.environ.get("OFFLOAD_CORE", "1")))
