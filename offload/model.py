@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from offload import core
 from offload.arguments import (
     check_choices,
     check_gradient_dtype,
@@ -23,7 +22,7 @@ from offload.arguments import (
 from offload.blocks.core_engine import engine_of
 from offload.blocks.face import class_for
 from offload.blocks.find import Blocks
-from offload.engine.executor import Executor
+from offload.engine.homes import ModelHomes
 from offload.engine.outside import bytes_staying
 from offload.files.pretrained import Pretrained
 from offload.limits import MemoryLimits
@@ -257,7 +256,7 @@ class OffloadModel(RunningModule):
             blocking = self._tier.blocking_io or param_dtype is not None or form is not None
             lanes = sharding.open_lanes(self.device) if sharding else open_lanes(self.device, blocking_io=blocking)
             undo.callback(lanes.close)
-            self._executor = Executor(
+            self._executor = ModelHomes(
                 named,
                 layout.cuts,
                 self._persistent_home.values,
@@ -276,14 +275,12 @@ class OffloadModel(RunningModule):
                 accumulates=accumulate_in_gradient_dtype,
             )
             self._join(self._executor, named, self._persistent_home.values, undo.callback)
-            for runner in self._executor.runners:
-                runner.compares_always = detect_weight_writes
-            # Of the executor, which tapes refer to: a backward still runs after the model is collected.
+            # Of the homes, to which graphs refer: a backward still runs after the model is collected.
             shards = [weakref.ref(shard) for shard in self._executor.shards]
             close = partial(_close, lanes, self._tier)
             self._finalizer = finalize_here(self._executor, leave_pending_updates, shards, close)
-            if core.IN_USE and mesh is None and self.device.type == "cpu":
-                self._engine = engine_of(self._executor, list(named), apart=called is not None)
+            self._engine = engine_of(self._executor, list(named), apart=called is not None)
+            self._run_blocks_by(self._engine)
             if self._memory_limits is not None and recompute:
                 self._executor.plan_memory(self._memory_limits, resources.policy)
             self._persistent_home.begin()

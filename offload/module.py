@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.arguments import layers_of
-from offload.engine.executor import Executor
+from offload.engine.homes import ModelHomes
 from offload.engine.structure import Structure
 from offload.identities import identities_only
 from offload.memory import MemoryArguments
@@ -41,7 +41,7 @@ class ModuleAtHome(nn.Module):
     """The ``nn.Module`` part of :class:`~offload.OffloadModel`. Its children are the layers."""
 
     device: torch.device
-    _executor: Executor
+    _executor: ModelHomes
     _tier: Tier
     #: Names and modules that do not stream: those outside of the blocks, each without its children.
     _around: Mapping[str, nn.Module] = MappingProxyType({})
@@ -86,7 +86,7 @@ class ModuleAtHome(nn.Module):
 
     def _join(
         self,
-        executor: Executor,
+        executor: ModelHomes,
         named: dict[str, nn.Module],
         values: Mapping[Tensor, Values],
         undo: Callable[..., Any],
@@ -100,6 +100,9 @@ class ModuleAtHome(nn.Module):
         executor.structure = Structure(self._modules)
 
     # --- state and gradients ---------------------------------------------------------------------------------------
+
+    def _run_blocks_by(self, engine: Any) -> None:
+        """Lets the engine run what the model's own forward calls."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As in torch; with ``store_dtype``, copies of what homes store in a form."""

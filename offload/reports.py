@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from offload.engine.executor import Executor
+from offload.engine.homes import ModelHomes
 from offload.engine.prediction import predict_step
 from offload.engine.row_units import largest_rows
 from offload.planning.estimate import Estimate
@@ -26,7 +26,7 @@ __all__ = ["ReportingModule"]
 class ReportingModule(SlotSharingModule):
     """The part of a model that reports."""
 
-    _executor: Executor
+    _executor: ModelHomes
     _meter: Meter
     _tier: Tier
     _policy: MemoryPolicy

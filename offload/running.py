@@ -12,15 +12,11 @@ from torch import Tensor
 
 from offload.arguments import names_given
 from offload.core.engine import Engine
-from offload.core.sequential import measured_activations as core_activations
-from offload.core.sequential import run_layers
+from offload.core.sequential import measured_activations, run_layers
 from offload.core.tape import ChunksTape, with_tape
-from offload.engine.autograd import attach
 from offload.engine.inputs import check_inputs
-from offload.engine.prediction import measured_activations
-from offload.engine.raw_chunk import RawChunk, as_call
+from offload.engine.raw_chunk import as_call
 from offload.engine.regroup import (
-    RegroupedTape,
     by_chunk,
     joined,
     kind_of,
@@ -29,7 +25,6 @@ from offload.engine.regroup import (
     runs_together,
     split_output,
 )
-from offload.engine.tape import Tape
 from offload.limits import cell_bytes
 from offload.loading import LoadingModule
 from offload.planning.residency import TooLargeError
@@ -48,8 +43,8 @@ KINDS_REMEMBERED = 256
 class RunningModule(LoadingModule):
     """The part of a model that runs forwards."""
 
-    #: Runs the layers while autograd drives; None where the executor does.
-    _engine: Engine | None = None
+    #: Runs the layers while autograd drives.
+    _engine: Engine
     #: Names of the arguments of layers after the first.
     _taken_later: set[str]
     #: Kind of a chunk -> the most rows of such chunks that run together; 0: none do.
@@ -79,24 +74,15 @@ class RunningModule(LoadingModule):
         answered = offered(self, chunks)
         if answered is not None:
             return gather_nested(answered)
-        if self._engine is not None:
-            outputs = self._run_engine(chunks)
-            check_rows(outputs, (inputs, kwargs))
-            return gather_nested(outputs)
-        tape = self._executor.tape(chunks)
-        outputs = self._executor.forward(tape, chunks)
-        check_rows(outputs, (inputs, kwargs))
-        return attach(self._executor, tape, outputs, (inputs, kwargs)) if tape.records else gather_nested(outputs)
-
-    def _run_engine(self, chunks: Sequence[Any]) -> list[Any]:
-        """The outputs of chunks, in one graph."""
-        executor, engine = self._executor, self._engine
-        assert engine is not None
-        executor.check_open()
+        self._check_open()
         check_inputs([flatten(chunk)[0] for chunk in chunks])
-        check_frozen(executor.quantised)
-        layers = [shard.layers for shard in executor.shards]
-        return run_layers(engine, layers, chunks, dtype=executor.layer_homes.dtype)
+        outputs = self._run_layers(chunks)
+        check_rows(outputs, (inputs, kwargs))
+        return gather_nested(outputs)
+
+    def _check_open(self) -> None:
+        self._executor.check_open()
+        check_frozen(self._executor.quantised)
 
     def _check_arguments(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raises TypeError for an argument that later layers also have: only the first layer would get it."""
@@ -115,7 +101,7 @@ class RunningModule(LoadingModule):
         *,
         output_fn: Callable[[Any], Any] | None = None,
         input_fn: Callable[[Any], Any] | None = None,
-    ) -> tuple[list[Any], Tape | RegroupedTape | ChunksTape]:
+    ) -> tuple[list[Any], ChunksTape]:
         """Runs many chunks through each shard, and leaves the backward to the caller.
 
         Args:
@@ -135,49 +121,36 @@ class RunningModule(LoadingModule):
                 f"expected a sequence of at least one chunk, got {type(chunks).__name__}; cut a batch with "
                 f"batch.split(rows), for example"
             )
+        self._check_open()
+        output_fns = [output_fn] * len(chunks)
         if input_fn is not None:
-            calls: list[Any] = [RawChunk(i, chunk, input_fn) for i, chunk in enumerate(chunks)]
-        else:
-            calls = [as_call(i, chunk) for i, chunk in enumerate(chunks)]
-        engine = self._engine
-        if engine is not None:
-            self._executor.check_open()
-            check_frozen(self._executor.quantised)
-            if input_fn is not None:
-                made = partial(_made, input_fn)
-                return with_tape(self._run_layers(engine, chunks, [output_fn] * len(calls), made))
-        joins = self._joins_chunks and input_fn is None
-        runs = runs_together(calls, self._most_rows_together) if joins else []
+            return with_tape(self._run_layers(chunks, output_fns, partial(_made, input_fn)))
+        calls = [as_call(i, chunk) for i, chunk in enumerate(chunks)]
+        runs = runs_together(calls, self._most_rows_together) if self._joins_chunks else []
         if any(len(run) > 1 for run in runs):
             with contextlib.suppress(TooLargeError):
                 return self._forward_joined(calls, runs, output_fn)
-        tape = None if engine is not None else self._executor.tape(calls, [output_fn] * len(calls))
         # What fits apart only stays apart, however much fits later.
         self._rows_together.update((self._kind_of_chunk(calls[run[0]]), 0) for run in runs if len(run) > 1)
-        if engine is not None:
-            return with_tape(self._run_layers(engine, calls, [output_fn] * len(calls)))
-        assert tape is not None
-        return self._executor.forward(tape, calls), tape
+        return with_tape(self._run_layers(calls, output_fns))
 
     def _run_layers(
         self,
-        engine: Engine,
         chunks: Sequence[Any],
-        output_fns: Sequence[Callable[[Any], Any] | None],
+        output_fns: Sequence[Callable[[Any], Any] | None] = (),
         input_fn: Callable[[Any], Any] | None = None,
     ) -> list[Any]:
         layers = [shard.layers for shard in self._executor.shards]
         dtype = self._executor.layer_homes.dtype
-        return run_layers(engine, layers, chunks, output_fns=output_fns, input_fn=input_fn, dtype=dtype)
+        return run_layers(self._engine, layers, chunks, output_fns=output_fns, input_fn=input_fn, dtype=dtype)
 
     def _forward_joined(
         self, calls: Sequence[Any], runs: Sequence[Sequence[int]], output_fn: Callable[[Any], Any] | None
-    ) -> tuple[list[Any], RegroupedTape | ChunksTape]:
+    ) -> tuple[list[Any], ChunksTape]:
         """Runs the chunks of each run together. Raises TooLargeError, before anything moves, if they do not fit.
 
         By counted bytes, which are the same in every process: chunks that run together may have other bits.
         """
-        planner = self._executor.steps.planner
         groups = [joined([calls[i] for i in run]) for run in runs]
         rows = [[rows_in(calls[i]) or 0 for i in run] for run in runs]
         output_fns = [output_fn and by_chunk(output_fn, sizes) for sizes in rows]
@@ -185,15 +158,9 @@ class RunningModule(LoadingModule):
         def apart(outputs: Sequence[Any]) -> list[Any]:
             return [piece for output, sizes in zip(outputs, rows, strict=True) for piece in split_output(output, sizes)]
 
-        if self._engine is not None:
-            return with_tape(apart(self._run_layers(self._engine, groups, output_fns)))
-        try:
-            with contextlib.nullcontext() if planner is None else planner.by_count():
-                tape = self._executor.tape(groups, output_fns)
-        except ValueError as error:
-            raise TooLargeError from error
-        pieces = apart(self._executor.forward(tape, groups))
-        return pieces, RegroupedTape(tape, rows, pieces)
+        planner = self._executor.steps.planner
+        with contextlib.nullcontext() if planner is None else planner.by_count():
+            return with_tape(apart(self._run_layers(groups, output_fns)))
 
     @property
     def _joins_chunks(self) -> bool:
@@ -209,9 +176,7 @@ class RunningModule(LoadingModule):
             if len(self._rows_together) >= KINDS_REMEMBERED:
                 self._rows_together.clear()
             nbytes, given = self.activation_bytes(call), self._policy.activation_bytes or 0
-            engine, runners = self._engine, self._executor.runners
-            draws = any(r.draws is not False for r in runners) if engine is None else engine.draws
-            joins = nbytes and (self._policy.join_chunks or not draws)
+            joins = nbytes and (self._policy.join_chunks or not self._engine.draws)
             most = min(given, cell_bytes(self._policy, self.device) or given)
             self._rows_together[kind] = most * (rows_in(call) or 0) // nbytes if joins else 0
         return self._rows_together[kind]
@@ -228,11 +193,9 @@ class RunningModule(LoadingModule):
         Runs the chunk forward once, and leaves buffers and generators unchanged. 0 if no parameter takes a gradient.
         """
         call = map_tensors(Tensor.clone, as_call(0, chunk))  # of a view, the whole base would be counted
-        if self._engine is None:
-            return measured_activations(self._executor, call, output_fn)
         layers = [shard.layers for shard in self._executor.shards]
         dtype = self._executor.layer_homes.dtype
-        return core_activations(self._engine, layers, call, output_fn=output_fn, dtype=dtype)
+        return measured_activations(self._engine, layers, call, output_fn=output_fn, dtype=dtype)
 
 
 def _made(input_fn: Callable[[Any], Any], chunk: Any) -> Any:

@@ -1,6 +1,6 @@
 """A block in two roles: the module that the model's forward calls, and the layer that the engine runs.
 
-The instance's ``forward`` of a block hands its call to the executor, which runs the :class:`Body` of the block: its own
+The instance's ``forward`` of a block hands its call to the engine, which runs the :class:`Body` of the block: its own
 forward, without its hooks. So hooks of a block run once, outside of the recomputation, on tensors of the model's graph.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.block_forwards import BlockForwards
+from offload.core.engine import Engine
 from pipe.torch_private.tracing import outside_of_compiled_graphs
 
 __all__ = ["Body", "StreamedForward", "run_of"]
@@ -54,10 +54,10 @@ def run_of(body: nn.Module) -> Callable[..., Any]:
 
 
 class StreamedForward:
-    """The ``forward`` of a block instance: hands the call to the executor."""
+    """The ``forward`` of a block instance: hands the call to the engine."""
 
-    def __init__(self, executor: BlockForwards, j: int, block: nn.Module) -> None:
-        self._executor = weakref.ref(executor)
+    def __init__(self, j: int, block: nn.Module) -> None:
+        self._engine: Callable[[], Engine | None] = lambda: None
         self._block = weakref.ref(block)
         self._j = j
         self._own = vars(block).get("forward")
@@ -76,13 +76,14 @@ class StreamedForward:
         return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        executor, block = self._executor(), self._block()
-        if executor is None or block is None:
+        engine, block = self._engine(), self._block()
+        if engine is None or block is None:
             raise RuntimeError("the OffloadModel of this block was deleted, and with it the block's parameters")
-        native = executor.native()
-        if native is not None:
-            return native.call_block(self._j, args, kwargs)
-        return executor.call_block(self._j, args, kwargs)
+        return engine.call_block(self._j, args, kwargs)
+
+    def run_by(self, engine: Engine) -> None:
+        """Notes the engine that runs the block."""
+        self._engine = weakref.ref(engine)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """The forward of a copied block, which does not stream."""

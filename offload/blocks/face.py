@@ -26,13 +26,10 @@ from offload.blocks.rest import with_rest
 from offload.core.chunks import run_chunks
 from offload.core.engine import Engine
 from offload.core.tape import ChunksTape, with_tape
-from offload.engine.autograd import attach
-from offload.engine.block_forwards import tensors_of_call
-from offload.engine.executor import Executor
+from offload.engine.homes import ModelHomes
 from offload.engine.outside import bytes_staying
 from offload.engine.raw_chunk import as_call
 from offload.engine.structure import Structure
-from offload.engine.tape import Tape
 from offload.memory import MemoryArguments, least_bytes
 from offload.module import refuse_shallow_copy
 from offload.planning.budget import FIRST_GAPS_SHARE
@@ -43,7 +40,7 @@ from offload.streaming.materialize import Values
 from offload.streaming.quantised import check_storable, is_taken_apart, refresh, stored_tensors
 from pipe.interception import offered
 from pipe.microbatch import check_rows, gather_nested, split_nested
-from pipe.nested import map_tensors
+from pipe.nested import map_tensors, tensors_in
 from pipe.recompute.thread_state import lasting_hooks
 from pipe.torch_private.autograd import saved_tensor_hooks
 
@@ -104,7 +101,7 @@ class ModelWithBlocks(ReportingModule):
     _rest: Sequence[str] = ()
     _forwards: list[StreamedForward]
     _num_microbatches: int
-    _engine: Engine | None
+    _engine: Engine
     #: The forward that the model's instance had, if it was not its class's.
     _forward_of_instance: Callable[..., Any] | None
     _plans_microbatches = False
@@ -196,7 +193,7 @@ class ModelWithBlocks(ReportingModule):
 
     def _join(
         self,
-        executor: Executor,
+        executor: ModelHomes,
         named: dict[str, nn.Module],
         values: Mapping[Tensor, Values],
         undo: Callable[..., Any],
@@ -215,8 +212,6 @@ class ModelWithBlocks(ReportingModule):
             assert each.part_of is not None
             refresh(each.part_of)
         executor.outside, executor.blocks, executor.rest = list(outside.values()), list(self._blocks), self._rest
-        executor.places = list(range(len(executor.blocks)))
-        executor.casts_outside = self._casts is not None
         executor.quantised.update((each.part_of, each.name) for each in parts if each.part_of is not None)
         executor.around = [weakref.ref(module) for module in modules_outside(self, self._blocks).values()]
         forwards: list[StreamedForward] = []
@@ -227,9 +222,13 @@ class ModelWithBlocks(ReportingModule):
 
         undo(remove)
         for j, block in enumerate(self._blocks.values()):
-            forwards.append(StreamedForward(executor, j, block))
+            forwards.append(StreamedForward(j, block))
         self.__dict__["_forwards"] = forwards
         executor.structure = Structure(self._modules)
+
+    def _run_blocks_by(self, engine: Engine) -> None:
+        for each in self._forwards:
+            each.run_by(engine)
 
     # --- running ------------------------------------------------------------------------------------------------
 
@@ -248,26 +247,17 @@ class ModelWithBlocks(ReportingModule):
         if answered is not None:
             return answered[0] if one else gather_nested(answered)
         engine = self._engine
-        if engine is not None:
 
-            def forward() -> Any:
-                with self._computing():
-                    if one:
-                        return self._forward_on(call)
-                    outputs = run_chunks(engine, self._forward_on, chunks, self._modules_around())
-                check_rows(outputs, call)
-                return gather_nested(outputs)
-
-            # The engine compares the parameters before casts take their places.
-            return engine.forward(forward)
-        with self._computing():
-            run = self._executor.run_one(self._forward_on, call) if one else None
-            tape, outputs = self._executor.run_many(self._forward_on, chunks) if run is None else run
+        def forward() -> Any:
+            with self._computing():
+                if one:
+                    return self._forward_on(call)
+                outputs = run_chunks(engine, self._forward_on, chunks, self._modules_around())
             check_rows(outputs, call)
-            if tape is None or not tape.records:
-                return outputs[0] if len(outputs) == 1 else gather_nested(outputs)
-            with torch.enable_grad():  # a forward may have enabled gradients itself
-                return attach(self._executor, tape, outputs, call)
+            return gather_nested(outputs)
+
+        # The engine compares the parameters before casts take their places.
+        return engine.forward(forward)
 
     def _modules_around(self) -> list[nn.Module]:
         return self._executor.modules_outside()
@@ -284,7 +274,7 @@ class ModelWithBlocks(ReportingModule):
         *,
         output_fn: Callable[[Any], Any] | None = None,
         input_fn: Callable[[Any], Any] | None = None,
-    ) -> tuple[list[Any], Tape | ChunksTape]:
+    ) -> tuple[list[Any], ChunksTape]:
         """Runs the forwards of many chunks: each block runs for all of them while it is loaded.
 
         Args:
@@ -309,16 +299,12 @@ class ModelWithBlocks(ReportingModule):
             return output if output_fn is None else output_fn(output)
 
         engine = self._engine
-        if engine is not None:
 
-            def run() -> list[Any]:
-                with self._computing():
-                    return run_chunks(engine, forward, chunks, self._modules_around())
+        def run() -> list[Any]:
+            with self._computing():
+                return run_chunks(engine, forward, chunks, self._modules_around())
 
-            return with_tape(engine.forward(run))
-        with self._computing():
-            tape, outputs = self._executor.run_many(forward, chunks)
-        return outputs, tape
+        return with_tape(engine.forward(run))
 
     def activation_bytes(self, chunk: Any, *, output_fn: Callable[[Any], Any] | None = None) -> int:
         """Not known for a model with blocks: raises ValueError."""
@@ -350,8 +336,6 @@ class ModelWithBlocks(ReportingModule):
     def _check_model(self) -> None:
         if self._casts is not None:
             self._casts.end()  # an interrupt may have left casts in place
-        if self._engine is None:
-            self._executor.check_structure()
         self._executor.public.take_settings()  # before the first block: they decide whether there will be a backward
         if torch.is_grad_enabled():
             if saved_tensor_hooks() is not None and lasting_hooks() is None:
@@ -414,6 +398,13 @@ class ModelWithBlocks(ReportingModule):
     @property
     def _base(self) -> type[nn.Module]:
         return type(self).__mro__[2]
+
+
+def tensors_of_call(call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> list[Tensor]:
+    """The tensors among the arguments of a call, but not those inside of caches and other objects."""
+    args, kwargs = call
+    plain = [x for x in (*args, *kwargs.values()) if isinstance(x, (Tensor, tuple, list, dict))]
+    return tensors_in(plain)
 
 
 def _rebuild(base: Any, bare: nn.Module, blocks: Any, arguments: dict[str, Any]) -> Any:

@@ -36,6 +36,7 @@ from offload.core.observed import ObservedStep, Recorder
 from offload.core.passes import Forward, Slots, before
 from offload.core.visit import Visit
 from offload.core.weights import Weights
+from offload.engine.homes import ModelHomes
 from offload.engine.structure import Structure
 from offload.engine.weight_writes import AssignedData
 from offload.planning.plan import Kind
@@ -107,7 +108,7 @@ class Engine:
         recompute: bool,
         assigned: AssignedData,
         structure: Structure,
-        owner: Any,
+        owner: ModelHomes,
         numbers: Sequence[tuple[int, int]] = (),
         calls: Sequence[Callable[..., Any]] = (),
     ) -> None:
@@ -413,10 +414,10 @@ class Engine:
 
     def _boundaries(self) -> Boundaries | None:
         owner = self._owner
-        scratch, budget_bytes = owner._tier.scratch(), owner.steps._budget_bytes
+        scratch, budget_bytes = owner.scratch, owner.steps.boundary_budget_bytes
         if scratch is None or math.isinf(budget_bytes):
             return None
-        return Boundaries(scratch, owner._lanes.boundary, owner.meter, budget_bytes)
+        return Boundaries(scratch, owner.boundary_lane, owner.meter, budget_bytes)
 
     def _visit(self, this: _Pass, j: int) -> tuple[Visit, Tensor | None]:
         """The visit of a shard in this pass, made at its first cell."""

@@ -141,9 +141,7 @@ class ObservedStep:
         self._meter.record_memory_profile(j, profile, keeps=kept, continues=k > 0)
         if not kept:
             nbytes = sum(recorder.nbytes.values())
-            runner = self._executor._cell_executor.shards[j].runners[k]
-            runner.activation_bytes, runner.graph_bytes = nbytes, nbytes
-            runner.graph_bytes_per_row = nbytes / (self.rows[i] or 1)
+            self._steps.record_graph(j, k, nbytes / (self.rows[i] or 1))
 
     def forward(self, kind: Kind, j: int, k: int, blocks: int, i: int) -> contextlib.AbstractContextManager[None]:
         """A context for a cell in forward."""

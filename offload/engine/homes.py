@@ -1,27 +1,35 @@
-"""Where the shards of a model rest between steps, in files or in host memory; changed between steps, for a planner."""
+"""Where the shards of a model rest between steps, in files or in host memory, and what its parts know of each other.
+
+A model has one of these: the homes of its layers, what moves bytes (the streamer), what is known of its steps, and the
+parameters that users see. The engine that runs its blocks is made over it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import contextlib
+import os
+import weakref
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from offload.engine.cell import ShardRunner
-from offload.engine.cell_executor import CellExecutor
-from offload.engine.exclusive import ExclusivePasses
 from offload.engine.measured import step_model
 from offload.engine.mesh_planner import planner_for
+from offload.engine.outside import outside_bytes
 from offload.engine.references import References
 from offload.engine.regroup import looks_across_rows
 from offload.engine.row_units import RowUnits
-from offload.engine.shard_parts import ShardParts
 from offload.engine.steps import Steps
 from offload.engine.stored_form import stored_form
+from offload.engine.structure import Structure
 from offload.engine.weight_writes import AssignedData
 from offload.limits import MemoryLimits
+from offload.mesh.public import PublicParameters
+from offload.mesh.sharding import Sharding
 from offload.planning.explain import Stored
 from offload.planning.peak_memory import OutsideBytes
 from offload.planning.plan import Plan
@@ -30,17 +38,24 @@ from offload.policy import MemoryPolicy
 from offload.storage import Tier
 from offload.storage.host import HostTier
 from offload.streaming.current_values import read_current_values
-from offload.streaming.lane import error_context
-from offload.streaming.layer_homes import LayerHomes
+from offload.streaming.lane import CopyLanes, error_context
+from offload.streaming.layer_homes import make_shards
+from offload.streaming.materialize import Values, move_buffers
 from offload.streaming.moves import Move, move_homes
+from offload.streaming.resident import resident_shard
 from offload.streaming.shard import Shard
 from offload.streaming.stored_gradients import regions_of
+from offload.streaming.streamer import Streamer
+from offload.streaming.weight_forms import WeightForm
 from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.statistics import Meter
 from pipe.process import check_process
 from pipe.torch_private.autograd import outside_inference_mode
 
-__all__ = ["MovableHomes", "ShardBytes"]
+if TYPE_CHECKING:
+    from offload.core.engine import Engine
+
+__all__ = ["ModelHomes", "ShardBytes"]
 
 
 #: Of a limit of memory, staging buffers of transfers take at most one part in so many.
@@ -63,57 +78,187 @@ class ShardBytes:
         return self.weights + self.gradients + self.states
 
 
-class MovableHomes(ExclusivePasses):
-    """The part of an executor that knows where shards rest."""
+class ModelHomes:
+    """The shards of one model, and what is known of them.
 
-    shards: list[Shard]
-    layer_homes: LayerHomes
-    #: The owner of the parameters of layers that stay on the compute device.
-    resident: Shard | None
-    outside_bytes: Callable[[], OutsideBytes]
-    policy: MemoryPolicy
-    recompute: bool
-    runners: list[ShardRunner]
-    steps: Steps
-    row_units: RowUnits
-    _cell_executor: CellExecutor
-    _references: References
-    assigned_data: AssignedData
-    _tier: Tier
-    _meter: Meter
-    #: Whether code of the model runs between the layers of a shard, which run one by one then.
-    layers_apart = False
+    Moves the parameters of ``layers`` to their homes and the buffers to the compute device. ``cuts`` are the numbers of
+    layers of each shard; ``values`` the sources of parameters and buffers that are not read from the layers.
+    """
+
+    #: Of the layers, once the model is complete.
+    structure: Structure | None = None
     #: Whether the model was closed.
     closed = False
-    #: The arguments of :meth:`plan_memory`, if plans are chosen.
-    planned: tuple[MemoryLimits, MemoryPolicy] | None = None
+    #: Names of the blocks that the model's own forward calls; none for layers that are called in order.
+    blocks: Sequence[str] = ()
+    #: Those of them that are blocks because memory is too small for them to stay.
+    rest: Sequence[str] = ()
+    #: The parameters outside of the blocks.
+    outside: Sequence[nn.Parameter] = ()
+    #: The modules outside of the blocks. Weak references, since the model refers to this object.
+    around: Sequence[weakref.ref[nn.Module]] = ()
+
+    def __init__(
+        self,
+        layers: Mapping[str, nn.Module],
+        cuts: Sequence[int],
+        values: Mapping[Tensor, Values],
+        *,
+        policy: MemoryPolicy,
+        device: torch.device,
+        tier: Tier,
+        lanes: CopyLanes,
+        meter: Meter,
+        recompute: bool,
+        param_dtype: torch.dtype | None,
+        sharding: Sharding | None = None,
+        resident: Collection[nn.Parameter] = (),
+        layers_apart: bool = False,
+        form: WeightForm | None = None,
+        gradient_dtype: torch.dtype | None = None,
+        accumulates: bool = False,
+    ) -> None:
+        #: The owner of the parameters of layers that stay on the compute device.
+        self.resident = resident_shard(layers, set(resident), len(cuts), device)
+        if self.resident is not None and self.resident.home is not None:
+            meter.hold(self.resident.home.nbytes)
+        named = list(layers.items())
+        if sharding is None:
+            self.shards, self.layer_homes = make_shards(named, cuts, tier, param_dtype, values, self.resident, form)
+        else:
+            self.shards, self.layer_homes = sharding.make_shards(named, cuts, tier, param_dtype, values, self.resident)
+        if gradient_dtype is not None:
+            self.layer_homes.round_gradients(self.shards, gradient_dtype, accumulates=accumulates)
+        move_buffers(layers.values(), device)
+        #: Names of the quantised parameters.
+        self.quantised = {s.part_of: s.name for shard in self.shards for s in shard.own if s.part_of is not None}
+        given: dict[str, Any] = {"device": device, "tier": tier, "meter": meter}
+        self.streamer = Streamer(
+            self.shards,
+            slots=policy.slots or 2,
+            lanes=lanes,
+            own_slots=layers_apart,  # an embedding beside blocks is much larger than they are
+            **given,
+        )
+        if sharding is not None:
+            self.streamer.gradient_offload = sharding.gradient_offload(self.shards, lane=lanes.drain, **given)
+        self.device, self.meter = device, meter
+        self._tier, self._lanes = tier, lanes
+        #: What the model may hold, with all bytes decided.
+        self.policy = policy
+        #: Whether cells are recomputed; whether the model's own code runs between the layers of a shard.
+        self.recompute, self.layers_apart = recompute, layers_apart
+        read_current_values(self.shards, self.streamer)
+        #: Makes plans, and keeps those that ran.
+        self.steps = Steps(
+            self.shards,
+            policy=policy,
+            recompute=recompute,
+            spills=tier.scratch() is not None,
+            on_host=device.type == "cpu",
+            apart=layers_apart,
+        )
+        lenders = [] if self.resident is None else [self.resident]
+        self.assigned_data = AssignedData(self.shards, self.streamer.gradient_offload.optimizers.views, lenders)
+        #: The parameters that users see; with a mesh, layers hold them from now on.
+        self.public = PublicParameters() if sharding is None else sharding.public(self.shards)
+        self.row_units = RowUnits()
+        #: How often saved tensors were recorded, by shard, rows and whether the graph was kept.
+        self.recorded: dict[Any, int] = {}
+        #: The process that made the model.
+        self.made_in = os.getpid()
+        self._frozen_weights = 0
+        self._engine: Any = lambda: None
+        self._references = References(self.shards)
+
+    @property
+    def scratch(self) -> Any:
+        """Where boundaries are written if memory is too small for them; None: they stay."""
+        return self._tier.scratch()
+
+    @property
+    def boundary_lane(self) -> Any:
+        """The lane that moves boundaries."""
+        return self._lanes.boundary
+
+    def run_by(self, engine: Engine) -> None:
+        """Notes the engine that runs the blocks, and counts the references to parameters."""
+        self._engine = weakref.ref(engine)  # it refers to this object
+        this = weakref.ref(engine)
+
+        def in_pass() -> bool:
+            engine = this()
+            return engine is not None and engine.in_forward  # backwards of several models run in one of autograd
+
+        def clean_up() -> None:
+            engine = this()
+            if engine is not None:
+                engine.clean_up()
+
+        self.streamer.in_pass, self.streamer.clean_up = in_pass, clean_up
+        stored = [s.parameter for layer in self.layer_homes.places for s in layer]
+        self._references = References(self.shards, [*stored, *engine.held()])
+
+    @property
+    def busy(self) -> bool:
+        """Whether a forward or backward is running."""
+        engine = self._engine()
+        return engine is not None and engine.running
+
+    @property
+    def weights_are_frozen(self) -> bool:
+        """Whether it is inside of :meth:`frozen_weights`."""
+        return self._frozen_weights > 0
+
+    @contextlib.contextmanager
+    def frozen_weights(self) -> Iterator[None]:
+        """A context in which parameters do not change: forwards reuse the shards that are in slots."""
+        if not self._frozen_weights:
+            self.streamer.release()
+        self._frozen_weights += 1
+        try:
+            yield
+        finally:
+            self._frozen_weights -= 1
+
+    def prefetch(self, *, backward: bool) -> None:
+        """Begins to load the first shards of the next pass, unless a pass is running."""
+        if not self.busy:
+            self.streamer.prefetch(self.streamer.backward_order if backward else range(len(self.shards)))
+
+    def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool:
+        """See :meth:`.References.held_elsewhere`; ``known`` is without the engine's own graphs."""
+        return self._references.held_elsewhere(known, views)
+
+    # --- what is outside of the shards ------------------------------------------------------------------------------
+
+    def first_trainable(self) -> int:
+        """The first shard that a backward has to reach if no input needs a gradient."""
+        if any(p.requires_grad for p in self.outside):
+            return 0
+        return next((shard.index for shard in self.shards if shard.trainable), len(self.shards))
+
+    def modules_outside(self) -> list[nn.Module]:
+        """The modules outside of the blocks."""
+        return [module for each in self.around if (module := each()) is not None]
+
+    def outside_bytes(self) -> OutsideBytes:
+        """Bytes on the compute device that belong to no shard."""
+        return outside_bytes(
+            self.modules_outside(),
+            self.outside,
+            self.resident,
+            self.shards,
+            dtype=self.layer_homes.dtype,
+            states=self.streamer.gradient_offload.optimizers.resident_state_bytes(),
+        )
+
+    # --- where shards rest ------------------------------------------------------------------------------------------
 
     @property
     def staging_bytes(self) -> int:
         """See :attr:`.Tier.staging_bytes`."""
         return self._tier.staging_bytes
-
-    @property
-    def meter(self) -> Meter:
-        """The counters of the model."""
-        return self._meter
-
-    def held_by_engine(self) -> list[nn.Parameter]:
-        """Parameters that the engine which runs in place of this object holds, once for each reference."""
-        native = self.native()
-        return [] if native is None else native.held()
-
-    def parts_over(self, shards: list[Shard]) -> ShardParts:
-        """See :meth:`.ShardParts.make`."""
-        return ShardParts.make(self, shards, self._tier)
-
-    def use(self, parts: ShardParts) -> None:
-        """Replaces the parts of the engine that depend on how the model is cut into shards. Idempotent."""
-        # One list for streamer, gradient offload, assigned data and optimizers.
-        self.shards[:] = parts.shards
-        read_current_values(parts.shards, self.streamer)
-        self.runners, self._cell_executor = parts.runners, parts.cell_executor
-        self.steps, self._references = parts.steps, parts.references
 
     @property
     def plans(self) -> bool:
@@ -132,8 +277,7 @@ class MovableHomes(ExclusivePasses):
         Where layers compute in host memory, they use these shards in place: without a slot, a load or a copy, except
         shards that are cast (``param_dtype``) or borrow a tied parameter from another one, which still need slots
         (:attr:`Shard.may_bind_in_place <offload.streaming.shard.Shard.may_bind_in_place>`). Where homes are in host
-        memory anyway, only that changes. Forwards that look for writes of layers into their weights (the first ones
-        of each mode) take a temporary copy of a shard.
+        memory anyway, only that changes.
 
         Shards that leave memory are written first. A call that moves shards in both directions holds them all for a
         moment; two calls do not.
@@ -175,7 +319,7 @@ class MovableHomes(ExclusivePasses):
             for optimizer in optimizers:
                 optimizer.reserve_buffers()
             there = zip(self.shards, self.bytes_in_memory(), strict=True)
-            self._meter.resting_bytes = sum(each.weights + each.states for shard, each in there if shard.file)
+            self.meter.resting_bytes = sum(each.weights + each.states for shard, each in there if shard.file)
 
         try:
             commit()
@@ -214,12 +358,9 @@ class MovableHomes(ExclusivePasses):
         """Chooses the plans of steps by what they measure, within the limits, if the policy leaves anything open."""
         if not policy.plans:
             return
-        for runner in self.runners:
-            runner.measures_graphs = True
         if self.device.type == "cpu":
             self._tier.limit_staging(limits.device_bytes // STAGING_SHARE)
         self.steps.reserve(self.public, self.public.buffer_bytes)
-        self.planned = limits, policy
         self.steps.planner = planner_for(limits, policy, self)
 
     def microbatches(self, rows: int, units: float | None = None) -> int:
@@ -230,8 +371,8 @@ class MovableHomes(ExclusivePasses):
         planner = self.steps.planner
         if planner is None or not torch.is_grad_enabled():
             return 1
-        native = self.native()
-        draws = any(r.draws is not False for r in self.runners) if native is None else native.draws
+        engine = self._engine()
+        draws = engine is None or engine.draws
         layers = [layer for shard in self.shards for layer in shard.layers]
         if (draws and not planner.may_draw_otherwise) or looks_across_rows(layers):
             return 1
@@ -249,7 +390,7 @@ class MovableHomes(ExclusivePasses):
         exchange = self.public.exchange_bytes()
         reducing = 0 if exchange is None else exchange.outside
         outside = replace(self.outside_bytes(), activations=self.steps.around_bytes(rows), reducing=reducing)
-        known: dict[str, Any] = {"meter": self._meter, "tier": self._tier, "device": self.device}
+        known: dict[str, Any] = {"meter": self.meter, "tier": self._tier, "device": self.device}
         known |= {"slots": self.streamer.slots, "own_slots": self.streamer.own_slots}
         known["buffer_bytes"] = self.streamer.gradient_offload.optimizers.buffer_bytes()
         return step_model(self.shards, self.steps, rows, resting, outside=outside, exchange=exchange, **known)

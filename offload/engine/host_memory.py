@@ -10,24 +10,24 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from offload.engine.homes import MovableHomes, ShardBytes
+    from offload.engine.homes import ModelHomes, ShardBytes
     from offload.streaming.shard import Shard
 
 __all__ = ["bytes_left", "in_host_memory", "shards_that_fit"]
 
 
-def in_host_memory(executor: MovableHomes) -> frozenset[int]:
+def in_host_memory(executor: ModelHomes) -> frozenset[int]:
     """The shards that rest in host memory although their homes are files."""
     return frozenset(shard.index for shard in executor.shards if shard.file is not None)
 
 
-def bytes_left(executor: MovableHomes, host_bytes: int) -> int:
+def bytes_left(executor: ModelHomes, host_bytes: int) -> int:
     """Of ``host_bytes``, those that shards in host memory and buffers of transfers and updates leave."""
     resting = (each.total for shard, each in _shards(executor) if shard.file is not None)
     return max(0, host_bytes - _buffer_bytes(executor) - sum(resting))
 
 
-def shards_that_fit(executor: MovableHomes, host_bytes: int, resident_bytes: int | None) -> set[int]:
+def shards_that_fit(executor: ModelHomes, host_bytes: int, resident_bytes: int | None) -> set[int]:
     """The shards that may rest in so much host memory, together in no more than ``resident_bytes``."""
     optimizers = executor.streamer.gradient_offload.optimizers
     left = host_bytes - _buffer_bytes(executor)
@@ -44,9 +44,9 @@ def shards_that_fit(executor: MovableHomes, host_bytes: int, resident_bytes: int
     return found
 
 
-def _shards(executor: MovableHomes) -> Iterator[tuple[Shard, ShardBytes]]:
+def _shards(executor: ModelHomes) -> Iterator[tuple[Shard, ShardBytes]]:
     return zip(executor.shards, executor.bytes_in_memory(), strict=True)
 
 
-def _buffer_bytes(executor: MovableHomes) -> int:
+def _buffer_bytes(executor: ModelHomes) -> int:
     return executor.staging_bytes + executor.streamer.gradient_offload.optimizers.buffer_bytes()

@@ -13,7 +13,7 @@ from offload.engine.row_units import shown
 from offload.planning.partition import smallest_shard
 
 if TYPE_CHECKING:
-    from offload.engine.homes import MovableHomes
+    from offload.engine.homes import ModelHomes
 
 __all__ = ["least_limit", "too_little"]
 
@@ -25,7 +25,7 @@ def least_limit(needed: Callable[[int], int], limit: int) -> int:
     return limit
 
 
-def too_little(executor: MovableHomes, rows: Sequence[float], least: int, limit: int, margin: int) -> str:
+def too_little(executor: ModelHomes, rows: Sequence[float], least: int, limit: int, margin: int) -> str:
     """Says that a step needs ``least`` bytes, of which ``margin`` by earlier steps, and has ``limit``; what to do."""
     steps, optimizers = executor.steps, executor.streamer.gradient_offload.optimizers
     on_host = executor.device.type == "cpu"

@@ -114,7 +114,6 @@ def step_model(
         kept_profiles=kept_graphs,
         graph_bytes_per_row=steps.graph_bytes_per_row(),
         outside=outside,
-        copied_bytes=steps.copied_bytes() if on_host else {},
         constant_bytes=(tier.staging_bytes if on_host else 0)
         + (sum(resting_bytes.values()) if always else 0)
         + (0 if exchange is None else exchange.staging),

@@ -45,7 +45,7 @@ from offload.streaming.moves import HomeInUseError
 from offload.telemetry.memory_report import MemoryReport
 
 if TYPE_CHECKING:
-    from offload.engine.homes import MovableHomes
+    from offload.engine.homes import ModelHomes
 
 __all__ = ["MemoryPlanner"]
 
@@ -68,7 +68,7 @@ _T = TypeVar("_T")
 class MemoryPlanner:
     """Plans the steps of one model within ``limits``; what its ``policy`` fixes is not searched."""
 
-    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, executor: MovableHomes) -> None:
+    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, executor: ModelHomes) -> None:
         self._limits = limits
         self._given = Given(
             policy.slots, policy.resident_bytes, policy.graph_bytes, policy.boundary_bytes, policy.gradient_bytes
@@ -258,7 +258,6 @@ class MemoryPlanner:
             model,
             updates=updates,
             resting_bytes=resting,
-            always_kept=frozenset((j, i) for j, i in executor.steps.written_cells(rows, model.first)),
             accumulates=self._accumulates,
             # Not where whole gradients are counted on a device, and parts of them would wait in host memory.
             gradients_wait=any(shard.blocking_io for shard in executor.shards)
@@ -344,7 +343,7 @@ class MemoryPlanner:
         # Loads run ahead of use in two slots at least, if any shard is loaded.
         self._streamer.resize(choice.slots if self._in_memory == choice.in_memory else max(2, choice.slots))
 
-    def _move(self, executor: MovableHomes, wanted: Collection[int]) -> bool:
+    def _move(self, executor: ModelHomes, wanted: Collection[int]) -> bool:
         """Makes these shards rest in memory; warns where they cannot move: the next choice is for those that are."""
         try:
             executor.keep_in_memory(wanted)
@@ -358,7 +357,7 @@ class MemoryPlanner:
         executor, shards = self._executor(), self._streamer.shards
         assert executor is not None
         there, outside = self._gradients_there(), executor.outside_bytes().begins
-        key = (tuple(rows), *there.values(), outside, frozenset(executor.steps.copied_bytes()) & self._in_memory)
+        key = (tuple(rows), *there.values(), outside)
         if key not in self._choices:
             known = self._model(rows)
             model = replace(known, sizes=replace(known.sizes, **there))

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from offload.engine.leaf_gradients import LeafBytes
 from offload.planning.peak_memory import OutsideBytes
 from offload.streaming.shard import Shard
 from pipe.nested import parts_of
@@ -56,7 +55,6 @@ def outside_bytes(
     shards: Collection[Shard],
     *,
     dtype: torch.dtype | None,
-    made: LeafBytes,
     states: int,
 ) -> OutsideBytes:
     """The bytes outside of ``shards``.
@@ -66,17 +64,10 @@ def outside_bytes(
         adapters: the owner of parameters of layers that stay.
         shards: of the model.
         dtype: in which layers compute, if not in that of the parameters.
-        made: of the last backward. A gradient that is not known there counts from the begin of the backward on.
         states: bytes of optimizer states.
     """
-    first, copied, within = Counter[int](), Counter[int](), Counter[int]()
-    for p in parameters:
-        if p.requires_grad:
-            nbytes, pieces = made.get(id(p), (_nbytes([p]), None))
-            before = {len(shards)} if pieces is None else {shard_of(piece, shards) for piece in pieces}
-            first[max(before)] += nbytes
-            for j in before if pieces is not None and len(pieces) > 1 else ():
-                copied[j] += nbytes
+    # When autograd makes a gradient is not known: it counts from the begin of the backward on.
+    first, within = Counter({len(shards): _nbytes(p for p in parameters if p.requires_grad)}), Counter[int]()
     own = [] if adapters is None else [s.parameter for s in adapters.own]
     seen: set[nn.Parameter] = set()
     for shard in sorted(shards, key=lambda shard: -shard.index):
@@ -88,7 +79,6 @@ def outside_bytes(
         values=_values(modules, parameters, own, dtype),
         states=states,
         made_before=_positive(first),
-        copied_before=_positive(copied),
         made_in=_positive(within),
         held=_nbytes(held),
     )

@@ -1,39 +1,20 @@
-"""Predicts a training step from what a model has measured, and measures the activations of a chunk."""
+"""Predicts a training step from what a model has measured."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
-
-from offload.engine.cell import OutputFn
-from offload.engine.executor import Executor
+from offload.engine.homes import ModelHomes
 from offload.planning.estimate import Estimate
 from offload.planning.plan import Kind, Plan
 from offload.planning.step_model import predict_plan
 from offload.storage import Tier
 from offload.telemetry.statistics import Meter
-from pipe.recompute.rerun import trial
 
-__all__ = ["measured_activations", "predict_step"]
-
-
-def measured_activations(executor: Executor, call: Any, output_fn: OutputFn | None) -> int:
-    """Largest bytes that autograd saves in one shard for a chunk (args, kwargs); 0 if no parameter takes a gradient.
-
-    Runs a trial forward, which leaves buffers and generators unchanged.
-    """
-    with torch.enable_grad(), trial([runner.layers.watched for runner in executor.runners], [executor.device]):
-        tape = executor.tape([call], [output_fn])
-        tape.graphs = frozenset()  # a cell that keeps its graph is not measured
-        executor.forward(tape, [call])
-        first = tape.first if tape.records else len(executor.runners)
-        tape.close()
-    return max((runner.activation_bytes for runner in executor.runners[first:]), default=0)
+__all__ = ["predict_step"]
 
 
-def predict_step(plan: Plan, rows: Sequence[float], executor: Executor, *, meter: Meter, tier: Tier) -> Estimate:
+def predict_step(plan: Plan, rows: Sequence[float], executor: ModelHomes, *, meter: Meter, tier: Tier) -> Estimate:
     """Predicts a plan for micro-batches of so many ``rows``."""
     shards = executor.shards
     seen = all(meter.backward_seconds_per_row(shard.index) for shard in shards if shard.trainable)

@@ -20,13 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.engine.tape import Tape
 from pipe.microbatch import gather_nested
 from pipe.nested import flatten, tensors_in, unflatten
 from pipe.torch_private.modules import BatchNorm
 
 __all__ = [
-    "RegroupedTape",
     "by_chunk",
     "joined",
     "kind_of",
@@ -133,48 +131,3 @@ def by_chunk(output_fn: Callable[[Any], Any], rows: Sequence[int]) -> Callable[[
     if len(rows) == 1:
         return output_fn
     return lambda output: gather_nested([output_fn(piece) for piece in split_output(output, rows)])
-
-
-class RegroupedTape:
-    """The tape of a forward whose chunks ran together; takes gradients by chunk, as :class:`~offload.Tape` does."""
-
-    def __init__(self, tape: Tape, rows: Sequence[Sequence[int]], outputs: Sequence[Any]) -> None:
-        self._tape = tape
-        self._rows = rows
-        self._like: list[list[Any]] = [
-            [leaf.to("meta") if isinstance(leaf, Tensor) else None for leaf in flatten(output)[0]] for output in outputs
-        ]
-
-    def backward(self, output_gradients: Sequence[Any]) -> None:
-        """See :meth:`offload.Tape.backward`."""
-        expected = sum(map(len, self._rows))
-        if len(output_gradients) != expected:
-            raise ValueError(f"expected one gradient for each of the {expected} chunks, got {len(output_gradients)}")
-        joined: list[Any] = []
-        begin = 0
-        for rows in self._rows:
-            joined.append(self._join(begin, output_gradients[begin : begin + len(rows)]))
-            begin += len(rows)
-        self._tape.backward(joined)
-
-    def _join(self, begin: int, gradients: Sequence[Any]) -> Any:
-        if len(gradients) == 1 or all(gradient is None for gradient in gradients):
-            return gradients[0]
-        given = [None if gradient is None else flatten(gradient) for gradient in gradients]
-        spec = next(entry[1] for entry in given if entry is not None)
-        columns: list[Any] = []
-        for k in range(spec.num_leaves):
-            parts = [None if entry is None else entry[0][k] for entry in given]
-            likes = [like[k] for like in self._like[begin : begin + len(parts)]]
-            for i, (part, like) in enumerate(zip(parts, likes, strict=True), start=begin):
-                if part is not None and (like is None or part.shape != like.shape):
-                    raise ValueError(
-                        f"chunk {i}: expected a gradient of the shape {None if like is None else tuple(like.shape)}, "
-                        f"got {tuple(part.shape)}"
-                    )
-            first = next((part for part in parts if part is not None), None)
-            if first is not None:
-                pairs = zip(parts, likes, strict=True)
-                first = torch.cat([first.new_zeros(like.shape) if part is None else part for part, like in pairs])
-            columns.append(first)
-        return unflatten(columns, spec)

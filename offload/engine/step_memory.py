@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from offload.engine.outside import shard_of
 from offload.planning.budget import GAPS_SHARE
 from offload.planning.step_model import Prediction
 from offload.streaming.heap import LEAST_BYTES
@@ -129,8 +128,7 @@ class StepMemory:
             most = min(most, self._least_room(prediction))
         elif self._kept_most is not None:
             most = self._kept_most
-        cells, make_room, outside = prediction.cells(), self._heap.make_room, prediction.outside
-        several = len({action.microbatch for action in prediction.plan.actions} - {None}) > 1
+        cells, make_room = prediction.cells(), self._heap.make_room
 
         def before(*cell: Any) -> None:
             if (moment := cells.get(cell)) is not None:
@@ -140,15 +138,10 @@ class StepMemory:
                     self._cell = cell, moment.rise
                     self._peak.begin_part()
 
-        def before_code(block: int) -> None:
-            if rise := outside.rise(shard_of(block, self._streamer.shards), several=several):
-                make_room(prediction.memory_bytes - rise, rise, most)
-
         def before_buffer(nbytes: int) -> None:
             make_room(prediction.memory_bytes - nbytes, nbytes, most)
 
-        self._meter.before_cell, self._meter.before_code = before, before_code
-        self._meter.before_buffer = before_buffer
+        self._meter.before_cell, self._meter.before_buffer = before, before_buffer
 
     def _least_room(self, prediction: Prediction) -> int:
         """The bytes of a step that keeps hardly any free memory."""
@@ -186,7 +179,7 @@ class StepMemory:
 
         ``probes``: its prediction is that of other sizes, and so no measure of what plans of its own exceed.
         """
-        self._meter.before_cell = self._meter.after_cell = self._meter.before_code = self._meter.before_buffer = None
+        self._meter.before_cell = self._meter.after_cell = self._meter.before_buffer = None
         self._end_cell()
         rise = self._peak.rise()
         if rise is None or predicted is None:

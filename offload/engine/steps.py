@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from offload.engine.cell import Cell
-from offload.engine.shard_runners import ShardRunners
 from offload.planning.peak_memory import graphs_that_fit
-from offload.planning.plan import Action, Kind, Plan
+from offload.planning.plan import Plan
 from offload.planning.planner import Sizes, Updates, plan_step
 from offload.planning.residency import Residency
 from offload.policy import MemoryPolicy
+from offload.streaming.shard import Shard
 
 if TYPE_CHECKING:
     from offload.engine.memory_planner import MemoryPlanner
 
-__all__ = ["Steps", "joined"]
+__all__ = ["Steps"]
 
 
 #: Of a limit of memory, buffers of an optimizer take at most one part in so many.
@@ -34,29 +32,34 @@ class Steps:
     """Makes the plans of a model.
 
     Args:
+        shards: of the model.
         policy: its ``boundary_bytes`` hold boundaries and their gradients.
         recompute: recompute cells, except those whose graphs fit in its ``graph_bytes`` between forward and backward.
         spills: whether boundaries can be moved out of the memory in which layers compute.
         on_host: whether that is host memory, as for the buffers of optimizers.
+        apart: whether the layers of a shard run one by one.
     """
 
     def __init__(
         self,
-        runners: Sequence[ShardRunners],
+        shards: Sequence[Shard],
         *,
         policy: MemoryPolicy,
         recompute: bool,
         spills: bool,
         on_host: bool,
+        apart: bool = False,
     ) -> None:
-        self._runners = runners
-        self._shards = len(runners)
+        self._shards = shards
+        #: Bytes of a kept graph for each row, by shard and layer, where a recomputed cell measured it.
+        self._graph_bytes_per_row: dict[int, dict[int, float]] = {}
         #: Whether a boundary holds what enters each block of a shard, of which there are several.
-        self.boundaries_grow = any(len(each.steps) > 1 for each in runners)
+        self.boundaries_grow = apart and any(len(shard.layers) > 1 for shard in shards)
         self._boundary_bytes = policy.boundary_bytes or 0 if spills else math.inf
         #: Bytes of the same memory that other objects take, as long as they live.
         self._reserved: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._recompute = recompute
+        self._apart = apart
         self._graph_bytes = policy.graph_bytes or 0
         self._on_host = on_host
         #: Chooses plans, for a model with a limit of memory.
@@ -69,33 +72,21 @@ class Steps:
         #: The last step with a backward, the last one without, and the rows of their batches.
         self._last_steps: dict[bool, tuple[Plan, float]] = {}
 
-    @property
-    def cheap_recompute(self) -> bool:
-        """Whether kept graphs are made smaller by recipes of cheap results, which take time for each operation."""
-        choice = None if self.planner is None else self.planner.choice
-        return choice is None or choice.cheap_recompute
-
-    def kept_cells(self, rows: Sequence[float], first: int) -> frozenset[Cell]:
+    def kept_cells(self, rows: Sequence[float], first: int) -> frozenset[tuple[int, int]]:
         """The cells that keep their graphs, for micro-batches of so many rows."""
         everything = range(len(rows))
         if not self._recompute:
-            return frozenset(Cell(j, i) for j in range(first, self._shards) for i in everything)
-        kept = self.written_cells(rows, first)
+            return frozenset((j, i) for j in range(first, len(self._shards)) for i in everything)
         if self.planner is not None:
-            kept |= {Cell(*key) for key in (self.planner.choice.kept if self.planner.choice is not None else ())}
-        elif self._graph_bytes:
-            known = [runner.graph_bytes_per_row for runner in self._runners]
-            fitting = graphs_that_fit(known, rows, first=first, budget_bytes=self._graph_bytes)
-            kept |= {Cell(*key) for key in fitting}
-        return kept
-
-    def written_cells(self, rows: Sequence[float], first: int) -> frozenset[Cell]:
-        """The cells whose recomputation would write parameters again: they keep their graphs."""
-        writing = (j for j, runner in enumerate(self._runners) if runner.repeats_writes is False and j >= first)
-        return frozenset(Cell(j, i) for j in writing for i in range(len(rows)))
+            return frozenset(self.planner.choice.kept if self.planner.choice is not None else ())
+        if not self._graph_bytes:
+            return frozenset()
+        measured = self.graph_bytes_per_row()
+        known = [measured.get(shard.index) for shard in self._shards]
+        return frozenset(graphs_that_fit(known, rows, first=first, budget_bytes=self._graph_bytes))
 
     @property
-    def _budget_bytes(self) -> float:
+    def boundary_budget_bytes(self) -> float:
         """Budget of boundaries; that of their gradients is equal."""
         if math.isinf(self._boundary_bytes):
             return math.inf  # there is no place to spill to, whatever a choice says
@@ -125,7 +116,7 @@ class Steps:
     def residency(self, *, gradients: bool = False) -> Residency:
         """Plans which boundaries, or their gradients, stay in memory."""
         # Without recomputation boundaries are kept by the graphs.
-        budget = self._budget_bytes if self._recompute or gradients else math.inf
+        budget = self.boundary_budget_bytes if self._recompute or gradients else math.inf
         return Residency(budget, gradients=gradients)
 
     # --- sizes --------------------------------------------------------------------------------------------------
@@ -138,12 +129,13 @@ class Steps:
 
     def graph_bytes_per_row(self) -> dict[int, float]:
         """Bytes of a kept graph of each shard for each row, where a recomputed cell measured it."""
-        each = ((runner.shard.index, runner.graph_bytes_per_row) for runner in self._runners)
-        return {j: nbytes for j, nbytes in each if nbytes is not None and self._runners[j].measures_graphs}
+        known = self._graph_bytes_per_row
+        blocks = [len(shard.layers) if self._apart else 1 for shard in self._shards]
+        return {j: sum(each.values()) for j, each in known.items() if len(each) == blocks[j]}
 
-    def copied_bytes(self) -> dict[int, int]:
-        """Bytes of each shard of which the next forward uses a copy where it rests in memory."""
-        return {r.shard.index: r.shard.slot_bytes for r in self._runners if r.needs_copy}
+    def record_graph(self, j: int, k: int, bytes_per_row: float) -> None:
+        """Records what a graph of block ``k`` of a shard would hold for each row."""
+        self._graph_bytes_per_row.setdefault(j, {})[k] = bytes_per_row
 
     def begin(
         self,
@@ -179,14 +171,8 @@ class Steps:
         """Records a size as the last one, and forgets the first where batches have very many different ones."""
         sizes.pop(key, None)
         sizes[key] = nbytes
-        if len(sizes) > SIZES_REMEMBERED * (self._shards + 1):
+        if len(sizes) > SIZES_REMEMBERED * (len(self._shards) + 1):
             del sizes[next(iter(sizes))]
-
-    def forget_boundaries(self, first: int) -> None:
-        """Forgets the sizes of the boundaries that enter shard ``first`` and those after it: they are others now."""
-        for sizes in (self.boundary_bytes, self.gradient_bytes):
-            for key in [key for key in sizes if key[0] >= first]:
-                del sizes[key]
 
     def record_around(self, which: str, rows: float, nbytes: int) -> None:
         """Records the size of what the code around blocks holds until backward: ``"entered"`` or ``"returned"``."""
@@ -214,13 +200,13 @@ class Steps:
         in_memory: Collection[int] = frozenset(),
     ) -> Plan:
         """The plan of a step that did not run yet, from empty slots, on micro-batches that need no gradient."""
-        trainable = (runner.shard.index for runner in self._runners if runner.shard.trainable)
-        first = next(trainable, self._shards)
+        trainable = (shard.index for shard in self._shards if shard.trainable)
+        first = next(trainable, len(self._shards))
         return plan_step(
-            self._shards,
+            len(self._shards),
             slots=slots,
             microbatches=len(rows),
-            training=training and first < self._shards,
+            training=training and first < len(self._shards),
             first=first,
             kept=self.kept_cells(rows, first),
             in_memory=in_memory,
@@ -236,13 +222,3 @@ class Steps:
         """The plan of the last step, if its batch had so many rows; any for None."""
         plan, count = self._last_steps.get(training, (None, None))
         return plan if rows is None or rows == count else None
-
-
-def joined(forward: Plan, backward: Plan) -> Plan:
-    """The plan of a step from those of its passes, with the loads and evictions in between."""
-    left, found = forward.resident_after, backward.resident
-    between = [Action(Kind.EVICT, j) for j in sorted(left - found)]
-    between += [Action(Kind.LOAD, j) for j in sorted(found - left)]
-    return replace(
-        forward, actions=(*forward.actions, *between, *backward.actions), pending=forward.pending | backward.pending
-    )

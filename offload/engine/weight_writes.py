@@ -1,109 +1,24 @@
-"""Detects writes into parameters: by layers while they run, and by other code between a forward and its backward.
+"""Stores tensors that other code assigns to ``.data`` of parameters, and compares bytes of weights.
 
-Weights are copied from home to slot only, and a slot is dropped without a copy. So writes of a layer into its own
-parameters (an embedding with ``max_norm``, an initialisation from data, a renormalisation) are searched at the end of a
-visit and stored.
-
-===================================  ===============================================================================
-write                                detected by
-===================================  ===============================================================================
-in place                             the parameter's version counter
-``parameter.data = value``           the address of its memory
-in place, through ``.data``          comparison with the home, which still holds the loaded values
-===================================  ===============================================================================
-
-The functions take a shard that is bound to a slot.
-
-Between a forward and its backward, homes may be written through ``.data`` as well (an average that is swapped in).
-Plain autograd then uses the new weights with the old activations. A shard that is recomputed, or still in a slot,
-would not, so :class:`HomeChecksums` compares checksums, and the backward raises.
+Weights are copied from home to slot only, and a slot is dropped without a copy. So what code assigns between passes is
+stored before the next one, and what a layer writes while it runs at the end of its cell (:mod:`offload.core.cell`).
 """
 
 from __future__ import annotations
 
 import warnings
-import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from offload.storage.buffer import host_buffer, view_memory
 from offload.storage.contract import bytes_of
 from offload.streaming.formed_weights import check_seal
-from offload.streaming.lane import error_context
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 
-if TYPE_CHECKING:
-    from offload.engine.tape import Tape
-    from offload.telemetry.statistics import Meter
-
-__all__ = [
-    "AssignedData",
-    "HomeChecksums",
-    "differs_from_home",
-    "find_writes",
-    "has_values",
-    "same_bytes",
-    "set_values",
-    "values_at_home",
-    "values_in_slot",
-]
-
-
-def find_writes(shard: Shard, *, compare: bool) -> list[int]:
-    """Positions of the parameters that were written since the shard was loaded; ``compare``: compare bytes with homes.
-
-    Tensors assigned to ``.data`` are copied into the slot.
-    """
-    positions = []
-    versions = shard.versions()
-    for k, (s, view) in enumerate(zip(shard.slices, shard.in_slot, strict=True)):
-        assigned = s.parameter.data_ptr() != view.data_ptr()
-        if assigned or s.parameter.shape != view.shape:
-            s.check_data(view.shape)
-            view.copy_(s.parameter.detach())
-            s.point_to(view)
-        if assigned or versions[k] != shard.loaded_versions[k] or (compare and not _equals_home(shard, k)):
-            positions.append(k)
-    shard.check_stores(positions)
-    return positions
-
-
-def differs_from_home(shard: Shard) -> bool:
-    """Whether any parameter has other bytes than its home."""
-    return not all(_equals_home(shard, k) for k in range(len(shard.slices)))
-
-
-def values_in_slot(shard: Shard) -> list[Tensor]:
-    """Copies of the present values of the parameters."""
-    return [parameter.detach().clone() for parameter in shard.parameters]
-
-
-def values_at_home(shard: Shard) -> list[Tensor]:
-    """Views of the homes of the parameters."""
-    return [owner.home_view(s) for owner, s in map(shard.owner_of, range(len(shard.slices)))]
-
-
-def has_values(shard: Shard, values: Sequence[Tensor]) -> bool:
-    """Whether the parameters have the bytes of ``values``."""
-    return all(same_bytes(p.detach(), value) for p, value in zip(shard.parameters, values, strict=True))
-
-
-def set_values(shard: Shard, values: Sequence[Tensor]) -> None:
-    """Copies values into the parameters in the slot, without counting as a write."""
-    for s, view, value in zip(shard.slices, shard.in_slot, values, strict=True):
-        view.copy_(value)
-        s.point_to(view)
-
-
-def _equals_home(shard: Shard, position: int) -> bool:
-    here = shard.part_at_home(position, shard.slices[position].parameter.detach())
-    owner, s = shard.owner_of(position)
-    return same_bytes(here, owner.home_view(s).to(here.dtype))
+__all__ = ["AssignedData", "same_bytes"]
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
@@ -191,22 +106,6 @@ class AssignedData:
             assigned += [s.name for s in shard.slices if self._assigned_at.get(id(s.parameter), 0) > stores]
         return assigned
 
-    def check_unchanged(self, tape: Tape) -> None:
-        """Raises RuntimeError if a parameter that the backward of a tape uses was changed since its forward."""
-        for j, versions in tape.versions.items():
-            if j < tape.first:
-                continue
-            shard = self._shards[j]
-            assigned = {id(s.parameter) for s in shard.assigned()}
-            assigned |= {id(p) for p in shard.parameters if self._assigned_at.get(id(p), 0) > tape.assignments}
-            for s, then, now in zip(shard.slices, versions, shard.versions(), strict=True):
-                if then != now or id(s.parameter) in assigned:
-                    how = "changed in place" if then != now else "given other data"
-                    raise RuntimeError(
-                        f"parameter {s.name} of shard {j} was {how} between the forward and its backward, so the "
-                        f"gradient would belong to neither value; step the optimizer after the backward"
-                    )
-
 
 def _warn_of_shared(assigned: Sequence[Slice]) -> None:
     """Tells the user that parameters which code gave to other processes do not stay in the memory of these."""
@@ -223,65 +122,3 @@ def _warn_of_shared(assigned: Sequence[Slice]) -> None:
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-#: Homes are read in chunks of this size.
-_CHUNK_BYTES = 8 << 20
-
-
-class HomeChecksums:
-    """Checksums of one shard's home, to detect writes by code other than the engine."""
-
-    def __init__(self, shard: Shard, meter: Meter) -> None:
-        self.shard = shard
-        self._meter = meter
-        self._sums: list[int] | None = None
-        #: Number of comparisons that found a write by other code, and of those that found a stored write of layers.
-        self.changes = self.layer_writes = 0
-        #: Names of the parameters that the last change changed.
-        self.changed: list[str] = []
-
-    @property
-    def state(self) -> tuple[int, int]:
-        """``changes`` and ``layer_writes``."""
-        return self.changes, self.layer_writes
-
-    @property
-    def recorded(self) -> bool:
-        """Whether there are checksums to compare with."""
-        return self._sums is not None
-
-    def compare(self) -> None:
-        """Reads the home, and compares its checksums with those of the last time."""
-        before, self._sums = self._sums, _checksums(self.shard)
-        self._meter.bytes_compared += 0 if self.shard.home is None else self.shard.home.nbytes
-        if before is not None and before != self._sums:
-            self.changes += 1
-            pairs = zip(self.shard.own, before, self._sums, strict=True)
-            self.changed = [s.name for s, old, new in pairs if old != new]
-
-    def refresh(self) -> None:
-        """Updates the checksums, if there are any, after writes of layers were stored."""
-        if self._sums is not None:
-            changes = self.changes
-            self.compare()
-            self.changes, self.layer_writes = changes, self.layer_writes + self.changes - changes
-
-
-def _checksums(shard: Shard) -> list[int]:
-    """Checksums of each own parameter's home. Takes memory for one chunk."""
-    sums = [0] * len(shard.own)
-    nbytes = 0 if shard.home is None else shard.home.nbytes
-    with error_context(f"comparing shard {shard.index} with its home"):
-        buffer = host_buffer(min(_CHUNK_BYTES, nbytes))
-    for begin in range(0, nbytes, _CHUNK_BYTES):
-        assert shard.home is not None
-        chunk = buffer[: min(_CHUNK_BYTES, nbytes - begin)]
-        with error_context(f"comparing shard {shard.index} with its home"):
-            shard.home.read_into(chunk, begin)
-        memory = view_memory(chunk)
-        for k, s in enumerate(shard.own):
-            start, end = max(s.offset - begin, 0), min(s.offset + s.nbytes - begin, len(memory))
-            if start < end:
-                sums[k] = zlib.crc32(memory[start:end], sums[k])
-    return sums

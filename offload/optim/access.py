@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from offload.engine.executor import Executor
+    from offload.engine.homes import ModelHomes
     from offload.optim.moves import MovableStates
     from offload.optim.optimizer import OffloadOptimizer
     from offload.storage import Tier
@@ -25,7 +25,7 @@ __all__ = ["OptimizerAccess"]
 class OptimizerAccess:
     """The part of a model that its optimizers may use."""
 
-    def __init__(self, executor: Executor, tier: Tier, meter: Meter) -> None:
+    def __init__(self, executor: ModelHomes, tier: Tier, meter: Meter) -> None:
         self._executor = executor
         self._streamer = executor.streamer
         #: In the order of a forward. An optimizer sets and clears ``shard.pending``.

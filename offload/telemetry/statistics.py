@@ -143,11 +143,6 @@ class Meter:
         """As :meth:`waiting`, in few calls; an error of the system then says ``what`` was copied."""
         return _Waiting(self, token, what)
 
-    def begin_code_before(self, block: int) -> None:
-        """Called before the backward of the code before a block."""
-        if self.before_code is not None:
-            self.before_code(block)
-
     def begin_buffer(self, nbytes: int) -> None:
         """Called before memory of so many bytes is allocated for a shard."""
         if self.before_buffer is not None:
