@@ -17,6 +17,7 @@ from offload.arguments import (
     check_gradient_dtype,
     check_separate,
     compute_device,
+    layer_bytes,
     names_taken,
 )
 from offload.blocks.core_engine import engine_of
@@ -30,6 +31,7 @@ from offload.memory import layout_of, limits_for, memory_of
 from offload.mesh.sharding import Sharding, check_mesh, open_home
 from offload.optim.access import OptimizerAccess
 from offload.persistence import PersistentHome
+from offload.planning.partition import largest_shard
 from offload.policy import MemoryPolicy
 from offload.running import RunningModule
 from offload.storage import DiskHome, absolute_home, is_directory
@@ -254,7 +256,13 @@ class OffloadModel(RunningModule):
             undo.callback(Rollback(owners.values(), replaced).restore)
             # A copy that changes the type is converted on the host, which must not block this thread.
             blocking = self._tier.blocking_io or param_dtype is not None or form is not None
-            lanes = sharding.open_lanes(self.device) if sharding else open_lanes(self.device, blocking_io=blocking)
+            lanes = (
+                sharding.open_lanes(self.device)
+                if sharding
+                else open_lanes(
+                    self.device, blocking_io=blocking, most_bytes=largest_shard(layer_bytes(layers), layout.cuts)
+                )
+            )
             undo.callback(lanes.close)
             self._executor = ModelHomes(
                 named,
