@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from offload.planning.plan import Kind
-from offload.streaming.shard import State
 from offload.streaming.streamer import Streamer
 
 __all__ = ["Forward", "Slots"]
@@ -44,7 +43,7 @@ class Slots:
             if other not in wanted and not shards[other].in_place:
                 wanted.append(other)
         for other in wanted:
-            if shards[other].state is State.HOME:
+            if not shards[other].loaded:
                 loaded = streamer.loaded
                 if len(loaded) >= streamer.slots:
                     gone = next(k for k in loaded if k not in wanted)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offload.storage.contract import in_order
-from offload.streaming.shard import Shard, State
+from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 
 __all__ = ["check_seal", "formed_values", "lower_part", "seal", "store_formed"]
@@ -43,7 +43,7 @@ def seal(shard: Shard) -> None:
 
 def check_seal(shard: Shard) -> None:
     """Raises RuntimeError if other code has written to parameters that are stored in a form."""
-    if shard.sealed is None or shard.state is State.BOUND:
+    if shard.sealed is None:
         return
     for s, version in zip(shard.formed, shard.sealed, strict=True):
         assert shard.home is not None

@@ -1,16 +1,7 @@
-"""A shard: consecutive layers whose parameters are loaded into a device slot together, as a state machine.
+"""A shard: consecutive layers whose parameters are loaded into a device slot together.
 
-In storage (at home), each parameter's ``.data`` is in the shard's block, on a storage of its own. During a visit the
-same ``Parameter`` objects point into a device slot instead, so layers, hooks and autograd see ordinary parameters on
-the compute device.
-
-::
-
-                load()                    bind()
-      HOME ----------------> LOADED ----------------> BOUND
-       ^                      |   ^                     |
-       |       drop()         |   |      unbind()       |
-       +----------------------+   +---------------------+
+In storage (at home), each parameter's ``.data`` is in the shard's block, on a storage of its own. A slot holds a copy
+on the compute device while the shard is used, and is never copied back.
 
 A tied parameter is stored in the first shard that uses it. Other shards borrow it: their slots get a copy too, and
 their gradients are added to the owner's.
@@ -18,7 +9,6 @@ their gradients are added to the owner's.
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,29 +16,18 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.storage import Block, Tier
 from offload.streaming.casts import Casts
-from offload.streaming.quantised import refresh
 from offload.streaming.slices import Slice, read_converted
-from offload.streaming.stored_gradients import GradientRegion, GradientTypes, set_gradient
+from offload.streaming.stored_gradients import GradientRegion, GradientTypes
 from pipe.torch_private.autograd import outside_inference_mode, set_versions
 from pipe.torch_private.tensors import storage_uses
 
 if TYPE_CHECKING:
     from offload.optim.update import Update
 
-__all__ = ["Shard", "State"]
-
-
-class State(enum.Enum):
-    """Which memory a shard holds."""
-
-    HOME = "home"  # its block in storage only
-    LOADED = "loaded"  # block and slot; the copy is done or queued, but not used by compute
-    BOUND = "bound"  # block and slot; its parameters point into the slot
+__all__ = ["Shard"]
 
 
 @dataclass(eq=False)
@@ -83,7 +62,6 @@ class Shard:
     gradient_types: GradientTypes = field(default_factory=GradientTypes)
     #: The update to run before the stored bytes may be read or written; None again when it is done.
     pending: Update | None = None
-    state: State = State.HOME
     slot_bytes: int = 0
     #: ``_version`` of each parameter when the resident copy was loaded.
     loaded_versions: tuple[int, ...] = ()
@@ -94,9 +72,6 @@ class Shard:
     #: The memory of own parameters at home, each on a storage of its own, by their offset.
     own_memory: dict[int, Tensor] = field(default_factory=dict)
     _slot: Tensor | None = None
-    _wide_gradients: list[Tensor | None] = field(default_factory=list)
-    _stored_gradients: list[Tensor | None] = field(default_factory=list)
-    _views: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     @property
     def resident(self) -> bool:
@@ -157,18 +132,9 @@ class Shard:
         return not (self.casts or self.loans)
 
     @property
-    def bound_in_place(self) -> bool:
-        """Whether :attr:`slot` is the home itself, and not a copy of it."""
-        return self.home is not None and self._slot is self.home.tensor
-
-    @property
     def home_uses(self) -> int:
         """The engine's own references to the memory of the home, without those of optimizers."""
-        return (
-            1
-            + sum(1 + len(s.aliases) for s in self.own)
-            + (0 if self.home is None else len(self._views.get(self.home.tensor, ())))
-        )
+        return 1 + sum(1 + len(s.aliases) for s in self.own)
 
     def count_home_owners(self) -> int:
         """The number of tensors (and other owners) on the memory of the home, in its storage or in those of parameters.
@@ -213,11 +179,10 @@ class Shard:
         self.point_home(s)
 
     def load(self, slot: Tensor) -> None:
-        """HOME -> LOADED. The caller fills ``slot`` by :meth:`fill`, on a lane."""
-        assert self.state is State.HOME, f"shard {self.index} is {self.state.value}"
+        """Takes a slot. The caller fills ``slot`` by :meth:`fill`, on a lane."""
+        assert not self.loaded, f"shard {self.index} is {'loaded' if self.loaded else 'at home'}"
         self._slot, self.written = slot, False
         self.loaded_versions = self.versions()
-        self.state = State.LOADED
 
     def fill(self, slot: Tensor, update: Update | None = None) -> None:
         """Copies the stored bytes into ``slot``. Runs on the load lane and changes no state.
@@ -237,107 +202,27 @@ class Shard:
             places = list(zip(self.own, self.slices, strict=False))
             read_converted(self.home, places, slot, in_windows=self.blocking_io and slot.device.type == "cpu")
 
-    def bind(self) -> int:
-        """LOADED -> BOUND: parameters are on the device without gradients. Returns the number of new views."""
-        assert self.state is State.LOADED, f"shard {self.index} is {self.state.value}"
-        views: list[Tensor] | None = self._views.get(self.slot)
-        made = 0
-        if views is None:
-            before = storage_uses(self.slot)
-            # Outside inference mode: autograd never accepts a view created inside.
-            with outside_inference_mode():
-                views = [s.view(self.slot) for s in self.slices]
-            self._views[self.slot] = views
-            made = storage_uses(self.slot) - before  # a view may reference others
-        self._stored_gradients = [parameter.grad for parameter in self.parameters]
-        self._wide_gradients = [None] * len(self.slices)
-        self.state = State.BOUND  # before the first parameter moves: see reset()
-        for s, view in zip(self.slices, views, strict=True):
-            # Without this, autograd adds to the stored ``.grad`` while a lane writes to it.
-            s.parameter.grad = None
-            s.point_to(view)
-        self._refresh_quantised()
-        return made
-
-    def widen_gradients(self) -> None:
-        """Called after each micro-batch: sums gradients of 16-bit parameters in a wider type.
-
-        Without this, the sum over many micro-batches stops growing once it is some hundred times as large as its next
-        term.
-        """
-        for k, s in enumerate(self.slices):
-            parameter = s.parameter
-            gradient, wide = parameter.grad, self._wide_gradients[k]
-            if gradient is None or gradient.dtype not in (torch.bfloat16, torch.float16) or gradient.is_sparse:
-                continue
-            parameter.grad = None
-            dtype = torch.promote_types(self.owner_of(k)[1].full_dtype, torch.float32)
-            self._wide_gradients[k] = gradient.to(dtype) if wide is None else wide.add_(gradient)
-
-    def unbind(self) -> list[Tensor | None]:
-        """BOUND -> LOADED. The parameters point to storage again; returns autograd's gradients on the device."""
-        assert self.state is State.BOUND, f"shard {self.index} is {self.state.value}"
-        self.widen_gradients()
-        self.weight_casts.end_visit()
-        gradients = [
-            s.parameter.grad if wide is None else wide.to(self.owner_of(k)[1].full_dtype)
-            for k, (s, wide) in enumerate(zip(self.slices, self._wide_gradients, strict=True))
-        ]
-        self._restore()
-        self.state = State.LOADED
-        self._stored_gradients = []
-        return gradients
-
-    def _restore(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None  # a gradient must be on its parameter's device, so it is reset first, restored last
-        for position, gradient in enumerate(self._stored_gradients):
-            owner, s = self.owner_of(position)
-            owner.point_home(s)
-            set_gradient(s.parameter, gradient)
-        self._refresh_quantised()
-
-    def _refresh_quantised(self) -> None:
-        for parameter in self.quantised:
-            refresh(parameter)
-
     def drop(self) -> None:
-        """LOADED -> HOME. Slots are never copied back."""
-        assert self.state is State.LOADED, f"shard {self.index} is {self.state.value}"
+        """Leaves its slot, which is never copied back."""
+        assert self.loaded, f"shard {self.index} is {'loaded' if self.loaded else 'at home'}"
         self.weight_casts.end_visit()
         self._slot = None
-        self.state = State.HOME
 
     def reset(self) -> None:
-        """Any state -> HOME, after a failure, even inside a transition, once no copy into the slot is running."""
+        """Leaves its slot after a failure, once no copy into it is running."""
         self.weight_casts.end_visit()
-        if self.state is State.BOUND:
-            self._restore()
-        self._wide_gradients = []
-        self.state = State.HOME
         self._slot = None
+
+    @property
+    def loaded(self) -> bool:
+        """Whether a slot holds the shard; the copy is done or queued."""
+        return self._slot is not None
 
     @property
     def slot(self) -> Tensor:
         """The slot that holds the shard."""
-        assert self._slot is not None, f"shard {self.index} is {self.state.value}"
+        assert self._slot is not None, f"shard {self.index} is {'loaded' if self.loaded else 'at home'}"
         return self._slot
-
-    @property
-    def bound(self) -> bool:
-        """Whether the shard has a slot."""
-        return self._slot is not None
-
-    @property
-    def memory(self) -> set[StorageWeakRef]:
-        """The storage of the layers' parameters during compute."""
-        return {StorageWeakRef(self.slot.untyped_storage())}
-
-    @property
-    def in_slot(self) -> list[Tensor]:
-        """Views of the slot, one for each parameter of :attr:`slices`."""
-        views: list[Tensor] = self._views[self.slot]
-        return views
 
     def point_home(self, s: Slice) -> None:
         """Points an own parameter to its stored values."""
@@ -396,7 +281,7 @@ class Shard:
         """Raises RuntimeError if writes of layers to parameters at ``positions`` cannot be stored."""
         found = [s.name for s in (self.owner_of(k)[1] for k in positions) if s.form is not None]
         if found:
-            if not self.bound_in_place:
+            if not self.in_place:
                 self.set_versions(self.loaded_versions)  # what they wrote is dropped with the slot
             raise RuntimeError(
                 f"layers of shard {self.index} wrote their own parameters ({', '.join(found)}) while they ran, but "

@@ -16,9 +16,8 @@ Assumes
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,14 +25,12 @@ from torch import Tensor
 
 from offload.planning.slot_sizes import slot_sizes
 from offload.storage import Tier
-from offload.storage.buffer import device_buffer
 from offload.streaming.gradient_offload import GradientOffload
 from offload.streaming.heap import Heap
 from offload.streaming.lane import Arrival, CopyLanes, error_context
-from offload.streaming.shard import Shard, State
+from offload.streaming.shard import Shard
 from offload.streaming.slot_pool import SlotPool
 from offload.telemetry.statistics import LOAD_FROM_MEMORY, Meter
-from pipe.torch_private.tensors import storage_uses
 
 if TYPE_CHECKING:
     from offload.optim.update import Update
@@ -69,11 +66,6 @@ class Streamer:
         #: The slots, of this model alone or shared with models that compute in turns.
         self.slot_pool = SlotPool(device, self.slots, self.slot_bytes)
         self._loads: dict[int, Arrival] = {}
-        self._collected: dict[int, list[Tensor | None]] = {}
-        #: The shards whose layers may write to their weights, as of their last visit.
-        self._copied: frozenset[int] = frozenset()
-        #: Slot and update of shards whose load follows.
-        self._updating: dict[int, tuple[Tensor, Update | None, list[Arrival]]] = {}
         #: Of the process, if layers compute in host memory.
         self.heap = Heap() if device.type == "cpu" else None
         #: True while slots are filled or evicted outside a pass. If an exception leaves it True, call :meth:`cancel`.
@@ -92,17 +84,6 @@ class Streamer:
             self.most_slots = slots
             self.homes_moved()
 
-    def prepare_renumbering(self, moved: Mapping[int, int]) -> Callable[[], None]:
-        """Prepares new numbers of shards, from old to new of those that differ; what is returned is idempotent."""
-        loads = {moved.get(j, j): arrival for j, arrival in self._loads.items()}
-        collected = {moved.get(j, j): gradients for j, gradients in self._collected.items()}
-        updating = {moved.get(j, j): update for j, update in self._updating.items()}
-
-        def commit() -> None:
-            self._loads, self._collected, self._updating = loads, collected, updating
-
-        return commit
-
     def allow_free_bytes(self, nbytes: int) -> None:
         """Sets how much freed heap memory the process may keep."""
         if self.heap is not None:
@@ -111,9 +92,9 @@ class Streamer:
     def resident(self) -> frozenset[int]:
         """The shards in slots, with current values. Evicts those whose stored weights were written since the load."""
         for shard in self.shards:
-            if shard.state is State.LOADED and shard.loaded_versions != shard.versions():
+            if shard.loaded and shard.loaded_versions != shard.versions():
                 self.evict(shard.index)
-        return frozenset(shard.index for shard in self.shards if shard.state is not State.HOME)
+        return frozenset(shard.index for shard in self.shards if shard.loaded)
 
     def in_place(self) -> frozenset[int]:
         """The shards that layers use where they rest."""
@@ -140,20 +121,12 @@ class Streamer:
         """The shards that must be updated before they are loaded, or used in place."""
         return frozenset(shard.index for shard in self.shards if shard.pending is not None)
 
-    def update(self, j: int) -> None:
-        """Starts the pending update of shard ``j``: in place, or in the slot that its load then fills."""
-        if self.shards[j].in_place:
-            if (pending := self.shards[j].pending) is not None:
-                pending.start()
-            return
-        self._updating[j] = self._start_update(j)
-
     def update_in_backward(self, j: int) -> None:
         """Starts the update of shard ``j`` with the gradients just drained, in its slot where that is safe."""
         shard = self.shards[j]
         in_slot = (
-            shard.state is State.LOADED
-            and not (shard.written or j in self._copied)
+            shard.loaded
+            and not shard.written
             and shard.slot_keeps_weights
             and not self.slot_pool.shared
             and shard.loaded_versions == shard.versions()
@@ -170,8 +143,7 @@ class Streamer:
 
     def load(self, j: int) -> None:
         """Starts to copy shard ``j`` into a free slot."""
-        updating = self._updating.pop(j, None) or self._start_update(j)
-        self._fill(j, *updating)
+        self._fill(j, *self._start_update(j))
 
     def _fill(self, j: int, slot: Tensor, pending: Update | None, arrivals: list[Arrival]) -> None:
         shard = self.shards[j]
@@ -271,51 +243,10 @@ class Streamer:
 
     def evict_one(self) -> bool:
         """Evicts the first loaded shard, which backward uses last. False if there is none."""
-        j = next((shard.index for shard in self.shards if shard.state is State.LOADED), None)
+        j = next((shard.index for shard in self.shards if shard.loaded), None)
         if j is not None:
             self.evict(j)
         return j is not None
-
-    @contextlib.contextmanager
-    def visit(self, j: int, *, copied: bool = False) -> Iterator[Shard]:
-        """Inside, the parameters of shard ``j`` are on the compute device. After an exception call :meth:`cancel`.
-
-        ``copied``: layers get a copy of a shard that they would use in place, so that their writes can be told from it.
-        """
-        shard = self.shards[j]
-        if shard.in_place:
-            with self._visit_in_memory(shard, copied=copied):
-                yield shard
-            return
-        self._copied = (self._copied | {j}) if copied else self._copied - {j}
-        with self._meter.waiting(f"L{j}"), error_context(f"loading shard {j} from {self._tier.name}"):
-            # Load lane -> compute. Without this, layers read a slot that is not filled yet.
-            self._loads[j].wait()
-        self.slot_pool.count_views(shard.slot, shard.bind())
-        yield shard
-        self._collected[j] = shard.unbind()
-        if self.heap is not None:
-            self.heap.trim_if_grown()
-
-    @contextlib.contextmanager
-    def _visit_in_memory(self, shard: Shard, *, copied: bool) -> Iterator[None]:
-        if (pending := shard.pending) is not None:
-            with self._meter.waiting(f"U{shard.index}"), error_context(f"updating shard {shard.index} in memory"):
-                # Update lane -> compute. Without this, layers read weights from before the optimizer's step.
-                pending.start().wait()
-        home = shard.home
-        slot = device_buffer(shard.slot_bytes, self.device) if copied or home is None else home.tensor
-        if copied and home is not None:
-            home.read_into(slot)
-        shard.load(slot)
-        made = shard.bind()
-        yield
-        self._collected[shard.index] = shard.unbind()
-        shard.drop()
-        if slot.numel() and (home is None or slot is not home.tensor) and storage_uses(slot) > 1 + made:
-            _warn_of_view(shard.index, slot)
-        if self.heap is not None:
-            self.heap.trim_if_grown()
 
     def count_stored(self, nbytes: int) -> None:
         """Counts bytes of gradients that stay where autograd left them."""
@@ -339,21 +270,6 @@ class Streamer:
                 # Update lane -> compute. Without this, layers read weights from before the optimizer's step.
                 pending.start().wait()
 
-    def store_written_weights(self, j: int, written: Sequence[int]) -> None:
-        """Stores parameters, at positions ``written`` of ``slices``, that layers wrote to in forward; after a visit.
-
-        Examples are an embedding with ``max_norm`` and clipped weights; other weights are never copied back.
-        """
-        shard = self.shards[j]
-        for position in () if shard.bound_in_place else written:
-            owner, s = shard.owner_of(position)
-            owner.home_view(s).copy_(s.parameter.detach())
-        shard.loaded_versions = shard.versions()
-
-    def drain(self, j: int) -> None:
-        """Starts to offload the gradients of the last visit of shard ``j``."""
-        self.gradient_offload.drain(self.shards[j], self._collected.pop(j))
-
     def wait_for_home_reads(self, end: int | None = None) -> None:
         """Blocks the host until no load reads stored weights (of the shards before ``end``): they may be written."""
         for j, arrival in self._loads.items():
@@ -365,16 +281,9 @@ class Streamer:
 
     def release(self, *, warn: bool = True) -> None:
         """Evicts every resident shard."""
-        self._release(self.shards, warn=warn)
-
-    def release_own_slots(self) -> None:
-        """Evicts the shards that have buffers of their own, at the end of a pass."""
-        self._release([shard for shard in self.shards if shard.slot_bytes > self.slot_pool.slot_bytes])
-
-    def _release(self, shards: Sequence[Shard], *, warn: bool = True) -> None:
         self.must_cancel = True
-        for shard in shards:
-            if shard.state is State.LOADED:
+        for shard in self.shards:
+            if shard.loaded:
                 self.evict(shard.index, warn=warn)
         self.must_cancel = False
 
@@ -401,8 +310,6 @@ class Streamer:
         for shard in self.shards:
             shard.reset()
         self._loads.clear()
-        self._updating.clear()
-        self._collected.clear()
         self.must_cancel = False
 
 
