@@ -91,7 +91,7 @@ def run_late(monkeypatch: pytest.MonkeyPatch, seed: int = 0, **mutations: object
     """Models made from now on move their bytes on late lanes, and every slot holds NaN until it is filled."""
     made: list[LateLane] = []
 
-    def open_late_lanes(device: object, *, blocking_io: bool) -> CopyLanes:
+    def open_late_lanes(device: object, **_: object) -> CopyLanes:
         lanes = [LateLane(seed + k, **mutations) for k in range(3)]  # type: ignore[arg-type]
         made.extend(lanes)
         return CopyLanes(*lanes)
