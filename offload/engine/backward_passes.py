@@ -75,7 +75,6 @@ class BackwardPasses(BlockForwards):
                 self.streamer.release()
             resident = self.streamer.resident()
             self.assigned_data.check_unchanged(tape)
-            self._cell_executor.check_homes(tape)
             check_buffers(tape)
             waiting = sum(other is not tape.state and not other.used for other in self._tapes)
             gradient_offload = self.streamer.gradient_offload

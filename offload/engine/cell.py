@@ -105,8 +105,6 @@ class ShardRunner:
     checked_graphs: set[tuple[bool, ...]] = field(default_factory=set)
     #: By identity: parameters that a block uses, which are neither its own nor among its arguments.
     others: dict[int, weakref.ref[nn.Parameter]] = field(default_factory=dict)
-    #: Compare parameters with their homes after each forward, not only after the first ones.
-    compares_always: bool = False
     _forwards: Counter[tuple[int, ...]] = field(default_factory=Counter)
     #: ``training`` flags -> whether the layers drew random numbers in a forward with these.
     _draws: dict[tuple[bool, ...], bool] = field(default_factory=dict)
@@ -139,7 +137,7 @@ class ShardRunner:
         """Whether the next forward must not use a home in place: layers may write it, see :meth:`compares_weights`."""
         if self.native:
             return False
-        return self.compares_always or self.writes_weights or self._forwards[self._modes()] < FORWARDS_COMPARED
+        return self.writes_weights or self._forwards[self._modes()] < FORWARDS_COMPARED
 
     @property
     def draws(self) -> bool | None:

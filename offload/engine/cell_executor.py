@@ -29,7 +29,6 @@ from offload.engine.saved_tensors import MemoryProfileRecorder, weights_by_refer
 from offload.engine.shard_runners import ShardRunners
 from offload.engine.tape import CellRecords, KeptCell, Tape
 from offload.engine.weight_writes import (
-    HomeChecksums,
     differs_from_home,
     find_writes,
     has_values,
@@ -57,7 +56,6 @@ class CellExecutor:
         device: torch.device,
         meter: Meter,
         param_dtype: torch.dtype | None,
-        lenders: Sequence[Shard] = (),
     ) -> None:
         self._runners = runners
         #: By shard.
@@ -65,16 +63,10 @@ class CellExecutor:
         self._device = device
         self._meter = meter
         self._param_dtype = param_dtype
-        self._home_checksums = [
-            HomeChecksums(shard, meter) for shard in (*(each.shard for each in self.shards), *lenders)
-        ]
-        self._lending = {owner.index for runner in runners for owner, _ in runner.shard.loans}
 
     def renumber(self) -> None:
         """Updates the numbers of shards after runners were put in another order. Idempotent."""
         self.shards[:] = ShardRunners.by_shard(self._runners)
-        self._home_checksums.sort(key=lambda checksums: checksums.shard.index)
-        self._lending = {owner.index for runner in self._runners for owner, _ in runner.shard.loans}
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -132,14 +124,6 @@ class CellExecutor:
         in_place = shard.bound_in_place
         compare = not in_place and runners.compares_weights()
         written = find_writes(shard, compare=compare)
-        # Before the writes of the layers are stored.
-        checked = {owner for k in written if self._home_checksums[owner := shard.owner_of(k)[0].index].recorded}
-        checked = set() if in_place else checked
-        records_sums = compare and tape.records and (j >= tape.first or j in self._lending)
-        for index in checked | {j} if records_sums else checked:
-            self._home_checksums[index].compare()
-        if records_sums:
-            tape.homes[j] = self._home_checksums[j].state
         if written:
             entered: dict[Cell, Any] = {}
             for i in microbatches:
@@ -180,16 +164,7 @@ class CellExecutor:
                 with contextlib.suppress(Exception):  # the first error counts
                     written = find_writes(runners.shard, compare=True)
                     streamer.store_written_weights(j, written)
-                    self.refresh_checksums(j, written)
             raise
-
-    def refresh_checksums(self, j: int, written: Sequence[int], tape: Tape | None = None) -> None:
-        """Updates the checksums of homes after writes of layers into their parameters, in this forward, were stored."""
-        shard = self.shards[j].shard
-        for owner in {shard.owner_of(k)[0].index for k in written}:
-            self._home_checksums[owner].refresh()
-            if tape is not None and owner in tape.homes:
-                tape.homes[owner] = self._home_checksums[owner].state
 
     def _repeats_writes(self, tape: Tape, cell: Cell, boundary: Any) -> bool:
         """Whether a recomputation of a cell whose forward wrote parameters leaves them unchanged."""
@@ -341,24 +316,6 @@ class CellExecutor:
 
     def _output_fn(self, tape: CellRecords, cell: Cell) -> OutputFn | None:
         return tape.output_fns[cell.i] if cell.j == len(self._runners) - 1 else None
-
-    def check_homes(self, tape: Tape) -> None:
-        """Refuses the backward of a tape if homes compared in its forward were written without a new version.
-
-        What layers wrote in a later forward is no change where graphs are kept: they save weights by reference.
-        """
-        for j, (changes, layer_writes) in tape.homes.items():
-            home = self._home_checksums[j]
-            home.compare()
-            recomputes = any(Cell(j, i) not in tape.graphs for i in range(tape.microbatches))
-            if home.changes != changes or (recomputes and home.layer_writes != layer_writes):
-                self.shards[j].always_compare()
-                raise RuntimeError(
-                    f"parameter {', '.join(home.changed[:3])} of shard {j} was written through .data (or an alias such "
-                    f"as a NumPy array) between the forward and its backward, by other code or by a layer in a later "
-                    f"forward: the gradient would mix activations of the old values with the new ones; write before "
-                    f"the forward or after the backward"
-                )
 
 
 def _check_same(tape: CellRecords, cell: Cell, outputs: Sequence[Any]) -> None:

@@ -252,7 +252,6 @@ class Executor(BackwardPasses):
                 before = tape.graphs
                 written = self._cell_executor.end_visit(tape, j, range(m), inputs_of)
                 self.streamer.store_written_weights(j, written)
-                self._cell_executor.refresh_checksums(j, written, tape)
                 tape.versions[j], tape.assignments = self.shards[j].versions(), self.assigned_data.stores
                 follower.done += [Action(Kind.FORWARD_KEPT, *cell) for cell in sorted(tape.graphs - before)]
 

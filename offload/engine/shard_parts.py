@@ -47,7 +47,6 @@ class ShardParts:
             device=device,
             meter=executor.meter,
             param_dtype=executor.layer_homes.dtype,
-            lenders=[] if executor.resident is None else [executor.resident],
         )
         steps = Steps(
             cell_executor.shards,

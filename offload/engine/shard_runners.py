@@ -74,11 +74,6 @@ class ShardRunners:
         each = [runner.compares_weights() for runner in self.runners]  # all of them: each counts its forwards
         return any(each)
 
-    def always_compare(self) -> None:
-        """Compares parameters after each forward from now on."""
-        for runner in self.runners:
-            runner.compares_always = True
-
     @property
     def measures_graphs(self) -> bool:
         """Whether recorded forwards measure the graphs that could be kept."""

@@ -94,8 +94,6 @@ class Tape(CellRecords):
     #: Plans which boundaries stay in memory.
     residency: Residency
     microbatches: int
-    #: Of the shards whose homes are compared: numbers of writes, by other code and by layers, found until the forward.
-    homes: dict[int, tuple[int, int]] = field(default_factory=dict)
     #: Number of calls that had stored assigned data until the forward.
     assignments: int = 0
     #: The sizes of micro-batches for which the step is planned: their rows, or more; see :mod:`.row_units`.

@@ -13,16 +13,11 @@ in place, through ``.data``          comparison with the home, which still holds
 ===================================  ===============================================================================
 
 The functions take a shard that is bound to a slot.
-
-Between a forward and its backward, homes may be written through ``.data`` as well (an average that is swapped in).
-Plain autograd then uses the new weights with the old activations. A shard that is recomputed, or still in a slot,
-would not, so :class:`HomeChecksums` compares checksums, and the backward raises.
 """
 
 from __future__ import annotations
 
 import warnings
-import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -30,20 +25,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from offload.storage.buffer import host_buffer, view_memory
 from offload.storage.contract import bytes_of
 from offload.streaming.formed_weights import check_seal
-from offload.streaming.lane import error_context
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 
 if TYPE_CHECKING:
     from offload.engine.tape import Tape
-    from offload.telemetry.statistics import Meter
 
 __all__ = [
     "AssignedData",
-    "HomeChecksums",
     "differs_from_home",
     "find_writes",
     "has_values",
@@ -223,65 +214,3 @@ def _warn_of_shared(assigned: Sequence[Slice]) -> None:
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-#: Homes are read in chunks of this size.
-_CHUNK_BYTES = 8 << 20
-
-
-class HomeChecksums:
-    """Checksums of one shard's home, to detect writes by code other than the engine."""
-
-    def __init__(self, shard: Shard, meter: Meter) -> None:
-        self.shard = shard
-        self._meter = meter
-        self._sums: list[int] | None = None
-        #: Number of comparisons that found a write by other code, and of those that found a stored write of layers.
-        self.changes = self.layer_writes = 0
-        #: Names of the parameters that the last change changed.
-        self.changed: list[str] = []
-
-    @property
-    def state(self) -> tuple[int, int]:
-        """``changes`` and ``layer_writes``."""
-        return self.changes, self.layer_writes
-
-    @property
-    def recorded(self) -> bool:
-        """Whether there are checksums to compare with."""
-        return self._sums is not None
-
-    def compare(self) -> None:
-        """Reads the home, and compares its checksums with those of the last time."""
-        before, self._sums = self._sums, _checksums(self.shard)
-        self._meter.bytes_compared += 0 if self.shard.home is None else self.shard.home.nbytes
-        if before is not None and before != self._sums:
-            self.changes += 1
-            pairs = zip(self.shard.own, before, self._sums, strict=True)
-            self.changed = [s.name for s, old, new in pairs if old != new]
-
-    def refresh(self) -> None:
-        """Updates the checksums, if there are any, after writes of layers were stored."""
-        if self._sums is not None:
-            changes = self.changes
-            self.compare()
-            self.changes, self.layer_writes = changes, self.layer_writes + self.changes - changes
-
-
-def _checksums(shard: Shard) -> list[int]:
-    """Checksums of each own parameter's home. Takes memory for one chunk."""
-    sums = [0] * len(shard.own)
-    nbytes = 0 if shard.home is None else shard.home.nbytes
-    with error_context(f"comparing shard {shard.index} with its home"):
-        buffer = host_buffer(min(_CHUNK_BYTES, nbytes))
-    for begin in range(0, nbytes, _CHUNK_BYTES):
-        assert shard.home is not None
-        chunk = buffer[: min(_CHUNK_BYTES, nbytes - begin)]
-        with error_context(f"comparing shard {shard.index} with its home"):
-            shard.home.read_into(chunk, begin)
-        memory = view_memory(chunk)
-        for k, s in enumerate(shard.own):
-            start, end = max(s.offset - begin, 0), min(s.offset + s.nbytes - begin, len(memory))
-            if start < end:
-                sums[k] = zlib.crc32(memory[start:end], sums[k])
-    return sums
