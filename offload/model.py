@@ -122,11 +122,6 @@ class OffloadModel(RunningModule):
         pretrained: a safetensors file, an index of several or the directory of one, or a :class:`~offload.Pretrained`:
             parameters and buffers are read from there straight into their homes, without being initialised first. See
             :meth:`from_pretrained`.
-        detect_weight_writes: for debugging. A layer may write its own parameters while it runs (an initialisation from
-            data, a renormalisation). In-place writes are always detected; writes through ``.data`` are found by
-            comparing bytes after the first two forwards of each mode, and always in layers that did so before. If
-            True, after every forward, which reads each home once more. Forwards that compare for a backward also take
-            checksums of homes, and that backward refuses homes that were written through ``.data`` in between.
 
     Raises:
         TypeError, ValueError: if an argument cannot be used.
@@ -157,7 +152,6 @@ class OffloadModel(RunningModule):
         param_dtype: torch.dtype | None = None,
         store_dtype: torch.dtype | str | None = None,
         pretrained: Pretrained | str | os.PathLike[str] | None = None,
-        detect_weight_writes: bool = False,
         blocks: Blocks | None = None,
         mesh: DeviceMesh | None = None,
         gradient_divide_factor: float | None = None,
@@ -229,7 +223,6 @@ class OffloadModel(RunningModule):
             "memory": resources,
             "param_dtype": param_dtype,
             "store_dtype": store_dtype,
-            "detect_weight_writes": detect_weight_writes,
             "mesh": mesh,
             "gradient_dtype": gradient_dtype,
             "accumulate_in_gradient_dtype": accumulate_in_gradient_dtype,

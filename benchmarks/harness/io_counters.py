@@ -18,7 +18,7 @@ import psutil
 
 #: The counters of ``offload.Statistics`` that the line of a step holds.
 COUNTED = ("bytes_loaded", "bytes_stored", "bytes_spilled", "update_bytes_read", "update_bytes_written", "wait_seconds")
-COUNTED += ("bytes_gathered", "bytes_reduced", "bytes_agreed", "bytes_compared")
+COUNTED += ("bytes_gathered", "bytes_reduced", "bytes_agreed")
 #: Those of bytes that a step reads from homes and writes there; boundaries, which are written and read, are not.
 MOVED = ("bytes_loaded", "bytes_stored", "update_bytes_read", "update_bytes_written")
 
@@ -56,7 +56,7 @@ def _counts(model: object) -> dict[str, float]:
 def counted_bytes(step: Mapping[str, Any]) -> tuple[float, float]:
     """What an OffloadModel and the kernel have counted in a step: bytes read and written by calls, boundaries included.
 
-    So are comparisons with homes, of the first steps. Calls of other parts of the process are in the latter.
+    So are comparisons with homes, in older records. Calls of other parts of the process are in the latter.
     """
     ours = sum(step[name] for name in MOVED) + 2 * step["bytes_spilled"] + step.get("bytes_compared", 0)
     return ours, step.get("read", 0) + step.get("written", 0)

@@ -35,7 +35,7 @@ from pipe.torch_private.tracing import uncompiled_hooks
 
 __all__ = ["UNWATCHED", "Block", "Watch", "has_cache", "requires_grad"]
 
-#: Runs of each mode in which it is found out whether a block writes into its input or its weights.
+#: Runs of each mode in which it is found out whether a block writes into its input.
 RUNS_NOTED = 2
 
 Call = Callable[..., Any]
@@ -283,15 +283,16 @@ class Block:
         visit: Visit | None,
     ) -> Any:
         """A run of which it is noted what the block writes into its weights."""
-        runs = self._runs[modes] = self._runs.get(modes, 0) + 1
+        self._runs[modes] = self._runs.get(modes, 0) + 1
         if not views:
             return self._noted_in_place(call, args, kwargs, visit)
         before = [view._version for view in views]
+        at = [weight.data_ptr() for weight in weights]
         try:
             return self._call(call, weights, args, kwargs)
         finally:
             # Also after an exception: writes into weights are as durable as those into buffers.
-            if runs <= RUNS_NOTED or self.writes or before != [view._version for view in views]:
+            if before != [view._version for view in views] or at != [weight.data_ptr() for weight in weights]:
                 self._note_writes(visit, views, weights, before)
 
     def _noted_in_place(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], visit: Visit | None) -> Any:
@@ -325,15 +326,16 @@ class Block:
     ) -> None:
         """Stores the weights that the block has written.
 
-        What no version counter shows (``weight.data.copy_``, ``weight.data = ...``) is found by comparison with the
-        home: in the first runs, and always in a block that has written its weights before.
+        Writes in place are found by their version, and data that is assigned by its address. Writes in place through
+        ``.data``, which have neither, are lost with the slot.
         """
         written = []
         for k, (view, weight) in enumerate(zip(views, weights, strict=True)):
             assigned = weight.data_ptr() != view.data_ptr()
             if assigned:  # by another view, since the weight has the version counter of this one
+                self.weights.shard.slices[k].check_data(view.shape, weight)
                 self.weights.shard.slices[k].view(self.weights.shard.slot).copy_(weight.detach())
-            if assigned or view._version != before[k] or self.weights.differs_from_home(k, view):
+            if assigned or view._version != before[k]:
                 written.append(k)
         if written:
             self.writes = True

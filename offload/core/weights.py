@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.engine.weight_writes import same_bytes
 from offload.storage import Block
 from offload.streaming.quantised import refresh
 from offload.streaming.shard import Shard
@@ -106,11 +105,6 @@ class Weights:
         self._views[key] = weakref.ref(slot, partial(self._views.pop, key)), views
         slots.count_views(slot, storage_uses(slot) - before)
         return views
-
-    def differs_from_home(self, k: int, view: Tensor) -> bool:
-        """Whether the parameter at a position has other bytes in the slot than at home."""
-        owner, s = self.owners[k]
-        return not same_bytes(self.shard.part_at_home(k, view), owner.home_view(s).to(view.dtype))
 
     def at_home(self) -> bool:
         """Whether parameters are on the memory of their homes: no other ``data`` was assigned."""

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,6 @@ from offload.mesh.shard import MeshShard, layout_of_parts, make_mesh_shards
 from offload.mesh.transport import check_devices, transport_for
 from offload.storage import DiskHome, HomeError, PersistentTier, Tier, open_tier
 from offload.storage.persistent import RANKS, homes_in
-from offload.storage.stripes import named
 from offload.streaming.lane import CopyLane, CopyLanes, ThreadCopyLane
 from offload.streaming.layer_homes import LayerHomes, LayerLayout
 from offload.streaming.materialize import Values
@@ -127,18 +127,18 @@ class Sharding:
         """
         if not (isinstance(offload_device, DiskHome) and offload_device.keep):
             return open_tier(offload_device, device)
-        roots = offload_device.directories
+        root = Path(offload_device)
         ours = {self._name(k, n) for k in range(self.ranks.count) for n in range(self.ranks.replicas)}
-        others = [path.name for root in roots for path in homes_in(root)]
-        others += {path.parent.name for root in roots for path in homes_in(root, below=f"{RANKS}/")} - ours
+        others = [path.name for path in homes_in(root)]
+        others += {path.parent.name for path in homes_in(root, below=f"{RANKS}/")} - ours
         found = [answer for answer in self.ranks.exchange(sorted(others)) if answer]
         if found:
             raise HomeError(
-                f"{named(roots)} holds a home of another number of processes already ({found[0][0]}), expected one of "
+                f"{str(root)!r} holds a home of another number of processes already ({found[0][0]}), expected one of "
                 f"{self.name}. Use as many processes as it was made with, or load a checkpoint into a home in another "
                 f"directory"
             )
-        mine = replace(offload_device, directory=[root / self.name for root in roots])
+        mine = replace(offload_device, directory=root / self.name)
         return PersistentTier(mine, device, self.ranks.exchange)
 
     def layout(self) -> LayerLayout:

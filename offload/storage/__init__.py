@@ -54,7 +54,7 @@ def open_tier(
     """
     if isinstance(offload_device, DiskHome):
         if not offload_device.keep:
-            return DiskTier(offload_device.directories, device, direct=offload_device.direct)
+            return DiskTier(offload_device, device, direct=offload_device.direct)
         if not keeps:
             raise ValueError("DiskHome(keep=True) is supported by OffloadModel only; pass a directory")
         return PersistentTier(offload_device, device)

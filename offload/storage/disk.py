@@ -5,8 +5,6 @@ values from ``Parameter.data`` and may write to it; the kernel may drop its page
 read and write calls in large pieces on a lane, since a page fault during a matrix product cannot be overlapped. These
 calls bypass the page cache where that is faster (:mod:`offload.storage.page_cache`).
 
-The directory may be several, on as many disks: files are then dealt over them (:mod:`offload.storage.stripes`).
-
 Guarantees
     * Every file is new, under an unused name; no file that was in the directory before is ever read.
     * All bytes of a file are reserved at creation, so a full disk is an error of the constructor, not a lost page.
@@ -27,7 +25,6 @@ import stat
 import tempfile
 import warnings
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -39,7 +36,7 @@ from offload.storage.contract import Block, Scratch, Tier
 from offload.storage.page_cache import PageCache
 from offload.storage.scratch import DiskScratch
 from offload.storage.staging import Link, open_link
-from offload.storage.stripes import StoredFile, Stripes
+from offload.storage.stored_file import StoredFile
 from offload.storage.transfer import Transfers, move_all
 from pipe.process import finalize_here
 
@@ -102,7 +99,7 @@ def reserve(path: Path, file_bytes: int, wanted_bytes: int) -> None:
     """Creates a file of zeros with all of its disk space allocated."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        if file_bytes:  # none where a striped file is too short to have a part here
+        if file_bytes:
             os.posix_fallocate(fd, 0, file_bytes)
     except OSError as error:
         os.unlink(path)
@@ -114,57 +111,36 @@ def reserve(path: Path, file_bytes: int, wanted_bytes: int) -> None:
 class DiskTier(Tier):
     """Blocks as files in a new folder below ``directory``, which is created if it does not exist.
 
-    ``directory``: one, or several over which files are dealt. ``direct``: whether to bypass the page cache; None
-    decides by size. ``link``: how bytes are copied to the compute device; tests pass one that delays copies.
+    ``direct``: whether to bypass the page cache; None decides by size. ``link``: how bytes are copied to the compute
+    device; tests pass one that delays copies.
     """
 
     blocking_io = True
 
     def __init__(
         self,
-        directory: str | os.PathLike[str] | Sequence[Path],
+        directory: str | os.PathLike[str],
         device: torch.device,
         *,
         direct: bool | None = None,
         link: Link | None = None,
     ) -> None:
-        several = [directory] if isinstance(directory, (str, os.PathLike)) else directory
         # Without links, which may lead elsewhere before the next file is made.
-        self._roots = [Path(os.path.realpath(each)) for each in several]
-        self.folders: list[Path] = []
-        self._locks: list[int] = []
-        try:
-            for root in self._roots:
-                _new_folder(root, self.folders, self._locks)
-        except BaseException:
-            _remove_all(self.folders, self._locks)
-            raise
-        self.name = f"disk ({', '.join(map(str, self._roots))})"
-        for root in self._roots:
-            kind = file_system(root)
-            if kind in ("tmpfs", "ramfs"):
-                warnings.warn(
-                    f"offload_device {str(root)!r} is memory ({kind}), so storing shards there saves none; pass a "
-                    f"directory on a disk",
-                    RuntimeWarning,
-                    stacklevel=5,
-                )
+        self._root = Path(os.path.realpath(directory))
+        self.folder, self._lock = _new_folder(self._root)
+        self.name = f"disk ({self._root})"
+        kind = file_system(self._root)
+        if kind in ("tmpfs", "ramfs"):
+            warnings.warn(
+                f"offload_device {str(self._root)!r} is memory ({kind}), so storing shards there saves none; pass a "
+                f"directory on a disk",
+                RuntimeWarning,
+                stacklevel=5,
+            )
         self._device = device
         self._numbers = itertools.count()
-        cache = PageCache(self.folders[0], direct, *self.folders[1:])
-        self.transfers = Transfers(cache, link or open_link(device), len(self.folders))
-        self._finalizer = finalize_here(self, _remove_all, self.folders, self._locks)
-
-    @property
-    def folder(self) -> Path:
-        """The first of :attr:`folders`."""
-        return self.folders[0]
-
-    def _striped(self, directories: Sequence[Path], name: str, number: int) -> StoredFile:
-        """The file of that name in these directories, the ``number``-th of its owner."""
-        return StoredFile(
-            tuple(each / name for each in directories), Stripes(len(directories), number % len(directories))
-        )
+        self.transfers = Transfers(PageCache(self.folder, direct), link or open_link(device))
+        self._finalizer = finalize_here(self, _remove, self.folder, self._lock)
 
     @property
     def staging_bytes(self) -> int:
@@ -178,37 +154,36 @@ class DiskTier(Tier):
 
     def allocate(self, nbytes: int, label: str, *, cyclic: bool = False) -> Block:
         """A new file of ``nbytes``. It is unlinked with the block; its space is freed with its last mapping."""
-        number = next(self._numbers)
-        file = self._striped(self.folders, f"{number:04d}-{label}", number)
-        made: list[Path] = []
+        path = self.folder / f"{next(self._numbers):04d}-{label}"
+        reserve(path, whole_pages(nbytes), nbytes)
         try:
-            for path, part in zip(file.paths, file.part_bytes(nbytes), strict=True):
-                reserve(path, whole_pages(part), part)
-                made.append(path)
-            block = DiskBlock(file, nbytes, self.transfers, cyclic=cyclic)
+            block = DiskBlock(StoredFile(path), nbytes, self.transfers, cyclic=cyclic)
         except BaseException:
-            for path in made:
-                path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             raise
-        finalize_here(block, file.unlink)
+        finalize_here(block, path.unlink, True)
         return block
 
     def scratch(self) -> Scratch | None:
-        """Storage of boundaries in unlinked files."""
-        return DiskScratch(self.name, self.folders, self, self._device, self.transfers)
+        """Storage of boundaries in an unlinked file."""
+        return DiskScratch(self.name, self.folder, self, self._device)
 
     def close(self) -> None:
         """Removes the files; their space is freed with their last mapping."""
         self._finalizer()
 
 
-def _new_folder(root: Path, folders: list[Path], locks: list[int]) -> None:
-    """Makes a folder of this process, and locks it; both are added to the lists as soon as they exist."""
+def _new_folder(root: Path) -> tuple[Path, int]:
+    """Makes a folder of this process, and locks it."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         _remove_stale(root)
-        folders.append(Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root)))
-        locks.append(_locked(folders[-1]))
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+        try:
+            return folder, _locked(folder)
+        except BaseException:
+            _remove(folder, None)
+            raise
     except OSError as error:
         raise OSError(
             error.errno, f"offload_device must be a directory that can be written to: {error.strerror}", str(root)
@@ -243,12 +218,6 @@ def _locked(folder: Path) -> int:
         os.close(lock)
         raise
     return lock
-
-
-def _remove_all(folders: Sequence[Path], locks: Sequence[int]) -> None:
-    """Removes folders, and their locks as far as there are any."""
-    for folder, lock in itertools.zip_longest(folders, locks):
-        _remove(folder, lock)
 
 
 def _remove(folder: Path, lock: int | None) -> None:

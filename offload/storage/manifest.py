@@ -5,8 +5,7 @@
     contents, whole pages | description, whole pages | manifest, one page
 
 The contents are first, so that mappings and direct I/O are aligned. The description is text, one line per tensor, so
-that an error can name the first tensor that differs; in a home that is striped over directories, the first line tells
-which one this is. The manifest is one page, which a disk writes atomically.
+that an error can name the first tensor that differs. The manifest is one page, which a disk writes atomically.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from offload.storage.buffer import PAGE_BYTES, host_buffer, view_memory, whole_pages
-from offload.storage.stripes import StoredFile, Stripes
+from offload.storage.stored_file import StoredFile
 from offload.storage.transfer import Transfers, move_all
 
 __all__ = [
     "HomeError",
     "Manifest",
-    "check_stripes",
     "checksum",
     "describe",
     "digest",
@@ -37,7 +35,6 @@ __all__ = [
     "is_of_a_home",
     "read_description",
     "read_manifest",
-    "stripes_line",
     "write_manifest",
 ]
 
@@ -94,30 +91,6 @@ def digest(data: bytes) -> bytes:
 def describe(lines: Sequence[str]) -> bytes:
     """The description of a file: a line on byte order, then one per tensor."""
     return "\n".join([f"bytes are {sys.byteorder}-endian", *lines]).encode()
-
-
-def stripes_line(stripes: Stripes, directory: int) -> list[str]:
-    """The line that tells which directory of a striped home a file belongs to; none in a home of one directory."""
-    if stripes.count == 1:
-        return []
-    return [
-        f"directory {directory} of {stripes.count}, stripes of {stripes.stripe_bytes} bytes from directory "
-        f"{stripes.first} on"
-    ]
-
-
-def check_stripes(path: Path, expected: bytes, got: bytes) -> None:
-    """Raises HomeError if two descriptions are of other directories of a home."""
-    ours, theirs = (
-        next((line for line in text.decode(errors="replace").splitlines()[1:2] if line.startswith("directory ")), "")
-        for text in (expected, got)
-    )
-    if ours != theirs:
-        alone = "a home of one directory"
-        raise HomeError(
-            f"{path}: expected {ours or alone}, got {theirs or alone}. Pass all directories that the home was created "
-            f"with, in the same order, DiskHome([...])"
-        )
 
 
 def file_bytes(contents_bytes: int, description_bytes: int) -> int:
@@ -187,12 +160,10 @@ def is_of_a_home(path: Path) -> bool:
         return False
 
 
-def write_manifest(
-    file: StoredFile | Path, manifest: Manifest, description: bytes | None = None, *, index: int = 0
-) -> None:
-    """Writes the manifest of one of the files (and the description of a new one); returns once it is on the disk."""
-    file = StoredFile((file,)) if isinstance(file, Path) else file
-    path, fd = file.paths[index], file.open(index)
+def write_manifest(file: StoredFile | Path, manifest: Manifest, description: bytes | None = None) -> None:
+    """Writes the manifest of a file (and the description of a new one); returns once it is on the disk."""
+    file = StoredFile(file) if isinstance(file, Path) else file
+    path, fd = file.path, file.open()
     try:
         if description is not None:
             move_all(os.pwritev, fd, memoryview(description), whole_pages(manifest.contents_bytes), path)
@@ -205,12 +176,9 @@ def write_manifest(
         os.close(fd)
 
 
-def checksum(path: Path, contents_bytes: int, transfers: Transfers, sharers: int = 1) -> bytes:
-    """Checksum of a file's contents, computed by a few threads, in memory for one piece each.
-
-    ``sharers``: how many files are read at once, which share the memory.
-    """
-    count = max(1, 4 // sharers)
+def checksum(path: Path, contents_bytes: int, transfers: Transfers) -> bytes:
+    """Checksum of a file's contents, computed by a few threads, in memory for one piece each."""
+    count = 4
     buffer = host_buffer(min(count * _CHECKED_BYTES, contents_bytes))
     sums: list[int] = []
     for begin in range(0, contents_bytes, count * _CHECKED_BYTES):

@@ -59,12 +59,11 @@ class PageCache:
     """Decides for each block of one tier, whose files are in ``folder``, in order of their creation.
 
     ``direct`` forces a choice, None decides by size. Without direct I/O that is coherent with the page cache, which
-    depends on the file system, the page cache is used in any case. ``more_folders``: of files that are dealt over
-    several directories.
+    depends on the file system, the page cache is used in any case.
     """
 
-    def __init__(self, folder: Path, direct: bool | None, *more_folders: Path) -> None:
-        self._folders = (folder, *more_folders)
+    def __init__(self, folder: Path, direct: bool | None) -> None:
+        self._folder = folder
         self._wanted = direct
         self._usages: dict[CacheUsage, None] = {}  # in order of creation
         self._decided = False
@@ -102,7 +101,7 @@ class PageCache:
         if wanted and self._works is None:
             with self._lock:
                 if self._works is None:
-                    self._works = all(map(_direct_works, self._folders))
+                    self._works = _direct_works(self._folder)
         return wanted and bool(self._works)
 
     def _decide(self) -> None:

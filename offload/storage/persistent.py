@@ -7,9 +7,6 @@
     directory/home.lock       locked by the model that uses the home
     directory/gradstream-*    removed with the model: gradients, optimizer states, boundaries
 
-A home that is striped over several directories has all of this in each: the files hold the stripes of their directory,
-and their manifests tell which one it is.
-
 With a mesh of processes each rank has such a directory of its own below the one that is given, ``rank0-of-2``. What it
 has opened is compared with what its peers have.
 
@@ -18,8 +15,7 @@ home with any cuts (:mod:`offload.streaming.layer_homes`).
 
 Guarantees
     * Files are adopted only if all are complete, of one home and one generation, closed, and hold the same tensors at
-      the same offsets, in as many directories in the same order. They are neither copied nor initialised. Refused files
-      are not changed.
+      the same offsets. They are neither copied nor initialised. Refused files are not changed.
     * From :meth:`PersistentTier.mark_open`, before the first write, until :meth:`PersistentTier.write_manifests` no
       manifest is clean, so a home that a crash left half written is recognised.
     * Files are overwritten only on request, and only one model at a time uses a home.
@@ -33,7 +29,7 @@ import fcntl
 import os
 import secrets
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +43,6 @@ from offload.storage.manifest import (
     RESTORE,
     HomeError,
     Manifest,
-    check_stripes,
     checksum,
     describe,
     digest,
@@ -55,11 +50,10 @@ from offload.storage.manifest import (
     is_of_a_home,
     read_description,
     read_manifest,
-    stripes_line,
     write_manifest,
 )
 from offload.storage.peers import Opened, check_peers
-from offload.storage.stripes import StoredFile, named
+from offload.storage.stored_file import StoredFile
 from pipe.process import finalize_here
 
 __all__ = ["RANKS", "Contents", "PersistentTier", "homes_in"]
@@ -81,19 +75,6 @@ class Contents:
     lines: Sequence[str]
 
 
-@dataclass(frozen=True)
-class _Part:
-    """What one directory holds of one of the contents: a file."""
-
-    #: Indices of the contents and of the directory.
-    place: int
-    directory: int
-    path: Path
-    what: str
-    nbytes: int
-    lines: Sequence[str]
-
-
 class _Phase(enum.Enum):
     CREATING = "new files are removed if the model's constructor fails"
     OPEN = "no manifest is clean"
@@ -104,8 +85,8 @@ class _Phase(enum.Enum):
 class _Usage:
     """The use of a home by one tier, which ends when the tier is closed or collected."""
 
-    directories: Sequence[Path]
-    locks: list[int]
+    directory: Path
+    lock: int
     phase: _Phase = _Phase.CREATING
     created: list[Path] = field(default_factory=list)
 
@@ -114,12 +95,11 @@ class _Usage:
             for path in self.created:
                 with contextlib.suppress(OSError):
                     path.unlink()
-        for lock in self.locks:
-            with contextlib.suppress(OSError):
-                os.close(lock)
+        with contextlib.suppress(OSError):
+            os.close(self.lock)
         if self.phase is _Phase.OPEN:
             warnings.warn(
-                f"the model with the persistent home in {named(self.directories)} ended without close(): the home is "
+                f"the model with the persistent home in {str(self.directory)!r} ended without close(): the home is "
                 f"marked as open, and the next model will refuse it",
                 RuntimeWarning,
                 stacklevel=2,
@@ -140,38 +120,35 @@ class PersistentTier(DiskTier):
     def __init__(
         self, home: DiskHome, device: torch.device, exchange: Callable[[Any], list[Any]] | None = None
     ) -> None:
-        super().__init__(home.directories, device, direct=home.direct)
+        super().__init__(home, device, direct=home.direct)
         self._home = home
         self.recovers = home.recover
         self._exchange = exchange
         #: That of the home when it was opened, the highest of all processes.
         self._generation = 0
         self._contents: list[Contents] = []
-        #: By the indices of contents and directory.
-        self._manifests: dict[tuple[int, int], Manifest] = {}
+        #: By the index of the contents.
+        self._manifests: dict[int, Manifest] = {}
         #: The files that are in use, by the index of the contents.
         self._files: dict[int, StoredFile] = {}
         self._number = b""
-        self._usage = _Usage(self._roots, [])
+        try:
+            lock = open_lock(self._root / "home.lock", os.O_CREAT)
+        except OSError as error:
+            raise HomeError(
+                f"{self._root / 'home.lock'}: expected a regular file that can be locked: {error.strerror}. Remove it, "
+                f"or use another directory"
+            ) from error
+        self._usage = _Usage(self._root, lock)
         self._release_home = finalize_here(self, _Usage.release, self._usage)
-        for root in self._roots:
-            try:
-                lock = open_lock(root / "home.lock", os.O_CREAT)
-            except OSError as error:
-                self._release_home()
-                raise HomeError(
-                    f"{root / 'home.lock'}: expected a regular file that can be locked: {error.strerror}. Remove it, "
-                    f"or use another directory"
-                ) from error
-            self._usage.locks.append(lock)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                self._release_home()
-                raise HomeError(
-                    f"the home in {str(root)!r} is in use by another model, of this process or of another; close() "
-                    f"that one first, or use another directory"
-                ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._release_home()
+            raise HomeError(
+                f"the home in {str(self._root)!r} is in use by another model, of this process or of another; close() "
+                f"that one first, or use another directory"
+            ) from error
 
     def adopt(self, contents: Sequence[Contents], *, blank: bool) -> bool:
         """Verifies the home in the directory, if there is one; returns whether there is.
@@ -194,68 +171,58 @@ class PersistentTier(DiskTier):
         everybody = self._exchange(mine)
         if error is not None:
             raise error
-        check_peers(mine, everybody, self._roots[0], recover=self._home.recover)
+        check_peers(mine, everybody, self._root, recover=self._home.recover)
         self._number = everybody[0].home
         self._generation = max((generation for other in everybody for generation, _ in other.files), default=0)
         return adopted
 
     def _adopt(self, contents: Sequence[Contents], *, blank: bool) -> bool:
-        stems = {each.stem for each in contents}
-        found = [{path.stem: path for path in homes_in(root, stems)} for root in self._roots]
+        root = self._root
+        found = {path.stem: path for path in homes_in(root, {each.stem for each in contents})}
         if self._home.overwrite:
-            for path in (path for files in found for path in files.values()):
+            for path in found.values():
                 path.unlink()
-            found = [{} for _ in found]
-        if not any(found):
-            for root in self._roots:
-                others = sorted(path.parent.name for path in homes_in(root, below=f"{RANKS}/"))
-                if others:
-                    raise HomeError(
-                        f"{str(root)!r} holds the home of a mesh of processes ({others[0]}). Use as many processes, "
-                        f"or load a checkpoint into a home in another directory"
-                    )
+            found = {}
+        if not found:
+            others = sorted(path.parent.name for path in homes_in(root, below=f"{RANKS}/"))
+            if others:
+                raise HomeError(
+                    f"{str(root)!r} holds the home of a mesh of processes ({others[0]}). Use as many processes, "
+                    f"or load a checkpoint into a home in another directory"
+                )
             self._number = secrets.token_bytes(16)
             return False
         if not blank:
-            holding = [root for root, files in zip(self._roots, found, strict=True) if files]
             raise HomeError(
-                f"{named(holding)} holds a home already, and the layers have values, too. Build the layers on the "
+                f"{str(root)!r} holds a home already, and the layers have values, too. Build the layers on the "
                 f"meta device (and without pretrained=) to adopt the home; or replace it with "
                 f"DiskHome(..., overwrite=True); or use another directory"
             )
         wanted = {part.stem: place for place, part in enumerate(contents) if part.nbytes}
-        for stem, path in ((stem, path) for files in found for stem, path in files.items()):
+        for stem, path in found.items():
             if stem not in wanted:
                 read_manifest(path, stem)  # raises for files of another format version
                 raise HomeError(
                     f"{path}: unexpected file in a home of {', '.join(wanted) or 'no tensors'}. Pass the layers that "
                     f"the home was created with, or use another directory"
                 )
-        parts = [part for place in wanted.values() for part in self._parts(place)]
-        for part in parts:
-            if contents[part.place].stem not in found[part.directory]:
-                if not found[part.directory]:
-                    raise HomeError(
-                        f"{str(self._roots[part.directory])!r} holds no part of a home, but the directories beside it "
-                        f"do. Pass the directories that the home was created with, on disks that are mounted; or "
-                        f"create it again with DiskHome(..., overwrite=True)"
-                    )
-                raise HomeError(f"{part.path} ({part.what}): expected a file, there is none. {RESTORE}")
-        for part in parts:
-            self._manifests[part.place, part.directory] = self._checked(part, len(contents))
+        for stem, place in wanted.items():
+            if stem not in found:
+                raise HomeError(f"{self._where(place)}: expected a file, there is none. {RESTORE}")
+        for place in wanted.values():
+            self._manifests[place] = self._checked(place)
         first = next(iter(self._manifests.values()))
-        for part in parts:
-            manifest = self._manifests[part.place, part.directory]
+        for place, manifest in self._manifests.items():
             if not self._belong_together(first, manifest):
                 raise HomeError(
-                    f"{part.path} ({part.what}): expected generation {first.generation} of home "
+                    f"{self._where(place)}: expected generation {first.generation} of home "
                     f"{first.home.hex()[:8]}, got generation {manifest.generation} of home {manifest.home.hex()[:8]}: "
                     f"the files were not written together. {RESTORE}"
                 )
-        closed = [part for part in parts if self._manifests[part.place, part.directory].clean]
-        if partial := dict.fromkeys(part.what for part in parts if part not in closed):
+        closed = [place for place, manifest in self._manifests.items() if manifest.clean]
+        if partial := [contents[place].what for place in self._manifests if place not in closed]:
             warnings.warn(
-                f"recovering the home in {named(self._roots)}, whose model ended without close(): the contents of "
+                f"recovering the home in {str(root)!r}, whose model ended without close(): the contents of "
                 f"{', '.join(partial)} cannot be verified. Shards may be of different steps, and buffers are those of "
                 f"the last close(), with parameters outside of blocks; compare with a checkpoint or an evaluation "
                 f"before you continue",
@@ -264,23 +231,17 @@ class PersistentTier(DiskTier):
             )
         if self._home.verify:
             # The checksum of one that was not closed is that of the last close().
-            for part, found_digest in self._checksums(closed):
-                if found_digest != self._manifests[part.place, part.directory].contents_digest:
-                    raise HomeError(f"{part.path} ({part.what}): the contents do not match their checksum. {RESTORE}")
+            for place in closed:
+                if self._checksum(place) != self._manifests[place].contents_digest:
+                    raise HomeError(f"{self._where(place)}: the contents do not match their checksum. {RESTORE}")
         return True
 
-    def _checksums(self, parts: Sequence[_Part]) -> Iterator[tuple[_Part, bytes]]:
-        """Reads parts, those of different directories at once."""
-        for place in dict.fromkeys(part.place for part in parts):
-            together = [part for part in parts if part.place == place]
+    def _checksum(self, place: int) -> bytes:
+        return checksum(self._file(place).path, self._contents[place].nbytes, self.transfers)
 
-            def summed(part: _Part, sharers: int = len(together)) -> bytes:
-                return checksum(part.path, part.nbytes, self.transfers, sharers)
-
-            if len(together) == 1:
-                yield together[0], summed(together[0])
-            else:
-                yield from zip(together, self.transfers.map_parallel(summed, together), strict=True)
+    def _where(self, place: int) -> str:
+        """The file of the contents with this index, as errors name it."""
+        return f"{self._file(place).path} ({self._contents[place].what})"
 
     def _belong_together(self, first: Manifest, other: Manifest) -> bool:
         if first.home != other.home:
@@ -291,10 +252,10 @@ class PersistentTier(DiskTier):
         opened, shut = sorted((first, other), key=lambda manifest: -manifest.generation)
         return self._home.recover and shut.clean and not opened.clean and opened.generation == shut.generation + 1
 
-    def _checked(self, part: _Part, places: int) -> Manifest:
-        place, path = part.place, part.path
-        where = f"{path} ({part.what})"
-        manifest = read_manifest(path, part.what)
+    def _checked(self, place: int) -> Manifest:
+        contents, path, where = self._contents[place], self._file(place).path, self._where(place)
+        places = len(self._contents)
+        manifest = read_manifest(path, contents.what)
         if manifest.places != places:
             raise HomeError(f"{where}: expected one of {places} files, got one of {manifest.places}. {RESTORE}")
         if manifest.place != place:
@@ -305,28 +266,18 @@ class PersistentTier(DiskTier):
                 f"have left it incomplete. Load the last checkpoint into a new home, DiskHome(..., overwrite=True); or "
                 f"use it without verification, DiskHome(..., recover=True)"
             )
-        expected, got = describe(part.lines), read_description(path, manifest)
+        expected, got = describe(contents.lines), read_description(path, manifest)
         if digest(got) != manifest.description_digest:
             raise HomeError(f"{where}: the description of the tensors does not match its checksum. {RESTORE}")
-        check_stripes(path, expected, got)
-        if got != expected or manifest.contents_bytes != part.nbytes:
+        if got != expected or manifest.contents_bytes != contents.nbytes:
             raise HomeError(
                 f"{where}: expected {_difference(expected, got)}. Pass the layers that the home was created with, or "
                 f"use another directory"
             )
         return manifest
 
-    def _parts(self, place: int) -> list[_Part]:
-        """The files of the contents with this index, one in each directory."""
-        contents, file = self._contents[place], self._file(place)
-        lines = [[*stripes_line(file.stripes, k), *contents.lines] for k in range(len(file.paths))]
-        return [
-            _Part(place, k, path, contents.what, nbytes, lines[k])
-            for k, (path, nbytes) in enumerate(zip(file.paths, file.part_bytes(contents.nbytes), strict=True))
-        ]
-
     def _file(self, place: int) -> StoredFile:
-        return self._files.get(place) or self._striped(self._roots, f"{self._contents[place].stem}{_SUFFIX}", place)
+        return self._files.get(place) or StoredFile(self._root / f"{self._contents[place].stem}{_SUFFIX}")
 
     def weights(self, nbytes: int) -> Block:
         """The file of the weights, the first of the contents."""
@@ -336,25 +287,23 @@ class PersistentTier(DiskTier):
         """The file of the contents with this index."""
         contents = self._contents[place]
         assert contents.nbytes == nbytes, f"{contents.what}: {nbytes:,} bytes, described as {contents.nbytes:,}"
-        for part in self._parts(place):
-            if (place, part.directory) in self._manifests:
-                continue
-            description = describe(part.lines)
-            self._usage.created.append(part.path)
-            reserve(part.path, file_bytes(part.nbytes, len(description)), part.nbytes)
+        if place not in self._manifests:
+            path, description = self._file(place).path, describe(contents.lines)
+            self._usage.created.append(path)
+            reserve(path, file_bytes(nbytes, len(description)), nbytes)
             blank = Manifest(
                 place=place,
                 places=len(self._contents),
                 clean=False,
-                contents_bytes=part.nbytes,
+                contents_bytes=nbytes,
                 description_bytes=len(description),
                 generation=1,
                 home=self._number,
                 description_digest=digest(description),
                 contents_digest=bytes(32),
             )
-            write_manifest(part.path, blank, description)
-            self._manifests[place, part.directory] = blank
+            write_manifest(path, blank, description)
+            self._manifests[place] = blank
         self._files[place] = self._file(place).as_it_is()
         return DiskBlock(self._files[place], nbytes, self.transfers)
 
@@ -363,9 +312,9 @@ class PersistentTier(DiskTier):
         if not self._usage.created:
             generations = (manifest.generation for manifest in self._manifests.values())
             generation = 1 + max(generations, default=0) if self._exchange is None else 1 + self._generation
-            for (place, directory), manifest in self._manifests.items():
-                opened = self._manifests[place, directory] = replace(manifest, clean=False, generation=generation)
-                write_manifest(self._file(place), opened, index=directory)
+            for place, manifest in self._manifests.items():
+                self._manifests[place] = replace(manifest, clean=False, generation=generation)
+                write_manifest(self._file(place), self._manifests[place])
         self._usage.phase = _Phase.OPEN
 
     def write_manifests(self) -> None:
@@ -376,11 +325,10 @@ class PersistentTier(DiskTier):
         if self._usage.phase is _Phase.CLOSED:
             return
         places = [place for place, contents in enumerate(self._contents) if contents.nbytes]
-        parts = [part for place in places for part in self._parts(place)]
-        for part, contents_digest in list(self._checksums(parts)):
-            key = part.place, part.directory
-            self._manifests[key] = replace(self._manifests[key], clean=True, contents_digest=contents_digest)
-            write_manifest(self._file(part.place), self._manifests[key], index=part.directory)
+        # All are computed before the first manifest is clean.
+        for place, contents_digest in [(place, self._checksum(place)) for place in places]:
+            self._manifests[place] = replace(self._manifests[place], clean=True, contents_digest=contents_digest)
+            write_manifest(self._file(place), self._manifests[place])
         self._usage.phase = _Phase.CLOSED
         self._release_home()
 

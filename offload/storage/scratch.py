@@ -1,10 +1,10 @@
-"""Stores boundaries on disk, in unlinked files, which the system removes however the process ends."""
+"""Stores boundaries on disk, in an unlinked file, which the system removes however the process ends."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from offload.storage.buffer import view_memory
 from offload.storage.contract import Scratch, bytes_of
-from offload.storage.stripes import Extent, Stripes
-from offload.storage.transfer import Transfers, move_all
+from offload.storage.transfer import move_all
 from pipe.freed import WhenFreed
 
 __all__ = ["DiskScratch"]
@@ -36,51 +35,28 @@ class _Ticket(NamedTuple):
 
 
 class DiskScratch(Scratch):
-    """Boundaries in one unlinked file of each folder, over which their bytes are dealt."""
+    """Boundaries in one unlinked file of a folder."""
 
-    def __init__(
-        self, name: str, folders: Sequence[Path], folder_owner: object, device: torch.device, transfers: Transfers
-    ) -> None:
+    def __init__(self, name: str, folder: Path, folder_owner: object, device: torch.device) -> None:
         self.name = name
-        self._folders = folders
-        self._folder_owner = folder_owner  # keeps the folders until the files are open
+        self._folder = folder
+        self._folder_owner = folder_owner  # keeps the folder until the file is open
         self._device = device
-        self._transfers = transfers
-        self._stripes = Stripes(len(folders))
-        self._opened: list[int] = []
+        self._opened: int | None = None
         self._file_bytes = 0
         self._free: dict[int, list[int]] = {}
 
-    def _open(self) -> None:
-        """Opens the files, at first use: most steps keep their boundaries in memory."""
-        opened: list[int] = []
-        finalizer = WhenFreed(partial(_close, opened))
-        try:
-            for folder in self._folders:
-                fd, path = tempfile.mkstemp(prefix="boundaries-", dir=folder)
-                opened.append(fd)
-                os.unlink(path)
-        except BaseException:
-            finalizer()
-            raise
-        self._opened, self._finalizer = opened, finalizer
+    def _open(self) -> int:
+        """Opens the file, at first use: most steps keep their boundaries in memory."""
+        fd, path = tempfile.mkstemp(prefix="boundaries-", dir=self._folder)
+        self._finalizer = WhenFreed(partial(os.close, fd))
+        os.unlink(path)
+        self._opened = fd
+        return fd
 
     def _move(self, call: Callable[..., int], data: Tensor, offset: int) -> None:
-        if not self._opened:
-            self._open()
-        memory = view_memory(data)
-
-        def move(extent: Extent) -> None:
-            part = memory[extent.begin - offset : extent.end - offset]
-            # Boundaries of a single directory name none: there is no other.
-            what = f"boundary file in {self._folders[extent.file].parent}" if len(self._opened) > 1 else "boundary file"
-            move_all(call, self._opened[extent.file], part, extent.begin + extent.shift, what)
-
-        extents = list(self._stripes.extents(offset, offset + data.numel()))
-        if len(extents) == 1:
-            move(extents[0])
-        else:
-            self._transfers.map_parallel(move, extents)
+        opened = self._open() if self._opened is None else self._opened
+        move_all(call, opened, view_memory(data), offset, "boundary file")
 
     def store(self, tensor: Tensor) -> object:
         """Writes a tensor, into released space of the same size if there is any."""
@@ -111,11 +87,6 @@ class DiskScratch(Scratch):
         self._free.setdefault(ticket.nbytes, []).append(ticket.offset)
 
     def close(self) -> None:
-        """Removes the files."""
-        if self._opened:
+        """Removes the file."""
+        if self._opened is not None:
             self._finalizer()
-
-
-def _close(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)

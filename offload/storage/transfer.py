@@ -1,8 +1,7 @@
 """Reads and writes files in concurrent pieces, through the page cache or with direct I/O.
 
-Each transfer is split at multiples of a fixed size (:data:`UNSTAGED` or :data:`STAGED`), and at the ends of stripes
-where a file is dealt over several disks, which transfer at once. Direct I/O moves whole pages only, so an incomplete
-first or last page uses the page cache; the kernel keeps both coherent. ::
+Each transfer is split at multiples of a fixed size (:data:`UNSTAGED` or :data:`STAGED`). Direct I/O moves whole pages
+only, so an incomplete first or last page uses the page cache; the kernel keeps both coherent. ::
 
     host memory, address and offset aligned alike    file <--> memory, no copy
     host memory, not aligned                         file <--> buffer <--> memory
@@ -32,7 +31,7 @@ from torch import Tensor
 from offload.storage.buffer import PAGE_BYTES, view_memory
 from offload.storage.page_cache import CacheUsage, PageCache
 from offload.storage.staging import Fence, Link, Staging
-from offload.storage.stripes import Extent, StoredFile
+from offload.storage.stored_file import StoredFile
 from pipe.threads import Future, Threads
 
 __all__ = ["STAGED", "UNSTAGED", "TransferLimits", "Transfers", "move_all"]
@@ -78,9 +77,10 @@ def _moved(call: Callable[..., int], fd: int, memory: memoryview, offset: int, p
 
 @dataclass(frozen=True)
 class _Piece:
-    """Bytes of a file."""
+    """Bytes ``[begin, end)`` of a file."""
 
-    extent: Extent
+    begin: int
+    end: int
     direct: bool
 
     @property
@@ -89,29 +89,28 @@ class _Piece:
         return os.O_DIRECT if self.direct else 0
 
 
-def _pieces(extent: Extent, piece_bytes: int, *, direct: bool) -> Iterator[_Piece]:
+def _pieces(begin: int, end: int, piece_bytes: int, *, direct: bool) -> Iterator[_Piece]:
     """Splits a transfer."""
-    _, begin, end, _ = extent
     first = min(end, -(-begin // PAGE_BYTES) * PAGE_BYTES) if direct else begin
     last = max(first, end // PAGE_BYTES * PAGE_BYTES) if direct else end
     if begin < first:
-        yield _Piece(extent._replace(end=first), False)
+        yield _Piece(begin, first, False)
     while first < last:
         until = min(last, (first // piece_bytes + 1) * piece_bytes)
-        yield _Piece(extent._replace(begin=first, end=until), direct)
+        yield _Piece(first, until, direct)
         first = until
     if last < end:
-        yield _Piece(extent._replace(begin=last), False)
+        yield _Piece(last, end, False)
 
 
 class Transfers:
-    """Reads and writes the files of one tier, which are dealt over ``disks`` directories."""
+    """Reads and writes the files of one tier."""
 
-    def __init__(self, cache: PageCache, link: Link, disks: int = 1) -> None:
+    def __init__(self, cache: PageCache, link: Link) -> None:
         self.cache = cache
         self._staged = STAGED
         self.staging = Staging(link, STAGED.in_flight, STAGED.piece_bytes)
-        self._io_threads = Threads(disks * max(STAGED.in_flight, UNSTAGED.in_flight) - 1, "offload-io")
+        self._io_threads = Threads(max(STAGED.in_flight, UNSTAGED.in_flight) - 1, "offload-io")
 
     def limit_staging(self, nbytes: int) -> None:
         """Makes all staging buffers together take at most ``nbytes``, or few pages; before the first transfer."""
@@ -145,36 +144,32 @@ class Transfers:
         nbytes = tensor.numel()
         if not nbytes:
             return
-        file = file if isinstance(file, StoredFile) else StoredFile((file,))
+        file = file if isinstance(file, StoredFile) else StoredFile(file)
         on_device = self.staging.link.is_on_device(tensor)
         direct = nbytes >= DIRECT_LEAST_BYTES and self.cache.direct(usage)
         staged = on_device or (direct and (tensor.data_ptr() - offset) % PAGE_BYTES != 0)
         limits = self._staged if staged else UNSTAGED
-        extents = list(file.extents(offset, offset + nbytes))
-        pieces = [_Piece(extent, False) for extent in extents]
+        pieces = [_Piece(offset, offset + nbytes, False)]
         if direct or on_device:  # the page cache needs one call only
-            pieces = [piece for extent in extents for piece in _pieces(extent, limits.piece_bytes, direct=direct)]
+            pieces = list(_pieces(offset, offset + nbytes, limits.piece_bytes, direct=direct))
         # The caller moves a single piece itself: waking a thread takes longer than reading the pages of a bias.
         io_threads = self._io_threads if len(pieces) > 1 else None
-        in_flight = limits.in_flight * len({extent.file for extent in extents})
         pending: deque[_PieceTransfer] = deque()
         with contextlib.ExitStack() as stack:
             descriptors = {
-                (index, flags): stack.enter_context(_opened(file, index, flags))
-                for index, flags in dict.fromkeys((piece.extent.file, piece.flags) for piece in pieces)
+                flags: stack.enter_context(_opened(file, flags)) for flags in dict.fromkeys(p.flags for p in pieces)
             }
             try:
                 for piece in pieces:
-                    part = tensor[piece.extent.begin - offset : piece.extent.end - offset]
+                    part = tensor[piece.begin - offset : piece.end - offset]
                     buffer = None
                     if on_device or (staged and piece.direct):
                         while (buffer := self.staging.acquire_buffer(wait=not pending)) is None:
                             pending.popleft().complete()
                     pending.append(_PieceTransfer(self.staging, part, buffer, on_device=on_device, write=write))
-                    index = piece.extent.file
-                    move = partial(_move_piece, file, descriptors[index, piece.flags], piece, write)
+                    move = partial(_move_piece, file, descriptors[piece.flags], piece, write)
                     pending[-1].start(io_threads, move)
-                    if len(pending) == in_flight:
+                    if len(pending) == limits.in_flight:
                         pending.popleft().complete()
                 while pending:
                     pending.popleft().complete()
@@ -186,13 +181,12 @@ class Transfers:
 
 
 def _move_piece(file: StoredFile, fd: int, piece: _Piece, write: bool, memory: memoryview) -> None:
-    path = file.paths[piece.extent.file]
-    call, begin = os.pwritev if write else os.preadv, piece.extent.begin + piece.extent.shift
+    path, call, begin = file.path, os.pwritev if write else os.preadv, piece.begin
     if not piece.direct:
         move_all(call, fd, memory, begin, path)
     elif (moved := _moved(call, fd, memory, begin, path)) < len(memory):
         # A direct call moves less only at the end of the file, where move_all raises.
-        with _opened(file, piece.extent.file) as cached:
+        with _opened(file) as cached:
             move_all(call, cached, memory[moved:], begin + moved, path)
 
 
@@ -257,8 +251,8 @@ def _copy(destination: Tensor, source: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def _opened(file: StoredFile, index: int, flags: int = 0) -> Iterator[int]:
-    fd = file.open(index, flags)
+def _opened(file: StoredFile, flags: int = 0) -> Iterator[int]:
+    fd = file.open(flags)
     try:
         yield fd
     finally:

@@ -63,9 +63,11 @@ class Slice:
         for alias in self.aliases:
             alias.data = memory
 
-    def check_data(self, expected: torch.Size | None = None) -> None:
-        """Raises ValueError if the parameter's size (or ``expected`` shape) or type is not the stored one."""
-        shape, dtype = self.parameter.shape, self.parameter.dtype
+    def check_data(self, expected: torch.Size | None = None, data: Tensor | None = None) -> None:
+        """Raises ValueError if the size (or ``expected`` shape) or type of the parameter, or of ``data`` in its place,
+        is not the stored one."""
+        data = self.parameter if data is None else data
+        shape, dtype = data.shape, data.dtype
         if dtype != self.dtype:
             raise ValueError(
                 f"expected data of {self.dtype} for parameter {self.name}, got {dtype}; the type of a parameter is "

@@ -56,8 +56,6 @@ class Statistics:
     bytes_gathered: int = 0
     bytes_reduced: int = 0
     bytes_agreed: int = 0
-    #: Bytes of homes that the first steps read once more, to find writes by other code between forward and backward.
-    bytes_compared: int = 0
 
     @property
     def bytes_moved(self) -> int:
@@ -77,7 +75,6 @@ class Meter:
         self.update_bytes_read = 0
         self.update_bytes_written = 0
         self.bytes_gathered = self.bytes_reduced = self.bytes_agreed = 0
-        self.bytes_compared = 0
         self.wait = waits = Clock(device)
         self.compute = cells = Clock(device)
         #: (letter of the cell in a plan, shard) -> time of its cells, by rows.
@@ -276,7 +273,6 @@ class Meter:
             self.bytes_gathered,
             self.bytes_reduced,
             self.bytes_agreed,
-            self.bytes_compared,
         )
 
 

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from pipe.nested import LEAVES, flatten
-from pipe.recompute import numpy_state
 
 __all__ = ["Generator", "generators_in", "generators_of", "held_generators"]
 
@@ -54,7 +53,21 @@ _CPU = Generator(
     "cpu", _of_cpu.get_state, torch.set_rng_state, lambda state: not torch.equal(state, _of_cpu.get_state())
 )
 _PYTHON = _generator("python", random.getstate, random.setstate, operator.eq)
-_NUMPY = Generator("numpy", numpy_state.read, numpy_state.write, numpy_state.moved)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two states of a generator of NumPy are equal: nested dicts of numbers and arrays."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
+    equal = a == b
+    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
+
+
+def _numpy() -> Any:
+    return sys.modules["numpy"].random
+
+
+_NUMPY = _generator("numpy", lambda: _numpy().get_state(legacy=False), lambda state: _numpy().set_state(state), _same)
 
 
 def generators_of(devices: Iterable[torch.device], held: Iterable[Any] = ()) -> list[Generator]:
@@ -101,9 +114,9 @@ def _held(generator: Any) -> Generator:
     if hasattr(generator, "set_state"):
         # NumPy's RandomState caches a normal number besides its bit generator; Generator does not.
         get = partial(generator.get_state, legacy=False)
-        return _generator(name, get, generator.set_state, numpy_state.same)
+        return _generator(name, get, generator.set_state, _same)
     bits = generator.bit_generator
-    return _generator(name, lambda: bits.state, partial(setattr, bits, "state"), numpy_state.same)
+    return _generator(name, lambda: bits.state, partial(setattr, bits, "state"), _same)
 
 
 def _kinds() -> tuple[type, ...]:

@@ -39,7 +39,7 @@ class Custom(nn.Module):
 
 
 class ActNorm(nn.Module):
-    """Initialises itself from the first batch that it sees, through ``.data``."""
+    """Initialises itself from the first batch that it sees."""
 
     def __init__(self, width: int, *, assigns: bool = False) -> None:
         super().__init__()
@@ -52,6 +52,7 @@ class ActNorm(nn.Module):
             if self.assigns:
                 self.shift.data = -x.detach().mean(0)
             else:
-                self.shift.data.copy_(-x.detach().mean(0))
+                with torch.no_grad():
+                    self.shift.copy_(-x.detach().mean(0))
             self.ready.fill_(1)
         return x + self.shift

@@ -37,7 +37,7 @@ def layers(device: str = "cpu", *, width: int = WIDTH, tied: bool = True) -> nn.
     return model
 
 
-def offloaded(model: nn.Module, folder: Path | list[Path], *, slices: int = 3, **choices: bool) -> OffloadModel:
+def offloaded(model: nn.Module, folder: Path, *, slices: int = 3, **choices: bool) -> OffloadModel:
     home = DiskHome(folder, keep=True, **choices)  # type: ignore[arg-type]
     return OffloadModel(model, "cpu", home, num_slices=slices, checkpoint_activation=True)
 

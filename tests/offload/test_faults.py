@@ -71,7 +71,6 @@ def test_a_fault_at_any_moment_of_a_step_raises_and_the_next_step_works(
         checkpoint_activation=True,
         num_microbatches=2,
         memory=MemoryPolicy.fixed(boundary_bytes=0),
-        detect_weight_writes=True,
     )
     bare(batch()).pow(2).mean().backward()
     model(batch()).pow(2).mean().backward()

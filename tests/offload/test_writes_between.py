@@ -1,4 +1,4 @@
-"""Weights that are written through ``.data`` between a forward and its backward: the backward is refused."""
+"""Data, buffers and inputs that change between a forward and its backward, and data of another type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadModel
-from offload.engine import weight_writes
 
 WIDTH = 8
 
@@ -39,144 +38,6 @@ def step(run: nn.Module, seed: int = 1) -> list[Tensor]:
     run.zero_grad()
     run(batch(seed)).pow(2).sum().backward()
     return [p.grad.clone() for p in run.parameters() if p.grad is not None]
-
-
-def assert_same_gradients(model: nn.Module, bare: nn.Module) -> None:
-    for ours, plain in zip(model.parameters(), bare.parameters(), strict=True):
-        assert (ours.grad is None) == (plain.grad is None)
-        assert ours.grad is None or plain.grad is None or torch.equal(ours.grad, plain.grad)
-
-
-@pytest.mark.parametrize("j", [0, 2])
-def test_a_write_is_refused_before_anything_ran(home: str, recompute: bool, j: int) -> None:
-    model = offloaded(layers(), home, recompute)
-    output = model(batch())
-    list(model.parameters())[2 * j].detach().numpy()[3, 3] += 1
-    with pytest.raises(RuntimeError, match=rf"parameter {j}\.weight of shard {j} was written through \.data"):
-        output.sum().backward()
-    assert all(p.grad is None for p in model.parameters())
-    bare = layers()
-    bare.load_state_dict(model.state_dict())
-    assert all(map(torch.equal, step(model), step(bare)))
-
-
-def test_two_weights_that_exchange_their_numbers_are_noticed(home: str, recompute: bool) -> None:
-    model = offloaded(layers(), home, recompute)
-    output = model(batch())
-    weight = next(model.parameters()).data
-    weight.copy_(weight.flip(0))
-    with pytest.raises(RuntimeError, match="written through"):
-        output.sum().backward()
-
-
-def test_a_write_between_two_forwards_is_refused_for_the_first_alone(home: str, recompute: bool) -> None:
-    model = offloaded(layers(), home, recompute)
-    first = model(batch())
-    next(model.parameters()).data.mul_(2)
-    bare = layers()
-    bare.load_state_dict(model.state_dict())
-    second, expected = model(batch(2)), bare(batch(2))
-    with pytest.raises(RuntimeError, match="written through"):
-        first.sum().backward()
-    second.sum().backward()
-    expected.sum().backward()
-    assert_same_gradients(model, bare)
-
-
-def test_numbers_that_are_put_back_are_none_of_its_business(home: str, recompute: bool) -> None:
-    bare = layers()
-    model = offloaded(bare, home, recompute)
-    for run in (model, bare):
-        output = run(batch())
-        saved = [p.detach().clone() for p in run.parameters()]
-        for p in run.parameters():
-            p.data.zero_()
-        with torch.no_grad():
-            run(batch(2))
-        for p, value in zip(run.parameters(), saved, strict=True):
-            p.data.copy_(value)
-        output.sum().backward()
-    assert_same_gradients(model, bare)
-
-
-def test_what_a_layer_writes_in_a_later_forward_is_refused_where_a_recomputation_would_use_it(
-    home: str, recompute: bool
-) -> None:
-    class Shifted(nn.Module):
-        """Takes its shift from its second batch, through ``.data``."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.shift = nn.Parameter(torch.zeros(WIDTH))
-            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            if self.calls == 2:
-                self.shift.data.copy_(x.detach().mean(0))
-            return x + self.shift
-
-    bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), Shifted(), nn.Linear(WIDTH, WIDTH))
-    model = offloaded(bare, home, recompute)
-    for run in (model, bare):
-        first, second = [run(batch(seed)) for seed in (1, 2)]
-        second.sum().backward()
-        if recompute:
-            if run is model:
-                with pytest.raises(RuntimeError, match=r"shard 1 was written .* by a layer in a later forward"):
-                    first.sum().backward()
-        else:
-            first.sum().backward()
-    assert_same_gradients(model, bare)
-
-
-def test_frozen_layers_that_no_backward_reaches_may_be_written(home: str, recompute: bool) -> None:
-    bare = layers()
-    bare[0].requires_grad_(False)
-    model = offloaded(bare, home, recompute)
-    for run in (model, bare):
-        output = run(batch())
-        next(run.parameters()).data.mul_(2)
-        output.sum().backward()
-    assert_same_gradients(model, bare)
-
-
-def test_a_frozen_weight_that_a_later_layer_shares_may_not_be_written(home: str, recompute: bool) -> None:
-    bare = layers()
-    bare[2].weight = bare[0].weight
-    bare[0].requires_grad_(False)
-    model = offloaded(bare, home, recompute)
-    output = model(batch())
-    next(model.parameters()).data.mul_(2)
-    with pytest.raises(RuntimeError, match="written through"):
-        output.sum().backward()
-
-
-def test_only_the_first_steps_take_checksums(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
-    whole = weight_writes._checksums
-    monkeypatch.setattr(weight_writes, "_checksums", lambda shard: taken.append(shard.index) or whole(shard))
-    model = offloaded(layers(), home, True)
-    counts = []
-    for seed in range(4):
-        step(model, seed)
-        counts.append(len(taken))
-    assert counts == [6, 12, 12, 12]
-    always = offloaded(layers(), home, True, detect_weight_writes=True)
-    for seed in range(4):
-        step(always, seed)
-    assert len(taken) == 12 + 4 * 6
-
-
-def test_checksums_are_those_of_the_whole_home_whatever_the_size_of_a_chunk(
-    home: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = offloaded(layers(), home, True)
-    (shard, *_) = model._executor.shards
-    whole = weight_writes._checksums(shard)
-    monkeypatch.setattr(weight_writes, "_CHUNK_BYTES", 40)
-    assert weight_writes._checksums(shard) == whole
-    assert len(set(whole)) == 2
 
 
 def test_data_of_another_type_is_refused_until_it_is_of_the_old_one(home: str, recompute: bool) -> None:

@@ -48,7 +48,7 @@ class BlocksRun(Run):
         model = make(3)
         for block in model.encoder.layer:
             del block.calls  # also interrupted forwards count
-        self.model = OffloadModel(model, "cpu", blocks="encoder.layer", detect_weight_writes=True, **arguments)
+        self.model = OffloadModel(model, "cpu", blocks="encoder.layer", **arguments)
         self.optimizer: Any
         if self.kind == "plain":
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)

@@ -134,7 +134,7 @@ class Counts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            self.scale.data.mul_(1.5) if self.again else self.scale.data.fill_(2.0)
+            self.scale.mul_(1.5) if self.again else self.scale.fill_(2.0)
         return torch.tanh(x * self.scale.clone())
 
 

@@ -67,7 +67,7 @@ class Run:
         self.made += 1
         home = "cpu" if self.home == "host" else f"{self.folder}/{self.made}/"
         layers = build(["linear", "inplace_dropout", "rnn"])
-        self.model = OffloadModel(layers, "cpu", home, num_slices=3, detect_weight_writes=True, **self.arguments)
+        self.model = OffloadModel(layers, "cpu", home, num_slices=3, **self.arguments)
         self.optimizer: torch.optim.Optimizer
         if self.kind == "plain":
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)

@@ -77,7 +77,6 @@ setups = st.builds(
     max_norm=st.sampled_from([None, None, 0.5]),
     late=flags,
     trips=st.sampled_from([False, False, True]),
-    compares=flags,
     looks=st.sampled_from([True, True, True, False]),
 )
 
@@ -244,18 +243,18 @@ def allowed(setup: Setup, behind: Sequence[Statement], statement: Statement, wai
     if isinstance(statement, Hook) and setup.microbatches > 1:
         # Layers see one micro-batch at a time.
         return statement.on in ("parameter", "accumulated", "output") or statement.at is None
-    if waiting and writes_unseen(setup, statement):
+    if waiting and writes_unseen(statement):
         return False
     return not isinstance(statement, Reopen) or setup.home == "kept"
 
 
-def writes_unseen(setup: Setup, statement: Statement) -> bool:
+def writes_unseen(statement: Statement) -> bool:
     """Whether a statement writes weights in a way that no version tells, so that an earlier forward may not notice."""
     if isinstance(statement, Hook) and statement.on == "forward_pre" and statement.does == "step":
-        return not setup.compares or setup.model == "closure"
+        return True
     if isinstance(statement, Write):
-        return not setup.compares and statement.how in ("data_copy", "data_mul", "numpy")
-    return not setup.compares and isinstance(statement, Average) and statement.do == "swap"
+        return statement.how in ("data_copy", "data_mul", "numpy")
+    return isinstance(statement, Average) and statement.do == "swap"
 
 
 def waiting_after(waiting: int, statement: Statement) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipe import is_recomputing
@@ -76,8 +77,9 @@ class Hook(Statement):
         def forward_pre(module: nn.Module, args: Any) -> Any:
             if not is_recomputing():
                 log(world, "forward_pre", args)
-                for p in module.parameters(recurse=False) if self.does == "step" else ():
-                    p.data.mul_(0.9)
+                with torch.no_grad():
+                    for p in module.parameters(recurse=False) if self.does == "step" else ():
+                        p.mul_(0.9)
             return map_tensors(halved, args) if scale else None
 
         def backward(module: nn.Module, inner: Any, outer: Any) -> Any:

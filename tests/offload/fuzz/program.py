@@ -51,8 +51,6 @@ class Setup:
     late: bool = False
     #: Layers between the others in which an interrupt can strike.
     trips: bool = False
-    #: Whether ours compares bytes of weights in all forwards (``detect_weight_writes``), not only in the first ones.
-    compares: bool = False
     #: Compare parameters, gradients and states after each statement, not only where a program looks.
     looks: bool = True
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from offload.engine.cell import ShardRunner
-from offload.engine.cell_executor import CellExecutor
 from offload.engine.executor import Executor
 from offload.engine.structure import Structure
 from offload.engine.weight_writes import AssignedData
@@ -39,10 +38,6 @@ def _double_backward(patch: pytest.MonkeyPatch) -> None:
 
 def _kept_gradients(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Shard, "detach_gradients", lambda self: None)
-
-
-def _weight_writes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ShardRunner, "compares_weights", lambda self: False)
 
 
 def _accumulated_hooks(patch: pytest.MonkeyPatch) -> None:
@@ -74,10 +69,6 @@ def _requested_parameters(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Executor, "trainable", lambda self, first: [])
 
 
-def _written_homes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CellExecutor, "check_homes", lambda self, tape: None)
-
-
 def _module_hooks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Hooks, "again", lambda self: contextlib.nullcontext())
 
@@ -88,7 +79,6 @@ MECHANISMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...
     "lent slots": (_lent_slots, ("a_view_kept_by_a_function_is_there_in_backward",)),
     "double backward": (_double_backward, ("a_penalty_on_the_gradient_of_the_input_is_refused_or_right",)),
     "kept gradients": (_kept_gradients, ("gradients_that_are_kept_outlive_a_backward_on_disk",)),
-    "weight writes": (_weight_writes, ("a_layer_initialises_itself_from_its_first_batch",)),
     "accumulated hooks": (_accumulated_hooks, ("a_step_in_a_hook_moves_the_weights",)),
     "structure": (_structure, ("a_replaced_layer_is_followed_or_refused", "adapters_are_followed_or_refused")),
     "assigned data": (
@@ -100,7 +90,6 @@ MECHANISMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...
         _requested_parameters,
         ("backward_of_given_inputs_reaches_parameters", "gradients_of_parameters_are_returned"),
     ),
-    "written homes": (_written_homes, ("other_numbers_between_forward_and_backward_are_seen_or_refused",)),
     "module hooks": (
         _module_hooks,
         (

@@ -145,7 +145,6 @@ class World:
             checkpoint_activation=setup.checkpoint,
             num_microbatches=setup.microbatches,
             memory=memory,
-            detect_weight_writes=setup.compares,
         )
 
     def new_optimizer(self) -> None:

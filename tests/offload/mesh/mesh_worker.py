@@ -635,14 +635,6 @@ def kept_homes_are_adopted_with_any_cuts(world: World) -> None:
         model = world.model(build(meta=True), DiskHome(root, keep=True, recover=True), 3)
     assert all(map(torch.equal, (whole(p.detach()) for p in model.parameters()), values))
     model.close()
-    striped = DiskHome([world.folder / "a", world.folder / "b"], keep=True)
-    model = world.model(build(), striped)
-    values = [whole(p.detach()) for p in model.parameters()]
-    model.close()
-    assert (world.folder / "b" / f"rank{world.rank}-of-{world.ranks}" / "weights.home").exists()
-    model = world.model(build(meta=True), striped, 2)
-    assert all(map(torch.equal, (whole(p.detach()) for p in model.parameters()), values))
-    model.close()
 
 
 def a_mesh_of_one_is_the_engine_without_a_mesh(world: World) -> None:

@@ -381,8 +381,9 @@ def test_only_models_keep_homes(tmp_path: Path) -> None:
         OffloadEmbeddingBag(4, 4, offload_device=DiskHome(tmp_path, keep=True))
     with pytest.raises(ValueError, match="pass keep=True with it"):
         DiskHome(tmp_path, overwrite=True)
-    with pytest.raises(TypeError, match="expected a directory, got int"):
-        DiskHome(3)  # type: ignore[arg-type]
+    for several in (3, [tmp_path], [tmp_path / "a", tmp_path / "b"]):
+        with pytest.raises(TypeError, match=r"expected one directory, got .*RAID 0"):
+            DiskHome(several)  # type: ignore[arg-type]
 
 
 class TestKeptTier(TierContract):

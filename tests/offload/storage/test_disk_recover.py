@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from offload import DiskHome, HomeError
-from offload.storage import stripes
 from offload.storage.manifest import read_manifest, write_manifest
 from tests.offload.persistent import everything, layers, offloaded, train
 from tests.programs import run_program
@@ -20,38 +19,28 @@ SCRIPT = """
 import os, sys
 from pathlib import Path
 import torch
-from offload.storage import stripes
 from tests.offload.persistent import everything, layers, offloaded, train
 
-stripes.STRIPE_BYTES = 4096
 root, closes, out = Path(sys.argv[1]), sys.argv[2] == "closes", sys.argv[3]
-models = []
-for folder in (root / "home", [root / "a", root / "b"]):
-    model = offloaded(layers(), folder)
-    train(model, range(2))
-    if closes:
-        model.close()
-        model = offloaded(layers("meta"), folder)
-        train(model, range(2, 4))
-    models.append(model)
+model = offloaded(layers(), root / "home")
+train(model, range(2))
+if closes:
+    model.close()
+    model = offloaded(layers("meta"), root / "home")
+    train(model, range(2, 4))
 torch.save({name: p.detach().clone() for name, p in model.named_parameters()}, out)
 os._exit(1)
 """
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_a_home_of_a_process_that_was_killed_between_steps_is_recovered(
-    closes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One in a single directory, and one that is striped over two."""
+def test_a_home_of_a_process_that_was_killed_between_steps_is_recovered(closes: bool, tmp_path: Path) -> None:
     out = tmp_path / "weights.pt"
     assert run_program(SCRIPT, tmp_path, "closes" if closes else "ends", out).status == 1
-    monkeypatch.setattr(stripes, "STRIPE_BYTES", 4096)
     assert_recovered(tmp_path / "home", out)
-    assert_recovered([tmp_path / "a", tmp_path / "b"], out)
 
 
-def assert_recovered(home: Path | list[Path], out: Path) -> None:
+def assert_recovered(home: Path, out: Path) -> None:
     with pytest.raises(HomeError, match=r"ended without close\(\).*recover=True"):
         offloaded(layers("meta"), home)
     with pytest.warns(RuntimeWarning, match=r"the contents of weights, buffers cannot be verified"):

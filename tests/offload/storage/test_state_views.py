@@ -81,7 +81,7 @@ def test_a_state_dict_of_several_types_is_the_weights_themselves(home: str) -> N
 
 
 def test_a_write_to_a_state_dict_of_several_types_before_the_backward_is_refused(home: str) -> None:
-    model = OffloadModel(mixed(), "cpu", home, 1, detect_weight_writes=False, checkpoint_activation=False)
+    model = OffloadModel(mixed(), "cpu", home, 1, checkpoint_activation=False)
     output = model(torch.ones(2, WIDTH, dtype=torch.float64))
     model.state_dict()["1.linear.weight"].mul_(2)
     with pytest.raises(RuntimeError, match="changed in place"):
