@@ -282,7 +282,7 @@ class OffloadModel(RunningModule):
             shards = [weakref.ref(shard) for shard in self._executor.shards]
             close = partial(_close, lanes, self._tier)
             self._finalizer = finalize_here(self._executor, leave_pending_updates, shards, close)
-            if core.IN_USE and mesh is None and self.device.type == "cpu":
+            if core.IN_USE and self.device.type == "cpu":
                 self._engine = engine_of(self._executor, list(named), apart=called is not None)
             if self._memory_limits is not None and recompute:
                 self._executor.plan_memory(self._memory_limits, resources.policy)

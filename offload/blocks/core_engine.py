@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from offload.blocks.body import run_of
 from offload.core.engine import Engine
+from offload.core.mesh_engine import MeshEngine
 from offload.engine.executor import Executor
 
 __all__ = ["engine_of"]
@@ -22,17 +23,20 @@ def engine_of(executor: Executor, names: Sequence[str], *, apart: bool) -> Engin
     shards, structure = executor.shards, executor.structure
     assert structure is not None
     layers = [[(names[shard.first + k], layer) for k, layer in enumerate(shard.layers)] for shard in shards]
-    engine = Engine(
-        executor.streamer,
-        [[[layer] for layer in each] if apart else [each] for each in layers],
-        numbers=[(shard.index, k) for shard in shards for k in range(len(shard.layers))] if apart else (),
-        calls=[run_of(layer) for shard in shards for layer in shard.layers] if apart else (),
-        device=executor.device,
-        recompute=executor.recompute,
-        assigned=executor.assigned_data,
-        structure=structure,
-        owner=executor,
-    )
+    public = executor.public
+    with public.whole():
+        engine = (MeshEngine if public.sharded else Engine)(
+            executor.streamer,
+            [[[layer] for layer in each] if apart else [each] for each in layers],
+            numbers=[(shard.index, k) for shard in shards for k in range(len(shard.layers))] if apart else (),
+            calls=[run_of(layer) for shard in shards for layer in shard.layers] if apart else (),
+            device=executor.device,
+            recompute=executor.recompute,
+            assigned=executor.assigned_data,
+            structure=structure,
+            owner=executor,
+        )
+    public.recount()
     executor.native = weakref.ref(engine)
     for runner in executor.runners:
         runner.native = True
