@@ -238,9 +238,7 @@ class Engine:
             elif self._backward is None:
                 self.streamer.release()
                 self._assigned.store()
-            order = Forward(
-                self._orders[training], returns=training, repeats=shared and reuses, common=self.has_ranks
-            )
+            order = Forward(self._orders[training], returns=training, repeats=shared and reuses, common=self.has_ranks)
             self._pass = this = _Pass(order, keeps or (lambda j, i: not self.recompute), recorders)
             with self.streamer.slot_pool.turn(self.streamer):
                 result = self._run_pass(run)

@@ -7,8 +7,8 @@
                                                              load, cells, reduction, with or without gradients here
     its end                                                  one reduction of what each rank stores whole
 
-What follows from the order of calls is the same on all ranks as long as they call alike. Where a forward calls blocks in
-another order than the one before, they compare it. Where the graph of one rank leaves out a block that another one's
+What follows from the order of calls is the same on all ranks as long as they call alike. Where a forward calls blocks
+in another order than the one before, they compare it. Where the graph of one rank leaves out a block that another one's
 reaches, this rank takes part in its load, and in its reduction with zeros.
 """
 
@@ -72,6 +72,9 @@ class MeshEngine(Engine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._public: MeshParameters = self._owner.public
+        self._ranks = self._public.ranks
+        #: Of blocks that the model's forward calls, by identity.
+        self._names = {id(block): name for block, name in zip(self.numbered, self._owner.blocks, strict=False)}
         self._way: _Way | None = None
         #: While a backward runs: what ends the context in which modules hold whole parameters.
         self._whole = contextlib.ExitStack()
@@ -101,20 +104,21 @@ class MeshEngine(Engine):
     def _run_pass(self, run: Callable[[], T]) -> T:
         with self._public.in_layers():
             training = torch.is_grad_enabled()
-            first = training not in self._ran
-            words = ["with-gradients" if training else "without", "first" if first else "again"]
-            words += self._words_of(self._orders[training])
+            assert self._pass is not None
+            self._pass.forward.guesses = bool(self.numbered) and training not in self._ran
+            words = ["with-gradients" if training else "without-gradients", *self._words_of(self._orders[training])]
             self._public.begin_forward(" ".join(words))
             result = run()
             self._ran.add(training)
             return result
 
     def _words_of(self, order: Sequence[int]) -> list[str]:
-        return ["order", *map(str, order), "slots", str(self.streamer.slots), *map(str, self.streamer.loaded)]
+        slots = [f"one-of-{self.streamer.slots}-slots-has-shard-{j}" for j in self.streamer.loaded]
+        return [*(f"shard-{j}" for j in order), *slots]
 
     def _leave_order(self, block: Block) -> None:
         assert self._pass is not None
-        self._public.leave_order(block.name, len(self._pass.forward.uses))
+        self._public.leave_order(self._names.get(id(block), block.name), len(self._pass.forward.uses))
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -169,7 +173,7 @@ class MeshEngine(Engine):
 
     def _backward_failed(self, backward: weakref.ref[Any]) -> None:
         if self._backward is backward:
-            self._public.ranks.raised(RuntimeError("a backward of this model failed"))
+            self._ranks.raised(RuntimeError("a backward of this model failed"))
         super()._backward_failed(backward)
 
     def _finish_way(self) -> None:

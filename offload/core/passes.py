@@ -71,12 +71,12 @@ class Forward:
         common: whether what is loaded is to follow from the order of uses alone, which is the same in all processes.
     """
 
-    def __init__(
-        self, expected: Sequence[int], *, returns: bool, repeats: bool = False, common: bool = False
-    ) -> None:
+    def __init__(self, expected: Sequence[int], *, returns: bool, repeats: bool = False, common: bool = False) -> None:
         self._expected = expected
         self._returns, self._repeats, self._common = returns, repeats, common
         self._at = -1
+        #: Whether the order of ``expected`` is a guess.
+        self.guesses = False
         #: The shards so far, in the order of their use; and those of them that the backward uses.
         self.uses: list[int] = []
         self.graphed: list[int] = []
@@ -88,7 +88,7 @@ class Forward:
         self.uses.append(j)
         following, ahead = self._at + 1, range(self._at + 1, len(self._expected))
         self._at = next((k for k in ahead if self._expected[k] == j), self._at)
-        return self._at != following
+        return self.guesses or self._at != following
 
     def place(self, j: int) -> int:
         """The place of a cell of shard ``j`` among those that the backward uses."""

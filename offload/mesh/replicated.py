@@ -143,9 +143,9 @@ class ReplicatedGradients:
 
 def _refuse_leaf(parameter: Tensor) -> None:
     raise RuntimeError(
-        f"a gradient of this rank reached a parameter of shape {tuple(parameter.shape)} outside of the blocks by another "
-        f"way than its module, which would not be summed over ranks; let the forward take it from its module "
-        f"(module.weight), where the model has it in each pass"
+        f"a gradient of this rank reached a parameter of shape {tuple(parameter.shape)} outside of the blocks by "
+        f"another way than its module, so it would not be summed over ranks; let the forward take the parameter from "
+        f"its module (module.weight), where the model has it in each pass"
     )
 
 
@@ -200,9 +200,9 @@ class MeshParameters(ShardedParameters):
         self._places += self._places_in(modules)
         self._replicated = self._replicated_now()
         self._outside = {id(p.whole): p for p in new}
-        for p in new:
-            if p.whole.requires_grad:
-                p.whole.register_post_accumulate_grad_hook(_refuse_leaf)
+        for shown in new:
+            if shown.stored.requires_grad:
+                shown.stored.register_post_accumulate_grad_hook(_refuse_leaf)
         self._outside_modules = list(modules)
         self._show()
         self.recount()
@@ -224,7 +224,7 @@ class MeshParameters(ShardedParameters):
                             before.append((each, key, p))
                 for each, key, p in before:
                     each[key] = values[id(p)]
-                    values[id(p)]._is_param = True  # type: ignore[attr-defined]
+                    values[id(p)]._is_param = True
             yield
         finally:
             for each, key, p in before:

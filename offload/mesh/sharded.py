@@ -68,6 +68,7 @@ class ShardedParameters(PublicParameters):
     """DTensors for the stored parameters of ``shards``."""
 
     sharded = True
+    ranks: Ranks
 
     def __init__(
         self,
@@ -337,7 +338,7 @@ class ShardedParameters(PublicParameters):
 
     def leave_order(self, name: str, place: int) -> None:
         """Compares a call of a block in another order than before. Raises RuntimeError on all if one differs."""
-        self._ranks.agree("a call of a block in another order", f"{name} at {place}")
+        self._ranks.agree("a call of a block in a new order", f"call {place} {name}")
 
     @property
     def kept(self) -> list[MeshShard]:
