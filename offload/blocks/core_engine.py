@@ -36,9 +36,9 @@ def engine_of(executor: Executor, names: Sequence[str], *, apart: bool) -> Engin
             structure=structure,
             owner=executor,
         )
-    public.recount()
     executor.native = weakref.ref(engine)
     for runner in executor.runners:
         runner.native = True
     executor.recount()
+    public.recount()
     return engine

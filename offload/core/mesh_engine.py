@@ -73,6 +73,7 @@ class MeshEngine(Engine):
         super().__init__(*args, **kwargs)
         self._public: MeshParameters = self._owner.public
         self._ranks = self._public.ranks
+        self._public.refuse_leaves()
         #: Of blocks that the model's forward calls, by identity.
         self._names = {id(block): name for block, name in zip(self.numbered, self._owner.blocks, strict=False)}
         self._way: _Way | None = None

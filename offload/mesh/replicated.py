@@ -200,12 +200,15 @@ class MeshParameters(ShardedParameters):
         self._places += self._places_in(modules)
         self._replicated = self._replicated_now()
         self._outside = {id(p.whole): p for p in new}
-        for shown in new:
-            if shown.stored.requires_grad:
-                shown.stored.register_post_accumulate_grad_hook(_refuse_leaf)
         self._outside_modules = list(modules)
         self._show()
         self.recount()
+
+    def refuse_leaves(self) -> None:
+        """Lets autograd refuse gradients that come to parameters outside of blocks by another way than their modules."""
+        for p in self._outside.values():
+            if p.stored.requires_grad:
+                p.stored.register_post_accumulate_grad_hook(_refuse_leaf)
 
     @contextlib.contextmanager
     def outside_as(self, values_of: Callable[[list[ShownParameter]], Sequence[Tensor]]) -> Iterator[None]:
