@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from offload.blocks.body import run_of
 from offload.core.engine import Engine
+from offload.core.mesh_engine import MeshEngine
 from offload.engine.homes import ModelHomes
 
 __all__ = ["engine_of"]
@@ -21,16 +22,19 @@ def engine_of(homes: ModelHomes, names: Sequence[str], *, apart: bool) -> Engine
     shards, structure = homes.shards, homes.structure
     assert structure is not None
     layers = [[(names[shard.first + k], layer) for k, layer in enumerate(shard.layers)] for shard in shards]
-    engine = Engine(
-        homes.streamer,
-        [[[layer] for layer in each] if apart else [each] for each in layers],
-        numbers=[(shard.index, k) for shard in shards for k in range(len(shard.layers))] if apart else (),
-        calls=[run_of(layer) for shard in shards for layer in shard.layers] if apart else (),
-        device=homes.device,
-        recompute=homes.recompute,
-        assigned=homes.assigned_data,
-        structure=structure,
-        owner=homes,
-    )
+    public = homes.public
+    with public.whole():
+        engine = (MeshEngine if public.sharded else Engine)(
+            homes.streamer,
+            [[[layer] for layer in each] if apart else [each] for each in layers],
+            numbers=[(shard.index, k) for shard in shards for k in range(len(shard.layers))] if apart else (),
+            calls=[run_of(layer) for shard in shards for layer in shard.layers] if apart else (),
+            device=homes.device,
+            recompute=homes.recompute,
+            assigned=homes.assigned_data,
+            structure=structure,
+            owner=homes,
+        )
     homes.run_by(engine)
+    public.recount()
     return engine

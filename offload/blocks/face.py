@@ -265,7 +265,9 @@ class ModelWithBlocks(ReportingModule):
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
         """A context in which what is outside of the blocks is as the model's forward computes with it."""
-        with self._executor.public.whole(), nullcontext() if self._casts is None else self._casts:
+        engine = self._engine
+        outside = self._executor.public.whole() if engine is None else engine.computing()
+        with outside, nullcontext() if self._casts is None else self._casts:
             yield
 
     def forward_chunks(

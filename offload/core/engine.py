@@ -124,7 +124,7 @@ class Engine:
         self._in_pass: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         self._forwards: Living[None] = Living()
         self._made_in = os.getpid()
-        self._weights = [Weights(shard, device) for shard in streamer.shards]
+        self._weights = [Weights(shard, device, owner.public) for shard in streamer.shards]
         self.blocks = [
             [
                 Block(
@@ -153,6 +153,9 @@ class Engine:
         self._leaving: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
         #: Whether shards are updated in the running backward.
         self._updates = False
+
+    #: Whether ranks of a mesh run the same passes.
+    has_ranks = False
 
     def held(self) -> list[nn.Parameter]:
         """The parameters that this object holds, once for each reference."""
@@ -236,10 +239,10 @@ class Engine:
             elif self._backward is None:
                 self.streamer.release()
                 self._assigned.store()
-            order = Forward(self._orders[training], returns=training, repeats=shared and reuses)
+            order = Forward(self._orders[training], returns=training, repeats=shared and reuses, common=self.has_ranks)
             self._pass = this = _Pass(order, keeps or (lambda j, i: not self.recompute), recorders)
             with self.streamer.slot_pool.turn(self.streamer):
-                result = run()
+                result = self._run_pass(run)
             self.streamer.wait_for_home_reads()
             if not in_between:
                 self._orders[training] = this.forward.uses
@@ -257,6 +260,13 @@ class Engine:
             else:
                 self._cancel()
             raise
+
+    def _run_pass(self, run: Callable[[], T]) -> T:
+        return run()
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which what is outside of the blocks is as the model's forward computes with it."""
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def calling(self, call: Callable[..., Any]) -> Iterator[None]:
@@ -295,11 +305,14 @@ class Engine:
     def _check_structure(self) -> None:
         """Refuses layers and parameters that were replaced; from now on the present modules and buffers count."""
         if self._structure.check():
-            for weights in self._weights:
-                weights.find()
-            for several in self.blocks:
-                for block in several:
-                    block.region.find()
+            self._find()
+
+    def _find(self) -> None:
+        for weights in self._weights:
+            weights.find()
+        for several in self.blocks:
+            for block in several:
+                block.region.find()
 
     def run(
         self, block: Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], i: int = 0
@@ -311,7 +324,8 @@ class Engine:
         j = weights.shard.index
         enabled = torch.is_grad_enabled()
         graph = enabled and (weights.shard.trainable or requires_grad(args, kwargs))
-        this.forward.begin(j)
+        if this.forward.begin(j) and self.has_ranks:
+            self._leave_order(block)
         if graph:
             this.forward.add_graph(j)
         self._slots.use(j, this.forward.following())
@@ -440,10 +454,16 @@ class Engine:
         if visit.checked != (number := backward_number()):
             self._check_unchanged(visit)
             visit.checked = number
-        self._slots.use(shard.index, before(visit.uses, visit.place))
+        self._use_in_backward(visit)
         self._visited, self._visited_slot = visit, shard._slot
         self._visited_views = [] if shard.in_place else visit.weights.views(self.streamer.slot_pool)
         return self._visited_views
+
+    def _use_in_backward(self, visit: Visit) -> None:
+        self._slots.use(visit.weights.shard.index, before(visit.uses, visit.place))
+
+    def _leave_order(self, block: Block) -> None:
+        """Called before a cell that begins another shard than the forward before."""
 
     def _check_unchanged(self, visit: Visit) -> None:
         shard = visit.weights.shard
@@ -453,8 +473,8 @@ class Engine:
             assigned = self._assigned.since(visit.stores, shard)
         if shard.versions() == visit.versions and not assigned:
             return
-        pairs = zip(shard.slices, visit.versions, strict=True)
-        changed = assigned or [s.name for s, then in pairs if s.parameter._version != then]
+        versions = zip(shard.slices, visit.versions, shard.versions(), strict=True)
+        changed = assigned or [s.name for s, then, now in versions if now != then]
         raise RuntimeError(
             f"parameter {', '.join(changed[:3])} of shard {shard.index} was "
             f"{'given other data' if assigned else 'changed in place'} between the forward and its backward, so the "
@@ -541,6 +561,7 @@ class Engine:
             hooked = [p for weights in self._weights for p in weights.shard.parameters if has_hooks(p)]
         everywhere = accumulates_everywhere()
         try:
+            self._begin_backward()
             self._updates = self.streamer.gradient_offload.begin(self._waiting(), hooked, drop_others=not everywhere)
             if step is not None:
                 self._slots.act = step.act
@@ -561,9 +582,11 @@ class Engine:
         try:
             if backward.step is not None:
                 backward.step.end_cell()
+            self._store_rest()
             self.streamer.gradient_offload.settle()
             self._end()
             self.streamer.gradient_offload.wait_idle()
+            self._store_returned()
             self.streamer.wait_for_home_reads()
             if not (self._owner.weights_are_frozen or self.streamer.slot_pool.shared):
                 self.streamer.release()
@@ -575,6 +598,15 @@ class Engine:
         except BaseException:
             self._cancel()
             raise
+
+    def _begin_backward(self) -> None:
+        """Called before the first action of a backward."""
+
+    def _store_rest(self) -> None:
+        """Called when autograd has run all nodes, before gradients are waited for."""
+
+    def _store_returned(self) -> None:
+        """Called when all gradients of shards are stored."""
 
     def _end(self) -> None:
         while self._leaving:

@@ -67,22 +67,27 @@ class Forward:
     Args:
         expected: the shards that the last one used, in order.
         returns: whether a backward follows; ``repeats``: whether the same forward of another batch does.
+        common: whether what is loaded is to follow from the order of uses alone, which is the same in all processes.
     """
 
-    def __init__(self, expected: Sequence[int], *, returns: bool, repeats: bool = False) -> None:
+    def __init__(self, expected: Sequence[int], *, returns: bool, repeats: bool = False, common: bool = False) -> None:
         self._expected = expected
-        self._returns, self._repeats = returns, repeats
+        self._returns, self._repeats, self._common = returns, repeats, common
         self._at = -1
+        #: Whether the order of ``expected`` is a guess.
+        self.guesses = False
         #: The shards so far, in the order of their use; and those of them that the backward uses.
         self.uses: list[int] = []
         self.graphed: list[int] = []
 
-    def begin(self, j: int) -> None:
-        """Called before a cell of shard ``j``."""
-        if not self.uses or self.uses[-1] != j:
-            self.uses.append(j)
-            ahead = range(self._at + 1, len(self._expected))
-            self._at = next((k for k in ahead if self._expected[k] == j), self._at)
+    def begin(self, j: int) -> bool:
+        """Called before a cell of shard ``j``. Returns whether another shard was expected."""
+        if self.uses and self.uses[-1] == j:
+            return False
+        self.uses.append(j)
+        following, ahead = self._at + 1, range(self._at + 1, len(self._expected))
+        self._at = next((k for k in ahead if self._expected[k] == j), self._at)
+        return self.guesses or self._at != following
 
     def place(self, j: int) -> int:
         """The place of a cell of shard ``j`` among those that the backward uses."""
@@ -101,7 +106,7 @@ class Forward:
             yield from self._expected
         elif self._returns:
             yield from reversed(rest)
-            yield from reversed(self.graphed)
+            yield from reversed(self.uses if self._common else self.graphed)
 
 
 def before(uses: Sequence[int], place: int) -> Iterator[int]:

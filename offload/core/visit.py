@@ -77,8 +77,8 @@ class Visit:
 
     def begin(self) -> Tensor | None:
         """The token; None where nothing is trained. The graph refers to the visit, so this does not refer to it."""
-        slices = self.weights.shard.slices
-        parameters = [slices[k].parameter for k in self.positions]
+        leaves = self.weights.leaves
+        parameters = [leaves[k] for k in self.positions]
         return _Visit.apply(self, *parameters) if parameters else None  # type: ignore[no-untyped-call]
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:

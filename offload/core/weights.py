@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offload.mesh.public import PublicParameters
 from offload.storage import Block
 from offload.streaming.quantised import refresh
 from offload.streaming.shard import Shard
@@ -31,15 +32,17 @@ __all__ = ["Weights"]
 class Weights:
     """The places of one shard's parameters in its modules, and views of them on the slot that holds the shard."""
 
-    def __init__(self, shard: Shard, device: torch.device) -> None:
+    def __init__(self, shard: Shard, device: torch.device, public: PublicParameters | None = None) -> None:
         self.shard, self.device = shard, device
         #: Positions in :attr:`Shard.slices` of what is copied to the slot; other parameters stay on the compute device.
-        self.streamed = [k for k in range(len(shard.slices)) if not shard.owner_of(k)[0].resident]
+        self.streamed = [k for k in range(len(shard.slices)) if shard.copies(k)]
         #: Positions of parts of quantised parameters, to which these refer themselves.
         self._parts = [k for k in self.streamed if shard.slices[k].part_of is not None]
         #: For each position, the shard that stores the parameter and its slice there; and the parameter.
         self.owners = [shard.owner_of(k) for k in range(len(shard.slices))]
         self.parameters = shard.parameters
+        #: The parameters that users see, which are the leaves of their graphs.
+        self.leaves = self.parameters if public is None else public.for_autograd(self.parameters)
         self._homes: list[Block | None] | None = None
         #: Values that modules have in place of parameters; an interrupt may keep a context from taking them out.
         self._open: list[_Bound] = []
@@ -108,7 +111,7 @@ class Weights:
 
     def at_home(self) -> bool:
         """Whether parameters are on the memory of their homes: no other ``data`` was assigned."""
-        return [self.parameters[k].data_ptr() for k in self.streamed] == self._addresses()
+        return [self.owners[k][1].parameter.data_ptr() for k in self.streamed] == self._addresses()
 
     def _addresses(self) -> list[int]:
         homes = [owner.home for owner, _ in self.owners]

@@ -1,4 +1,4 @@
-"""Stores tensors that other code assigns to ``.data`` of parameters, and compares bytes of weights.
+"""Stores tensors that other code assigns to the ``.data`` of parameters.
 
 Weights are copied from home to slot only, and a slot is dropped without a copy. So what code assigns between passes is
 stored before the next one, and what a layer writes while it runs at the end of its cell (:mod:`offload.core.cell`).
@@ -10,30 +10,13 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
-from offload.storage.contract import bytes_of
 from offload.streaming.formed_weights import check_seal
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 
-__all__ = ["AssignedData", "same_bytes"]
-
-
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape and type have the same bytes."""
-    if a.stride() != b.stride():
-        a, b = a.contiguous(), b.contiguous()
-    return all(map(torch.equal, _words(a.cpu()), _words(b.cpu())))
-
-
-def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The bytes of a tensor as int64, which compares six times as fast; and the remaining bytes."""
-    flat = bytes_of(tensor)
-    whole = flat.numel() // 8 * 8
-    words = flat[:whole]
-    return (words if words.storage_offset() % 8 == 0 else words.clone()).view(torch.int64), flat[whole:]
+__all__ = ["AssignedData"]
 
 
 class AssignedData:

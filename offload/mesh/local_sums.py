@@ -51,8 +51,13 @@ class LocalSums:
 
     def described(self) -> str:
         """What ranks compare before a backward: whether it keeps, and of what sums are kept."""
-        shards = ",".join(str(shard.index) for shard in sorted(self._shards, key=lambda shard: shard.index))
+        shards = ",".join(str(shard.index) for shard in self.shards)
         return f"{'keeps' if self.keeps else 'reduces'}:sums-of={shards}"
+
+    @property
+    def shards(self) -> list[MeshShard]:
+        """The shards of which sums are kept, in their order."""
+        return sorted(self._shards, key=lambda shard: shard.index)
 
     def check_trained(self) -> None:
         """Raises RuntimeError if a parameter of which a sum is kept was frozen since."""
@@ -134,7 +139,8 @@ class LocalSums:
                 continue
             there = found[k]
             if there is None:
-                found[k] = new = gradient.to(part.dtype)
+                # What is kept is added to in place, and autograd may use a gradient in several places.
+                found[k] = new = gradient.to(part.dtype, copy=holds)
                 if holds:
                     self._meter.hold(new.nbytes)
             else:

@@ -43,6 +43,9 @@ class PublicParameters:
         """What users' graphs hold for parameters of layers."""
         return parameters
 
+    def recount(self) -> None:
+        """Counts the engine's own references to what users see anew."""
+
     def refuse_requests(self, requested: Sequence[nn.Parameter]) -> None:
         """Raises RuntimeError if autograd itself cannot return the gradients that a backward asks for."""
 

@@ -9,10 +9,10 @@ All of them are reduced by two collectives at the end of a backward, on the lane
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -141,6 +141,14 @@ class ReplicatedGradients:
         ]
 
 
+def _refuse_leaf(parameter: Tensor) -> None:
+    raise RuntimeError(
+        f"a gradient of this rank reached a parameter of shape {tuple(parameter.shape)} outside of the blocks by "
+        f"another way than its module, so it would not be summed over ranks; let the forward take the parameter from "
+        f"its module (module.weight), where the model has it in each pass"
+    )
+
+
 class MeshParameters(ShardedParameters):
     """What users see of a model with a mesh: the parameters that stream, and those that each rank stores whole."""
 
@@ -153,6 +161,8 @@ class MeshParameters(ShardedParameters):
     ) -> None:
         super().__init__(shards, ranks, resident, sums)
         self._replicated = self._replicated_now()
+        self._outside: dict[int, ShownParameter] = {}
+        self._outside_modules: list[nn.Module] = []
         largest = max((sum(p.nbytes for p in shard.parameters) for shard in shards), default=0)
         self.buffer_bytes = bytes_beside_one_process(largest, ranks.count) if ranks.transport is HOST else 0
 
@@ -189,8 +199,39 @@ class MeshParameters(ShardedParameters):
         self._by_whole.update((p.whole, p) for p in new)
         self._places += self._places_in(modules)
         self._replicated = self._replicated_now()
+        self._outside = {id(p.whole): p for p in new}
+        self._outside_modules = list(modules)
         self._show()
-        self._known = self._references(Counter(p.shown for p in self._all))
+        self.recount()
+
+    def refuse_leaves(self) -> None:
+        """Lets autograd refuse gradients that come to parameters outside of blocks by another way than their modules."""
+        for p in self._outside.values():
+            if p.stored.requires_grad:
+                p.stored.register_post_accumulate_grad_hook(_refuse_leaf)
+
+    @contextlib.contextmanager
+    def outside_as(self, values_of: Callable[[list[ShownParameter]], Sequence[Tensor]]) -> Iterator[None]:
+        """A context in which modules outside of blocks have ``values_of`` trained parameters in place of these."""
+        trained = [p for p in self._outside.values() if p.whole.requires_grad]
+        values = {id(p.whole): value for p, value in zip(trained, values_of(trained), strict=True)}
+        before: list[tuple[Any, Any, Any]] = []
+        try:
+            for module in self._outside_modules if values else ():
+                members: list[Any] = [module._parameters]
+                if isinstance(module, nn.RNNBase):
+                    members.append(module._flat_weights)
+                for each in members:
+                    for key, p in each.items() if isinstance(each, dict) else enumerate(each):
+                        if id(p) in values:
+                            before.append((each, key, p))
+                for each, key, p in before:
+                    each[key] = values[id(p)]
+                    values[id(p)]._is_param = True
+            yield
+        finally:
+            for each, key, p in before:
+                each[key] = p
 
     def store_replicated(self, gradients: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """Adds the means over ranks of gradients of what each rank stores whole to the stored ones."""

@@ -109,6 +109,10 @@ class MeshShard(Shard):
             part, (owner, there) = loaned[cut.number], self.loans[cut.number]
             cut.sent(part, rank, memory).copy_(cut.at_rank(part, rank, part.flat(owner.home_view(there))))
 
+    def copies(self, position: int) -> bool:
+        """Always: what each rank stores whole is copied as well."""
+        return True
+
     def whole_like(self, s: Slice) -> Tensor:
         """See :meth:`.Shard.whole_like`: what is decided by it is decided alike on all ranks."""
         part = next(part for part, each in zip(self.parts, self.own, strict=False) if each.parameter is s.parameter)

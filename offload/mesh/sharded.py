@@ -68,6 +68,7 @@ class ShardedParameters(PublicParameters):
     """DTensors for the stored parameters of ``shards``."""
 
     sharded = True
+    ranks: Ranks
 
     def __init__(
         self,
@@ -103,8 +104,12 @@ class ShardedParameters(PublicParameters):
         #: References to the gradients that the model itself has shown, see :meth:`_references`.
         self._known_gradients: dict[nn.Parameter, tuple[object, ...]] = {}
         self._show()
-        self._known = self._references(Counter(p.shown for p in self._all))
+        self.recount()
         self._known_homes = [0 if shard.home is None else shard.count_home_owners() for shard in shards]
+
+    def recount(self) -> None:
+        """Counts the engine's own references to DTensors anew."""
+        self._known = self._references(Counter(p.shown for p in self._all))
 
     def _places_in(self, modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, ShownParameter]]:
         return [
@@ -320,6 +325,30 @@ class ShardedParameters(PublicParameters):
             words += [p.part.name + "+gradient" * self._has_gradient(p) for p in self._all if p.whole.requires_grad]
         self._ranks.agree("a backward" if this.backward else "a forward", " ".join(words))
         self._steps.clear()  # not if they differ: then ranks have different weights, and every later pass raises
+
+    def begin_forward(self, words: str) -> None:
+        """Compares what decides the collectives of a forward over all ranks. Raises RuntimeError on all otherwise."""
+        self._agree("a forward", words)
+
+    def begin_backward(self, words: str, place: int, *, stores: bool) -> int:
+        """The same for the backward of one forward. Returns the greatest ``place`` of any rank."""
+        found = [f"{'stores' if stores else 'drops'} {self._sums.described()} {words}"]
+        found += [p.part.name + "+gradient" * self._has_gradient(p) for p in self._all if p.whole.requires_grad]
+        return int(max(self._agree("a backward", " ".join(found), place)))
+
+    def leave_order(self, name: str, place: int) -> None:
+        """Compares a call of a block in another order than before. Raises RuntimeError on all if one differs."""
+        self._ranks.agree("a call of a block in a new order", f"call {place} {name}")
+
+    @property
+    def kept(self) -> list[MeshShard]:
+        """The shards of which the present backward reduces sums that earlier ones have kept."""
+        return [] if self._sums.keeps else self._sums.shards
+
+    def _agree(self, what: str, words: str, number: float = 0.0) -> list[float]:
+        found = self._ranks.agree(what, " ".join((*self._steps, words)), number, everywhere=True)
+        self._steps.clear()  # not if they differ: then ranks have different weights, and every later pass raises
+        return found
 
     @staticmethod
     def _has_gradient(p: ShownParameter) -> bool:

@@ -269,6 +269,10 @@ class Shard:
         with outside_inference_mode():
             return region.block, region.offsets[id(s.parameter)], region.view(s)
 
+    def copies(self, position: int) -> bool:
+        """Whether a load copies the parameter at ``position`` of :attr:`slices`; else layers use it where it rests."""
+        return not self.owner_of(position)[0].resident
+
     def whole_like(self, s: Slice) -> Tensor:
         """A tensor without memory, like an own parameter, of which other processes may store a part."""
         return s.like()

@@ -19,6 +19,15 @@ __all__ = ["CLAIMS"]
 GPU = torch.device("cuda", 0)
 
 
+class LivingInBackward(Living):
+    """Adds gradients in place, as autograd does where it sees no mode."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled() and args[0].shape == args[1].shape:
+            func = torch.ops.aten.add_.Tensor
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 def stack() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256)) for _ in range(4)))
 
@@ -39,7 +48,7 @@ def a_step_on_a_device_holds_no_more_than_is_predicted(world: World) -> None:
         optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
         planner: Any = model._executor.steps.planner
         for planned in (False, True, True):
-            with Living() as living:
+            with LivingInBackward() as living:
                 loss_of(model(world.part(rows))).backward()
             optimizer.step()
             optimizer.zero_grad()

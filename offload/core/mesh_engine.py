@@ -1,0 +1,267 @@
+"""Runs the blocks of a model that ranks share: loads and reductions are collectives, in one order on all of them.
+
+::
+
+    forward     ranks compare what decides its loads         shard by shard, as in one process
+    backward    ranks compare what decides its collectives   for each shard that the forward used, the last first:
+                                                             load, cells, reduction, with or without gradients here
+    its end                                                  one reduction of what each rank stores whole
+
+What follows from the order of calls is the same on all ranks as long as they call alike. Where a forward calls blocks
+in another order than the one before, they compare it. Where the graph of one rank leaves out a block that another one's
+reaches, this rank takes part in its load, and in its reduction with zeros.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from offload.core.cell import Block
+from offload.core.engine import Engine
+from offload.core.passes import before
+from offload.core.visit import Visit
+from offload.mesh.replicated import MeshParameters
+from offload.mesh.sharded import ShownParameter
+from offload.planning.plan import Kind
+from pipe.torch_private.autograd import accumulates_everywhere, has_hooks, is_requested
+
+__all__ = ["MeshEngine"]
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Way:
+    """How far a backward is through the graph of one forward."""
+
+    #: The shards in the order of the forward, and the place of the one in use.
+    uses: Sequence[int]
+    place: int
+    #: Those whose gradients are being reduced.
+    left: set[int] = field(default_factory=set)
+
+
+class _Outside(torch.autograd.Function):
+    """Parameters outside of the blocks for one forward. Its backward runs after all uses, with the sums of these."""
+
+    @staticmethod
+    def forward(ctx: Any, take: Callable[..., None], whole: Sequence[Tensor], *shown: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.take = take
+        return tuple([p.detach() for p in whole])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        edges = [edge for edge, _ in ctx.next_functions]
+        ctx.take(edges[-len(gradients) :], gradients)
+        return (None, None, *(None for _ in gradients))
+
+
+class MeshEngine(Engine):
+    """Runs blocks whose weights are gathered from the ranks of a mesh."""
+
+    has_ranks = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._public: MeshParameters = self._owner.public
+        self._ranks = self._public.ranks
+        self._public.refuse_leaves()
+        #: Of blocks that the model's forward calls, by identity.
+        self._names = {id(block): name for block, name in zip(self.numbered, self._owner.blocks, strict=False)}
+        self._way: _Way | None = None
+        #: While a backward runs: what ends the context in which modules hold whole parameters.
+        self._whole = contextlib.ExitStack()
+        #: Gradients of this rank of what each rank stores whole.
+        self._outside: dict[nn.Parameter, Tensor] = {}
+        #: By whether gradients are enabled: whether a forward has run, whose order is expected of the next one.
+        self._ran: set[bool] = set()
+        #: Of the running backward: whether ranks have compared it, and whether it stores gradients.
+        self._agreed = self._stores = False
+
+    def _cancel(self) -> None:
+        super()._cancel()
+        self._way = None
+        self._outside.clear()
+        self._whole.close()
+
+    # --- forward ------------------------------------------------------------------------------------------------
+
+    def _find(self) -> None:
+        with self._public.whole():
+            super()._find()
+
+    def _check_structure(self) -> None:
+        self._public.take_settings()
+        super()._check_structure()
+
+    def _run_pass(self, run: Callable[[], T]) -> T:
+        with self._public.in_layers():
+            training = torch.is_grad_enabled()
+            assert self._pass is not None
+            self._pass.forward.guesses = bool(self.numbered) and training not in self._ran
+            words = ["with-gradients" if training else "without-gradients", *self._words_of(self._orders[training])]
+            self._public.begin_forward(" ".join(words))
+            result = run()
+            self._ran.add(training)
+            return result
+
+    def _words_of(self, order: Sequence[int]) -> list[str]:
+        slots = [f"one-of-{self.streamer.slots}-slots-has-shard-{j}" for j in self.streamer.loaded]
+        return [*(f"shard-{j}" for j in order), *slots]
+
+    def _leave_order(self, block: Block) -> None:
+        assert self._pass is not None
+        self._public.leave_order(self._names.get(id(block), block.name), len(self._pass.forward.uses))
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """See :meth:`Engine.computing`."""
+        with self._public.whole(), self._public.outside_as(self._outside_values):
+            yield
+
+    def _outside_values(self, trained: list[ShownParameter]) -> Sequence[Tensor]:
+        whole = [p.whole for p in trained]
+        if not whole or not torch.is_grad_enabled():
+            return whole
+        values: Sequence[Tensor] = _Outside.apply(  # type: ignore[no-untyped-call]
+            _Taker(self, trained), whole, *[p.shown for p in trained]
+        )
+        return values
+
+    # --- backward -----------------------------------------------------------------------------------------------
+
+    def _begin_backward(self) -> None:
+        self._whole.enter_context(self._public.whole())
+        self._way, self._agreed, self._stores = None, False, accumulates_everywhere()
+
+    def _use_in_backward(self, visit: Visit) -> None:
+        j, way = visit.weights.shard.index, self._way
+        if way is None or way.uses is not visit.uses:
+            self._finish_way()
+            place = self._agree(self._words_of(visit.uses), _last(visit.uses, j, len(visit.uses)))
+            self._way = way = _Way(visit.uses, place)
+        if way.uses[way.place] != j:
+            place = _last(way.uses, j, way.place)
+            if place < 0:
+                self._public.leave_order(f"shard {j} in backward", way.place)
+            else:
+                self._go_on(way, place)
+        self._slots.use(j, before(way.uses, way.place))
+
+    def _agree(self, words: Sequence[str], place: int = -1) -> int:
+        self._agreed = True
+        return self._public.begin_backward(" ".join(words), place, stores=self._stores)
+
+    def _go_on(self, way: _Way, place: int) -> None:
+        """Takes part in what other ranks do with the shards before that at ``place``."""
+        while way.place > place:
+            self._slots.use(way.uses[way.place], before(way.uses, way.place))
+            self._leave_empty(way)
+            way.place -= 1
+
+    def _leave_empty(self, way: _Way) -> None:
+        j = way.uses[way.place]
+        if self._stores and j not in way.left and j not in way.uses[: way.place] and self._weights[j].trained:
+            self._reduce(way, j, [None] * len(self._weights[j].parameters))
+
+    def _backward_failed(self, backward: weakref.ref[Any]) -> None:
+        if self._backward is backward:
+            self._ranks.raised(RuntimeError("a backward of this model failed"))
+        super()._backward_failed(backward)
+
+    def _finish_way(self) -> None:
+        way = self._way
+        if way is not None and self._stores and way.uses:
+            self._go_on(way, 0)
+            self._leave_empty(way)
+        self._way = None
+
+    def _reduce(self, way: _Way | None, j: int, gradients: list[Tensor | None]) -> None:
+        if way is not None:
+            way.left.add(j)
+        if self._slots.act is not None:
+            self._slots.act(Kind.DRAIN, j)
+        self.streamer.gradient_offload.drain(self.streamer.shards[j], gradients)
+        if self._updates:
+            self.streamer.update_in_backward(j)
+
+    def _leave(
+        self, visit: Visit, accumulators: Sequence[Any], gradients: list[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        self._views_in_backward(visit)
+        if visit.step is not None:
+            visit.step.end_cell()
+        weights = visit.weights
+        self._refuse_requests(accumulators, [weights.parameters[k] for k in visit.positions])
+        home: list[Tensor | None] = [None] * len(weights.parameters)
+        for n, k in enumerate(visit.positions):
+            gradient, gradients[n] = gradients[n], None
+            if gradient is not None and weights.parameters[k].requires_grad:
+                home[k] = gradient.detach().to(weights.owners[k][1].full_dtype)
+        gradient = None
+        way = self._way
+        assert way is not None
+        if self._stores and weights.trained:
+            if weights.shard.index in way.left:
+                self._public.leave_order(f"gradients of shard {weights.shard.index}", way.place)
+            self._reduce(way, weights.shard.index, home)
+        return [None] * len(gradients)
+
+    def _refuse_requests(self, accumulators: Sequence[Any], parameters: Sequence[nn.Parameter]) -> None:
+        """Raises RuntimeError if gradients of parameters are asked for."""
+        if self._stores:
+            leaves = self._public.for_autograd(parameters)
+            found = [p for p, leaf in zip(parameters, leaves, strict=True) if has_hooks(leaf)]
+        else:
+            found = [p for p, edge in zip(parameters, accumulators, strict=True) if is_requested(edge)]
+        self._public.refuse_requests(found)
+
+    def take_outside(
+        self, parameters: list[ShownParameter], accumulators: Sequence[Any], gradients: Sequence[Tensor | None]
+    ) -> None:
+        """Called in backward with the gradients of what is outside of the blocks."""
+        self._enter_backward(None)
+        self._refuse_requests(accumulators, [p.whole for p in parameters])
+        for p, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None and self._stores and p.whole.requires_grad:
+                known = self._outside.get(p.stored)
+                self._outside[p.stored] = gradient.detach() if known is None else known + gradient.detach()
+
+    def _store_rest(self) -> None:
+        if not self._agreed:  # autograd came by no block
+            self._agree(["outside"])
+        self._finish_way()
+        for shard in self._public.kept if self._stores else ():
+            self._reduce(None, shard.index, [None] * len(shard.slices))
+
+    def _store_returned(self) -> None:
+        whole, self._outside = self._outside, {}
+        for p, gradient in self.streamer.gradient_offload.pop_returned().items():
+            whole[p] = gradient if p not in whole else whole[p] + gradient
+        if self._stores:
+            self._public.store_replicated(whole)
+        whole.clear()
+        self._whole.close()
+
+
+class _Taker:
+    """What a graph calls with the gradients of what is outside of the blocks."""
+
+    def __init__(self, engine: MeshEngine, parameters: list[ShownParameter]) -> None:
+        self._engine, self._parameters = engine, parameters
+
+    def __call__(self, accumulators: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
+        self._engine.take_outside(self._parameters, accumulators, gradients)
+
+
+def _last(uses: Sequence[int], j: int, end: int) -> int:
+    """The last place of ``j`` in ``uses[:end]``; -1 if there is none."""
+    return next((k for k in range(end - 1, -1, -1) if uses[k] == j), -1)
