@@ -33,7 +33,6 @@ from offload.engine.tape import Tape
 from offload.limits import cell_bytes
 from offload.loading import LoadingModule
 from offload.planning.residency import TooLargeError
-from offload.streaming.quantised import check_frozen
 from pipe.interception import offered
 from pipe.microbatch import check_rows, gather_nested, split_nested
 from pipe.nested import flatten, map_tensors
@@ -94,7 +93,6 @@ class RunningModule(LoadingModule):
         assert engine is not None
         executor.check_open()
         check_inputs([flatten(chunk)[0] for chunk in chunks])
-        check_frozen(executor.quantised)
         layers = [shard.layers for shard in executor.shards]
         return run_layers(engine, layers, chunks, dtype=executor.layer_homes.dtype)
 
@@ -142,7 +140,6 @@ class RunningModule(LoadingModule):
         engine = self._engine
         if engine is not None:
             self._executor.check_open()
-            check_frozen(self._executor.quantised)
             if input_fn is not None:
                 made = partial(_made, input_fn)
                 return with_tape(self._run_layers(engine, chunks, [output_fn] * len(calls), made))

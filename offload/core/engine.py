@@ -39,6 +39,7 @@ from offload.core.weights import Weights
 from offload.engine.structure import Structure
 from offload.engine.weight_writes import AssignedData
 from offload.planning.plan import Kind
+from offload.streaming.quantised import check_frozen
 from offload.streaming.shard import Shard
 from offload.streaming.stored_gradients import set_gradient
 from offload.streaming.streamer import Streamer
@@ -75,7 +76,7 @@ class _Pass:
     def __init__(self, forward: Forward, keeps: Keeps, recorders: list[Recorder] | None) -> None:
         self.forward, self.keeps, self.recorders = forward, keeps, recorders
         self.visits: dict[int, tuple[Visit, Tensor | None]] = {}
-        #: Of its graph.
+        #: Of what its graph saves for the backward.
         self.life = Life()
         #: What observes it, if the memory of the model is planned.
         self.step: ObservedStep | None = None
@@ -293,6 +294,7 @@ class Engine:
 
     def _check_structure(self) -> None:
         """Refuses layers and parameters that were replaced; from now on the present modules and buffers count."""
+        check_frozen(self._owner.quantised)
         if self._structure.check():
             for weights in self._weights:
                 weights.find()
