@@ -141,7 +141,7 @@ class Block:
         outer = lasting_hooks()
         casts = self._find_casts(views)
         refer, resolve = self._references(visit, views, casts) if views else (_same, _same)
-        saved_by, begins = watch.saved, watch.begins
+        saved_by, begins, life = watch.saved, watch.begins, visit.life()
         watched = self.region.watched
         changing = {buffer.data_ptr() for buffer in watched.changing()} if watched.buffers else ()
 
@@ -159,7 +159,7 @@ class Block:
             detached = tensor.detach()
             return detached, detached._version
 
-        def unpack(saved: Any, _life: Any = visit.life()) -> Tensor:
+        def unpack(saved: Any, _life: Any = life) -> Tensor:
             if begins is not None:
                 begins()
             if type(saved) in _REFERENCES:

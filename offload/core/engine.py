@@ -119,12 +119,14 @@ class Engine:
         self._assigned, self._structure = assigned, structure
         #: What a backward needs after the model was deleted: its end closes lanes and homes.
         self._owner = owner
-        #: Forwards so far, of which the first are observed.
-        self._observed = 0
+        #: Forwards so far, with a backward and without, of which the first are observed.
+        self._observed = {True: 0, False: 0}
         self._in_pass: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         self._forwards: Living[None] = Living()
         self._made_in = os.getpid()
         self._weights = [Weights(shard, device) for shard in streamer.shards]
+        #: Whether parameters are stored in fewer bytes than their gradients.
+        self._stores_rounded = any(s.form is not None for weights in self._weights for _, s in weights.owners)
         self.blocks = [
             [
                 Block(
@@ -153,6 +155,10 @@ class Engine:
         self._leaving: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
         #: Whether shards are updated in the running backward.
         self._updates = False
+
+    def observe(self) -> None:
+        """Called when other steps than those so far follow: the first ones of these are observed again."""
+        self._observed = {True: 0, False: 0}
 
     def held(self) -> list[nn.Parameter]:
         """The parameters that this object holds, once for each reference."""
@@ -403,8 +409,9 @@ class Engine:
         training = torch.is_grad_enabled() and (trains or any(x.requires_grad for x in tensors))
         if training and self.recompute:
             this.boundaries = self._boundaries()
-        self._observed += 1
-        if not (self._owner.plans or self._observed <= STEPS_OBSERVED or self._owner.meter.tracer.is_recording):
+        self._observed[training] += 1
+        first = self._observed[training] <= STEPS_OBSERVED
+        if not (self._owner.plans or first or self._owner.meter.tracer.is_recording):
             return
         this.step = step = ObservedStep(
             self._owner, leaves, training=training, idle=not any(True for _ in self._forwards)
@@ -484,6 +491,12 @@ class Engine:
             if gradient is None:
                 if everywhere and by_autograd:
                     run_hooks_with_gradient_only(parameter)
+            elif by_autograd and not everywhere and weights.owners[k][1].form is not None:
+                raise RuntimeError(
+                    f"gradients of parameters that torch.autograd.grad or backward(inputs=...) returns have the "
+                    f"parameter's type, which is bfloat16 with store_dtype=: that of {weights.owners[k][1].name} would "
+                    f"be rounded. Make the model without store_dtype"
+                )
             elif by_autograd or (everywhere and not measured and weights.gradient_is_at_home(k, gradient)):
                 stays = gradient.device == parameter.device and gradient.dtype == parameter.dtype
                 returned[n] = gradient if stays else gradient.to(parameter.device, parameter.dtype)
@@ -538,7 +551,7 @@ class Engine:
             return
         self._owner.check_open()
         hooked: Sequence[nn.Parameter] = ()
-        if self.streamer.gradient_offload.optimizers.in_backward is not None:
+        if self._stores_rounded or self.streamer.gradient_offload.optimizers.in_backward is not None:
             hooked = [p for weights in self._weights for p in weights.shard.parameters if has_hooks(p)]
         everywhere = accumulates_everywhere()
         try:

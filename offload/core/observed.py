@@ -104,6 +104,8 @@ class ObservedStep:
 
     def act(self, kind: Kind, j: int, i: int | None = None) -> None:
         """Adds to the plan."""
+        if kind is Kind.LOAD and j in self._to_update:  # it was updated when its parameters were read
+            self.act(Kind.UPDATE, j)
         if kind is Kind.UPDATE:
             self._to_update.discard(j)
         self.actions.append(Action(kind, j, i))
