@@ -49,12 +49,13 @@ _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 class Watch:
     """Functions that are called while a cell runs, for what plans need to know.
 
-    ``saved`` with each tensor that autograd saves; ``begins`` when its backward begins or goes on; ``entering`` are
+    ``saved`` with each tensor that autograd saves; ``begins`` when its backward begins or goes on, with the visit;
+    ``entering`` are
     hooks for what a recomputed cell saves of its input.
     """
 
     saved: Callable[[Tensor], None] | None = None
-    begins: Callable[[], None] | None = None
+    begins: Callable[[Visit], None] | None = None
     entering: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
 
 
@@ -161,7 +162,7 @@ class Block:
 
         def unpack(saved: Any, _life: Any = life) -> Tensor:
             if begins is not None:
-                begins()
+                begins(visit)
             if type(saved) in _REFERENCES:
                 return resolve(saved)
             if outer is not None:
@@ -203,8 +204,6 @@ class Block:
                 return self._noted(call, views, weights.pop(), args, kwargs, visit, modes)
 
         def again(*args: Any, _life: Any = life, **kwargs: Any) -> Any:
-            if begins is not None:
-                begins()
             leaves = [
                 view.detach().requires_grad_() if k in visit.positions else view
                 for k, view in enumerate(visit.views(visit))
@@ -225,6 +224,7 @@ class Block:
             saved=map_distinct(_copied, (args, kwargs)) if copied else None,
             inputs_hooks=watch.entering,
             on_save=saved_by,
+            begins=None if begins is None else partial(begins, visit),
             name=self.name,
         )
         if visit.wrote and not views:

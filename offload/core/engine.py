@@ -249,7 +249,9 @@ class Engine:
             self.streamer.wait_for_home_reads()
             if not in_between:
                 self._orders[training] = this.forward.uses
-            if this.step is not None and not this.step.training:
+            if this.step is not None and this.step.training:
+                self._in_pass.__exit__(None, None, None)
+            elif this.step is not None:
                 this.step.end()
             if this.forward.graphed and not in_between:
                 self._forwards.add(this.life, None)
@@ -333,7 +335,7 @@ class Engine:
         if this.step is None:
             watch = UNWATCHED
             if this.boundaries is not None and graph and (j or block.place[0]):
-                watch = Watch(entering=this.boundaries.hooks)
+                watch = Watch(entering=this.boundaries.hooks((j, i)))
             elif graph and this.recorders is not None:
                 this.recorders.append(Recorder(weights.shard, weights.shard.slot if views else None))
                 watch = Watch(this.recorders[-1].add)
@@ -382,8 +384,8 @@ class Engine:
         kind = Kind.BACKWARD_KEPT if kept else Kind.BACKWARD
         watch = Watch(
             None if recorder is None else recorder.add,
-            partial(self._begin_cell, step, kind, j, k, blocks, i),
-            None if this.boundaries is None or not graph or not (j or k) else this.boundaries.hooks,
+            partial(self._begin_cell, step, None if keeps else this.boundaries, kind, j, k, blocks, i),
+            None if this.boundaries is None or not graph or not (j or k) else this.boundaries.hooks((j, i)),
         )
         with step.forward(Kind.FORWARD_KEPT if kept else Kind.FORWARD, j, k, blocks, i):
             output = self._run(block, call, args, kwargs, views, this, keeps, watch)
@@ -393,10 +395,25 @@ class Engine:
             step.leave(i, output)
         return output
 
-    def _begin_cell(self, step: ObservedStep, *cell: Any) -> None:
+    def _begin_cell(
+        self,
+        step: ObservedStep,
+        boundaries: Boundaries | None,
+        kind: Kind,
+        j: int,
+        k: int,
+        blocks: int,
+        i: int,
+        visit: Visit,
+    ) -> None:
         """Called when the backward of an observed cell begins, or goes on."""
-        self._enter_backward(step)  # shards that are used where they rest do not
-        step.backward(*cell)
+        self._enter_backward(step)
+        if not step.is_at(kind, j, k, i):
+            step.end_cell()
+            self._views_in_backward(visit)  # what it waits for is no time of the cell
+            if boundaries is not None and k == blocks - 1:
+                boundaries.expect((j, i))
+            step.backward(kind, j, k, blocks, i)
 
     def expect(self, leaves: Sequence[Sequence[Any]]) -> None:
         """Called within :meth:`forward` before the first cell, with the leaves of the input of each micro-batch."""
@@ -419,6 +436,11 @@ class Engine:
         if self.recompute:
             this.keeps = lambda j, i: (j, i) in step.kept
         self._slots.act = step.act
+        if this.boundaries is not None:
+            this.boundaries.act = step.act
+        if training:
+            self._in_pass = self._owner.meter.overheads.in_pass("forward")
+            self._in_pass.__enter__()
 
     def _boundaries(self) -> Boundaries | None:
         owner = self._owner
@@ -557,6 +579,7 @@ class Engine:
         try:
             self._updates = self.streamer.gradient_offload.begin(self._waiting(), hooked, drop_others=not everywhere)
             if step is not None:
+                step.begin_backward()
                 self._slots.act = step.act
                 self._in_pass = self._owner.meter.overheads.in_pass("backward")
                 self._in_pass.__enter__()
