@@ -28,7 +28,6 @@ from offload.engine.regroup import (
 from offload.limits import cell_bytes
 from offload.loading import LoadingModule
 from offload.planning.residency import TooLargeError
-from offload.streaming.quantised import check_frozen
 from pipe.interception import offered
 from pipe.microbatch import check_rows, gather_nested, split_nested
 from pipe.nested import flatten, map_tensors
@@ -74,15 +73,11 @@ class RunningModule(LoadingModule):
         answered = offered(self, chunks)
         if answered is not None:
             return gather_nested(answered)
-        self._check_open()
+        self._executor.check_open()
         check_inputs([flatten(chunk)[0] for chunk in chunks])
         outputs = self._run_layers(chunks)
         check_rows(outputs, (inputs, kwargs))
         return gather_nested(outputs)
-
-    def _check_open(self) -> None:
-        self._executor.check_open()
-        check_frozen(self._executor.quantised)
 
     def _check_arguments(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raises TypeError for an argument that later layers also have: only the first layer would get it."""
@@ -121,7 +116,7 @@ class RunningModule(LoadingModule):
                 f"expected a sequence of at least one chunk, got {type(chunks).__name__}; cut a batch with "
                 f"batch.split(rows), for example"
             )
-        self._check_open()
+        self._executor.check_open()
         output_fns = [output_fn] * len(chunks)
         if input_fn is not None:
             return with_tape(self._run_layers(chunks, output_fns, partial(_made, input_fn)))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from offload.engine.layouts import bytes_of_boundary, take_apart
+from offload.planning.plan import Action, Kind
 from offload.planning.residency import MOVING, WRITES_IN_FLIGHT
 from offload.storage import Scratch
 from offload.streaming.lane import Arrival, CopyLane, error_context
@@ -29,15 +30,23 @@ from pipe.freed import WhenFreed
 __all__ = ["Boundaries"]
 
 
+#: A shard and a micro-batch.
+Cell = tuple[int, int]
+
+
 class _Boundary:
     """A tensor: in memory, in scratch space, or both."""
 
-    __slots__ = ("arrival", "fetching", "join", "nbytes", "order", "place", "tensor", "tickets", "uses", "version")
+    __slots__ = (
+        "arrival", "cell", "fetching", "join", "nbytes", "order", "place", "tensor", "tickets", "uses", "version",
+    )  # fmt: skip
 
-    def __init__(self, tensor: Tensor, place: Any, order: int) -> None:
+    def __init__(self, tensor: Tensor, place: Any, order: int, cell: Cell) -> None:
         self.tensor: Tensor | None = tensor
         self.version = tensor._version
         self.nbytes = bytes_of_boundary(tensor)
+        #: The first cell that it enters.
+        self.cell = cell
         self.place, self.order = place, order
         #: Graphs of cells that save it.
         self.uses = 0
@@ -74,22 +83,36 @@ class Boundaries:
         self._away: dict[int, _Boundary] = {}
         self._held_bytes = 0
         self._count = 0
+        #: Called with the kind and the cell of each move; None if no step is observed. And the cells that are not whole
+        #: in memory.
+        self.act: Callable[[Kind, int, int], None] | None = None
+        self._moved: set[Cell] = set()
         #: By the memory of a tensor that is in memory.
         self._known: dict[Any, _Boundary] = {}
         self._closes = WhenFreed(partial(_close, scratch, meter, self._writing))
 
-    @property
-    def hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    def hooks(self, cell: Cell) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         """Saved-tensor hooks for what enters a cell."""
-        return self._save, self._load
+        return partial(self._save, cell), self._load
 
-    def _save(self, tensor: Tensor) -> Any:
+    def expect(self, cell: Cell) -> None:
+        """Begins to read what enters a cell whose backward comes next, and the one before."""
+        while self._writing:
+            self._end_write(self._writing[0])
+        orders = [order for order, boundary in list(self._away.items()) if boundary.cell == cell]
+        for order in sorted(orders, reverse=True):
+            self._fetch(self._away[order])
+        held = [order for order, boundary in list(self._held.items()) if boundary.cell == cell]
+        if orders or held:
+            self._fetch_before(min([*orders, *held]))
+
+    def _save(self, cell: Cell, tensor: Tensor) -> Any:
         place: Any = object()
         if type(tensor) is Tensor and tensor.layout is torch.strided:
             place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         boundary = self._known.get(place)
         if boundary is None:
-            boundary = self._known[place] = _Boundary(tensor.detach(), place, self._count)
+            boundary = self._known[place] = _Boundary(tensor.detach(), place, self._count, cell)
             self._count += 1
             self._largest = max(self._largest, boundary.nbytes)
             self._meter.hold(boundary.nbytes)
@@ -122,7 +145,7 @@ class Boundaries:
 
     def _write_earliest(self) -> bool:
         """Writes the earliest tensor that is in memory only; False if there is none."""
-        held = list(self._held.values())
+        held = list(self._held.values())[:-1]  # the last one is used by the cell that runs, and first by backward
         boundary = next((b for b in held if b.tensor is not None and take_apart(b.tensor).tensors), None)
         if boundary is None:
             return False
@@ -133,7 +156,7 @@ class Boundaries:
         _check(tensor, boundary.version)
         parts = take_apart(tensor)
         boundary.join = parts.join
-        token = f"S{boundary.order}"
+        token = self._done(Kind.SPILL, boundary.cell)
 
         def store() -> None:  # refers to this object, whose end closes the scratch space
             with self._meter.on_lane("boundary", token, nbytes):
@@ -188,7 +211,8 @@ class Boundaries:
     def _fetch(self, boundary: _Boundary) -> None:
         if boundary.fetching is not None:
             return
-        parts, tickets, nbytes, token = list[Tensor](), boundary.tickets, boundary.nbytes, f"P{boundary.order}"
+        parts, tickets, nbytes = list[Tensor](), boundary.tickets, boundary.nbytes
+        token = self._done(Kind.PREFETCH, boundary.cell)
 
         def fetch() -> None:
             with self._meter.on_lane("boundary", token, nbytes):
@@ -198,10 +222,17 @@ class Boundaries:
         boundary.fetching = self._lane.submit("fetch boundary", fetch), parts
 
     def _fetch_before(self, order: int) -> None:
-        """Begins to read what backward uses next."""
-        before = max((each for each in list(self._away) if each < order), default=None)
+        """Begins to read what backward uses next, unless that is in memory."""
+        before = max((each for each in (*self._away, *self._held) if each < order), default=None)
         if before is not None and (boundary := self._away.get(before)) is not None:
             self._fetch(boundary)
+
+    def _done(self, kind: Kind, cell: Cell) -> str:
+        """Notes that a boundary leaves memory or returns, once for all tensors that enter a cell."""
+        if self.act is not None and (kind is Kind.PREFETCH) == (cell in self._moved):
+            self.act(kind, *cell)
+        (self._moved.discard if kind is Kind.PREFETCH else self._moved.add)(cell)
+        return str(Action(kind, *cell))
 
     def _forget_later(self, order: int) -> None:
         """Frees the memory of what was read back for later cells, whose graph is retained."""
@@ -209,6 +240,7 @@ class Boundaries:
             if boundary.order > order and boundary.tickets and self._let_go(boundary):
                 boundary.tensor = None
                 self._away[boundary.order] = boundary
+                self._done(Kind.FORGET, boundary.cell)
                 self._meter.release(boundary.nbytes)
 
 

@@ -19,7 +19,7 @@ from types import NoneType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from offload.core.visit import Visit, enter
 from offload.core.weights import Weights
@@ -30,6 +30,7 @@ from pipe.recompute.recomputed import References, recomputed, unchanged
 from pipe.recompute.region import Region, Settled
 from pipe.recompute.replay import Replay
 from pipe.recompute.thread_state import lasting_hooks
+from pipe.torch_private.dispatch import is_traceable_wrapper_subclass
 from pipe.torch_private.tensors import negative_view
 from pipe.torch_private.tracing import uncompiled_hooks
 
@@ -39,6 +40,8 @@ __all__ = ["UNWATCHED", "Block", "Watch", "has_cache", "requires_grad"]
 RUNS_NOTED = 2
 
 Call = Callable[..., Any]
+#: Without a call of Python, no tensors of subclasses.
+_PLAIN = Tensor, nn.Parameter
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
@@ -46,12 +49,13 @@ _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 class Watch:
     """Functions that are called while a cell runs, for what plans need to know.
 
-    ``saved`` with each tensor that autograd saves; ``begins`` when its backward begins or goes on; ``entering`` are
+    ``saved`` with each tensor that autograd saves; ``begins`` when its backward begins or goes on, with the visit;
+    ``entering`` are
     hooks for what a recomputed cell saves of its input.
     """
 
     saved: Callable[[Tensor], None] | None = None
-    begins: Callable[[], None] | None = None
+    begins: Callable[[Visit], None] | None = None
     entering: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
 
 
@@ -138,15 +142,15 @@ class Block:
         outer = lasting_hooks()
         casts = self._find_casts(views)
         refer, resolve = self._references(visit, views, casts) if views else (_same, _same)
-        saved_by, begins = watch.saved, watch.begins
+        saved_by, begins, life = watch.saved, watch.begins, visit.life()
         watched = self.region.watched
         changing = {buffer.data_ptr() for buffer in watched.changing()} if watched.buffers else ()
 
         def pack(tensor: Tensor) -> Any:
             saved = refer(tensor)
-            if saved_by is not None and (saved is tensor or saved.cast is None):
+            if saved_by is not None and not (type(saved) is _Reference and saved.cast is not None):
                 saved_by(tensor)
-            if type(saved) is _Reference:
+            if type(saved) in _REFERENCES:
                 return saved
             if outer is not None:
                 return outer[0](tensor)
@@ -156,10 +160,10 @@ class Block:
             detached = tensor.detach()
             return detached, detached._version
 
-        def unpack(saved: Any) -> Tensor:
+        def unpack(saved: Any, _life: Any = life) -> Tensor:
             if begins is not None:
-                begins()
-            if type(saved) is _Reference:
+                begins(visit)
+            if type(saved) in _REFERENCES:
                 return resolve(saved)
             if outer is not None:
                 replaced: Tensor = outer[1](saved)
@@ -184,7 +188,7 @@ class Block:
         watch: Watch = UNWATCHED,
     ) -> Any:
         """The output with a graph that runs the block again when backward reaches it."""
-        begins = watch.begins
+        begins, life = watch.begins, visit.life()
         modes = self.region.settings
         state = self.region.begin(modes)
         weights, written = [enter(visit, views, token)], len(visit.written)
@@ -199,9 +203,7 @@ class Block:
             with casts or _NOTHING:
                 return self._noted(call, views, weights.pop(), args, kwargs, visit, modes)
 
-        def again(*args: Any, **kwargs: Any) -> Any:
-            if begins is not None:
-                begins()
+        def again(*args: Any, _life: Any = life, **kwargs: Any) -> Any:
             leaves = [
                 view.detach().requires_grad_() if k in visit.positions else view
                 for k, view in enumerate(visit.views(visit))
@@ -222,6 +224,7 @@ class Block:
             saved=map_distinct(_copied, (args, kwargs)) if copied else None,
             inputs_hooks=watch.entering,
             on_save=saved_by,
+            begins=None if begins is None else partial(begins, visit),
             name=self.name,
         )
         if visit.wrote and not views:
@@ -396,6 +399,11 @@ class Block:
         del storage  # the graph holds these functions
 
         def refer(tensor: Tensor) -> Any:
+            if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
+                return _in_parts(tensor, refer_plain)
+            return refer_plain(tensor)
+
+        def refer_plain(tensor: Tensor) -> Any:
             if tensor.layout is not torch.strided:
                 return tensor
             cast = None if casts is None else casts.find(tensor)
@@ -405,6 +413,11 @@ class Block:
             return _Reference(cast, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), *signs)
 
         def resolve(saved: Any) -> Tensor:
+            if type(saved) is _Wrapped:
+                return saved.rebuilt(resolve_plain)
+            return resolve_plain(saved)
+
+        def resolve_plain(saved: Any) -> Tensor:
             if type(saved) is not _Reference:
                 return saved  # type: ignore[no-any-return]
             shard = visit.weights.shard
@@ -433,6 +446,40 @@ class _Reference:
     offset: int
     conjugate: bool
     negative: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrapped:
+    """A tensor of a subclass that has views of the slot: what its parts are saved as."""
+
+    kind: Any
+    parts: dict[str, Any]
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def rebuilt(self, resolve: Callable[[Any], Tensor]) -> Tensor:
+        parts = {n: x.rebuilt(resolve) if type(x) is _Wrapped else resolve(x) for n, x in self.parts.items()}
+        tensor: Tensor = self.kind.__tensor_unflatten__(parts, self.context, self.size, self.stride)
+        return tensor
+
+
+_REFERENCES = _Reference, _Wrapped
+
+
+def _in_parts(tensor: Any, refer: Callable[[Tensor], Any]) -> Any:
+    """A tensor of a subclass, taken apart if any of its parts is a view of the slot.
+
+    No function of the forward that calls itself: such a cycle would hold the graph until it is collected.
+    """
+    names, context = tensor.__tensor_flatten__()
+    parts = {}
+    for name in names:
+        part = getattr(tensor, name)
+        parts[name] = _in_parts(part, refer) if is_traceable_wrapper_subclass(part) else refer(part)
+    if not any(type(part) in _REFERENCES for part in parts.values()):
+        return tensor
+    return _Wrapped(type(tensor), parts, context, tensor.size(), tensor.stride())
 
 
 def _unless_cast(casts: CastsSeen, function: Callable[[Tensor], None], tensor: Tensor) -> None:

@@ -40,6 +40,7 @@ from offload.engine.homes import ModelHomes
 from offload.engine.structure import Structure
 from offload.engine.weight_writes import AssignedData
 from offload.planning.plan import Kind
+from offload.streaming.quantised import check_frozen
 from offload.streaming.shard import Shard
 from offload.streaming.stored_gradients import set_gradient
 from offload.streaming.streamer import Streamer
@@ -76,7 +77,7 @@ class _Pass:
     def __init__(self, forward: Forward, keeps: Keeps, recorders: list[Recorder] | None) -> None:
         self.forward, self.keeps, self.recorders = forward, keeps, recorders
         self.visits: dict[int, tuple[Visit, Tensor | None]] = {}
-        #: Of its graph.
+        #: Of what its graph saves for the backward.
         self.life = Life()
         #: What observes it, if the memory of the model is planned.
         self.step: ObservedStep | None = None
@@ -119,12 +120,14 @@ class Engine:
         self._assigned, self._structure = assigned, structure
         #: What a backward needs after the model was deleted: its end closes lanes and homes.
         self._owner = owner
-        #: Forwards so far, of which the first are observed.
-        self._observed = 0
+        #: Forwards so far, with a backward and without, of which the first are observed.
+        self._observed = {True: 0, False: 0}
         self._in_pass: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         self._forwards: Living[None] = Living()
         self._made_in = os.getpid()
         self._weights = [Weights(shard, device, owner.public) for shard in streamer.shards]
+        #: Whether parameters are stored in fewer bytes than their gradients.
+        self._stores_rounded = any(s.form is not None for weights in self._weights for _, s in weights.owners)
         self.blocks = [
             [
                 Block(
@@ -156,6 +159,10 @@ class Engine:
 
     #: Whether ranks of a mesh run the same passes.
     has_ranks = False
+
+    def observe(self) -> None:
+        """Called when other steps than those so far follow: the first ones of these are observed again."""
+        self._observed = {True: 0, False: 0}
 
     def held(self) -> list[nn.Parameter]:
         """The parameters that this object holds, once for each reference."""
@@ -246,7 +253,9 @@ class Engine:
             self.streamer.wait_for_home_reads()
             if not in_between:
                 self._orders[training] = this.forward.uses
-            if this.step is not None and not this.step.training:
+            if this.step is not None and this.step.training:
+                self._in_pass.__exit__(None, None, None)
+            elif this.step is not None:
                 this.step.end()
             if this.forward.graphed and not in_between:
                 self._forwards.add(this.life, None)
@@ -304,6 +313,7 @@ class Engine:
 
     def _check_structure(self) -> None:
         """Refuses layers and parameters that were replaced; from now on the present modules and buffers count."""
+        check_frozen(self._owner.quantised)
         if self._structure.check():
             self._find()
 
@@ -340,7 +350,7 @@ class Engine:
         if this.step is None:
             watch = UNWATCHED
             if this.boundaries is not None and graph and (j or block.place[0]):
-                watch = Watch(entering=this.boundaries.hooks)
+                watch = Watch(entering=this.boundaries.hooks((j, i)))
             elif graph and this.recorders is not None:
                 this.recorders.append(Recorder(weights.shard, weights.shard.slot if views else None))
                 watch = Watch(this.recorders[-1].add)
@@ -389,8 +399,8 @@ class Engine:
         kind = Kind.BACKWARD_KEPT if kept else Kind.BACKWARD
         watch = Watch(
             None if recorder is None else recorder.add,
-            partial(self._begin_cell, step, kind, j, k, blocks, i),
-            None if this.boundaries is None or not graph or not (j or k) else this.boundaries.hooks,
+            partial(self._begin_cell, step, None if keeps else this.boundaries, kind, j, k, blocks, i),
+            None if this.boundaries is None or not graph or not (j or k) else this.boundaries.hooks((j, i)),
         )
         with step.forward(Kind.FORWARD_KEPT if kept else Kind.FORWARD, j, k, blocks, i):
             output = self._run(block, call, args, kwargs, views, this, keeps, watch)
@@ -400,10 +410,25 @@ class Engine:
             step.leave(i, output)
         return output
 
-    def _begin_cell(self, step: ObservedStep, *cell: Any) -> None:
+    def _begin_cell(
+        self,
+        step: ObservedStep,
+        boundaries: Boundaries | None,
+        kind: Kind,
+        j: int,
+        k: int,
+        blocks: int,
+        i: int,
+        visit: Visit,
+    ) -> None:
         """Called when the backward of an observed cell begins, or goes on."""
-        self._enter_backward(step)  # shards that are used where they rest do not
-        step.backward(*cell)
+        self._enter_backward(step)
+        if not step.is_at(kind, j, k, i):
+            step.end_cell()
+            self._views_in_backward(visit)  # what it waits for is no time of the cell
+            if boundaries is not None and k == blocks - 1:
+                boundaries.expect((j, i))
+            step.backward(kind, j, k, blocks, i)
 
     def expect(self, leaves: Sequence[Sequence[Any]]) -> None:
         """Called within :meth:`forward` before the first cell, with the leaves of the input of each micro-batch."""
@@ -416,8 +441,9 @@ class Engine:
         training = torch.is_grad_enabled() and (trains or any(x.requires_grad for x in tensors))
         if training and self.recompute:
             this.boundaries = self._boundaries()
-        self._observed += 1
-        if not (self._owner.plans or self._observed <= STEPS_OBSERVED or self._owner.meter.tracer.is_recording):
+        self._observed[training] += 1
+        first = self._observed[training] <= STEPS_OBSERVED
+        if not (self._owner.plans or first or self._owner.meter.tracer.is_recording):
             return
         this.step = step = ObservedStep(
             self._owner, leaves, training=training, idle=not any(True for _ in self._forwards)
@@ -425,6 +451,11 @@ class Engine:
         if self.recompute:
             this.keeps = lambda j, i: (j, i) in step.kept
         self._slots.act = step.act
+        if this.boundaries is not None:
+            this.boundaries.act = step.act
+        if training:
+            self._in_pass = self._owner.meter.overheads.in_pass("forward")
+            self._in_pass.__enter__()
 
     def _boundaries(self) -> Boundaries | None:
         owner = self._owner
@@ -503,6 +534,12 @@ class Engine:
             if gradient is None:
                 if everywhere and by_autograd:
                     run_hooks_with_gradient_only(parameter)
+            elif by_autograd and not everywhere and weights.owners[k][1].form is not None:
+                raise RuntimeError(
+                    f"gradients of parameters that torch.autograd.grad or backward(inputs=...) returns have the "
+                    f"parameter's type, which is bfloat16 with store_dtype=: that of {weights.owners[k][1].name} would "
+                    f"be rounded. Make the model without store_dtype"
+                )
             elif by_autograd or (everywhere and not measured and weights.gradient_is_at_home(k, gradient)):
                 stays = gradient.device == parameter.device and gradient.dtype == parameter.dtype
                 returned[n] = gradient if stays else gradient.to(parameter.device, parameter.dtype)
@@ -557,13 +594,14 @@ class Engine:
             return
         self._owner.check_open()
         hooked: Sequence[nn.Parameter] = ()
-        if self.streamer.gradient_offload.optimizers.in_backward is not None:
+        if self._stores_rounded or self.streamer.gradient_offload.optimizers.in_backward is not None:
             hooked = [p for weights in self._weights for p in weights.shard.parameters if has_hooks(p)]
         everywhere = accumulates_everywhere()
         try:
             self._begin_backward()
             self._updates = self.streamer.gradient_offload.begin(self._waiting(), hooked, drop_others=not everywhere)
             if step is not None:
+                step.begin_backward()
                 self._slots.act = step.act
                 self._in_pass = self._owner.meter.overheads.in_pass("backward")
                 self._in_pass.__enter__()

@@ -101,21 +101,36 @@ class ObservedStep:
         self._open: contextlib.AbstractContextManager[None] | None = None
         self._cell: tuple[str, int, int, int] | None = None
         self._ended = False
+        #: Of the cell that runs forward: the tensors that have entered its blocks, and their bytes.
+        self._entered: dict[int, int] = {}
+        self._boundary_bytes = 0
 
     def act(self, kind: Kind, j: int, i: int | None = None) -> None:
         """Adds to the plan."""
+        if kind is Kind.LOAD and j in self._to_update:  # it was updated when its parameters were read
+            self.act(Kind.UPDATE, j)
         if kind is Kind.UPDATE:
             self._to_update.discard(j)
         self.actions.append(Action(kind, j, i))
 
     def enter(self, j: int, k: int, i: int, value: Any) -> None:
         """Called with what enters block ``k`` of a cell."""
-        nbytes = sum({id(x): bytes_of_boundary(x) for x in tensors_in(value)}.values())
+        tensors = {id(x): bytes_of_boundary(x) for x in tensors_in(value)}
         if j == 0 and k == 0:
-            self._steps.record_around("entered", self.rows[i], nbytes if self._executor.blocks else 0)
-        elif k == 0:
-            self._steps.record_boundary(j, self.rows[i], nbytes)
-            self._steps.record_gradient(j, self.rows[i], nbytes)
+            around = sum(tensors.values()) if self._executor.blocks else 0
+            self._steps.record_around("entered", self.rows[i], around)
+        # What several blocks of a shard get, such as a mask, is one boundary of the first.
+        entered = {} if k == 0 else self._entered
+        new = sum(nbytes for key, nbytes in tensors.items() if key not in entered)
+        self._entered = entered | tensors
+        if k == 0:
+            self._boundary_bytes = new if j else 0
+        else:
+            self._boundary_bytes += new
+        if j or k:
+            self._steps.record_boundary(j, self.rows[i], self._boundary_bytes)
+        if j and k == 0:
+            self._steps.record_gradient(j, self.rows[i], new)
 
     def leave(self, i: int, value: Any) -> None:
         """Called with the output of the last block of a micro-batch."""
@@ -154,15 +169,21 @@ class ObservedStep:
         )
         return cell
 
+    def begin_backward(self) -> None:
+        """Adds to the plan what other passes since the forward have done to the slots."""
+        left, found = self.plan().resident_after, frozenset(self._executor.streamer.resident())
+        self.actions += [Action(Kind.EVICT, j) for j in sorted(left - found)]
+        self.actions += [Action(Kind.LOAD, j) for j in sorted(found - left)]
+
+    def is_at(self, kind: Kind, j: int, k: int, i: int) -> bool:
+        """Whether the backward of this cell has begun last."""
+        return (kind.value, j, k, i) == self._cell
+
     def backward(self, kind: Kind, j: int, k: int, blocks: int, i: int) -> None:
-        """Called when the backward of a cell begins, or goes on; that of the one before has ended."""
-        cell = kind.value, j, k, i
-        if cell == self._cell:
-            return
-        self.end_cell()
+        """Called when the backward of a cell begins; that of the one before has ended."""
         if k == blocks - 1:
             self.act(kind, j, i)
-        self._cell = cell
+        self._cell = kind.value, j, k, i
         self._open = self._meter.cell(kind.value, j, i, self.rows[i], step=blocks - 1 - k, steps=blocks)
         self._open.__enter__()
 

@@ -12,6 +12,7 @@ at that moment the sums leave and the slot is free.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +38,8 @@ class Visit:
         leave: see :data:`Leave`.
         views: makes a shard usable in backward, and returns views of the slot that holds it. Blocks have it from here:
             a model would be a cycle if they held it, and would end late.
-        life: of the pass.
+        life: of the pass. Only what cells save for their backward holds it, so that it ends when nothing is left to do
+            for the graph, which a loss that somebody keeps does not free.
         step: what observes the pass; None: nothing.
         stores: number of calls that had stored assigned data until the forward.
     """
@@ -63,7 +65,8 @@ class Visit:
         #: Positions in :attr:`Shard.slices` of the parameters that took a gradient in the forward.
         self.positions = weights.trained
         self.versions = weights.shard.versions()
-        self.uses, self.place, self.leave, self.life, self.stores = uses, place, leave, life, stores
+        self.uses, self.place, self.leave, self.stores = uses, place, leave, stores
+        self.life = weakref.ref(life)
         self.views, self.step = views, step
         #: The last backward in which the weights were compared with those of the forward.
         self.checked = -1

@@ -125,7 +125,10 @@ class Weights:
         """Gives the parts of quantised parameters the memory of ``values``, or of their homes."""
         for k in self._parts:
             owner, s = self.owners[k]
-            s.point_to(owner.home_view(s) if values is None else values[k])
+            if values is None:
+                owner.point_home(s)
+            else:
+                s.point_to(values[k])
         for parameter in self.shard.quantised:
             refresh(parameter)
 

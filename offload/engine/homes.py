@@ -316,6 +316,8 @@ class ModelHomes:
             for shard in self.shards:
                 shard.in_place = self._in_place(shard, wanted)
             self.streamer.homes_moved()
+            if (native := self.native()) is not None:
+                native.observe()
             for optimizer in optimizers:
                 optimizer.reserve_buffers()
             there = zip(self.shards, self.bytes_in_memory(), strict=True)

@@ -211,7 +211,6 @@ class Steps:
             kept=self.kept_cells(rows, first),
             in_memory=in_memory,
             boundaries=self.residency(),
-            gradients=self.residency(gradients=True),
             boundary_sizes=self.sizes(rows),
             gradient_sizes=self.sizes(rows, gradients=True),
             grows=self.boundaries_grow,

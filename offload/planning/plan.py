@@ -2,7 +2,7 @@
 
 A plan prints as short tokens, which :meth:`Plan.parse` reads; logs, errors, tests and traces use the same text::
 
-    L0 L1 F0.0 F0.1 E0 L2 F1.0 F1.1 F2.0 F2.1 B2.0 B2.1 D2 E2 L0 B1.0 B1.1 D1 B0.0 B0.1 D0
+    L0 L1 F0.0 F0.1 E0 L2 F1.0 F1.1 F2.0 F2.1 B2.1 B2.0 D2 E2 L0 B1.1 B1.0 D1 B0.1 B0.0 D0
     U0 L0 U1 L1 F0.0 E0 U2 L2 F1.0 F2.0 B2.0 D2 E2 L0 B1.0 D1 B0.0 D0       the same after an optimizer's step
     L0 L1 F0.0 E0 L2 F1.0 F2.0 B2.0 D2 V2 E2 L0 B1.0 D1 V1 B0.0 D0 V0       with updates in backward
     L0 F0.0 L1 F1.0 S1.0 L2 K2.0 P1.0 G2.0 D2 B1.0 D1 B0.0 D0               a boundary is spilled, a graph is kept

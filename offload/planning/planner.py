@@ -60,14 +60,19 @@ class Pass:
         """The shards in their order of use."""
         return range(self.shards - 1, self.first - 1, -1) if self.backward else range(self.shards)
 
+    @property
+    def turns(self) -> range:
+        """The micro-batches in the order of their cells in a shard: in backward, the last one first."""
+        return range(self.microbatches - 1, -1, -1) if self.backward else range(self.microbatches)
+
     def keeps(self, j: int, i: int) -> bool:
         """Whether a cell keeps its graph."""
         return self.records and j >= self.first and (j, i) in self.kept
 
     def now(self, j: int, i: int) -> int:
         """The position of a cell in the step."""
-        n, m = self.shards, self.microbatches
-        return n * m + (n - 1 - j) * m + i if self.backward else j * m + i
+        m = self.microbatches
+        return self._in_backward(j, i) if self.backward else j * m + i
 
     def actions(
         self,
@@ -87,7 +92,7 @@ class Pass:
         """
         before_visits = iter(self.moves() if moves is None else moves)
         if gradients is not None:
-            for i in range(self.microbatches):
+            for i in self.turns:
                 yield from gradients.put((self.shards, i), sizes((self.shards, i)), [self.now(self.shards - 1, i)])
         for j, before in zip(self.order, before_visits, strict=True):
             yield from before
@@ -97,7 +102,7 @@ class Pass:
         self, j: int, boundaries: Residency | None, sizes: Sizes, gradients: Residency | None = None
     ) -> Iterator[Action]:
         """The part of :meth:`actions` from the first cell of a shard on, until the loads before the next one."""
-        for i in range(self.microbatches):
+        for i in self.turns:
             if boundaries is None and gradients is None:
                 yield Action(self._kind(j, i), j, i)
             elif self.backward:
@@ -131,32 +136,20 @@ class Pass:
         return Kind.FORWARD_KEPT if self.keeps(j, i) else Kind.FORWARD
 
     def _forward_cell(self, j: int, i: int, boundaries: Residency, sizes: Sizes) -> Iterator[Action]:
-        m, now = self.microbatches, self.now(j, i)
-        yield from boundaries.use((j, i), now)
-        yield from boundaries.prefetch((j, i + 1) if i + 1 < m else (j + 1, 0))
         yield Action(self._kind(j, i), j, i)
-        if self.needed_again(j, i):
-            if self.grows:
-                boundaries.grow((j, i), sizes((j, i)), [self._in_backward(j, i)])
-            yield from boundaries.end_use((j, i))
-        else:
-            boundaries.drop((j, i))
-        if j + 1 < self.shards:
-            again = [self._in_backward(j + 1, i)] if self.needed_again(j + 1, i) else []
-            yield from boundaries.put((j + 1, i), sizes((j + 1, i)), [now + m, *again])
+        if (j or self.grows) and self.needed_again(j, i):
+            yield from boundaries.put((j, i), sizes((j, i)), [self._in_backward(j, i)])
 
     def _backward_cell(
         self, j: int, i: int, boundaries: Residency | None, gradients: Residency | None, sizes: Sizes
     ) -> Iterator[Action]:
         m, now, kept = self.microbatches, self.now(j, i), self.keeps(j, i)
-        k, after = (j, i + 1) if i + 1 < m else (j - 1, 0)
+        k, after = (j, i - 1) if i else (j - 1, m - 1)
         if gradients is not None:
             yield from gradients.use((j + 1, i), now)
-        if boundaries is not None:
-            if not kept:
-                yield from boundaries.use((j, i), now)
-            if k >= self.first and not self.keeps(k, after):
-                yield from boundaries.prefetch((k, after))
+        if boundaries is not None and not kept:
+            yield from boundaries.use((j, i), now)
+            yield from boundaries.prefetch(self._recomputed_before(j, i))
         if gradients is not None and k >= self.first:
             yield from gradients.prefetch((k + 1, after))
         yield Action(self._kind(j, i), j, i)
@@ -170,9 +163,17 @@ class Pass:
         if gradients is not None and j > self.first:
             yield from gradients.put((j, i), sizes((j, i)), [now + m])
 
+    def _recomputed_before(self, j: int, i: int) -> Key:
+        """The next cell that a backward recomputes after this one; one that does not exist if there is none."""
+        while j >= self.first:
+            j, i = (j, i - 1) if i else (j - 1, self.microbatches - 1)
+            if not self.keeps(j, i):
+                break
+        return j, i
+
     def _in_backward(self, j: int, i: int) -> int:
-        """The position of the cell in the backward that follows this forward."""
-        return (2 * self.shards - 1 - j) * self.microbatches + i
+        """The position of the cell in the backward that follows this forward: autograd runs the last one first."""
+        return (2 * self.shards - 1 - j) * self.microbatches + self.microbatches - 1 - i
 
     def needed_again(self, j: int, i: int) -> bool:
         """Whether backward needs the boundary that enters a cell."""

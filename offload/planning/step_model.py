@@ -184,8 +184,6 @@ def _plan(model: StepModel, choice: Choice) -> Plan:
     rows = model.sizes.rows
     budget = choice.boundary_bytes if model.spills else math.inf
     most, largest = model.boundaries
-    # Each gradient is used by the shard before: there are those of two shards at a time.
-    gradients = min(most, 2 * len(rows) * largest)
     return plan_step(
         model.shards,
         slots=choice.slots,
@@ -195,7 +193,6 @@ def _plan(model: StepModel, choice: Choice) -> Plan:
         kept=choice.kept | model.always_kept,
         in_memory=choice.in_memory,
         boundaries=Residency(budget) if budget < most + MOVING * largest else None,
-        gradients=Residency(budget, gradients=True) if budget < gradients + MOVING * largest else None,
         boundary_sizes=model.sizes.boundaries,
         gradient_sizes=model.sizes.gradients,
         grows=model.sizes.grows,

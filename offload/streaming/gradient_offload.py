@@ -217,16 +217,15 @@ class GradientOffload:
     def _send(self, shard: Shard, gradients: list[Tensor | None]) -> None:
         """Empties the list, so that on the host each gradient is freed as soon as it is stored."""
         self._filter(shard, gradients)
-        places, types = shard.places, shard.gradient_types
+        places = shard.places
         nbytes = to_storage = 0
         owners: list[Shard] = []
-        for gradient, (owner, _), s in zip(gradients, places, shard.slices, strict=True):
+        for gradient, (owner, s) in zip(gradients, places, strict=True):
             if gradient is None:
                 continue
-            size = gradient.numel() * gradient.itemsize
-            nbytes += size
+            nbytes += gradient.numel() * gradient.itemsize
             if not owner.resident:
-                to_storage += gradient.numel() * types.of(s).itemsize if types.rounded and types.rounds(s) else size
+                to_storage += gradient.numel() * owner.gradient_types.of(s).itemsize
             if owner not in owners:
                 owners.append(owner)
         for owner in owners:

@@ -67,7 +67,7 @@ class _Call:
     """One call: what it saved, and what its second run needs."""
 
     __slots__ = (
-        "again", "count", "kinds", "leaves", "made", "name", "number", "on_save", "places", "references", "saved",
+        "again", "begins", "count", "kinds", "leaves", "made", "name", "number", "on_save", "places", "references", "saved",
         "settings", "spec", "state", "to_the_end",
     )  # fmt: skip
 
@@ -82,6 +82,7 @@ class _Call:
         self.made: list[Any] | None = None
         self.number = -1
         self.on_save: Callable[[Tensor], None] | None = None
+        self.begins: Callable[[], None] | None = None
         #: How the arguments are nested; None for plain tensors.
         self.spec: TreeSpec | None = None
 
@@ -108,6 +109,8 @@ class _Call:
 
     def run_again(self) -> None:
         """Makes all tensors that the first run saved."""
+        if self.begins is not None:
+            self.begins()
         leaves = list(self.leaves)
         try:
             entered = self.saved.saved_tensors
@@ -199,6 +202,7 @@ def recomputed(
     saved: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
     inputs_hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None,
     on_save: Callable[[Tensor], None] | None = None,
+    begins: Callable[[], None] | None = None,
     name: str = "a checkpointed function",
 ) -> Any:
     """``function(*args, **kwargs)``, of which only the arguments are kept.
@@ -210,11 +214,12 @@ def recomputed(
         saved: the arguments of the second run, where the first one may change its own.
         inputs_hooks: saved-tensor hooks for the arguments.
         on_save: called with each tensor that the call would save.
+        begins: called before a second run, and before what it gets is read.
         references: what replaces a tensor of the second run until it is used, and what makes the tensor of it.
         name: for errors.
     """
     call = _Call(name, again or function, state, references)
-    call.on_save = on_save
+    call.on_save, call.begins = on_save, begins
     with contextlib.nullcontext() if inputs_hooks is None else saved_tensors_hooks(*inputs_hooks):
         call.save_inputs(*((args, kwargs) if saved is None else saved))
     pack, unpack = uncompiled_hooks(call.pack, _unpack)

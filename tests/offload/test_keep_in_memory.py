@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from offload import DiskHome, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
+from offload.core.cell import RUNS_NOTED
 from offload.engine.homes import ShardBytes
 from offload.planning.plan import Kind, validate
 from offload.storage.disk import DiskBlock, DiskTier
@@ -123,8 +124,10 @@ def test_any_shards_may_rest_in_memory_at_any_time_between_passes(
         assert torch.equal(*losses)
         try:
             move(before_backward)
-        except HomeInUseError:  # the graphs of shards that were used in place refer to their homes
-            assert not recompute
+        except HomeInUseError:
+            # Graphs of shards that were used in place refer to their homes: those of the first forwards, too, since a
+            # layer that writes its weights there would write them again.
+            assert not recompute or k < RUNS_NOTED
         for loss in losses:
             loss.backward()
         move(before_step)
