@@ -374,7 +374,7 @@ class Engine:
         kind = Kind.BACKWARD_KEPT if kept else Kind.BACKWARD
         watch = Watch(
             None if recorder is None else recorder.add,
-            partial(self._begin_cell, step, kind, j, k, blocks, i),
+            partial(self._begin_cell, step, this.forward.graphed, kind, j, k, blocks, i),
             None if this.boundaries is None or not graph or not (j or k) else this.boundaries.hooks,
         )
         with step.forward(Kind.FORWARD_KEPT if kept else Kind.FORWARD, j, k, blocks, i):
@@ -385,9 +385,9 @@ class Engine:
             step.leave(i, output)
         return output
 
-    def _begin_cell(self, step: ObservedStep, *cell: Any) -> None:
+    def _begin_cell(self, step: ObservedStep, uses: Sequence[int], *cell: Any) -> None:
         """Called when the backward of an observed cell begins, or goes on."""
-        self._enter_backward(step)  # shards that are used where they rest do not
+        self._enter_backward(step, uses)  # shards that are used where they rest do not
         step.backward(*cell)
 
     def expect(self, leaves: Sequence[Sequence[Any]]) -> None:
@@ -435,7 +435,7 @@ class Engine:
         shard = visit.weights.shard
         if self._visited is visit and self._visited_slot is shard._slot:
             return self._visited_views
-        self._enter_backward(visit.step)
+        self._enter_backward(visit.step, visit.uses)
         if visit.checked != (number := backward_number()):
             self._check_unchanged(visit)
             visit.checked = number
@@ -464,7 +464,7 @@ class Engine:
         self, visit: Visit, accumulators: Sequence[Any], gradients: list[Tensor | None]
     ) -> Sequence[Tensor | None]:
         """Sends the gradients of a shard home; returns those that autograd accumulates, or that were asked for."""
-        self._enter_backward(visit.step)
+        self._enter_backward(visit.step, visit.uses)
         if (step := visit.step) is not None:
             step.end_cell()
             step.act(Kind.DRAIN, visit.weights.shard.index)
@@ -530,8 +530,11 @@ class Engine:
             if by_autograd is not None:
                 gradient.add_(by_autograd.to(gradient.device))
 
-    def _enter_backward(self, step: ObservedStep | None) -> None:
-        """Begins a backward, unless it runs already. It ends with autograd's, or when that fails."""
+    def _enter_backward(self, step: ObservedStep | None, uses: Sequence[int]) -> None:
+        """Begins a backward, unless it runs already. It ends with autograd's, or when that fails.
+
+        ``uses``: the shards that it uses, in the order of its forward.
+        """
         if self._backward is not None or self._pass is not None or not in_backward():
             return
         self._owner.check_open()
@@ -540,7 +543,9 @@ class Engine:
             hooked = [p for weights in self._weights for p in weights.shard.parameters if has_hooks(p)]
         everywhere = accumulates_everywhere()
         try:
-            self._updates = self.streamer.gradient_offload.begin(self._waiting(), hooked, drop_others=not everywhere)
+            self._updates = self.streamer.gradient_offload.begin(
+                self._waiting(), hooked, drop_others=not everywhere, order=uses
+            )
             if step is not None:
                 self._slots.act = step.act
                 self._in_pass = self._owner.meter.overheads.in_pass("backward")

@@ -90,7 +90,7 @@ class _Call:
             leaves, self.spec = flatten((args, kwargs))
             objects = [x for x in leaves if type(x) not in LEAVES and not isinstance(x, Tensor)]
             if objects:
-                self.state.add_generators(objects)
+                self.state.add_objects(objects)
         else:
             leaves = list(args)
         self.places = [k for k, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -108,6 +108,7 @@ class _Call:
 
     def run_again(self) -> None:
         """Makes all tensors that the first run saved."""
+        self.state.check(self.name)
         leaves = list(self.leaves)
         try:
             entered = self.saved.saved_tensors

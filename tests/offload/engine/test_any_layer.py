@@ -274,26 +274,6 @@ def test_a_write_that_a_second_run_would_repeat_counts_once(
     assert_same(list(model.parameters()), list(bare.parameters()))
 
 
-def test_late_writes_through_data_are_found_where_every_forward_is_compared(home: str) -> None:
-    class Late(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.calls = nn.Parameter(torch.ones(WIDTH)), 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            if self.calls == 5:
-                self.weight.data.fill_(7)
-            return x * self.weight
-
-    model = OffloadModel(
-        [Late(), nn.Linear(WIDTH, WIDTH)], "cpu", home, detect_weight_writes=True, checkpoint_activation=False
-    )
-    for _ in range(6):
-        model(batch()).sum().backward()
-    assert torch.equal(model.get_parameter("0.weight"), torch.full((WIDTH,), 7.0))
-
-
 def test_data_that_is_assigned_after_the_last_forward_is_stored_by_close(tmp_path: Any) -> None:
     model = OffloadModel(mlp(), "cpu", DiskHome(tmp_path, keep=True), 4, checkpoint_activation=False)
     nn.utils.vector_to_parameters(torch.full((288,), 5.0), model.parameters())
@@ -582,10 +562,19 @@ class Overwrites(nn.Module):
         return y
 
 
-def test_a_saved_activation_that_is_changed_in_place_raises_as_in_the_bare_model(
-    wrap: Callable[..., OffloadModel],
+def test_a_saved_activation_that_is_changed_in_place_raises_or_is_made_again(
+    wrap: Callable[..., OffloadModel], request: pytest.FixtureRequest
 ) -> None:
+    """A recomputation that ends before the change has the value that was saved, as with torch's checkpoint."""
     bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), Overwrites(), nn.Linear(WIDTH, WIDTH))
-    for run in (bare, wrap(bare)):
+    model = wrap(copy.deepcopy(bare))
+    with pytest.raises(RuntimeError, match=r"in.?place"):
+        bare(batch()).sum().backward()
+    bare.zero_grad()
+    if "recomputed" not in request.node.name:
         with pytest.raises(RuntimeError, match=r"in.?place"):
-            run(batch()).sum().backward()
+            model(batch()).sum().backward()
+        return
+    model(batch()).sum().backward()
+    bare[2](bare[0](batch()).exp() + 1).sum().backward()
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in bare.parameters()])
