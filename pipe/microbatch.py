@@ -151,8 +151,31 @@ def gather_nested(values: list[Any], rows: RowsOfOutputs | None = None) -> Any:
                 f"micro-batches; return a dense or COO tensor, or use a single micro-batch"
             )
         else:
-            gathered.append(torch.cat(column, 0 if rows is None else rows.dimension(k, column)))
+            dimension = 0 if rows is None else rows.dimension(k, column)
+            cat = torch.cat if first.layout is torch.strided else _cat_sparse
+            gathered.append(cat(column, dimension))
     return unflatten(gathered, spec)
+
+
+def _cat_sparse(tensors: Sequence[Tensor], dimension: int) -> Tensor:
+    return _CatSparse.apply(dimension, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _CatSparse(torch.autograd.Function):
+    """``torch.cat``, whose own backward takes views of the gradient, which a sparse one does not have."""
+
+    @staticmethod
+    def forward(ctx: Any, dimension: int, *tensors: Tensor) -> Tensor:
+        ctx.dimension, ctx.lengths = dimension, [x.shape[dimension] for x in tensors]
+        return torch.cat(tensors, dimension)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        pieces, begin = [], 0
+        for length in ctx.lengths:
+            pieces.append(torch.narrow_copy(gradient, ctx.dimension, begin, length))
+            begin += length
+        return None, *pieces
 
 
 def refuse_holder(where: str, holder: Any) -> None:

@@ -336,8 +336,9 @@ class Block:
         for k, (view, weight) in enumerate(zip(views, weights, strict=True)):
             assigned = weight.data_ptr() != view.data_ptr()
             if assigned:  # by another view, since the weight has the version counter of this one
-                self.weights.shard.slices[k].check_data(view.shape, weight)
-                self.weights.shard.slices[k].view(self.weights.shard.slot).copy_(weight.detach())
+                s = self.weights.shard.slices[k]
+                s.check_data(view.shape, weight)
+                s.view(self.weights.shard.slot).copy_(weight.detach())
             if assigned or view._version != before[k]:
                 written.append(k)
         if written:
@@ -428,6 +429,8 @@ class Block:
             memory = torch.empty(0, dtype=saved.dtype, device=weights.device)
             begin = weights.storage_offset() // memory.element_size()
             memory.set_(weights.untyped_storage(), begin + saved.offset, saved.size, saved.stride)
+            if torch.is_grad_enabled():  # the graph of the gradients keeps it, after its slot has other weights
+                memory = memory.clone()
             if saved.conjugate:
                 memory = memory.conj()
             return negative_view(memory) if saved.negative else memory

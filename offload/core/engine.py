@@ -399,7 +399,9 @@ class Engine:
         kind = Kind.BACKWARD_KEPT if kept else Kind.BACKWARD
         watch = Watch(
             None if recorder is None else recorder.add,
-            partial(self._begin_cell, step, None if keeps else this.boundaries, kind, j, k, blocks, i),
+            partial(
+                self._begin_cell, step, None if keeps else this.boundaries, this.forward.graphed, kind, j, k, blocks, i
+            ),
             None if this.boundaries is None or not graph or not (j or k) else this.boundaries.hooks((j, i)),
         )
         with step.forward(Kind.FORWARD_KEPT if kept else Kind.FORWARD, j, k, blocks, i):
@@ -414,6 +416,7 @@ class Engine:
         self,
         step: ObservedStep,
         boundaries: Boundaries | None,
+        uses: Sequence[int],
         kind: Kind,
         j: int,
         k: int,
@@ -422,7 +425,7 @@ class Engine:
         visit: Visit,
     ) -> None:
         """Called when the backward of an observed cell begins, or goes on."""
-        self._enter_backward(step)
+        self._enter_backward(step, uses)  # shards that are used where they rest do not
         if not step.is_at(kind, j, k, i):
             step.end_cell()
             self._views_in_backward(visit)  # what it waits for is no time of the cell
@@ -481,7 +484,7 @@ class Engine:
         shard = visit.weights.shard
         if self._visited is visit and self._visited_slot is shard._slot:
             return self._visited_views
-        self._enter_backward(visit.step)
+        self._enter_backward(visit.step, visit.uses)
         if visit.checked != (number := backward_number()):
             self._check_unchanged(visit)
             visit.checked = number
@@ -516,7 +519,7 @@ class Engine:
         self, visit: Visit, accumulators: Sequence[Any], gradients: list[Tensor | None]
     ) -> Sequence[Tensor | None]:
         """Sends the gradients of a shard home; returns those that autograd accumulates, or that were asked for."""
-        self._enter_backward(visit.step)
+        self._enter_backward(visit.step, visit.uses)
         if (step := visit.step) is not None:
             step.end_cell()
             step.act(Kind.DRAIN, visit.weights.shard.index)
@@ -588,8 +591,11 @@ class Engine:
             if by_autograd is not None:
                 gradient.add_(by_autograd.to(gradient.device))
 
-    def _enter_backward(self, step: ObservedStep | None) -> None:
-        """Begins a backward, unless it runs already. It ends with autograd's, or when that fails."""
+    def _enter_backward(self, step: ObservedStep | None, uses: Sequence[int] | None) -> None:
+        """Begins a backward, unless it runs already. It ends with autograd's, or when that fails.
+
+        ``uses``: the shards that it uses, in the order of its forward.
+        """
         if self._backward is not None or self._pass is not None or not in_backward():
             return
         self._owner.check_open()
@@ -599,7 +605,9 @@ class Engine:
         everywhere = accumulates_everywhere()
         try:
             self._begin_backward()
-            self._updates = self.streamer.gradient_offload.begin(self._waiting(), hooked, drop_others=not everywhere)
+            self._updates = self.streamer.gradient_offload.begin(
+                self._waiting(), hooked, drop_others=not everywhere, order=uses
+            )
             if step is not None:
                 step.begin_backward()
                 self._slots.act = step.act

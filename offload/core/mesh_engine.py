@@ -228,7 +228,7 @@ class MeshEngine(Engine):
         self, parameters: list[ShownParameter], accumulators: Sequence[Any], gradients: Sequence[Tensor | None]
     ) -> None:
         """Called in backward with the gradients of what is outside of the blocks."""
-        self._enter_backward(None)
+        self._enter_backward(None, None)
         self._refuse_requests(accumulators, [p.whole for p in parameters])
         for p, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None and self._stores and p.whole.requires_grad:

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -57,7 +58,8 @@ class Recorder:
 
     def saved_tensors(self, elsewhere: Sequence[Tensor]) -> list[SavedTensor]:
         """The saved tensors in the order of backward; those ``elsewhere`` are not freed by it."""
-        staying = {StorageWeakRef(x.untyped_storage()) for x in elsewhere if type(x) is Tensor}
+        plain = (x for x in elsewhere if type(x) is Tensor and x.layout is torch.strided)
+        staying = {StorageWeakRef(x.untyped_storage()) for x in plain}
         first = {key: k for k, (key, _) in reversed([*enumerate(self._saved)])}
         come: set[Any] = set()
         found = []

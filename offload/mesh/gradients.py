@@ -66,9 +66,16 @@ class MeshGradientOffload(GradientOffload):
         #: Gradients of what each rank stores whole, reduced at the end of the backward.
         self._whole: dict[nn.Parameter, Tensor] = {}
 
-    def begin(self, waiting: int, to_return: Collection[nn.Parameter] = (), *, drop_others: bool = False) -> bool:
+    def begin(
+        self,
+        waiting: int,
+        to_return: Collection[nn.Parameter] = (),
+        *,
+        drop_others: bool = False,
+        order: Sequence[int] | None = None,
+    ) -> bool:
         """See :meth:`GradientOffload.begin`."""
-        updates = super().begin(waiting, to_return, drop_others=drop_others)
+        updates = super().begin(waiting, to_return, drop_others=drop_others, order=order)
         try:
             self._sums.check_trained()
             if updates and self._sums.keeps:

@@ -71,8 +71,11 @@ class InBackward:
             self._options[index].update((k, v) for k, v in group.items() if k not in changes.of(index))
         return self._options
 
-    def begin(self, waiting: int) -> bool:
-        """Begins a backward while ``waiting`` other forwards still need theirs; returns whether it will update."""
+    def begin(self, waiting: int, order: Sequence[int] | None = None) -> bool:
+        """Begins a backward while ``waiting`` other forwards still need theirs; returns whether it will update.
+
+        ``order``: the shards in the order in which the forward used them; None: that of their numbers.
+        """
         optimizer = self._optimizer()
         if optimizer is None or self.accumulating:
             return False
@@ -87,8 +90,13 @@ class InBackward:
                 f"{waiting} more forwards of this model still need their backward, but this one changes parameters; "
                 f"run it under `with optimizer.accumulate():`, or delete their outputs"
             )
-        for shard in optimizer.access.shards:
-            late = [s.name for owner, s in shard.loans if not owner.resident and owner.index > shard.index]
+        shards = optimizer.access.shards
+        used: dict[int, int] = {}
+        for place, j in enumerate(range(len(shards)) if order is None else order):
+            used.setdefault(j, place)
+        for shard in shards:
+            at = used.get(shard.index, -1)
+            late = [s.name for owner, s in shard.loans if not owner.resident and used.get(owner.index, -1) > at >= 0]
             if late:
                 raise RuntimeError(
                     f"parameter {late[0]} is tied, and stored with a block that the forward calls after another one "

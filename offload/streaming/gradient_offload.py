@@ -67,9 +67,17 @@ class GradientOffload:
         self._returned: dict[nn.Parameter, Tensor] = {}
         self._drop_others = False
 
-    def begin(self, waiting: int, to_return: Collection[nn.Parameter] = (), *, drop_others: bool = False) -> bool:
+    def begin(
+        self,
+        waiting: int,
+        to_return: Collection[nn.Parameter] = (),
+        *,
+        drop_others: bool = False,
+        order: Sequence[int] | None = None,
+    ) -> bool:
         """Starts a backward while ``waiting`` other forwards need theirs; returns whether it is to update each shard.
 
+        ``order``: the shards in the order in which the forward used them; None: that of their numbers.
         Gradients of the parameters ``to_return`` are not added to ``.grad``, but returned by :meth:`pop_returned`;
         ``drop_others`` drops all others. Raises RuntimeError if a shard cannot be updated in this backward, or if a
         gradient would be added to a rounded one.
@@ -77,7 +85,7 @@ class GradientOffload:
         self._check_rounded(waiting, frozenset(to_return), drop_others=drop_others)
         self._clips, self._kept_bytes = self.optimizers.clip, self.optimizers.gradient_bytes
         self._updater = None if drop_others else self.optimizers.in_backward
-        self._updates = self._updater is not None and self._updater.begin(waiting)
+        self._updates = self._updater is not None and self._updater.begin(waiting, order)
         owned = {s.parameter for shard in self._shards for s in shard.formed} if to_return else set()
         if not owned.isdisjoint(to_return):
             self._end_backward(failed=True)

@@ -64,10 +64,12 @@ class Slice:
             alias.data = memory
 
     def check_data(self, expected: torch.Size | None = None, data: Tensor | None = None) -> None:
-        """Raises ValueError if the size (or ``expected`` shape) or type of the parameter, or of ``data`` in its place,
-        is not the stored one."""
-        data = self.parameter if data is None else data
-        shape, dtype = data.shape, data.dtype
+        """Raises ValueError if the size (or ``expected`` shape) or type is not the stored one.
+
+        ``data``: what a layer has assigned in place of the parameter; None: the parameter itself.
+        """
+        given = self.parameter if data is None else data
+        shape, dtype = given.shape, given.dtype
         if dtype != self.dtype:
             raise ValueError(
                 f"expected data of {self.dtype} for parameter {self.name}, got {dtype}; the type of a parameter is "

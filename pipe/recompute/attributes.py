@@ -1,12 +1,12 @@
 """Saves and restores plain Python attributes that modules change in forward: a hidden state, a counter, a list.
 
-Guarantee: inside :meth:`Attributes.again` an attribute that the forward rebound, and a list, dict or set that it
+Guarantee: inside :meth:`Attributes.again` an attribute that the forward rebound, and a container or an object that it
 changed, has its value from before the forward; with ``others`` also what other code has changed since. Afterwards
 it has its value from before the recomputation. Modules of which no attribute changed in their first forwards cost
 nothing.
 
-Limits: changes inside objects that attributes refer to, and attributes that a module begins to change later, are not
-detected.
+Limits: changes inside what objects and containers of attributes refer to, and attributes that a module begins to
+change later, are not detected.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+
+from pipe.recompute.objects import content_of, differs, put
 
 __all__ = ["Attributes", "Stateful"]
 
@@ -58,7 +60,7 @@ class Attributes:
     def __init__(self, stateful: Stateful) -> None:
         self._stateful, self._recorded = stateful, False
         self._before = [
-            (name, module, {k: (v, _copy(v)) for k, v in vars(module).items() if k not in _OF_TORCH})
+            (name, module, {k: (v, content_of(v)) for k, v in vars(module).items() if k not in _OF_TORCH})
             for name, module in stateful.modules
         ]
         #: For each changed attribute: the module's attributes, its name, its value and the content of that.
@@ -68,7 +70,7 @@ class Attributes:
         """To be called after the forward: keeps the old values of changed attributes, and with ``others`` of all."""
         changed: set[nn.Module] = set()
         for name, module, key, value, content in self._differences():
-            if isinstance(value, Tensor) and _changed(value, content):
+            if isinstance(value, Tensor) and differs(value, content):
                 raise RuntimeError(
                     f"module {name or 'itself'!r} changed its attribute {key!r}, a tensor, in place while it ran; a "
                     f"recomputation would start from the changed value: register it as a buffer, or assign a new tensor"
@@ -85,7 +87,7 @@ class Attributes:
             now = vars(module)
             for key in before.keys() | (now.keys() - _OF_TORCH):
                 value, content = before.get(key, (_MISSING, None))
-                if now.get(key, _MISSING) is not value or _changed(value, content):
+                if now.get(key, _MISSING) is not value or differs(value, content):
                     yield name, module, key, value, content
 
     def take_back(self) -> None:
@@ -99,7 +101,7 @@ class Attributes:
         if self._recorded:
             self._note_others()
         present = [(owner, key, owner.get(key, _MISSING)) for owner, key, _, _ in self._changed]
-        contents = [_copy(value) for _, _, value in present]
+        contents = [content_of(value) for _, _, value in present]
         try:
             for owner, key, value, content in self._changed:
                 _put(owner, key, value, content)
@@ -119,30 +121,9 @@ class Attributes:
                 self._stateful.add(name, module)
 
 
-def _copy(value: Any) -> Any:
-    """Data to detect a change of a value, and to restore it: a copy of a container, the version of a tensor."""
-    if type(value) in (list, dict, set):
-        return value.copy()
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
-
-
-def _changed(value: Any, content: Any) -> bool:
-    if isinstance(value, Tensor):
-        return not value.is_inference() and value._version != content
-    if type(value) in (list, set):
-        return len(value) != len(content) or any(a is not b for a, b in zip(value, content, strict=True))
-    if type(value) is dict:
-        return value.keys() != content.keys() or any(value[key] is not content[key] for key in value)
-    return False
-
-
 def _put(owner: dict[str, Any], key: str, value: Any, content: Any) -> None:
     if value is _MISSING:
         owner.pop(key, None)
         return
     owner[key] = value
-    if type(value) is list:
-        value[:] = content
-    elif type(value) in (dict, set):
-        value.clear()
-        value.update(content)
+    put(value, content)

@@ -60,6 +60,7 @@ class _Inputs(torch.autograd.Function):
         return (None,) * len(ctx.needs_input_grad)
 
 
+_PLAIN = Tensor, torch.nn.Parameter
 _PHONY = torch.empty(0, requires_grad=True)
 
 
@@ -91,13 +92,21 @@ class _Call:
             leaves, self.spec = flatten((args, kwargs))
             objects = [x for x in leaves if type(x) not in LEAVES and not isinstance(x, Tensor)]
             if objects:
-                self.state.add_generators(objects)
+                self.state.add_objects(objects)
         else:
             leaves = list(args)
         self.places = [k for k, x in enumerate(leaves) if isinstance(x, Tensor)]
-        self.saved = _Inputs.apply(_PHONY, *[leaves[k] for k in self.places]).grad_fn  # type: ignore[no-untyped-call]
+        tensors = [leaves[k] for k in self.places]
+        if any([x.is_nested and x.layout is torch.strided for x in tensors]):
+            raise TypeError(
+                f"expected dense, sparse or jagged tensors, got a nested tensor of the strided layout that enters "
+                f"{self.name}, which autograd cannot save; use layout=torch.jagged, or compute without recomputation"
+            )
+        self.saved = _Inputs.apply(_PHONY, *tensors).grad_fn  # type: ignore[no-untyped-call]
         for k in self.places:
-            leaves[k] = leaves[k].requires_grad
+            x = leaves[k]
+            # What autograd returns of a subclass is a plain tensor, unless that has a ``__torch_dispatch__``.
+            leaves[k] = x.requires_grad if type(x) in _PLAIN else (x.requires_grad, type(x), dict(vars(x)))
         self.leaves = leaves
 
     def pack(self, tensor: Tensor) -> Any:
@@ -109,6 +118,7 @@ class _Call:
 
     def run_again(self) -> None:
         """Makes all tensors that the first run saved."""
+        self.state.check(self.name)
         if self.begins is not None:
             self.begins()
         leaves = list(self.leaves)
@@ -122,7 +132,11 @@ class _Call:
                 f"changing it"
             ) from error
         for k, tensor in zip(self.places, entered, strict=True):
-            leaves[k] = tensor.detach().requires_grad_(leaves[k])
+            if type(leaves[k]) is tuple:
+                requires_grad, kind, attributes = leaves[k]
+                leaves[k] = _as_kind(tensor.detach(), kind, attributes).requires_grad_(requires_grad)
+            else:
+                leaves[k] = tensor.detach().requires_grad_(leaves[k])
         args, kwargs = (leaves, {}) if self.spec is None else unflatten(leaves, self.spec)
         made: list[Any] = []
         found: list[tuple[Any, ...]] = []
@@ -184,6 +198,13 @@ def unchanged(tensor: Tensor, version: int, name: str) -> Tensor:
             f"a tensor of shape {tuple(tensor.shape)} that the graph of {name} needs for its backward was changed in "
             f"place after it was saved; clone it before changing it"
         )
+    return tensor
+
+
+def _as_kind(tensor: Tensor, kind: type[Tensor], attributes: dict[str, Any]) -> Tensor:
+    if type(tensor) is not kind:
+        tensor = tensor.as_subclass(kind)
+        vars(tensor).update(attributes)
     return tensor
 
 

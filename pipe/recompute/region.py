@@ -11,8 +11,8 @@ one call of some modules that is to be repeated::
         call(...)
 
 Guarantees
-    * Buffers, attributes and modes have their values from before the first run in each further one, and those from
-      before it afterwards: a running statistic, or a counter, counts once.
+    * Buffers, attributes, objects that are arguments, and modes have their values from before the first run in each
+      further one, and those from before it afterwards: a running statistic, or a counter, counts once.
     * A generator that the first run drew from repeats its draws. One that it did not draw from is neither read nor
       written again.
     * Modules without buffers that changed no attribute in their first runs cost one comparison of each generator.
@@ -33,6 +33,7 @@ from torch import nn
 from pipe.recompute.generators import Generator, generators_in, generators_of
 from pipe.recompute.module_hooks import HookAttributes
 from pipe.recompute.module_state import ModuleState, WatchedModule
+from pipe.recompute.objects import Objects, Present
 from pipe.recompute.phase import phase
 from pipe.recompute.replay import shared_generators
 from pipe.recompute.thread_state import ThreadState, with_variables
@@ -135,10 +136,11 @@ def _no_autocast(kinds: Iterable[str]) -> Iterator[None]:
 class RegionState:
     """The state of a region before one run. ``None`` parts need no restoring."""
 
-    __slots__ = ("_module_state", "_region", "_settings", "_states")
+    __slots__ = ("_module_state", "_objects", "_region", "_settings", "_states")
 
     def __init__(self, region: Region, settings: Settled) -> None:
         self._region, self._settings = region, settings
+        self._objects: Objects | None = None
         self._states: list[tuple[Generator, Any]] = [(each, each.get()) for each in region.generators(settings)]
         watched = region.watched
         stateful = watched.buffers or watched.stateful.modules or [plain for _, plain in settings if not plain]
@@ -152,11 +154,22 @@ class RegionState:
         """A context for a further run, whose changes are undone."""
         return _Again(self)
 
-    def add_generators(self, objects: Sequence[Any]) -> None:
-        """Before the first run: adds the generators among the objects that the modules get as arguments."""
+    def add_objects(self, objects: Sequence[Any]) -> None:
+        """Before the first run: adds what can be reached from the objects that the modules get as arguments."""
+        self._objects = Objects(objects)
         known = self._region.watched.generators
-        more = [each for each in generators_in(objects) if not any(each is other for other in known)]
+        more = [each for each in generators_in(self._objects.found) if not any(each is other for other in known)]
         self._states += [(each, each.get()) for each in generators_of((), more)[-len(more) :] if more]
+
+    def check(self, name: str) -> None:
+        """Raises RuntimeError if a further run would read other values of buffers than the first; ``name``: of it."""
+        written = [] if self._module_state is None else self._module_state.written_since
+        if written:
+            raise RuntimeError(
+                f"buffer {', '.join(written[:3])} of {name} was written in place between the forward and its backward, "
+                f"which runs the layers again: they would read the new value. Write it after the backward, assign a "
+                f"new tensor instead, or compute without recomputation"
+            )
 
     @property
     def devices(self) -> Sequence[torch.device]:
@@ -169,6 +182,8 @@ class RegionState:
             generator.set(before)
         if self._module_state is not None:
             self._module_state.take_back(attributes=True)
+        if self._objects is not None:
+            self._objects.take_back()
 
     @property
     def lock(self) -> contextlib.AbstractContextManager[Any]:
@@ -187,6 +202,8 @@ class RegionState:
             self._region.note_drawn([each for each, _ in self._states])
         if self._module_state is not None:
             self._module_state.record_changes(others=True)
+        if self._objects is not None:
+            self._objects.record_changes()
 
 
 class _First:
@@ -217,7 +234,7 @@ class _First:
 class _Again:
     """See :meth:`RegionState.again`. It can be left again where an interrupt kept it from being left."""
 
-    __slots__ = ("_buffers", "_entered", "_generators", "_hooks", "_modes", "_phase", "_running", "_state")
+    __slots__ = ("_buffers", "_entered", "_generators", "_hooks", "_modes", "_objects", "_phase", "_running", "_state")
 
     def __init__(self, state: RegionState) -> None:
         self._state = state
@@ -234,8 +251,11 @@ class _Again:
         watched = () if module_state is None else region.watched.buffers
         self._buffers = [(owner._buffers, name, owner._buffers.get(name)) for owner, name, _ in watched]
         self._running: contextlib.AbstractContextManager[None] | None = None
+        self._objects: Present | None = None
         self._entered = True
         phase.checkpointing, phase.recomputing = False, True
+        if state._objects is not None:
+            self._objects = state._objects.again()
         for generator, before in state._states:
             generator.set(before)
         if module_state is not None:
@@ -262,6 +282,8 @@ class _Again:
         self._hooks.restore()
         for buffers, name, buffer in self._buffers:
             buffers[name] = buffer
+        if self._objects is not None:
+            self._objects.restore()
         phase.checkpointing, phase.recomputing = self._phase
         self._entered = False
 

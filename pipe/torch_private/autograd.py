@@ -84,8 +84,12 @@ keeps_graph: Callable[[], bool] = getattr(_autograd, "_get_current_graph_task_ke
 
 
 def has_hooks(leaf: Tensor) -> bool:
-    """Whether the user registered hooks on a leaf: on its gradient, or after accumulation."""
-    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)  # type: ignore[attr-defined, unused-ignore]
+    """Whether the user registered hooks on a leaf: on its gradient, or after accumulation.
+
+    Those that ``_apply_optimizer_in_backward`` hangs on the node that accumulates are known by their optimizers only.
+    """
+    on_node = "_in_backward_optimizers" in leaf.__dict__
+    return bool(on_node or leaf._backward_hooks or leaf._post_accumulate_grad_hooks)  # type: ignore[attr-defined, unused-ignore]
 
 
 class HiddenHooks:

@@ -68,7 +68,7 @@ def test_each_shard_is_loaded_at_most_twice_and_each_layer_runs_twice_per_chunk(
     calls: list[int] = []
     layers = tower()
     for layer in layers:
-        layer.register_forward_hook(lambda *_: calls.append(1))
+        layer.register_forward_pre_hook(lambda *_: calls.append(1))
     model = offloaded(layers, f"{tmp_path}/" if on_disk else "cpu")
     x, y = torch.randn(64, 8), torch.randn(64, 8)
     GradCache([model, model], 64 // chunks, SimpleContrastiveLoss())(x, y)
@@ -177,7 +177,7 @@ def test_audit_tells_of_a_layer_that_repeats_itself_otherwise_wherever_it_is(how
 
         def forward(self, x: Tensor) -> Tensor:
             Drifting.calls += 1  # of the class: an attribute of the layer would be put back
-            return x * (1.0 if self.steady else Drifting.calls)
+            return x * x.new_tensor(1.0 if self.steady else Drifting.calls)  # saved, unlike a number
 
     for steady in (True, False):
         layers = [*tower(dropout=0.5)]

@@ -9,23 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import offload.core
 import offload.optim.update_blocks
 from offload.storage.page_cache import _direct_works
 from tests.offload.late import LateLane, run_late
-
-#: Files whose claims hold where autograd drives: they run on :mod:`offload.core`, which is to run every model.
-ON_THE_CORE = {
-    "test_host_time.py",
-    "test_on_the_core.py",
-}
-
-
-@pytest.fixture(autouse=True)
-def engine_of_the_file(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine that runs models of a test: the core in the files above, and everywhere with OFFLOAD_CORE=1."""
-    if request.path.name in ON_THE_CORE:
-        monkeypatch.setattr(offload.core, "IN_USE", True)
 
 
 @pytest.fixture

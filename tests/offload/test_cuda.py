@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from offload.engine.cell_executor import CellExecutor
 from torch import Tensor, nn
 
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
-from offload.engine.cell_executor import CellExecutor
 from offload.streaming.lane import Arrival, StreamCopyLane
 from tests.offload.zoo import WIDTH, build
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from offload.engine.executor import Executor
 from torch import Tensor, nn
 
 from offload import OffloadModel, save_checkpoint
-from offload.engine.executor import Executor
 from offload.files.tensor_file import TensorFile
 from offload.storage.disk import DiskTier
 from offload.storage.host import HostTier

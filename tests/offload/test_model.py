@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from offload.engine.cell_executor import CellExecutor
 from torch import nn
 
 import offload
 from offload import MemoryPolicy, OffloadModel
-from offload.engine.cell_executor import CellExecutor
 from offload.streaming.shard import State
 from offload.telemetry.statistics import Meter
 from tests.offload.zoo import WIDTH, build

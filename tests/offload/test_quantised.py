@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from offload.engine.executor import Executor
 from torch import Tensor, nn
 
 from offload import DiskHome, OffloadModel, OffloadOptimizer, load_checkpoint, load_pretrained, save_checkpoint
-from offload.engine.executor import Executor
 from offload.storage.disk import DiskTier
 from tests.offload.quantised import KINDS, TABLE, WIDTH, Packed, WithAttributes, layers, plain_values, tower
 

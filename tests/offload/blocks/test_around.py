@@ -42,7 +42,7 @@ def test_budgets_hold_for_blocks(choices: dict[str, Any], tmp_path: Path) -> Non
         step(bare, seed), step(model, seed)
         assert_equal(bare, model)
     tokens = str(model.plan()).split()
-    assert any(t.startswith("S") for t in tokens) == ("boundary_bytes" in choices)
+    assert (model.statistics().bytes_spilled > 0) == ("boundary_bytes" in choices)
     assert any(t.startswith("K") for t in tokens) == ("graph_bytes" in choices)
     assert model.estimate(3).seconds > 0
 

@@ -72,7 +72,6 @@ class BlocksRun(Run):
 @pytest.mark.parametrize("name", CHOICES)
 def test_after_an_interrupt_at_any_line_the_model_is_usable(name: str, tmp_path: Path) -> None:
     run = BlocksRun(name)
-    run.save()
     found = {line[:2]: line for line in lines_of(lambda: run.step(1)) if line.file.endswith(FILES)}
     lines = [line for place, line in found.items() if place not in _seen]
     _seen.update(found)

@@ -90,18 +90,8 @@ class UNet(nn.Module):
         return x
 
 
-def test_a_unet_whose_calls_would_take_a_shard_apart_is_refused() -> None:
-    torch.manual_seed(0)
-    bare, x = UNet(upwards=True), torch.randn(2, WIDTH)
-    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=4, checkpoint_activation=True, blocks=("down", "up"))
-    with pytest.raises(RuntimeError, match=r"expected the forward to call block up.0 next, but it called block up.2"):
-        model(x)
-    assert all(torch.equal(p, q) and q.grad is None for p, q in zip(bare.parameters(), model.parameters(), strict=True))
-    with torch.no_grad():  # without gradients they run one by one
-        assert torch.equal(bare.eval()(x), model.eval()(x))
-
-
-@pytest.mark.parametrize(("slices", "upwards"), [(None, False), (2, False), (4, False), (None, True), (2, True)])
+@pytest.mark.parametrize("slices", [None, 2, 4])
+@pytest.mark.parametrize("upwards", [False, True])
 def test_a_unet_trains(slices: int | None, upwards: bool) -> None:
     torch.manual_seed(0)
     bare, x = UNet(upwards=upwards), torch.randn(2, WIDTH)

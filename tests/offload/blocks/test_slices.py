@@ -176,10 +176,26 @@ class Changing(nn.Module):
 
 
 @pytest.mark.parametrize("slices", [1, 2, 4])
-def test_a_change_in_place_of_what_entered_a_block_is_refused(slices: int) -> None:
-    model = OffloadModel(Changing(), "cpu", num_slices=slices, checkpoint_activation=True, blocks="layer")
+def test_a_change_in_place_of_what_entered_a_block_changes_no_gradient_and_is_refused_when_inputs_are_not_copied(
+    slices: int,
+) -> None:
+    class Right(Changing):
+        def forward(self, x: Tensor) -> Tensor:
+            for k, block in enumerate(self.layer):
+                x = block(x, torch.full_like(x, 0.5 if k >= 2 else 1.0))[0]
+            return x
+
+    torch.manual_seed(0)
+    bare = Right()
+    changing = Changing()
+    changing.load_state_dict(bare.state_dict())
+    model = OffloadModel(changing, "cpu", num_slices=slices, checkpoint_activation=True, blocks="layer")
+    x = torch.randn(2, WIDTH)
+    for _ in range(2):
+        bare(x).sum().backward(), model(x).sum().backward()
+        assert_equal(bare, model)
     with pytest.raises(RuntimeError, match="changed in place"):
-        model(torch.randn(2, WIDTH)).sum().backward()
+        model(x).sum().backward()
 
 
 def test_blocks_out_of_order_run_by_themselves_without_gradients() -> None:

@@ -352,13 +352,16 @@ def test_hidden_states_take_gradients() -> None:
     assert_equal(bare, model, exact=False)
 
 
-def test_a_cache_with_gradients_is_refused_and_none_is_made_unasked() -> None:
+def test_a_cache_with_gradients_takes_them_and_none_is_made_unasked() -> None:
     torch.manual_seed(0)
     bare = tf.LlamaModel(tf.LlamaConfig(**{**DECODER, "use_cache": True}))
     model = wrap(bare, "layers")
     assert model(**text(0)).past_key_values is None
-    with pytest.raises(ValueError, match="use_cache=False"):
-        model(**text(0), use_cache=True)
+    for each in (bare, model):
+        torch.manual_seed(1)
+        output = each(**text(0), use_cache=True)
+        (loss_of(output) + output.past_key_values.layers[0].keys.square().sum()).backward()
+    assert_equal(bare, model, exact=False)
     with torch.no_grad():
         assert model(**text(0)).past_key_values is not None
     loss_of(model(**text(0))).backward()

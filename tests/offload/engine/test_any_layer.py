@@ -586,10 +586,19 @@ class Overwrites(nn.Module):
         return y
 
 
-def test_a_saved_activation_that_is_changed_in_place_raises_as_in_the_bare_model(
-    wrap: Callable[..., OffloadModel],
+def test_a_saved_activation_that_is_changed_in_place_raises_or_is_made_again(
+    wrap: Callable[..., OffloadModel], request: pytest.FixtureRequest
 ) -> None:
+    """A recomputation that ends before the change has the value that was saved, as with torch's checkpoint."""
     bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), Overwrites(), nn.Linear(WIDTH, WIDTH))
-    for run in (bare, wrap(bare)):
+    model = wrap(copy.deepcopy(bare))
+    with pytest.raises(RuntimeError, match=r"in.?place"):
+        bare(batch()).sum().backward()
+    bare.zero_grad()
+    if "recomputed" not in request.node.name:
         with pytest.raises(RuntimeError, match=r"in.?place"):
-            run(batch()).sum().backward()
+            model(batch()).sum().backward()
+        return
+    model(batch()).sum().backward()
+    bare[2](bare[0](batch()).exp() + 1).sum().backward()
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in bare.parameters()])

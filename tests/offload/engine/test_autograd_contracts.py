@@ -52,29 +52,41 @@ def assert_equal(actual: list[Tensor | None], expected: list[Tensor | None], ato
 # --- double backward ------------------------------------------------------------------------------------------------
 
 
-def test_a_gradient_penalty_is_refused_before_its_gradient_is_handed_out(wrap: Callable[..., OffloadModel]) -> None:
-    model, x = wrap(mlp()), batch().requires_grad_()
-    with pytest.raises(RuntimeError, match="create_graph"):
-        torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="create_graph"):
-        model(x).sum().backward(create_graph=True)
-    assert gradients(model) == [None] * 8
-    model(x).sum().backward()  # and the model is usable
-    bare = mlp()
-    bare(batch().requires_grad_()).sum().backward()
-    assert_equal(gradients(model), gradients(bare))
+@pytest.mark.filterwarnings("ignore:a view of the weights:RuntimeWarning")  # the second graph keeps them
+def test_a_gradient_penalty_is_right(wrap: Callable[..., OffloadModel]) -> None:
+    results = []
+    for run in (mlp(), wrap(mlp())):
+        x = batch().requires_grad_()
+        (slope,) = torch.autograd.grad(run(x).pow(2).sum(), x, create_graph=True)
+        (slope.pow(2).sum() + run(x).sum()).backward()
+        results.append([slope.detach(), x.grad, *gradients(run)])
+    assert_equal(results[1], results[0])
 
 
-@pytest.mark.parametrize("product", [torch.autograd.functional.hessian, torch.autograd.functional.jacobian])
-def test_second_derivatives_are_refused_and_first_ones_are_right(
-    wrap: Callable[..., OffloadModel], product: Callable[..., Any]
-) -> None:
-    model, bare, x = wrap(mlp()), mlp(), batch(2)
-    if product is torch.autograd.functional.hessian:
+@pytest.mark.filterwarnings("ignore:a view of the weights:RuntimeWarning")  # the second graph keeps them
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_gradients_keep_their_graph_unless_they_leave_to_files(wrap: Callable[..., OffloadModel], home: str) -> None:
+    model, bare = wrap(mlp()), mlp()
+    if home != "cpu":
         with pytest.raises(RuntimeError, match="create_graph"):
-            product(lambda value: model(value).sum(), x)
+            model(batch()).sum().backward(create_graph=True)
+        model.zero_grad()
+        model(batch()).sum().backward()  # and the model is usable
+        bare(batch()).sum().backward()
     else:
-        assert torch.equal(product(lambda value: model(value).sum(), x), product(lambda value: bare(value).sum(), x))
+        for run in (bare, model):
+            run(batch()).pow(2).sum().backward(create_graph=True)
+            assert all(p.grad is not None and p.grad.requires_grad for p in run.parameters())
+    assert_equal(gradients(model), gradients(bare))
+    model.zero_grad()
+    bare.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:a view of the weights:RuntimeWarning")  # the second graph keeps them
+@pytest.mark.parametrize("product", [torch.autograd.functional.hessian, torch.autograd.functional.jacobian])
+def test_first_and_second_derivatives_are_right(wrap: Callable[..., OffloadModel], product: Callable[..., Any]) -> None:
+    model, bare, x = wrap(mlp()), mlp(), batch(2)
+    assert torch.equal(product(lambda value: model(value).sum(), x), product(lambda value: bare(value).sum(), x))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, at the first dual level
@@ -124,12 +136,12 @@ def test_layers_that_lead_to_nothing_that_was_asked_for_do_not_go_back(
     assert_equal(gradients(model), gradients(bare), atol=1e-6)
 
 
-def test_shards_before_all_that_was_asked_for_are_not_loaded(wrap: Callable[..., OffloadModel]) -> None:
+def test_of_the_shards_before_all_that_was_asked_for_one_at_most_is_loaded(wrap: Callable[..., OffloadModel]) -> None:
     model = wrap(mlp(8))
     loss = model(batch()).sum()
     before = model.statistics().shard_loads
     torch.autograd.grad(loss, list(model.parameters())[-5])  # of shard 5; the last two are still in slots
-    assert model.statistics().shard_loads - before == 1
+    assert model.statistics().shard_loads - before <= 2  # one ahead of its use
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from offload.engine.boundary_store import SpillingStore
+
 from offload.planning.plan import Action, Kind
 from offload.planning.residency import MOVING, Residency
 from offload.storage import Scratch

@@ -21,7 +21,7 @@ from torch.utils import _python_dispatch as dispatch
 
 import offload
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
-from offload.engine.executor import Executor
+from offload.core.engine import Engine
 from pipe import Pipe
 from pipe.recompute.phase import is_checkpointing, is_recomputing
 from tests.offload.interrupts import Line, interrupted, lines_of
@@ -60,8 +60,7 @@ class Run:
         for k in range(3):
             self.step(k)
             self.expected.append(self.values())
-        self.make()
-        self.step(0)
+        self.restart()
 
     def make(self) -> None:
         self.made += 1
@@ -96,12 +95,17 @@ class Run:
         raise AssertionError("a step is half-done")
 
     def reset(self) -> None:
-        """As it was after the first step."""
+        """As it was after the first step, also in that the next ones are observed."""
         self.model.load_state_dict(self._model_state)
         self.optimizer.load_state_dict(copy.deepcopy(self._optimizer_state))
         self.done = 1
+        self.model._engine._observed = 1
+        self.model._executor.recorded.clear()
 
-    def save(self) -> None:
+    def restart(self) -> None:
+        """Makes another model, after its first step."""
+        self.make()
+        self.step(0)
         self._model_state = {name: value.clone() for name, value in self.model.state_dict().items()}
         self._optimizer_state = copy.deepcopy(self.optimizer.state_dict())
 
@@ -114,9 +118,7 @@ class Run:
             if ours.in_backward._failure is not None:
                 with pytest.raises(RuntimeError, match="make model and optimizer anew"):
                     ours.step()
-                self.make()
-                self.step(0)
-                self.save()
+                self.restart()
                 return became
             if ours.in_backward._updated is not None:  # the backward was complete
                 ours.step()
@@ -152,9 +154,7 @@ def lines_to_interrupt(run: Run, extent: str) -> Iterator[Line]:
 
 def interrupt_each(run: Run, lines: Sequence[Line]) -> tuple[list[str], int]:
     """Interrupts a step at each line: what was wrong afterwards, and how many lines were reached."""
-    run.make()
-    run.step(0)
-    run.save()
+    run.restart()
     wrong: list[str] = []
     raised = 0
     for line in lines:
@@ -162,9 +162,7 @@ def interrupt_each(run: Run, lines: Sequence[Line]) -> tuple[list[str], int]:
             raised += run.interrupt(line) == "raised"
         except Exception as error:
             wrong.append(f"{line}: {type(error).__name__}: {error}")
-            run.make()
-            run.step(0)
-            run.save()
+            run.restart()
     return wrong, raised
 
 
@@ -172,12 +170,11 @@ def interrupt_each(run: Run, lines: Sequence[Line]) -> tuple[list[str], int]:
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_after_an_interrupt_at_any_line_the_model_is_usable(configuration: str, extent: str, tmp_path: Path) -> None:
     run = Run(configuration, tmp_path)
-    run.save()
     lines = list(lines_to_interrupt(run, extent))
     wrong, raised = interrupt_each(run, lines)
     gc.collect()
     assert not wrong, "\n".join(wrong)
-    assert raised > 0.9 * len(lines) - 20  # some are reached in the first step only
+    assert raised > 0.7 * len(lines) - 20  # some are reached in the first steps only
 
 
 @pytest.mark.parametrize(
@@ -187,13 +184,10 @@ def test_after_an_interrupt_in_a_context_of_torch_or_python_the_model_is_usable(
     configuration: str, tmp_path: Path
 ) -> None:
     run = Run(configuration, tmp_path)
-    run.save()
     lines = [line for line in lines_of(lambda: run.step(1), contexts=True) if " in " in line.file]
     lines = list({line[:2]: line for line in lines}.values())
-    assert len(lines) > 200
-    run.make()
-    run.step(0)
-    run.save()
+    assert len(lines) > 100
+    run.restart()
     for line in lines:
         run.interrupt(line, contexts=True)
 
@@ -253,15 +247,15 @@ def test_parameters_read_after_an_interrupted_clean_up_hold_their_stored_values(
 ) -> None:
     model = OffloadModel(build(["linear"]), "cpu", num_slices=3, checkpoint_activation=False)
 
-    def interrupt(_: Executor) -> None:
+    def interrupt(_: Engine) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Executor, "_cancel", interrupt)
+        patch.setattr(Engine, "_cancel", interrupt)
         next(iter(model.children())).register_forward_hook(lambda *_: 1 / 0)
         with pytest.raises(KeyboardInterrupt):
             model(torch.zeros(1, WIDTH))
-    assert any(shard.state.value == "bound" for shard in model._executor.shards)
+    assert any(shard.state.value == "loaded" for shard in model._executor.shards)
     list(model.parameters())
     assert all(shard.state.value == "home" for shard in model._executor.shards)
 
@@ -275,7 +269,7 @@ def test_a_model_in_the_middle_of_a_pass_is_told_from_an_interrupted_one() -> No
         model(x)
 
     handle = next(iter(model.children())).register_forward_hook(again)
-    with pytest.raises(RuntimeError, match="in the middle of a forward or backward"):
+    with pytest.raises(RuntimeError, match="in the middle of a forward"):
         model(x)
     handle.remove()
     assert not model._executor.busy

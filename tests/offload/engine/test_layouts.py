@@ -238,11 +238,20 @@ def test_a_strided_nested_tensor_is_refused_by_name() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.nested.as_nested_tensor([self.linear(x)], layout=torch.strided)
 
-    model = OffloadModel(
-        nn.Sequential(Nest(), nn.Linear(WIDTH, WIDTH)), "cpu", num_slices=2, checkpoint_activation=False
-    )
-    with pytest.raises(TypeError, match=r"nested tensor of the strided layout \(an output of shard 0\).*torch.jagged"):
+    class Denest(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat(super().forward(x).unbind())
+
+    bare = nn.Sequential(Nest(), Denest(WIDTH, WIDTH))
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True)
+    with pytest.raises(TypeError, match=r"nested tensor of the strided layout that enters shard 1.*torch.jagged"):
         model(torch.randn(2, WIDTH))
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=False)
+    x = torch.randn(2, WIDTH)
+    for each in (bare, model):
+        each(x).sum().backward()
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        assert torch.equal(q.grad, p.grad)
     model = OffloadModel(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "cpu", num_slices=1, checkpoint_activation=False)
     nested = torch.nested.as_nested_tensor([torch.randn(2, WIDTH)], layout=torch.strided)
     with pytest.raises(TypeError, match=r"nested tensor of the strided layout \(an input of the model\)"):

@@ -1,4 +1,4 @@
-"""How many bytes a graph would keep is measured in the first forwards, and again where shapes change."""
+"""How many bytes a cell saves is measured in the first forwards of each shape."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import offload.core.observed
 from offload import MemoryPolicy, OffloadModel
-from offload.engine import cell
-from pipe.recompute.cheap_ops import CheapRecompute
 
 WIDTH = 16
 
@@ -18,16 +17,15 @@ WIDTH = 16
 def test_the_bytes_of_graphs_are_measured_a_few_times_for_each_shape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Measuring looks at each operation, which takes time."""
+    """Measuring looks at each tensor that is saved, which takes time."""
     made: list[int] = []
 
-    class Counted(CheapRecompute):
-        def __enter__(self) -> CheapRecompute:
+    class Counted(offload.core.observed.Recorder):
+        def __init__(self, *arguments: object) -> None:
             made.append(1)
-            entered: CheapRecompute = super().__enter__()
-            return entered
+            super().__init__(*arguments)
 
-    monkeypatch.setattr(cell, "CheapRecompute", Counted)
+    monkeypatch.setattr(offload.core.observed, "Recorder", Counted)
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3)))
     policy = MemoryPolicy("64MiB", graph_bytes=0, slots=2, resident_bytes=0)  # so every cell is recomputed
     model = OffloadModel(layers, "cpu", tmp_path, 3, memory=policy)
@@ -38,6 +36,6 @@ def test_the_bytes_of_graphs_are_measured_a_few_times_for_each_shape(
         model.zero_grad()
         counts.append(len(made) // 3)
         per_row.append([runner.graph_bytes_per_row for runner in model._executor.runners])
-    assert counts == [1, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
+    assert counts == [1, 1, 1, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0]
     assert all(found == per_row[0] for found in per_row)
     assert per_row[0][1] == pytest.approx(4 * 2 * WIDTH), "input, and what GELU reads"

@@ -73,13 +73,15 @@ def test_gradients_are_those_of_the_chunks_apart(home: str, skip: int | None) ->
             memory=MemoryPolicy.fixed(activation_bytes=budget),
         )
         forwards = []
-        model.get_submodule("0").register_forward_hook(lambda _m, _a, y, f=forwards: f.append(len(y)))
+        model.get_submodule("0").register_forward_pre_hook(lambda _m, x, f=forwards: f.append(len(x[0])))
         trial = [] if budget is None else [3]
         for measured in (trial, []):  # of each kind of chunks one is measured, once
             model.zero_grad()
             forwards.clear()
             gradients[budget] = step(model, chunks, skip)
-            assert forwards == [*measured, *(2 * [22] if budget == "1MiB" else 2 * [*7 * [3], 1])]
+            # Backward runs the last chunk first, and none without a gradient.
+            again = [1, *(7 if skip is None else 6) * [3]]
+            assert forwards == [*measured, *(2 * [22] if budget == "1MiB" else [*7 * [3], 1, *again])]
     for a, b, c in zip(*gradients.values(), strict=True):
         assert torch.equal(a, b)
         torch.testing.assert_close(a, c)
@@ -94,7 +96,7 @@ def test_batch_norm_keeps_the_chunks_while_it_trains() -> None:
         memory=MemoryPolicy.fixed(activation_bytes="1MiB"),
     )
     sizes = []
-    model.get_submodule("1").register_forward_hook(lambda _m, _a, y: sizes.append(len(y)))
+    model.get_submodule("1").register_forward_pre_hook(lambda _m, x: sizes.append(len(x[0])))
     chunks = list(torch.randn(8, WIDTH).split(2))
     for _ in range(2):
         step(model, chunks)
@@ -117,7 +119,7 @@ def test_chunks_of_layers_that_draw_stay_apart_unless_the_policy_joins_them(draw
             memory=MemoryPolicy.fixed(activation_bytes="1MiB", join_chunks=join),
         )
         sizes: list[int] = []
-        model.get_submodule("1").register_forward_hook(lambda _m, _a, y, s=sizes: s.append(len(y)))
+        model.get_submodule("1").register_forward_pre_hook(lambda _m, x, s=sizes: s.append(len(x[0])))
         if drawn == "after a step without":
             model.eval()
             step(model, chunks)
@@ -136,7 +138,7 @@ def test_masks_of_joined_chunks_are_drawn_again() -> None:
         build(["dropout", "dropout"]),
         "cpu",
         checkpoint_activation=True,
-        num_slices=3,
+        num_slices=1,  # the recomputation of a cell may stop before its last layer ends
         memory=MemoryPolicy.fixed(activation_bytes="1MiB", join_chunks=True),
     )
     chunks = list(torch.randn(9, WIDTH).split(2))

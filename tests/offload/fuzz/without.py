@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-
 from offload.engine.cell import ShardRunner
 from offload.engine.executor import Executor
+
 from offload.engine.structure import Structure
 from offload.engine.weight_writes import AssignedData
 from offload.streaming.shard import Shard

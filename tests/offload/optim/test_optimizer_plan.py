@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from offload.engine.follow import Follower
 
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
-from offload.engine.follow import Follower
 from offload.planning.plan import Kind, validate
 from offload.telemetry.statistics import UPDATE_IN_MEMORY
 from tests.offload.pair import Pair

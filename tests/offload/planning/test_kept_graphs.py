@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from offload.engine.cell import Cell
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import MemoryPolicy, OffloadModel
-from offload.engine.cell import Cell
 from offload.planning.peak_memory import graphs_that_fit
 from tests.offload.zoo import WIDTH
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from offload.engine.saved_tensors import MemoryProfileRecorder
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
@@ -18,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from offload import MemoryPolicy, OffloadModel
-from offload.engine.saved_tensors import MemoryProfileRecorder
 from offload.planning.estimate import Estimate
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
 from offload.planning.peak_memory import Moment, OutsideBytes, PeakMemory, StepBytes, peak_memory

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from offload.engine.boundary_store import SpillingStore
 
 from offload.core.boundaries import Boundaries
-from offload.engine.boundary_store import SpillingStore
 from offload.planning.residency import WRITES_IN_FLIGHT
 from offload.telemetry.statistics import Meter
 from tests.late_cuda import LateCuda
