@@ -68,8 +68,8 @@ class _Call:
     """One call: what it saved, and what its second run needs."""
 
     __slots__ = (
-        "again", "begins", "count", "kinds", "leaves", "made", "name", "number", "on_save", "places", "references", "saved",
-        "settings", "spec", "state", "to_the_end",
+        "again", "begins", "count", "kinds", "leaves", "made", "name", "number", "on_save", "places", "references",
+        "saved", "settings", "spec", "state", "to_the_end",
     )  # fmt: skip
 
     def __init__(self, name: str, again: Callable[..., Any], state: RegionState, references: References | None) -> None:
@@ -97,7 +97,7 @@ class _Call:
             leaves = list(args)
         self.places = [k for k, x in enumerate(leaves) if isinstance(x, Tensor)]
         tensors = [leaves[k] for k in self.places]
-        if any([x.is_nested and x.layout is torch.strided for x in tensors]):
+        if any(x.is_nested and x.layout is torch.strided for x in tensors):
             raise TypeError(
                 f"expected dense, sparse or jagged tensors, got a nested tensor of the strided layout that enters "
                 f"{self.name}, which autograd cannot save; use layout=torch.jagged, or compute without recomputation"
