@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -120,23 +120,23 @@ class OffloadModel(nn.Module):
         **options: Any,
     ) -> M:
         """Changes ``model`` and returns it."""
-        made: Any = offload(
-            model,
-            device,
-            offload_device,
-            num_slices=num_slices,
-            checkpoint_activation=checkpoint_activation,
-            num_microbatches=num_microbatches,
-            **options,
-            _base=cls,
+        return cast(
+            "M",
+            offload(
+                model,
+                device,
+                offload_device,
+                num_slices=num_slices,
+                checkpoint_activation=checkpoint_activation,
+                num_microbatches=num_microbatches,
+                **options,
+                _base=cls,
+            ),
         )
-        result: M = made
-        return result
 
     if not TYPE_CHECKING:
-
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            """Does nothing: the model is initialised, and Python calls this with the arguments of ``__new__``."""
+        # Python calls it with the arguments of __new__, on a model that is initialised; that of object ignores them.
+        __init__ = object.__init__
 
     @classmethod
     def from_pretrained(
@@ -696,7 +696,8 @@ def offload(
     meter = Meter(device)
     sharding = None if mesh is None else Sharding(mesh, gradient_divide_factor, meter, device)
     tier = open_home(offload_device, device, sharding)
-    with contextlib.ExitStack() as undo:
+    undo = contextlib.ExitStack()
+    try:
         # A failure from here on, such as a full disk or an interrupt, leaves the layers as they were.
         undo.callback(tier.close)
         memory_limits = limits_for(resources, layout, needs, device, meter)
@@ -761,10 +762,11 @@ def offload(
         )
         _change(model, kind, offloaded_kind, state, undo.callback)
         return_freed_memory()
-        undo.pop_all()
-    made: Any = model
-    result: OffloadModel = made
-    return result
+        # Within the try: an interrupt here is the last one that changes the model back.
+        return cast(OffloadModel, model)
+    except BaseException:
+        undo.close()
+        raise
 
 
 def _module(model: Any) -> nn.Module:

@@ -165,7 +165,7 @@ def test_a_home_that_is_moved_while_it_is_used_is_not_mistaken_for_the_one_in_it
     other = made()
     # A folder of temporary files has another name each time: let the new one have that of the first.
     if not keep:
-        folders = zip(model._tier.folders, other._tier.folders, strict=True)  # type: ignore[attr-defined]
+        folders = zip(model._offloaded.tier.folders, other._offloaded.tier.folders, strict=True)  # type: ignore[attr-defined]
         for mine, theirs in folders:
             shutil.copytree(theirs, mine)
     before = everything(other)
