@@ -6,7 +6,7 @@ from offload.embedding.rowwise import RowWiseAdagrad
 from offload.files.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from offload.files.empty_weights import init_empty_weights
 from offload.files.pretrained import Pretrained, load_pretrained
-from offload.model import OffloadModel
+from offload.model import OffloadModel, offload
 from offload.optim import OffloadOptimizer
 from offload.planning.plan import Plan
 from offload.policy import MemoryPolicy
@@ -29,5 +29,6 @@ __all__ = [
     "init_empty_weights",
     "load_checkpoint",
     "load_pretrained",
+    "offload",
     "save_checkpoint",
 ]

@@ -27,26 +27,21 @@ __all__ = [
 ]
 
 
-def layers_of(model: Any) -> dict[str, nn.Module]:
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """Names and modules of the layers."""
-    if isinstance(model, nn.Sequential):
-        if not len(model):
-            raise ValueError("expected a model with at least one layer, got an empty nn.Sequential")
-        own = " and ".join(beyond_layers(model))
-        if own:
-            raise TypeError(
-                f"expected an nn.Sequential that only calls its layers, got {type(model).__name__} with {own} of its "
-                f"own (model), which would be ignored; make them layers, put hooks on the layers or on the "
-                f"OffloadModel, or pass [model] for a single shard"
-            )
-        return {name: layer for name, layer in model._modules.items() if layer is not None}
-    if (
-        isinstance(model, (list, tuple, nn.ModuleList))
-        and model
-        and all(isinstance(module, nn.Module) for module in model)
-    ):
+    if isinstance(model, nn.ModuleList):
         return {str(k): module for k, module in enumerate(model)}
-    raise TypeError(f"expected an nn.Sequential or a list of modules, got {type(model).__name__} (model)")
+    if not isinstance(model, nn.Sequential):
+        raise TypeError(f"expected an nn.Sequential or a list of modules, got {type(model).__name__} (model)")
+    if not len(model):
+        raise ValueError("expected a model with at least one layer, got an empty nn.Sequential")
+    own = " and ".join(name for name in beyond_layers(model) if name != "hooks")
+    if own:
+        raise TypeError(
+            f"expected an nn.Sequential that only calls its layers, got {type(model).__name__} with {own} of its "
+            f"own (model), which would be ignored; make them layers, or pass [model] for a single shard"
+        )
+    return {name: layer for name, layer in model._modules.items() if layer is not None}
 
 
 def check_separate(stored: Iterable[StoredTensor]) -> None:

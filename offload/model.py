@@ -1,58 +1,517 @@
-"""``OffloadModel``: a model whose parameters are stored off the device and loaded shard by shard."""
+"""``offload``: changes a model in place, so that its parameters are stored off the device and loaded shard by shard."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from offload.arguments import (
-    check_choices,
-    check_gradient_dtype,
-    check_separate,
-    compute_device,
-    layer_bytes,
-    names_taken,
-)
+from offload.arguments import check_choices, check_gradient_dtype, check_separate, compute_device, layer_bytes
 from offload.blocks.core_engine import engine_of
-from offload.blocks.face import class_for
-from offload.blocks.find import Blocks
+from offload.blocks.find import BlockNames, Blocks
+from offload.blocks.fixed_structure import methods_refused
+from offload.blocks.own_forward import OwnForward
+from offload.core.engine import Engine
+from offload.core.tape import ChunksTape
 from offload.engine.homes import ModelHomes
 from offload.engine.outside import bytes_staying
-from offload.files.pretrained import Pretrained
+from offload.files.pretrained import KeyMap, Pretrained
+from offload.identities import identities_only
 from offload.limits import MemoryLimits
+from offload.loading import from_files
 from offload.memory import layout_of, limits_for, memory_of
 from offload.mesh.sharding import Sharding, check_mesh, open_home
+from offload.module import (
+    copy_of_bare,
+    refuse_assignment,
+    refuse_copies,
+    refuse_data_parallel,
+    refuse_moves,
+    refuse_shallow_copy,
+    show_values,
+    store_values,
+)
 from offload.optim.access import OptimizerAccess
 from offload.persistence import PersistentHome
+from offload.planning.estimate import Estimate
 from offload.planning.partition import largest_shard
+from offload.planning.plan import Plan
 from offload.policy import MemoryPolicy
-from offload.running import RunningModule
-from offload.storage import DiskHome, absolute_home, is_directory
+from offload.reports import MicroBatches, Reports
+from offload.running import LayersInOrder
+from offload.storage import DiskHome, Tier, absolute_home, is_directory
 from offload.streaming.current_values import leave_pending_updates
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import open_lanes
 from offload.streaming.quantised import check_storable, separate, stored_tensors
 from offload.streaming.resident import chosen, chosen_form
 from offload.streaming.rollback import Rollback
-from offload.telemetry.statistics import Meter
+from offload.streaming.slot_pool import share_slots
+from offload.telemetry.memory_report import MemoryReport
+from offload.telemetry.statistics import Meter, Statistics
+from offload.telemetry.trace import Event
 from pipe.process import finalize_here
 from pipe.torch_private.amp import complete_copies_of_grad_scalers
+from pipe.torch_private.tracing import outside_of_compiled_graphs
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["OffloadModel"]
+__all__ = ["OffloadModel", "offload"]
+
+M = TypeVar("M", bound="OffloadModel")
 
 
-class OffloadModel(RunningModule):
-    """A model that trains on a device whose memory cannot hold it: an ``nn.Sequential``, or any with a list of blocks.
+@dataclass
+class Offloaded:
+    """What an offloaded model has. Nothing here refers to the model, so that one that is dropped is freed at once."""
+
+    #: The class that the model had, and the subclass of :class:`OffloadModel` that was asked for.
+    kind: type[nn.Module]
+    base: type[OffloadModel]
+    #: Arguments of :func:`offload` besides the model, for a copy.
+    arguments: Mapping[str, Any]
+    device: torch.device
+    policy: MemoryPolicy
+    memory_limits: MemoryLimits | None
+    tier: Tier
+    meter: Meter
+    persistent_home: PersistentHome
+    executor: ModelHomes
+    calls: LayersInOrder | OwnForward
+    reports: Reports
+    finalizer: Callable[[], Any]
+
+
+class OffloadModel(nn.Module):
+    """An ``nn.Module`` that was offloaded: its class derives from this one and from the class that it had.
+
+    ``OffloadModel(model, ...)`` is :func:`offload`: it changes ``model`` in place and returns it, as ``fully_shard``
+    of torch does. So the object keeps its identity, attributes, methods, names and hooks, and these methods are added.
+
+    Args:
+        model, device, offload_device, num_slices, checkpoint_activation, num_microbatches: of :func:`offload`; their
+            order is that of fairscale.
+        options: further arguments of :func:`offload`.
+    """
+
+    _offloaded: Offloaded
+    _run_outside_of_compiled_graphs: Callable[..., Any]
+
+    # Not __init__: the object is the model that was given.
+    def __new__(
+        cls: type[M],
+        model: nn.Module | Sequence[nn.Module],
+        device: torch.device | str | int,
+        offload_device: torch.device | str | os.PathLike[str] = "cpu",
+        num_slices: int | None = None,
+        checkpoint_activation: bool | None = None,
+        num_microbatches: int | None = 1,
+        **options: Any,
+    ) -> M:
+        """Changes ``model`` and returns it."""
+        return cast(
+            "M",
+            offload(
+                model,
+                device,
+                offload_device,
+                num_slices=num_slices,
+                checkpoint_activation=checkpoint_activation,
+                num_microbatches=num_microbatches,
+                **options,
+                _base=cls,
+            ),
+        )
+
+    if not TYPE_CHECKING:
+        # Python calls it with the arguments of __new__, on a model that is initialised; that of object ignores them.
+        __init__ = object.__init__
+
+    @classmethod
+    def from_pretrained(
+        cls: type[M],
+        path: str | os.PathLike[str],
+        device: torch.device | str | int,
+        offload_device: torch.device | str | os.PathLike[str] = "cpu",
+        *,
+        model: Callable[[], nn.Module] | None = None,
+        dtype: torch.dtype | None = None,
+        key_map: KeyMap | None = None,
+        strict: bool = True,
+        **options: Any,
+    ) -> M:
+        """A model whose weights are read from safetensors files straight into their homes.
+
+        The model is built without memory for its parameters; then each block is read into its home, and what is outside
+        of the blocks onto the compute device. So construction needs memory for what is outside of the blocks, homes in
+        host memory, and one shard. Buffers that no file holds have the values that the model gives them.
+
+        Args:
+            path: a directory with ``config.json`` and safetensors files, as ``save_pretrained`` of transformers writes
+                it (``huggingface_hub.snapshot_download`` returns one); or, with a function ``model``, whatever
+                :class:`~offload.Pretrained` takes.
+            device, offload_device: of the :class:`~offload.OffloadModel`.
+            model: a class of transformers, such as ``AutoModelForCausalLM``; or a function or class that builds any
+                model without arguments. None: the class that ``config.json`` names (``architectures``).
+            dtype: type of the parameters of a class of transformers; None: that of its configuration. Values are
+                converted as they are read.
+            key_map, strict: see :class:`~offload.Pretrained`. Without ``key_map``, names are mapped as transformers
+                maps them: those of older releases, and where only the model or only the files have a head around a
+                base model (``model.layers.0`` and ``layers.0``); the files' head is skipped then.
+            options: further arguments of the :class:`~offload.OffloadModel`, such as ``blocks``.
+
+        Returns:
+            The model. One of a class of transformers is in evaluation mode, as that library's ``from_pretrained``
+            leaves it: call ``train()``.
+
+        Raises:
+            FileNotFoundError, ValueError: see :class:`~offload.Pretrained`: every missing and unexpected name and every
+                other shape is listed. Or if transformers would convert values as it loads (experts that it merges).
+                Nothing was stored then.
+            ImportError: if a class of transformers is needed and transformers is not installed.
+        """
+        make = partial(cls, device=device, offload_device=offload_device, **options)
+        return from_files(make, path, model=model, dtype=dtype, key_map=key_map, strict=strict)
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """The compute device."""
+        return self._offloaded.device
+
+    @device.setter
+    def device(self, device: torch.device) -> None:
+        self._offloaded.device = device
+
+    @property
+    def memory_policy(self) -> MemoryPolicy:
+        """What the model may hold, with the slots and bytes that were decided."""
+        return self._offloaded.policy
+
+    @property
+    def _executor(self) -> ModelHomes:
+        return self._offloaded.executor
+
+    @property
+    def _engine(self) -> Engine:
+        return self._offloaded.calls.engine
+
+    @property
+    def hf_device_map(self) -> dict[str, Any]:
+        """Where the model computes: trainers do not move a model that has such a map."""
+        return {"": self.device}
+
+    @property
+    def is_distributed_loading_by_transformers(self) -> bool:
+        """Whether gradients are reduced by the model itself: the Trainer does not wrap such a model."""
+        return self._offloaded.arguments["mesh"] is not None
+
+    def optimizer_access(self) -> OptimizerAccess:
+        """The interface for an :class:`~offload.OffloadOptimizer`."""
+        return OptimizerAccess(self._executor, self._offloaded.tier, self._offloaded.meter)
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the model's own forward; or, of an ``nn.Sequential`` or list, each layer with the result of the last.
+
+        The first layer may get several arguments. Tensors may be nested in tuples, lists and dicts; with several
+        micro-batches all of them are split along dimension 0, and outputs are concatenated again. Tensors on other
+        devices are copied to the compute device.
+
+        ``torch.compile`` of this model, or of a module that contains it, breaks the graph here: a compiled graph would
+        take the weights of a slot for constants. Layers that were compiled themselves (``layer.compile()``) stay
+        compiled.
+        """
+        if torch.compiler.is_compiling():
+            return self._run_outside_of_compiled_graphs(*inputs, **kwargs)
+        return self._offloaded.calls.run(self, inputs, kwargs)
+
+    @outside_of_compiled_graphs  # type: ignore[no-redef]
+    def _run_outside_of_compiled_graphs(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self._offloaded.calls.run(self, inputs, kwargs)
+
+    def forward_chunks(
+        self,
+        chunks: Sequence[Any],
+        *,
+        output_fn: Callable[[Any], Any] | None = None,
+        input_fn: Callable[[Any], Any] | None = None,
+    ) -> tuple[list[Any], ChunksTape]:
+        """Runs many chunks through each shard while it is loaded, and leaves the backward to the caller.
+
+        Args:
+            chunks: each a tensor, or (args, kwargs) for the model. Each chunk is one micro-batch.
+            output_fn: applied to each chunk's output, and recomputed with it: the gradients are then those of its
+                result.
+            input_fn: makes a tensor or (args, kwargs) of each chunk, which then may be any object. Where layers are
+                called one after the other its result is recomputed for the backward, gets no gradient, and its chunks
+                do not run together.
+
+        Returns:
+            The outputs, detached, in the order of the chunks; and the tape, whose ``backward(output_gradients)``
+            accumulates the parameters' gradients. Whatever the number of chunks, a pass loads each shard once.
+        """
+        if isinstance(chunks, Tensor) or not isinstance(chunks, Sequence) or not chunks:
+            raise ValueError(
+                f"expected a sequence of at least one chunk, got {type(chunks).__name__}; cut a batch with "
+                f"batch.split(rows), for example"
+            )
+        return self._offloaded.calls.forward_chunks(self, chunks, output_fn, input_fn)
+
+    def activation_bytes(self, chunk: Any, *, output_fn: Callable[[Any], Any] | None = None) -> int:
+        """Bytes that autograd saves for a chunk in the shard that saves most: the activations of one cell in backward.
+
+        Runs the chunk forward once, and leaves buffers and generators unchanged. 0 if no parameter takes a gradient.
+        Raises ValueError for a model that is called by its own forward.
+        """
+        return self._offloaded.calls.activation_bytes(chunk, output_fn)
+
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which backwards reduce no gradients over the ranks of ``mesh=``; without one it changes nothing.
+
+        Each rank adds its whole gradients in its host memory, in the types of homes: as many bytes as all parameters
+        that train. The first backward outside of the context reduces the sums, so that ``.grad`` is what it would have
+        been without, up to rounding, and only that backward sends gradients::
+
+            with model.accumulate():
+                for batch in batches[:-1]:
+                    loss(model(batch)).backward()
+            loss(model(batches[-1])).backward()
+            optimizer.step()
+
+        Until then ``.grad`` lacks these gradients: ``step()`` of an ``OffloadOptimizer`` raises RuntimeError. Its
+        ``zero_grad()`` and that of the model drop them; that of another optimizer cannot. With ``memory=`` there is no
+        room that is not planned, so each backward reduces its gradients.
+        """
+        if self._executor.steps.planner is not None:
+            return contextlib.nullcontext()
+        return self._executor.public.accumulates()
+
+    # --- reports -----------------------------------------------------------------------------------------------------
+
+    def statistics(self) -> Statistics:
+        """Counts of loads, stores and waits since the model was made."""
+        return self._offloaded.meter.read()
+
+    def plan(self, batch_rows: int | None = None, *, training: bool = True) -> Plan:
+        """The plan of a step: ``print(model.plan())``.
+
+        That of the last step which ran, if its batch had ``batch_rows`` rows, or None is given. Otherwise that of the
+        next step, from empty slots; with an ``OffloadOptimizer`` it begins with the updates of a step before.
+        Boundaries of unknown size are assumed to stay in memory.
+
+        Args:
+            batch_rows: a batch of few rows has fewer micro-batches.
+            training: whether there is a backward.
+        """
+        return self._offloaded.reports.plan(batch_rows, training=training)
+
+    def estimate(self, batch_rows: int) -> Estimate:
+        """Predicts a training step on a batch of ``batch_rows`` rows: seconds, bytes moved, peak bytes by tier.
+
+        The plan is simulated with the median of the latest layer times and bandwidths, without the first step's; times
+        of layers are assumed to be proportional to rows. A process is often slow in its second step, too, so times are
+        better after some more steps. Bytes are as good after the first.
+
+        Raises:
+            RuntimeError: if no training step has run yet.
+            ValueError: if ``memory`` is too small for such a batch.
+        """
+        return self._offloaded.reports.estimate(batch_rows)
+
+    def memory_report(self) -> MemoryReport:
+        """How steps use the memory that they may, and why: ``print(model.memory_report())``.
+
+        It has each choice with its bytes, predicted and measured, the runner-up and what more memory would buy;
+        ``.plot("memory.png")`` draws the memory over one step. Raises RuntimeError if there is no ``memory``.
+        """
+        return self._executor.memory_report()
+
+    def trace(self, path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[list[Event]]:
+        """Records compute and each lane in this context, and writes the trace to ``path`` for https://ui.perfetto.dev.
+
+        ``with model.trace("step.json") as events: ...``; the events are named as in the plan. Draw it with
+        ``python -m offload.telemetry.timeline step.json step.png``.
+        """
+        return self._offloaded.reports.trace(path)
+
+    def extra_repr(self) -> str:
+        """One line about the shards."""
+        shards = self._executor.shards
+        largest = max(shard.slot_bytes for shard in shards)
+        return f"{len(shards)} shards of at most {largest:,} bytes at home in {self._offloaded.tier.name}"
+
+    # --- slots -------------------------------------------------------------------------------------------------------
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether the next backward updates parameters: gradients cannot accumulate over micro-batches then."""
+        updater = self._executor.streamer.gradient_offload.optimizers.in_backward
+        return updater is not None and updater.updates
+
+    def share_slots(self, stages: Sequence[Sequence[object]]) -> None:
+        """Shares device memory with models that never compute at the same time.
+
+        Args:
+            stages: for each stage of a pipe, in order, the models that it runs.
+        """
+        models = [m for stage in stages for m in stage if isinstance(m, OffloadModel)]
+        if any(m._executor.public.sharded for m in models):
+            raise ValueError("models with mesh= cannot share slots yet: leave out share_slots, or mesh=")
+        share_slots([[m._executor.streamer for m in stage if isinstance(m, OffloadModel)] for stage in stages])
+
+    def frozen_weights(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which no code changes parameters, so that loaded shards are reused by the next call.
+
+        ``with model.frozen_weights(): ...`` around an evaluation loads each shard once where all shards fit in slots.
+        Outside, each forward loads its shards, since their homes may have been written to.
+        """
+        return self._executor.frozen_weights()
+
+    def prefetch(self, *, backward: bool = False) -> None:
+        """Begins to load the first shards of the next pass into free slots."""
+        self._executor.prefetch(backward=backward)
+
+    # --- state and gradients -----------------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in torch; with ``store_dtype``, copies of what homes store in a form."""
+        found = super().state_dict(*args, **kwargs)
+        show_values(self._executor, self._offloaded.tier, found)
+        return found
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            refuse_assignment(prefix)
+        store_values(self._executor, self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch. A pending update owns its gradients, so only ``set_to_none=False`` has to finish it."""
+        with identities_only() if set_to_none else contextlib.nullcontext():
+            for layer in self.children():
+                layer.zero_grad(set_to_none)
+            self._executor.public.drop_sums(self.parameters())
+        for p in self._parameters.values():
+            if p is None or p.grad is None:
+                continue
+            if set_to_none:
+                p.grad = None
+            else:  # in place: other code may have kept it
+                p.grad.detach_() if p.grad.grad_fn is not None else p.grad.requires_grad_(False)
+                p.grad.zero_()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        added = isinstance(value, (nn.Module, nn.Parameter))
+        if added and self._modules.get(name) is not value and self._parameters.get(name) is not value:
+            raise TypeError(f"cannot add {name} to an OffloadModel: its layers are fixed when it is made")
+        super().__setattr__(name, value)
+
+    # --- moves and copies --------------------------------------------------------------------------------------------
+
+    def _apply(self: M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> M:
+        """Raises if ``fn`` would move or cast parameters away from their homes; otherwise does nothing."""
+        refuse_moves(self, fn, self.device, self._offloaded.tier)
+        return self
+
+    def _replicate_for_data_parallel(self) -> Any:
+        """Called by ``nn.DataParallel``: refused."""
+        refuse_data_parallel()
+
+    def __copy__(self) -> Any:
+        """Refused: a shallow copy would share parameters, but their homes belong to one model."""
+        refuse_shallow_copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Another model with homes of its own."""
+        make, arguments = self._copied(memo)
+        return make(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as the bare model, and the arguments that offload it again."""
+        return self._copied({}, results=True)
+
+    def _copied(self, memo: dict[int, Any], *, results: bool = False) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """A function and arguments that make a copy of the model; ``results``: of tensors of a graph, too."""
+        offloaded, calls = self._offloaded, self._offloaded.calls
+        refuse_copies(offloaded.arguments)
+        # A forward that was set later is around the one of this class.
+        own = {key: value for key, value in vars(self).items() if key not in ("_offloaded", "forward")}
+        if calls.forward_of_instance is not None:
+            own["forward"] = calls.forward_of_instance
+        bare = copy_of_bare(self, offloaded.kind, own, offloaded.executor, memo, results=results)
+        arguments = {**offloaded.arguments, "blocks": calls.blocks}
+        if calls.apart:
+            for name in calls.named:
+                vars(bare.get_submodule(name)).pop("forward", None)
+        else:
+            cuts = [len(shard.layers) for shard in offloaded.executor.shards]
+            arguments |= {"num_slices": len(cuts), "_cuts": cuts}
+        return _rebuild, (offloaded.base, bare, arguments)
+
+    # --- closing -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Closes the model: finishes pending updates, writes the manifest of a home that is kept, removes other files.
+
+        Parameters, gradients and buffers can still be read, but must not be changed where the home is kept. Forwards
+        raise from now on. Further calls do nothing.
+
+        Raises:
+            RuntimeError, ValueError, OSError: if the manifest of a kept home cannot be written; the model is as before.
+        """
+        executor, home = self._executor, self._offloaded.persistent_home
+        if executor.closed:
+            return
+        if home.keeps and executor.structure is not None:
+            executor.structure.check()
+        executor.streamer.apply_pending_updates()
+        executor.assigned_data.store()
+        if home.keeps:
+            executor.write_back()
+        home.close()
+        executor.closed = True
+        self._offloaded.finalizer()
+        _release(self._offloaded.memory_limits)
+
+
+def offload(
+    model: nn.Module | Sequence[nn.Module],
+    device: torch.device | str | int,
+    offload_device: torch.device | str | os.PathLike[str] = "cpu",
+    *,
+    num_slices: int | None = None,
+    checkpoint_activation: bool | None = None,
+    num_microbatches: int | None = 1,
+    memory: MemoryPolicy | int | str | Mapping[str, int | str] | None = None,
+    param_dtype: torch.dtype | None = None,
+    store_dtype: torch.dtype | str | None = None,
+    pretrained: Pretrained | str | os.PathLike[str] | None = None,
+    blocks: Blocks | BlockNames | None = None,
+    mesh: DeviceMesh | None = None,
+    gradient_divide_factor: float | None = None,
+    gradient_dtype: torch.dtype | None = None,
+    accumulate_in_gradient_dtype: bool = False,
+    resident: str | Sequence[str] | None = None,
+    _cuts: list[int] | None = None,
+    _base: type[OffloadModel] = OffloadModel,
+) -> OffloadModel:
+    """Makes a model train on a device whose memory cannot hold it: an ``nn.Sequential``, or any with a list of blocks.
+
+    The module is changed in place, as by ``fully_shard`` of torch: ``offload(model, ...) is model``. Its class becomes
+    a subclass of its class and of :class:`OffloadModel`, whose methods it has from now on. Of a Python list a new
+    ``nn.Sequential`` is made.
 
     The layers are cut into shards. Shards are stored in host memory or in files, and are loaded to the compute device
     ahead of use. With one micro-batch, losses, gradients, buffers and generator states are those of the bare model;
@@ -121,212 +580,259 @@ class OffloadModel(RunningModule):
             layers stream.
         pretrained: a safetensors file, an index of several or the directory of one, or a :class:`~offload.Pretrained`:
             parameters and buffers are read from there straight into their homes, without being initialised first. See
-            :meth:`from_pretrained`.
+            :meth:`OffloadModel.from_pretrained`.
+
+    Returns:
+        The model itself.
 
     Raises:
-        TypeError, ValueError: if an argument cannot be used.
+        TypeError, ValueError: if an argument cannot be used, or the model is offloaded already.
         OSError: if the storage is full, or ``pretrained`` cannot be read.
 
-    After any exception here the given layers are as before: the same parameters and buffers with their values, in
-    ordinary memory or on the meta device.
+    After any exception here the given model is as before: its class, and the same parameters and buffers with their
+    values, in ordinary memory or on the meta device.
 
     After an exception in forward or backward the model is usable, and every parameter holds its last value.
 
     Inputs are never changed in place, by an in-place first layer either. ``.to()`` and similar methods raise if they
-    would move or cast a parameter away from its home: convert the model before it is wrapped. ``.to()`` the compute
+    would move or cast a parameter away from its home: convert the model before it is offloaded. ``.to()`` the compute
     device changes nothing.
 
-    Source: L2L (Pudipeddi et al., 2020) and fairscale's OffloadModel, whose signature this keeps.
+    Source: L2L (Pudipeddi et al., 2020) and fairscale's OffloadModel.
     """
-
-    def __init__(
-        self,
-        model: nn.Module | Sequence[nn.Module],
-        device: torch.device | str | int,
-        offload_device: torch.device | str | os.PathLike[str] = "cpu",
-        num_slices: int | None = None,
-        checkpoint_activation: bool | None = None,
-        num_microbatches: int | None = 1,
-        *,
-        memory: MemoryPolicy | int | str | Mapping[str, int | str] | None = None,
-        param_dtype: torch.dtype | None = None,
-        store_dtype: torch.dtype | str | None = None,
-        pretrained: Pretrained | str | os.PathLike[str] | None = None,
-        blocks: Blocks | None = None,
-        mesh: DeviceMesh | None = None,
-        gradient_divide_factor: float | None = None,
-        gradient_dtype: torch.dtype | None = None,
-        accumulate_in_gradient_dtype: bool = False,
-        resident: str | Sequence[str] | None = None,
-        _cuts: list[int] | None = None,
-    ) -> None:
-        self._adopt(model)
-        choices: dict[str, Any] = {"param_dtype": param_dtype}
-        choices["activation_bytes"] = memory.activation_bytes if isinstance(memory, MemoryPolicy) else None
-        self.device = compute_device(device)
-        if self.device.type == "cuda":
-            complete_copies_of_grad_scalers()  # gradients are in host memory
-        named = self._layers_of(model, blocks, **choices)
-        parameters = [(f"{k}.{path}", p) for k, layer in named.items() for path, p in layer.named_parameters()]
-        check_storable(parameters, named.values(), self.device)
-        stored_parts = stored_tensors(named.items())
-        check_separate(stored_parts)
-        quantised = [each.name for each in stored_parts if each.part_of is not None]
-        called = getattr(type(self), "_kind", None)  # the class of a model that is called by its own forward
-        refused: dict[str, Any] = {"a model with quantised weights": quantised or None, "store_dtype=": store_dtype}
-        mesh = check_mesh(mesh, gradient_divide_factor, self.device, refused)
-        staying = chosen(named, resident, offload_device, self._names_around())
-        form = chosen_form(store_dtype, stored_parts, staying, named.values(), offload_device)
-        separate([model] if isinstance(model, nn.Module) else named.values())
-        plans = num_slices is None and checkpoint_activation is None and mesh is None
-        # In another form, values of what streams are not those of what stays.
-        finest = num_slices is None and form is None and gradient_dtype is None
-        if not isinstance(model, nn.Sequential) if called is None else num_slices is None:
-            num_slices = len(named)
-        check_choices(num_slices, num_microbatches, param_dtype)
-        check_gradient_dtype(gradient_dtype, accumulates=accumulate_in_gradient_dtype)
-        resources = memory_of(memory, plans=plans, mesh=mesh, device=self.device)
-        recompute = resources.recomputes(checkpoint_activation)
-        self._check_splitting(num_microbatches, plans=resources.bounds and recompute)
-        ranks = 1 if mesh is None else mesh.size(mesh.ndim - 1)
-        replicas = 1 if mesh is None else mesh.size() // ranks
-        offload_device = absolute_home(offload_device)
-        choices |= {"offload_device": offload_device, "resident": resident, "staying": staying, "ranks": ranks}
-        choices["replicas"] = replicas
-        more = self._with_rest(model, resources, **choices) if finest else None
-        if more is not None:
-            named, num_slices = more, len(more)
-            check_separate(stored_tensors(named.items()))
-        layers = list(named.values())
-        layout, self._policy, needs = layout_of(
+    in_order = not isinstance(model, nn.Module) or (
+        blocks is None and isinstance(model, (nn.Sequential, nn.ModuleList))
+    )
+    given_sequential = isinstance(model, nn.Sequential)
+    model = _module(model)
+    kind, offloaded_kind = type(model), _class_for(_base, model, in_order=in_order)
+    device = compute_device(device)
+    if device.type == "cuda":
+        complete_copies_of_grad_scalers()  # gradients are in host memory
+    if not in_order and isinstance(memory, MemoryPolicy) and memory.activation_bytes is not None:
+        raise ValueError(
+            f"expected activation_bytes=None with blocks, got activation_bytes={memory.activation_bytes!r}; use larger "
+            f"chunks"
+        )
+    calls = LayersInOrder(model) if in_order else OwnForward(model, blocks, device, param_dtype)
+    named = calls.named
+    parameters = [(f"{k}.{path}", p) for k, layer in named.items() for path, p in layer.named_parameters()]
+    check_storable(parameters, named.values(), device)
+    stored_parts = stored_tensors(named.items())
+    check_separate(stored_parts)
+    quantised = [each.name for each in stored_parts if each.part_of is not None]
+    refused: dict[str, Any] = {"a model with quantised weights": quantised or None, "store_dtype=": store_dtype}
+    mesh = check_mesh(mesh, gradient_divide_factor, device, refused)
+    staying = chosen(named, resident, offload_device, calls.names_outside(model))
+    form = chosen_form(store_dtype, stored_parts, staying, named.values(), offload_device)
+    separate([model])
+    plans = num_slices is None and checkpoint_activation is None and mesh is None
+    # In another form, values of what streams are not those of what stays.
+    finest = num_slices is None and form is None and gradient_dtype is None
+    if not given_sequential if in_order else num_slices is None:
+        num_slices = len(named)
+    check_choices(num_slices, num_microbatches, param_dtype)
+    check_gradient_dtype(gradient_dtype, accumulates=accumulate_in_gradient_dtype)
+    resources = memory_of(memory, plans=plans, mesh=mesh, device=device)
+    recompute = resources.recomputes(checkpoint_activation)
+    _check_splitting(num_microbatches, in_order=in_order, plans=resources.bounds and recompute)
+    ranks = 1 if mesh is None else mesh.size(mesh.ndim - 1)
+    replicas = 1 if mesh is None else mesh.size() // ranks
+    offload_device = absolute_home(offload_device)
+    more = None
+    if finest and isinstance(calls, OwnForward):
+        more = calls.with_more(
+            model,
             resources,
-            layers,
-            num_slices,
-            _cuts,
-            device=self.device,
-            on_disk=is_directory(offload_device),
+            offload_device=offload_device,
             param_dtype=param_dtype,
-            outside=bytes_staying(self._around.values(), staying, param_dtype),
+            resident=resident,
+            staying=staying,
             ranks=ranks,
             replicas=replicas,
-            apart=called is not None,
-            form=form,
         )
-        owners = self._owners(model, named)
-        stored = {} if pretrained is None else Pretrained.at(pretrained).match(owners)[0]
-        self._arguments = {
-            "device": self.device,
-            "offload_device": offload_device.for_a_copy() if isinstance(offload_device, DiskHome) else offload_device,
-            "num_slices": num_slices,
-            "checkpoint_activation": recompute,
-            "num_microbatches": num_microbatches,
-            "memory": resources,
-            "param_dtype": param_dtype,
-            "store_dtype": store_dtype,
-            "mesh": mesh,
-            "gradient_dtype": gradient_dtype,
-            "accumulate_in_gradient_dtype": accumulate_in_gradient_dtype,
-            "resident": resident,
-        }
-        self._num_microbatches = num_microbatches
-        self._taken_later = {name for layer in layers[1:] for name in names_taken(layer)}
-        self._rows_together: dict[str, int] = {}
-        self._meter = Meter(self.device)
-        sharding = None if mesh is None else Sharding(mesh, gradient_divide_factor, self._meter, self.device)
-        self._tier = open_home(offload_device, self.device, sharding)
-        with contextlib.ExitStack() as undo:
-            # A failure from here on, such as a full disk or an interrupt, leaves the layers as they were.
-            undo.callback(self._tier.close)
-            #: What the planner may use; None without a memory.
-            self._memory_limits = limits_for(resources, layout, needs, self.device, self._meter)
-            undo.callback(_release, self._memory_limits)
-            self._persistent_home = PersistentHome(self._tier, named, stored, self._around, sharding)
-            # With a mesh, homes do not hold whole values to restore.
-            every = {*nn.ModuleList(owners.values()).parameters()}
-            replaced = {*self._persistent_home.values} if sharding is None else every
-            if form is not None:
-                replaced |= {p for p in every if form.stores(p) and not p.is_meta}  # homes round them
-            undo.callback(Rollback(owners.values(), replaced).restore)
-            # A copy that changes the type is converted on the host, which must not block this thread.
-            blocking = self._tier.blocking_io or param_dtype is not None or form is not None
-            lanes = (
-                sharding.open_lanes(self.device)
-                if sharding
-                else open_lanes(
-                    self.device, blocking_io=blocking, most_bytes=largest_shard(layer_bytes(layers), layout.cuts)
-                )
+    if more is not None:
+        calls, named, num_slices = more, more.named, len(more.named)
+        check_separate(stored_tensors(named.items()))
+    layers = list(named.values())
+    layout, policy, needs = layout_of(
+        resources,
+        layers,
+        num_slices,
+        _cuts,
+        device=device,
+        on_disk=is_directory(offload_device),
+        param_dtype=param_dtype,
+        outside=bytes_staying(calls.around.values(), staying, param_dtype),
+        ranks=ranks,
+        replicas=replicas,
+        apart=calls.apart,
+        form=form,
+    )
+    stored = {} if pretrained is None else Pretrained.at(pretrained).match({"": model})[0]
+    arguments = {
+        "device": device,
+        "offload_device": offload_device.for_a_copy() if isinstance(offload_device, DiskHome) else offload_device,
+        "num_slices": num_slices,
+        "checkpoint_activation": recompute,
+        "num_microbatches": num_microbatches,
+        "memory": resources,
+        "param_dtype": param_dtype,
+        "store_dtype": store_dtype,
+        "mesh": mesh,
+        "gradient_dtype": gradient_dtype,
+        "accumulate_in_gradient_dtype": accumulate_in_gradient_dtype,
+        "resident": resident,
+    }
+    meter = Meter(device)
+    sharding = None if mesh is None else Sharding(mesh, gradient_divide_factor, meter, device)
+    tier = open_home(offload_device, device, sharding)
+    undo = contextlib.ExitStack()
+    try:
+        # A failure from here on, such as a full disk or an interrupt, leaves the layers as they were.
+        undo.callback(tier.close)
+        memory_limits = limits_for(resources, layout, needs, device, meter)
+        undo.callback(_release, memory_limits)
+        home = PersistentHome(tier, named, stored, calls.around, sharding)
+        # With a mesh, homes do not hold whole values to restore.
+        every = {*model.parameters()}
+        replaced = {*home.values} if sharding is None else every
+        if form is not None:
+            replaced |= {p for p in every if form.stores(p) and not p.is_meta}  # homes round them
+        undo.callback(Rollback([model], replaced).restore)
+        # A copy that changes the type is converted on the host, which must not block this thread.
+        blocking = tier.blocking_io or param_dtype is not None or form is not None
+        lanes = (
+            sharding.open_lanes(device)
+            if sharding
+            else open_lanes(device, blocking_io=blocking, most_bytes=largest_shard(layer_bytes(layers), layout.cuts))
+        )
+        undo.callback(lanes.close)
+        executor = ModelHomes(
+            named,
+            layout.cuts,
+            home.values,
+            policy=policy,
+            device=device,
+            tier=tier,
+            lanes=lanes,
+            meter=meter,
+            recompute=recompute,
+            param_dtype=param_dtype,
+            sharding=sharding,
+            resident=staying,
+            layers_apart=calls.apart,
+            form=form,
+            gradient_dtype=gradient_dtype,
+            accumulates=accumulate_in_gradient_dtype,
+        )
+        calls.join(model, executor, home.values, undo.callback)
+        # Of the homes, to which graphs refer: a backward still runs after the model is collected.
+        shards = [weakref.ref(shard) for shard in executor.shards]
+        close = partial(_close, lanes, tier)
+        finalizer = finalize_here(executor, leave_pending_updates, shards, close)
+        calls.run_by(engine_of(executor, list(named), apart=calls.apart))
+        if memory_limits is not None and recompute:
+            executor.plan_memory(memory_limits, resources.policy)
+        home.begin()
+        micro_batches = MicroBatches(num_microbatches, executor)
+        calls.policy, calls.micro_batches = policy, micro_batches
+        state = Offloaded(
+            kind=kind,
+            base=_base,
+            arguments=arguments,
+            device=device,
+            policy=policy,
+            memory_limits=memory_limits,
+            tier=tier,
+            meter=meter,
+            persistent_home=home,
+            executor=executor,
+            calls=calls,
+            reports=Reports(executor, meter, tier, micro_batches),
+            finalizer=finalizer,
+        )
+        _change(model, kind, offloaded_kind, state, undo.callback)
+        return_freed_memory()
+        # Within the try: an interrupt here is the last one that changes the model back.
+        return cast(OffloadModel, model)
+    except BaseException:
+        undo.close()
+        raise
+
+
+def _module(model: Any) -> nn.Module:
+    """The module to change: the one that was given, or a Sequential of the modules in a list."""
+    if isinstance(model, (list, tuple)) and model and all(isinstance(each, nn.Module) for each in model):
+        model = nn.Sequential(*model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected an nn.Module or a list of modules, got {type(model).__name__} (model)")
+    for name, module in model.named_modules():
+        if isinstance(module, OffloadModel):
+            where = f"in {name}" if name else "itself"
+            raise TypeError(
+                f"expected a model that is not offloaded yet, got an OffloadModel {where} (model); a model is changed "
+                f"in place, so use it as it is, or copy the bare model before"
             )
-            undo.callback(lanes.close)
-            self._executor = ModelHomes(
-                named,
-                layout.cuts,
-                self._persistent_home.values,
-                policy=self._policy,
-                device=self.device,
-                tier=self._tier,
-                lanes=lanes,
-                meter=self._meter,
-                recompute=recompute,
-                param_dtype=param_dtype,
-                sharding=sharding,
-                resident=staying,
-                layers_apart=called is not None,
-                form=form,
-                gradient_dtype=gradient_dtype,
-                accumulates=accumulate_in_gradient_dtype,
-            )
-            self._join(self._executor, named, self._persistent_home.values, undo.callback)
-            # Of the homes, to which graphs refer: a backward still runs after the model is collected.
-            shards = [weakref.ref(shard) for shard in self._executor.shards]
-            close = partial(_close, lanes, self._tier)
-            self._finalizer = finalize_here(self._executor, leave_pending_updates, shards, close)
-            self._engine = engine_of(self._executor, list(named), apart=called is not None)
-            self._run_blocks_by(self._engine)
-            if self._memory_limits is not None and recompute:
-                self._executor.plan_memory(self._memory_limits, resources.policy)
-            self._persistent_home.begin()
-            return_freed_memory()
-            undo.pop_all()
+    return model
 
-    def __new__(cls, model: Any = None, *args: Any, blocks: Blocks | None = None, **kwargs: Any) -> Any:
-        """An object of this class; for a model that is called by its own forward, of one that is the model's, too."""
-        return super().__new__(class_for(cls, model, blocks))
 
-    # --- other parts of the package ------------------------------------------------------------------------------
+def _class_for(base: type[OffloadModel], model: nn.Module, *, in_order: bool) -> type[nn.Module]:
+    """The class of ``model`` once it is offloaded: a subclass of ``base`` and of its class."""
+    kind = type(model)
 
-    def optimizer_access(self) -> OptimizerAccess:
-        """The interface for an :class:`~offload.OffloadOptimizer`."""
-        return OptimizerAccess(self._executor, self._tier, self._meter)
+    def plain(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """An ordinary object of the class that the model had: code makes such by ``type(model)(...)``, as slices do."""
+        return kind(*args, **kwargs)
 
-    def extra_repr(self) -> str:
-        """One line about the shards."""
-        shards = self._executor.shards
-        largest = max(shard.slot_bytes for shard in shards)
-        return f"{len(shards)} shards of at most {largest:,} bytes at home in {self._tier.name}"
+    members: dict[str, Any] = {"__new__": plain, **methods_refused(model)}
+    if not in_order:
 
-    # --- closing -------------------------------------------------------------------------------------------------
+        def forward(self: OffloadModel, *inputs: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return self._run_outside_of_compiled_graphs(*inputs, **kwargs)
+            return self._offloaded.calls.run(self, inputs, kwargs)
 
-    def close(self) -> None:
-        """Closes the model: finishes pending updates, writes the manifest of a home that is kept, removes other files.
+        forward.__doc__ = kind.forward.__doc__
+        # Not __wrapped__: code that takes the wrappers of a forward off would take this one off, too.
+        vars(forward)["__signature__"] = inspect.signature(kind.forward)
+        members["forward"] = forward
+    if hasattr(kind, "from_pretrained"):
+        members["from_pretrained"] = kind.from_pretrained
+    members |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    meta: Any = type(kind)
+    made: type[nn.Module] = meta(kind.__name__, (base, kind), members)
+    return made
 
-        Parameters, gradients and buffers can still be read, but must not be changed where the home is kept. Forwards
-        raise from now on. Further calls do nothing.
 
-        Raises:
-            RuntimeError, ValueError, OSError: if the manifest of a kept home cannot be written; the model is as before.
-        """
-        if self._executor.closed:
-            return
-        if self._persistent_home.keeps and self._executor.structure is not None:
-            self._executor.structure.check()
-        self._executor.streamer.apply_pending_updates()
-        self._executor.assigned_data.store()
-        if self._persistent_home.keeps:
-            self._executor.write_back()
-        self._persistent_home.close()
-        self._executor.closed = True
-        self._finalizer()
-        _release(self._memory_limits)
+def _change(
+    model: nn.Module, kind: type[nn.Module], offloaded_kind: type[nn.Module], state: Offloaded, undo: Callable[..., Any]
+) -> None:
+    """Makes the model one of ``offloaded_kind``; ``undo`` gets what changes it back."""
+    attributes = dict(vars(model))
+
+    def back() -> None:
+        object.__setattr__(model, "__class__", kind)
+        vars(model).clear()
+        vars(model).update(attributes)
+
+    undo(back)
+    vars(model).pop("forward", None)
+    vars(model)["_offloaded"] = state
+    object.__setattr__(model, "__class__", offloaded_kind)
+
+
+def _rebuild(base: Any, bare: nn.Module, arguments: dict[str, Any]) -> OffloadModel:
+    return offload(bare, **arguments, _base=base)
+
+
+def _check_splitting(num_microbatches: int | None, *, in_order: bool, plans: bool) -> None:
+    """Raises ValueError for ``num_microbatches=None`` where no plan chooses them."""
+    if num_microbatches is None and not (plans and in_order):
+        needed = "layers that are called one after the other"
+        if in_order:
+            needed = "a memory, whose plan chooses them"
+        raise ValueError(f"num_microbatches=None needs {needed}; pass the number of micro-batches")
 
 
 def _release(limits: MemoryLimits | None) -> None:

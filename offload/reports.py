@@ -1,4 +1,4 @@
-"""What an ``OffloadModel`` reports of its steps: counts, plans, predictions, the use of memory, traces."""
+"""What an ``OffloadModel`` reports of its steps: plans, predictions, the use of memory, traces."""
 
 from __future__ import annotations
 
@@ -12,105 +12,57 @@ from offload.engine.prediction import predict_step
 from offload.engine.row_units import largest_rows
 from offload.planning.estimate import Estimate
 from offload.planning.plan import Plan
-from offload.policy import MemoryPolicy
-from offload.slot_sharing import SlotSharingModule
 from offload.storage import Tier
-from offload.telemetry.memory_report import MemoryReport
-from offload.telemetry.statistics import Meter, Statistics
+from offload.telemetry.statistics import Meter
 from offload.telemetry.trace import Event
 from pipe.nested import flatten
 
-__all__ = ["ReportingModule"]
+__all__ = ["MicroBatches", "Reports"]
 
 
-class ReportingModule(SlotSharingModule):
-    """The part of a model that reports."""
+class MicroBatches:
+    """Into how many parts a batch is split. ``given``: None where it is planned for each batch."""
 
-    _executor: ModelHomes
-    _meter: Meter
-    _tier: Tier
-    _policy: MemoryPolicy
-    #: None: planned for each batch.
-    _num_microbatches: int | None
-    #: Whether micro-batches can be planned: layers are called one after the other.
-    _plans_microbatches = True
+    def __init__(self, given: int | None, executor: ModelHomes) -> None:
+        self.given = given
+        self._executor = executor
 
-    @property
-    def memory_policy(self) -> MemoryPolicy:
-        """What the model may hold, with the slots and bytes that were decided."""
-        return self._policy
-
-    def statistics(self) -> Statistics:
-        """Counts of loads, stores and waits since the model was made."""
-        return self._meter.read()
-
-    def plan(self, batch_rows: int | None = None, *, training: bool = True) -> Plan:
-        """The plan of a step: ``print(model.plan())``.
-
-        That of the last step which ran, if its batch had ``batch_rows`` rows, or None is given. Otherwise that of the
-        next step, from empty slots; with an ``OffloadOptimizer`` it begins with the updates of a step before.
-        Boundaries of unknown size are assumed to stay in memory.
-
-        Args:
-            batch_rows: a batch of few rows has fewer micro-batches.
-            training: whether there is a backward.
-        """
-        ran = self._executor.steps.last(batch_rows, training=training)
-        rows = self._rows_of_micro_batches(batch_rows or self._num_microbatches or 1)
-        return ran or self._executor.next_plan(rows, training=training)
-
-    def _rows_of_micro_batches(self, batch_rows: int) -> list[int]:
-        """Rows of each micro-batch."""
-        given = self._num_microbatches
-        count = max(1, min(self._executor.microbatches(batch_rows) if given is None else given, batch_rows))
+    def rows(self, batch_rows: int | None) -> list[int]:
+        """Rows of each micro-batch; one row each where nothing is known of the batch."""
+        batch_rows = batch_rows or self.given or 1
+        count = self._executor.microbatches(batch_rows) if self.given is None else self.given
+        count = max(1, min(count, batch_rows))
         return [batch_rows // count + (i < batch_rows % count) for i in range(count)]
 
-    def _microbatches_of(self, inputs: Any) -> int:
+    def count(self, inputs: Any) -> int:
         """Micro-batches of a batch of nested tensors."""
-        given = self._num_microbatches
-        if given is not None:
-            return given
+        if self.given is not None:
+            return self.given
         leaves = flatten(inputs)[0]
         return self._executor.microbatches(largest_rows(leaves), self._executor.row_units.count(leaves))
 
-    def _check_splitting(self, num_microbatches: int | None, *, plans: bool) -> None:
-        """Raises ValueError for ``num_microbatches=None`` where no plan chooses them."""
-        if num_microbatches is None and not (plans and self._plans_microbatches):
-            needed = "layers that are called one after the other"
-            if self._plans_microbatches:
-                needed = "a memory, whose plan chooses them"
-            raise ValueError(f"num_microbatches=None needs {needed}; pass the number of micro-batches")
+
+class Reports:
+    """What a model reports of its steps; the methods are those of :class:`~offload.OffloadModel`."""
+
+    def __init__(self, executor: ModelHomes, meter: Meter, tier: Tier, micro_batches: MicroBatches) -> None:
+        self._executor, self._meter, self._tier = executor, meter, tier
+        self._micro_batches = micro_batches
+
+    def plan(self, batch_rows: int | None, *, training: bool) -> Plan:
+        """See :meth:`offload.OffloadModel.plan`."""
+        ran = self._executor.steps.last(batch_rows, training=training)
+        return ran or self._executor.next_plan(self._micro_batches.rows(batch_rows), training=training)
 
     def estimate(self, batch_rows: int) -> Estimate:
-        """Predicts a training step on a batch of ``batch_rows`` rows: seconds, bytes moved, peak bytes by tier.
-
-        The plan is simulated with the median of the latest layer times and bandwidths, without the first step's; times
-        of layers are assumed to be proportional to rows. A process is often slow in its second step, too, so times are
-        better after some more steps. Bytes are as good after the first.
-
-        Raises:
-            RuntimeError: if no training step has run yet.
-            ValueError: if ``memory`` is too small for such a batch.
-        """
-        executor, rows = self._executor, self._rows_of_micro_batches(batch_rows)
+        """See :meth:`offload.OffloadModel.estimate`."""
+        executor, rows = self._executor, self._micro_batches.rows(batch_rows)
         plan = executor.next_plan(rows, training=True)
         return predict_step(plan, rows, executor, meter=self._meter, tier=self._tier)
 
-    def memory_report(self) -> MemoryReport:
-        """How steps use the memory that they may, and why: ``print(model.memory_report())``.
-
-        It has each choice with its bytes, predicted and measured, the runner-up and what more memory would buy;
-        ``.plot("memory.png")`` draws the memory over one step. Raises RuntimeError if there is no ``memory``.
-        """
-        return self._executor.memory_report()
-
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[list[Event]]:
-        """Records compute and each lane in this context, and writes the trace to ``path`` for https://ui.perfetto.dev.
-
-        ``with model.trace("step.json") as events: ...``; the events are named as in the plan. Draw it with
-        ``python -m offload.telemetry.timeline step.json step.png``.
-        """
+        """See :meth:`offload.OffloadModel.trace`."""
         tracer = self._meter.tracer
         with tracer.recording(self._executor.bytes_at_home) as events:
             tracer.sample(self._meter.held_bytes)

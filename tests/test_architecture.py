@@ -66,7 +66,6 @@ ORDERS = {
         "advise",
         "persistence",
         "module",
-        "slot_sharing",
         "reports",
         "loading",
         "running",

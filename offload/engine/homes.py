@@ -316,7 +316,7 @@ class ModelHomes:
             for shard in self.shards:
                 shard.in_place = self._in_place(shard, wanted)
             self.streamer.homes_moved()
-            if (native := self.native()) is not None:
+            if (native := self._engine()) is not None:
                 native.observe()
             for optimizer in optimizers:
                 optimizer.reserve_buffers()

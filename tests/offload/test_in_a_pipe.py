@@ -182,7 +182,7 @@ def test_device_memory_is_one_turn_and_one_slot_whatever_the_number_of_stages(ho
         pipe = Pipe(stages, [1] * count, ["cpu"], 2, "never")
         pipe(torch.randn(ROWS, WIDTH)).sum().backward()
         slot = max(shard.slot_bytes for shard in stages[0]._executor.shards)
-        return sum(stage._meter.held_bytes for stage in stages) // slot
+        return sum(stage._executor.meter.held_bytes for stage in stages) // slot
 
     # A stage of one shard: that and the next one's. Of four shards in two slots: no more than it has alone.
     assert [held(count, 1) for count in (2, 3, 6)] == [2, 2, 2]

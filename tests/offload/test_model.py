@@ -340,7 +340,7 @@ def test_an_exception_in_a_layer_leaves_the_model_usable(home: str, error: BaseE
     failing.error = None
     error.__traceback__ = None  # it holds the frames, which hold the loss, which holds its tape
     assert at_home(model)
-    assert model._meter.held_bytes <= model._executor.streamer.slots * model._executor.streamer.slot_bytes
+    assert model._executor.meter.held_bytes <= model._executor.streamer.slots * model._executor.streamer.slot_bytes
     for p, q in zip(bare.parameters(), model.parameters(), strict=True):
         assert torch.equal(p, q)
     model.zero_grad()

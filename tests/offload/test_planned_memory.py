@@ -145,7 +145,7 @@ def test_copies_beside_a_device_are_timed_apart_where_they_are_in_memory(tmp_pat
         DRAIN_TO_MEMORY: 1.0,
         UPDATE_IN_MEMORY: 0.5,
     }
-    model._meter.copy_seconds_per_byte = lambda kind: each.get(kind, 0.0)  # type: ignore[method-assign]
+    model._executor.meter.copy_seconds_per_byte = lambda kind: each.get(kind, 0.0)  # type: ignore[method-assign]
     costs = executor.measured([ROWS]).costs
     nbytes = executor.bytes_in_memory()[0].weights
     assert [costs.load[0] / nbytes, costs.load[1] / nbytes] == pytest.approx([2.0, 5.0], rel=0.01)

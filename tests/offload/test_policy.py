@@ -99,8 +99,8 @@ def model_of(depth: int = 4, **arguments: Any) -> OffloadModel:
 
 
 def limits(model: OffloadModel) -> MemoryLimits:
-    assert model._memory_limits is not None
-    return model._memory_limits
+    assert model._offloaded.memory_limits is not None
+    return model._offloaded.memory_limits
 
 
 def cuts_of(model: OffloadModel) -> list[int]:
@@ -135,14 +135,14 @@ def test_shards_or_recomputation_without_memory_mean_what_they_do_in_fairscale()
     model = model_of(6, checkpoint_activation=False)
     assert cuts_of(model) == [2, 2, 2]
     assert not model._executor.recompute
-    assert model._memory_limits is None
+    assert model._offloaded.memory_limits is None
     assert cuts_of(model_of(2, checkpoint_activation=True)) == [1, 1]
     assert model_of(6, num_slices=2)._memory_limits is None
 
 
 def test_without_any_of_these_memory_is_what_the_machine_has_free() -> None:
     model = model_of(6)
-    assert model._memory_limits is not None
+    assert model._offloaded.memory_limits is not None
     assert model._executor.steps.planner is not None
     assert model._executor.recompute
 
@@ -152,7 +152,7 @@ def test_shards_slots_and_recomputation_that_are_given_stay() -> None:
     model = model_of(6, num_slices=4, memory=policy)
     assert len(cuts_of(model)) == 4
     assert model._executor.streamer.slots == 3
-    assert (model._policy.boundary_bytes, model._policy.graph_bytes) == (1024, 2048)
+    assert (model.memory_policy.boundary_bytes, model.memory_policy.graph_bytes) == (1024, 2048)
     assert OffloadOptimizer(model, torch.optim.SGD, lr=0.1).gradient_bytes == 3072
     assert not model_of(memory="auto", checkpoint_activation=False)._executor.recompute
 
@@ -177,10 +177,10 @@ def test_a_copy_has_the_same_memory(given: str, how: str) -> None:
     }
     model = model_of(**choices[given])
     other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
-    assert other._policy == model._policy
+    assert other.memory_policy == model.memory_policy
     assert cuts_of(other) == cuts_of(model)
     assert other._executor.streamer.slots == model._executor.streamer.slots
-    assert (other._memory_limits is None) == (model._memory_limits is None) == (given == "slices")
+    assert (other._offloaded.memory_limits is None) == (model._offloaded.memory_limits is None) == (given == "slices")
 
 
 def test_the_default_is_switched_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_the_default_is_switched_in_one_place(monkeypatch: pytest.MonkeyPatch) -
     model = model_of()
     assert cuts_of(model) == [1] * 4
     assert model._executor.recompute
-    assert model._memory_limits is not None
+    assert model._offloaded.memory_limits is not None
     assert cuts_of(model_of(num_slices=2)) == [2, 2]
 
 
@@ -213,7 +213,7 @@ def test_a_memory_that_is_too_small_says_the_least_that_works(
     assert least == (4 * shard if on_disk else 2 * shard + 8 * layer) + 8
     assert ("num_slices=4 needs" in message) == (num_slices == 2)
     model = OffloadModel(bare, "cpu", home, num_slices, memory=least)
-    assert model._policy.boundary_bytes == 8
+    assert model.memory_policy.boundary_bytes == 8
     model(torch.randn(2, 512)).sum().backward()
     with pytest.raises(ValueError, match="which is 1 bytes short"):
         OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices, memory=least - 1)
@@ -282,7 +282,7 @@ def test_ranks_of_one_host_share_what_is_free(free: dict[torch.device, int], mon
 def test_shards_that_rest_in_memory_are_used_by_their_model(tmp_path: Path) -> None:
     """Models that say "auto" share what is free, and what they use already."""
     model = OffloadModel([nn.Linear(64, 64) for _ in range(3)], "cpu", tmp_path, memory="auto")
-    limits, executor = model._memory_limits, model._executor
+    limits, executor = model._offloaded.memory_limits, model._executor
     assert limits is not None
     before = limits.host._held()
     executor.keep_in_memory([0, 2])

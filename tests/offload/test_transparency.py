@@ -159,7 +159,7 @@ def test_the_tape_is_freed_by_backward_although_the_loss_lives(home: str) -> Non
     model = OffloadModel(build(["linear"] * 4), "cpu", home, num_slices=3, checkpoint_activation=True)
     loss = model(batch()).sum()
     loss.backward()
-    held = model._meter.held_bytes
+    held = model._executor.meter.held_bytes
     slots = model._executor.streamer.slots * max(s.slot_bytes for s in model._executor.shards)
     assert held == slots
 
@@ -272,7 +272,9 @@ def test_an_output_under_no_grad_requires_none_and_no_tape_is_kept(
             outputs.append(run(batch()))
     assert not outputs[1].requires_grad
     assert torch.equal(*outputs)
-    assert model._meter.held_bytes == model._executor.streamer.slots * max(s.slot_bytes for s in model._executor.shards)
+    assert model._executor.meter.held_bytes == model._executor.streamer.slots * max(
+        s.slot_bytes for s in model._executor.shards
+    )
     assert_same(bare, model, exact=True)
     seed_everything(0)
     model(batch()).sum().backward()  # and it still trains

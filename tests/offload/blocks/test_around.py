@@ -428,7 +428,7 @@ def test_a_result_that_is_one_number_is_refused_with_micro_batches() -> None:
     model = wrap(Loss(), blocks="layer", num_microbatches=2)
     with pytest.raises((RuntimeError, ValueError), match="dimension"):
         model(torch.ones(4, WIDTH))
-    model._num_microbatches = 1
+    model._offloaded.calls.micro_batches.given = 1
     model(torch.ones(4, WIDTH)).backward()
 
 

@@ -463,7 +463,7 @@ def test_errors_and_interrupts_anywhere_leave_the_model_usable() -> None:
     model = wrap(bare)
     places: list[Any] = [model.words, model.encoder.layer[2].linear, model.norm]
     for m in (1, 2):
-        model._num_microbatches = m
+        model._offloaded.calls.micro_batches.given = m
         for kind in (ValueError, KeyboardInterrupt):
             for place in places:
 
@@ -474,7 +474,7 @@ def test_errors_and_interrupts_anywhere_leave_the_model_usable() -> None:
                 with pytest.raises(kind, match="here"):
                     model(words())
                 hook.remove()
-    model._num_microbatches = 1
+    model._offloaded.calls.micro_batches.given = 1
     fresh = wrap(bare)
     fresh.load_state_dict(model.state_dict())
     step(fresh), step(model)

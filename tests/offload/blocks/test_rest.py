@@ -277,4 +277,4 @@ def test_the_slots_of_a_step_take_one_large_shard_and_two_blocks(tmp_path: Path)
     block = model._executor.shards[1].slot_bytes
     held = model.statistics().peak_device_bytes
     assert held < 2.2 * BYTES + 3 * block  # one large slot, one large gradient
-    assert model._meter.held_bytes == 2 * block
+    assert model._executor.meter.held_bytes == 2 * block

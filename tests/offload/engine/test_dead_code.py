@@ -204,7 +204,7 @@ def test_gradients_are_those_of_the_bare_model(kind: Callable[[], nn.Module], mi
     bare = nn.Sequential(kind(), nn.Tanh(), kind())
     x = torch.randn(4, WIDTH if kind is not Convolution else 12)
     model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True)
-    model._num_microbatches = microbatches
+    model._offloaded.calls.micro_batches.given = microbatches
     for seed in range(2):
         results = []
         for each in (

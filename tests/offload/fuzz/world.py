@@ -111,7 +111,7 @@ class World:
                 try:
                     model.close()
                 except Exception:
-                    model._finalizer()
+                    model._offloaded.finalizer()
         self.model, self.optimizer, self.sides, self.dropped = None, None, [], []
 
     # --- making -------------------------------------------------------------------------------------------------

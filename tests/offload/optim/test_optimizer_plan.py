@@ -149,10 +149,12 @@ def test_an_estimate_includes_updates(home: str, monkeypatch: pytest.MonkeyPatch
     step(model, optimizer)
     optimizer.synchronize()
     with_updates = model.estimate(2).seconds
-    each = model._meter.copy_seconds_per_byte
+    each = model._executor.meter.copy_seconds_per_byte
     kind = "update" if model._executor.shards[0].blocking_io else UPDATE_IN_MEMORY
     assert each(kind) > 0
-    monkeypatch.setattr(model._meter, "copy_seconds_per_byte", lambda lane: each(lane) * (10**6 if lane == kind else 1))
+    monkeypatch.setattr(
+        model._executor.meter, "copy_seconds_per_byte", lambda lane: each(lane) * (10**6 if lane == kind else 1)
+    )
     assert model.estimate(2).seconds > with_updates
 
 

@@ -99,8 +99,8 @@ def step(model: OffloadModel, x: Tensor) -> None:
 
 def estimate_of(model: OffloadModel, rows: int, *, drain: float = 0.0) -> Estimate:
     """With copies home that take no time, or so many seconds for each byte."""
-    each = model._meter.copy_seconds_per_byte
-    model._meter.copy_seconds_per_byte = lambda lane: drain if lane == "drain" else each(lane)  # type: ignore[method-assign]
+    each = model._executor.meter.copy_seconds_per_byte
+    model._executor.meter.copy_seconds_per_byte = lambda lane: drain if lane == "drain" else each(lane)  # type: ignore[method-assign]
     return model.estimate(rows)
 
 

@@ -53,6 +53,7 @@ def names(folder: Path) -> set[str]:
         lambda: Path("home"),
         lambda: DiskHome("home"),
         lambda: DiskHome("./home", keep=True),
+        lambda: DiskHome(["a", "b/../b"]),
     ],
 )
 def test_a_change_of_the_working_directory_changes_nothing(
@@ -148,11 +149,13 @@ def test_a_link_to_the_directory_may_lead_elsewhere_later(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("several", [False, True])
 def test_a_home_that_is_moved_while_it_is_used_is_not_mistaken_for_the_one_in_its_place(
-    tmp_path: Path, keep: bool
+    tmp_path: Path, keep: bool, several: bool
 ) -> None:
     def made() -> OffloadModel:
-        return OffloadModel(layers(), "cpu", DiskHome(tmp_path / "home", keep=keep), num_slices=3)
+        folders = [tmp_path / "home/a", tmp_path / "home/b"] if several else tmp_path / "home"
+        return OffloadModel(layers(), "cpu", DiskHome(folders, keep=keep), num_slices=3)
 
     bare = layers()
     expected = train(bare, range(4))
@@ -162,7 +165,9 @@ def test_a_home_that_is_moved_while_it_is_used_is_not_mistaken_for_the_one_in_it
     other = made()
     # A folder of temporary files has another name each time: let the new one have that of the first.
     if not keep:
-        shutil.copytree(other._tier.folder, model._tier.folder)  # type: ignore[attr-defined]
+        folders = zip(model._offloaded.tier.folders, other._offloaded.tier.folders, strict=True)  # type: ignore[attr-defined]
+        for mine, theirs in folders:
+            shutil.copytree(theirs, mine)
     before = everything(other)
     found += train(model, range(2, 4))
     assert found == expected
@@ -172,7 +177,8 @@ def test_a_home_that_is_moved_while_it_is_used_is_not_mistaken_for_the_one_in_it
         with pytest.raises(FileNotFoundError, match="the file was moved, and another one has its name"):
             model.close()
         other.close()
-        again = offloaded(layers("meta"), tmp_path / "home")
+        back = [tmp_path / "home/a", tmp_path / "home/b"] if several else tmp_path / "home"
+        again = offloaded(layers("meta"), back)
         assert same(everything(again), before)
         again.close()
         (tmp_path / "home").rename(tmp_path / "new")
@@ -275,12 +281,14 @@ def test_a_link_to_a_file_of_another_home_is_not_trained_on(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", [b"m\xff", b"a b\nc\td", "e\u2028 \u00e9".encode(), b"\\040#"])
-def test_a_directory_may_have_any_name(tmp_path: Path, name: bytes) -> None:
+@pytest.mark.parametrize("several", [False, True])
+def test_a_directory_may_have_any_name(tmp_path: Path, name: bytes, several: bool) -> None:
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
-    model = offloaded(layers(), folder)
+    homes = [folder / "a", folder / "b"] if several else folder
+    model = offloaded(layers(), homes)
     train(model, range(2))
     model.close()
-    again = offloaded(layers("meta"), folder)
+    again = offloaded(layers("meta"), homes)
     assert same(everything(again), everything(model))
     again.close()
 
@@ -360,12 +368,16 @@ def swapped(path: Path, draw: random.Random) -> None:
         other.write_bytes(data)
 
 
+@pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("recover", [False, True])
 @pytest.mark.filterwarnings("ignore:recovering the home")
-def test_a_damaged_home_is_opened_with_its_values_or_refused_by_name(tmp_path: Path, recover: bool) -> None:
-    draw = random.Random(2 * recover)
-    home = tmp_path / "home"
-    model = offloaded(layers(), home)
+def test_a_damaged_home_is_opened_with_its_values_or_refused_by_name(
+    tmp_path: Path, several: bool, recover: bool
+) -> None:
+    draw = random.Random(several + 2 * recover)
+    folders = [tmp_path / "home/a", tmp_path / "home/b"] if several else [tmp_path / "home"]
+    homes = folders if several else folders[0]
+    model = offloaded(layers(), homes)
     train(model, range(1))
     model.close()
     whole = everything(model)
@@ -375,9 +387,9 @@ def test_a_damaged_home_is_opened_with_its_values_or_refused_by_name(tmp_path: P
     for k in range(70):
         shutil.rmtree(tmp_path / "home")
         shutil.copytree(tmp_path / "saved", tmp_path / "home")
-        damages[k % len(damages)](home / draw.choice(["weights.home", "buffers.home"]), draw)
+        damages[k % len(damages)](draw.choice(folders) / draw.choice(["weights.home", "buffers.home"]), draw)
         try:
-            found = offloaded(layers("meta"), home, recover=recover)
+            found = offloaded(layers("meta"), homes, recover=recover)
         except (HomeError, FileNotFoundError) as error:
             refused.append(str(error))
             continue

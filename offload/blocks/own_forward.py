@@ -1,0 +1,284 @@
+"""How a model runs that is called by its own forward: its blocks stream, and what is around them stays."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.blocks.body import Body, StreamedForward
+from offload.blocks.find import BlockNames, Blocks, find_blocks, modules_outside, parameters_outside
+from offload.blocks.outside import OutsideCasts, place_outside
+from offload.blocks.rest import with_rest
+from offload.core.chunks import run_chunks
+from offload.core.engine import Engine
+from offload.core.tape import ChunksTape, with_tape
+from offload.engine.homes import ModelHomes
+from offload.engine.outside import bytes_staying
+from offload.engine.raw_chunk import as_call
+from offload.engine.structure import Structure
+from offload.memory import MemoryArguments, least_bytes
+from offload.planning.budget import FIRST_GAPS_SHARE
+from offload.policy import MemoryPolicy
+from offload.reports import MicroBatches
+from offload.storage import DiskHome, is_directory
+from offload.streaming.materialize import Values
+from offload.streaming.quantised import check_storable, is_taken_apart, refresh, stored_tensors
+from pipe.interception import offered
+from pipe.microbatch import check_rows, gather_nested, split_nested
+from pipe.nested import map_tensors, tensors_in
+from pipe.recompute.thread_state import lasting_hooks
+from pipe.torch_private.autograd import saved_tensor_hooks
+
+__all__ = ["OwnForward"]
+
+#: States of an optimizer for each trained parameter that are counted before there is one: those of Adam.
+STATES_EXPECTED = 2
+
+
+class OwnForward:
+    """How a model runs whose own forward calls its blocks.
+
+    It holds the blocks, and not the model: a model that is dropped is freed at once.
+
+    Args:
+        model: the model, which is not changed before :meth:`join`.
+        blocks: see :class:`~offload.OffloadModel`.
+        device: the compute device.
+        param_dtype: type in which the model computes; None: as its parameters are.
+        rest: names of the modules that are blocks because memory is too small for them to stay.
+    """
+
+    apart = True
+
+    executor: ModelHomes
+    #: Runs the blocks while autograd drives.
+    engine: Engine
+    policy: MemoryPolicy
+    micro_batches: MicroBatches
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Blocks | BlockNames | None,
+        device: torch.device,
+        param_dtype: torch.dtype | None,
+        rest: Sequence[str] = (),
+    ) -> None:
+        self.device, self._rest = device, rest
+        self._blocks = found = find_blocks(model, blocks)
+        quantised = [(name, p) for name, p in parameters_outside(model, found).items() if is_taken_apart(p)]
+        check_storable(quantised, [model], device)
+        #: The layers that stream, by their names in the model.
+        self.named: dict[str, nn.Module] = {name: Body(block) for name, block in found.items()}
+        #: Modules that do not stream, by name, each without its children; the model is one of them.
+        self.around: Mapping[str, nn.Module] = weakref.WeakValueDictionary(modules_outside(model, found))
+        #: The parameters outside of the blocks in the type of ``param_dtype``, if that is given.
+        self._casts = None if param_dtype is None else OutsideCasts(self.around, param_dtype)
+        #: The ``blocks=`` of a copy.
+        self.blocks = list(dict.fromkeys(name.rpartition(".")[0] for name in found)) if blocks is None else blocks
+        self._kind = type(model)
+        #: That of the instance, if it is not its class's. One that is set later is around the offloaded model's.
+        self.forward_of_instance: Callable[..., Any] | None = vars(model).get("forward")
+        self._takes_use_cache = _takes_use_cache(model)
+
+    def names_outside(self, model: nn.Module) -> Collection[str]:
+        """Names of the parameters that do not stream."""
+        return list(parameters_outside(model, self._blocks))
+
+    def with_more(
+        self,
+        model: nn.Module,
+        memory: MemoryArguments,
+        *,
+        offload_device: object,
+        param_dtype: torch.dtype | None,
+        resident: str | Sequence[str] | None,
+        staying: Collection[nn.Parameter],
+        ranks: int,
+        replicas: int,
+    ) -> OwnForward | None:
+        """One of which more streams, where ``memory`` is too small for what is around the blocks; None if it is not.
+
+        Arguments as of :class:`~offload.OffloadModel`; ``staying``: what ``resident`` names; ``ranks``: processes that
+        store a part each; ``replicas``: groups of such.
+        """
+        limit = memory.limit_on(self.device)
+        if limit is None or (isinstance(offload_device, DiskHome) and offload_device.keep):
+            return None  # a kept home is laid out by the blocks, and opened with any memory
+        given: dict[str, Any] = {"on_disk": is_directory(offload_device), "param_dtype": param_dtype}
+        given |= {"ranks": ranks, "replicas": replicas}
+
+        def needed(blocks: Mapping[str, nn.Module], states: int = STATES_EXPECTED) -> int:
+            around = modules_outside(model, blocks).values()
+            outside = bytes_staying(around, staying, param_dtype, states=states)
+            return least_bytes(memory, list(blocks.values()), device=self.device, outside=outside, **given)
+
+        patterns = [resident] if isinstance(resident, str) else resident or ()
+        room = limit - limit // FIRST_GAPS_SHARE
+        found = with_rest(model, self._blocks, room, needed, patterns)
+        rest = [name for name in found if name not in self._blocks]
+        # Without states, as the limit is checked, what stays may take less.
+        if not rest or needed(found, 0) > max(limit, needed(self._blocks, 0) - 1):
+            return None
+        return OwnForward(model, BlockNames(tuple(found)), self.device, param_dtype, rest)
+
+    def join(
+        self, model: nn.Module, executor: ModelHomes, values: Mapping[Tensor, Values], undo: Callable[..., Any]
+    ) -> None:
+        """Moves what is outside of the blocks to the compute device, and lets the executor run the blocks' calls.
+
+        ``values``: sources of parameters and buffers; ``undo`` gets what is to be called after a failure.
+        """
+        self.executor = executor
+        place_outside(self.around, self.device, values)
+        outside = parameters_outside(model, self._blocks)
+        executor.public.replicate(outside, self.around.values())
+        staying = set(outside.values())
+        # With a mesh, no parameter is taken apart.
+        stored = [] if executor.public.sharded else stored_tensors([("", model)])
+        parts = [each for each in stored if each.part_of is not None and each.part_of in staying]
+        for each in parts:
+            for tensor in (each.parameter, *each.aliases):
+                tensor.data = tensor.data.to(self.device)
+            assert each.part_of is not None
+            refresh(each.part_of)
+        executor.outside, executor.blocks, executor.rest = list(outside.values()), list(self._blocks), self._rest
+        executor.quantised.update((each.part_of, each.name) for each in parts if each.part_of is not None)
+        executor.around = [weakref.ref(module) for module in modules_outside(model, self._blocks).values()]
+        self._forwards = forwards = list[StreamedForward]()
+
+        def remove() -> None:
+            for each in forwards:
+                each.remove()
+
+        undo(remove)
+        for j, block in enumerate(self._blocks.values()):
+            forwards.append(StreamedForward(j, block))
+        executor.structure = Structure(model._modules)
+
+    def run_by(self, engine: Engine) -> None:
+        """Notes what runs the blocks."""
+        self.engine = engine
+        for each in self._forwards:
+            each.run_by(engine)
+
+    def _forward(self, model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        args, kwargs = call
+        own = self.forward_of_instance
+        return own(*args, **kwargs) if own is not None else self._kind.forward(model, *args, **kwargs)
+
+    def run(self, model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The outputs of a call of the model."""
+        self._check_model()
+        call = self._brought((inputs, self._without_cache(kwargs)))
+        forward_on, count = partial(self._forward, model), self.micro_batches.given
+        one = count == 1
+        chunks = [call] if count is None or one else split_nested(call, count)
+        # Before parameters are replaced: code around this model compares the state of its modules here.
+        answered = offered(model, chunks)
+        if answered is not None:
+            return answered[0] if one else gather_nested(answered)
+        engine = self.engine
+
+        def forward() -> Any:
+            with self._computing():
+                if one:
+                    return forward_on(call)
+                outputs = run_chunks(engine, forward_on, chunks, self._modules_around())
+            check_rows(outputs, call)
+            return gather_nested(outputs)
+
+        # The engine compares the parameters before casts take their places.
+        return engine.forward(forward)
+
+    def _modules_around(self) -> list[nn.Module]:
+        return self.executor.modules_outside()
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """A context in which what is outside of the blocks is as the model's forward computes with it."""
+        with self.engine.computing(), nullcontext() if self._casts is None else self._casts:
+            yield
+
+    def forward_chunks(
+        self,
+        model: nn.Module,
+        chunks: Sequence[Any],
+        output_fn: Callable[[Any], Any] | None,
+        input_fn: Callable[[Any], Any] | None,
+    ) -> tuple[list[Any], ChunksTape]:
+        """See :meth:`offload.OffloadModel.forward_chunks`."""
+        self._check_model()
+
+        def forward(chunk: Any) -> Any:
+            args, kwargs = as_call(0, chunk if input_fn is None else input_fn(chunk))
+            output = self._forward(model, self._brought((args, self._without_cache(kwargs))))
+            return output if output_fn is None else output_fn(output)
+
+        engine = self.engine
+
+        def run() -> list[Any]:
+            with self._computing():
+                return run_chunks(engine, forward, chunks, self._modules_around())
+
+        return with_tape(engine.forward(run))
+
+    def activation_bytes(self, chunk: Any, output_fn: Callable[[Any], Any] | None) -> int:
+        """Not known for a model with blocks: raises ValueError."""
+        raise ValueError(
+            "the activations of a chunk are measured for layers that are called one after the other, not for a model "
+            "with blocks; pass the rows of a chunk (chunk_sizes=) instead of 'auto'"
+        )
+
+    def _brought(self, value: Any) -> Any:
+        """A value whose tensors are on the compute device, and in the type that the model computes in."""
+        if not all(x.device == self.device for x in tensors_of_call(value)):
+            value = map_tensors(lambda x: x.to(self.device), value)
+        return value if self._casts is None else map_tensors(self._casts.cast, value)
+
+    def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """A recomputation would write into a cache of keys and values again: none is made unless it is asked for."""
+        if not torch.is_grad_enabled() or "use_cache" in kwargs or not self._takes_use_cache:
+            return kwargs
+        return {**kwargs, "use_cache": False}
+
+    def _check_model(self) -> None:
+        if self._casts is not None:
+            self._casts.end()  # an interrupt may have left casts in place
+        self.executor.public.take_settings()  # before the first block: they decide whether there will be a backward
+        if torch.is_grad_enabled():
+            if saved_tensor_hooks() is not None and lasting_hooks() is None:
+                raise RuntimeError(
+                    "a model with blocks was called with gradients inside torch.utils.checkpoint, which would run it "
+                    "again in the middle of its backward; call it outside, or pass use_reentrant=True: it recomputes "
+                    "its blocks with checkpoint_activation=True"
+                )
+            for name, block in self._blocks.items():
+                if getattr(block, "gradient_checkpointing", False):
+                    raise RuntimeError(
+                        f"block {name} has gradient checkpointing of its own; an OffloadModel recomputes blocks with "
+                        f"checkpoint_activation=True: call model.gradient_checkpointing_disable() before, and pass "
+                        f"gradient_checkpointing=False to a trainer (those of trl turn it on by default)"
+                    )
+
+
+def tensors_of_call(call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> list[Tensor]:
+    """The tensors among the arguments of a call, but not those inside of caches and other objects."""
+    args, kwargs = call
+    plain = [x for x in (*args, *kwargs.values()) if isinstance(x, (Tensor, tuple, list, dict))]
+    return tensors_in(plain)
+
+
+def _takes_use_cache(model: Any) -> bool:
+    # A model with adapters passes keywords on.
+    base = getattr(model, "get_base_model", lambda: model)()
+    forwards = (type(model).forward, type(base).forward)
+    return any("use_cache" in inspect.signature(forward).parameters for forward in forwards)
