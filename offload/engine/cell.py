@@ -29,7 +29,6 @@ from offload.streaming.shard import Shard
 from pipe.checkpoint import enable_checkpointing, enable_recomputing
 from pipe.nested import flatten, map_distinct, parts_of, tensors_in
 from pipe.recompute.cheap_ops import CheapRecompute
-from pipe.recompute.dead_code import Listener
 from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.replay import Replay
@@ -80,7 +79,7 @@ class ShardRunner:
     #: ``measures_graphs``. None where that was not measured again, after :data:`GRAPHS_MEASURED` times.
     graph_bytes: int | None = None
     measures_graphs: bool = False
-    #: Whether recorded forwards measure these, and find dead code of recomputations.
+    #: Whether recorded forwards measure these.
     measures: bool = True
     #: Whether the input of the first shard is memory of the caller, and so not counted in graphs.
     callers_input: bool = False
@@ -108,8 +107,6 @@ class ShardRunner:
     _forwards: Counter[tuple[int, ...]] = field(default_factory=Counter)
     #: ``training`` flags -> whether the layers drew random numbers in a forward with these.
     _draws: dict[tuple[bool, ...], bool] = field(default_factory=dict)
-    #: Whether a recomputation needed values that no gradient needs, or differed from its first run.
-    reads_values: bool = False
 
     def __post_init__(self) -> None:
         self._inputs = InputWrites(f"shard {self.shard.index}")
@@ -126,11 +123,6 @@ class ShardRunner:
     def modules(self) -> Sequence[nn.Module]:
         """The layers that it runs."""
         return self.shard.layers if self.only is None else [self.shard.layers[self.only]]
-
-    @property
-    def skips_dead_code(self) -> bool:
-        """Whether a recomputation may skip dead code: operations that no gradient needs."""
-        return not (self.reads_values or self.layers.listened_to)
 
     @property
     def needs_copy(self) -> bool:
@@ -199,7 +191,7 @@ class ShardRunner:
             output, _, rerun = self._recorded(boundary, output_fn, None)
             return output, rerun
         recomputed: set[StorageWeakRef] = set()
-        recorder, listener = MemoryProfileRecorder(self.shard), Listener()
+        recorder = MemoryProfileRecorder(self.shard)
         settings = self._settings()
         times, shapes = self._graphs_measured.get(settings, (0, []))
         measures_graph = self.measures_graphs and times < GRAPHS_MEASURED
@@ -208,7 +200,6 @@ class ShardRunner:
 
         def drop(tensor: Tensor) -> None:
             # The graph of a first run only shows which outputs need a gradient, and how much it would have saved.
-            listener.saved(tensor)
             recorder.add(tensor)
             strided = tensor.layout is torch.strided
             if strided and ((cheap_recompute and cheap_recompute.knows(tensor)) or (casts and casts.find(tensor))):
@@ -216,7 +207,7 @@ class ShardRunner:
 
         others = [mode for mode in (casts, cheap_recompute) if mode is not None]
         uses = storage_uses(self.shard.slot)
-        output, given, rerun = self._recorded(boundary, output_fn, drop, *others, listener=listener)
+        output, given, rerun = self._recorded(boundary, output_fn, drop, *others)
         weights = self.shard.memory
         saved = {storage: nbytes for storage, nbytes in recorder.nbytes.items() if storage not in weights}
         self.activation_bytes = sum(saved.values())
@@ -225,8 +216,6 @@ class ShardRunner:
         now = [tensor.shape for tensor in own]
         self._graphs_measured[settings] = (times + measures_graph if now == shapes else int(measures_graph)), now
         self.saved_tensors = recorder.saved_tensors(elsewhere=own)
-        if self.skips_dead_code:
-            rerun.dead_code = listener.dead_code()
         self.graph_bytes = None
         if not measures_graph:
             return output, rerun
@@ -248,7 +237,6 @@ class ShardRunner:
         output_fn: OutputFn | None,
         saved: Callable[[Tensor], None] | None,
         *around: contextlib.AbstractContextManager[Any],
-        listener: Listener | None = None,
     ) -> tuple[Any, Any, Rerun]:
         """A first run whose graph saves nothing, but calls ``saved``: output, input of the layers, its state."""
 
@@ -260,7 +248,7 @@ class ShardRunner:
         # Unused tensors are replaced by their id: by a function without a frame, so that none is compiled.
         hooks = torch.autograd.graph.saved_tensors_hooks(pack if saved else id, unpack)
         with rerun.first(), enable_checkpointing(), torch.enable_grad(), hooks:
-            output, given = self._first_run(boundary, output_fn, *around, listener=listener, rerun=rerun)
+            output, given = self._first_run(boundary, output_fn, *around, rerun=rerun)
         if rerun.replay.drawn:
             self._draws[self._training()] = True  # also if it did not in its first forward
         return output, given, rerun
@@ -279,10 +267,9 @@ class ShardRunner:
         output_fn: OutputFn | None = None,
         until: contextlib.ExitStack | None = None,
     ) -> Any:
-        """Runs the cell again with a graph. Its output may have no values. ``until``: see :meth:`until_backward`."""
-        output, as_before = rerun.repeat_for_gradients(self.call(output_fn), boundary, until=until)
-        self.reads_values |= not as_before
-        return output
+        """Runs the cell again with a graph. ``until``: see :meth:`until_backward`."""
+        with torch.enable_grad():
+            return rerun.repeat(self.call(output_fn), boundary, until=until)
 
     def push_back(self, roots: Sequence[Tensor], gradients: Sequence[Tensor], *, retain_graph: bool) -> None:
         """Backward through a cell's graph: adds to the parameters' gradients on the device."""
@@ -332,17 +319,14 @@ class ShardRunner:
         boundary: Any,
         output_fn: OutputFn | None,
         *around: contextlib.AbstractContextManager[Any],
-        listener: Listener | None = None,
         rerun: Rerun | None = None,
     ) -> tuple[Any, Any]:
-        """Output, and input of the layers. The contexts ``around`` enclose only the layers, ``listener`` innermost."""
+        """Output, and input of the layers. The contexts ``around`` enclose only the layers."""
         modes = self._training()
         first = None if modes in self._draws else Replay.capture([self.device], self.watched.generators)
         # What the model's own code passes on without a backward is its own: it sees what a block writes there.
         keeps_input = self.only is None or self.gets_copies
-        output, given = self.layers.run(
-            self.call(output_fn), boundary, *around, listener=listener, rerun=rerun, keeps_input=keeps_input
-        )
+        output, given = self.layers.run(self.call(output_fn), boundary, *around, rerun=rerun, keeps_input=keeps_input)
         if first is not None:
             self._draws[modes] = bool(first.record_changes().drawn)
         # Without this, an output that is a parameter or a view of one would change with the next load of the slot.

@@ -1,11 +1,11 @@
-"""A recomputation leaves out unused operations, and nothing else."""
+"""Layers that keep, read or write what they compute have the values of the bare model where they are recomputed."""
 
 from __future__ import annotations
 
 import copy
 import ctypes
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,28 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from offload import OffloadModel
-from pipe.recompute.dead_code import Listener
-from pipe.recompute.elimination import LeftOut, is_dead_code_elimination_enabled, set_dead_code_elimination
 
 WIDTH = 8
-
-
-class Products(TorchDispatchMode):
-    """Counts matrix products whose factors are no stand-ins on the meta device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and args[-1].device.type != "meta":
-            self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Block(nn.Module):
@@ -188,14 +171,12 @@ KINDS = [
 ]
 
 
-def run(model: nn.Module, x: Tensor) -> tuple[list[Tensor], int]:
-    """Gradients of the input and of all parameters; and the number of products in backward."""
+def run(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Gradients of the input and of all parameters."""
     x = x.clone().requires_grad_()
-    loss = model(x).pow(2).sum()
-    with Products() as products:
-        loss.backward()
+    model(x).pow(2).sum().backward()
     assert x.grad is not None
-    return [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)], products.count
+    return [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -213,131 +194,9 @@ def test_gradients_are_those_of_the_bare_model(kind: Callable[[], nn.Module], mi
         ):
             torch.manual_seed(seed)
             each.zero_grad()
-            results.append(run(each, x)[0])
+            results.append(run(each, x))
         for expected, actual in zip(*results, strict=True):
             torch.testing.assert_close(actual, expected)
-
-
-def test_a_hook_sees_the_same_values_whenever_the_layer_runs() -> None:
-    model = OffloadModel(nn.Sequential(Block(), Block()), "cpu", num_slices=2, checkpoint_activation=True)
-    seen: list[Tensor] = []
-    list(model.children())[1].down.register_forward_hook(
-        lambda module, given, result: seen.append(result.detach().clone())
-    )
-    run(model, torch.randn(4, WIDTH))
-    forward, again = seen
-    assert torch.equal(forward, again)
-
-
-@pytest.mark.parametrize("kind", [Block, InPlace, Dropping, NativeDropout, OwnMask])
-def test_the_last_product_of_a_block_is_not_recomputed(kind: Callable[[], nn.Module]) -> None:
-    bare = nn.Sequential(kind(), kind())
-    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True)
-    x = torch.randn(4, WIDTH)
-    # Each block multiplies twice forward, of which one is recomputed.
-    # A layer that may write over its input works on a copy of it; whether it does shows when it runs first.
-    for _ in range(2):
-        assert run(model, x)[1] == run(bare, x)[1] + 2
-
-
-def test_a_product_whose_dropout_is_followed_by_another_layer_is_recomputed() -> None:
-    """What is alive in the middle of a shard is not what is alive at its end."""
-    bare = nn.Sequential(Dropping(), Dropping())
-    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=1, checkpoint_activation=True)
-    x = torch.randn(4, WIDTH)
-    assert run(model, x)[1] == run(bare, x)[1] + 3
-
-
-@pytest.mark.parametrize("kind", [Looking, FromNumPy, FromNumbers, Deciding, Unseen, Stashing, AddedInPlace])
-def test_a_layer_that_reads_its_last_product_is_recomputed_in_full(kind: Callable[[], nn.Module]) -> None:
-    bare = nn.Sequential(kind(), kind())
-    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True)
-    x = torch.randn(4, WIDTH)
-    products = 3 if kind is Stashing else 2
-    assert run(model, x)[1] == run(bare, x)[1] + 2 * products
-
-
-class Fickle(Block):
-    """Does one more product in its recomputation than it did before."""
-
-    calls: Iterator[bool]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y if next(self.calls) else self.down(self.up(y))
-
-
-class Swapping(Fickle):
-    """Does as many operations in its recomputation, but others, and saves what was dead."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.down(F.gelu(self.up(x)))
-        return y * 2 if next(self.calls) else y.exp()
-
-
-class Stopping(Fickle):
-    """Does fewer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super(Fickle, self).forward(x)
-        return y * 2 if next(self.calls) else y
-
-
-@pytest.mark.parametrize("kind", [Fickle, Swapping, Stopping])
-def test_a_recomputation_with_other_operations_runs_in_full(kind: Callable[[], Fickle]) -> None:
-    """Nothing is left out of it: it meets the same checks as before, and runs again in full."""
-    layer = kind()
-    layer.calls = iter([True, False, False])
-    model = OffloadModel(nn.Sequential(layer), "cpu", num_slices=1, checkpoint_activation=True)
-    gradients, _ = run(model, torch.randn(4, WIDTH))
-    assert not any(gradient.isnan().any() for gradient in gradients)
-    assert next(layer.calls, None) is None
-
-
-class Telling(Block):
-    def __init__(self, seen: list[Tensor]) -> None:
-        super().__init__()
-        self.tell = seen.append  # not an attribute that a recomputation puts back
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = super().forward(x)
-        self.tell(result)
-        return result
-
-
-def test_a_result_that_was_left_out_cannot_be_read() -> None:
-    """A layer that keeps its own result finds no number that looks like one."""
-    seen: list[Tensor] = []
-    model = OffloadModel(nn.Sequential(Telling(seen)), "cpu", num_slices=1, checkpoint_activation=True)
-    run(model, torch.randn(4, WIDTH))
-    output, again = seen
-    assert not output.isnan().any()
-    assert isinstance(again, LeftOut)
-    assert again.shape == output.shape
-    readers: list[Callable[[Tensor], Any]] = [
-        lambda t: t + 1,
-        Tensor.tolist,
-        lambda t: t.detach().numpy(),
-        lambda t: t.data_ptr(),
-        lambda t: t.sum(),
-        lambda t: t.untyped_storage()[0],
-        lambda t: t.clone(),
-    ]
-    for read in readers:
-        with pytest.raises(RuntimeError, match=r"a recomputation left out|LeftOut|its data is not allocated"):
-            read(again)
-
-
-def test_dead_code_elimination_can_be_turned_off() -> None:
-    seen: list[Tensor] = []
-    model = OffloadModel(nn.Sequential(Telling(seen)), "cpu", num_slices=1, checkpoint_activation=True)
-    assert is_dead_code_elimination_enabled()
-    with set_dead_code_elimination(False):
-        assert not is_dead_code_elimination_enabled()
-        run(model, torch.randn(4, WIDTH))
-    assert is_dead_code_elimination_enabled()
-    output, again = seen
-    assert torch.equal(output, again)
 
 
 class Chooser(nn.Module):
@@ -377,7 +236,7 @@ def test_a_choice_by_values_read_on_the_host_is_made_again(read: Callable[[Tenso
     model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=3, checkpoint_activation=True)
     for _ in range(2):
         x = torch.randn(4, WIDTH)
-        for expected, actual in zip(run(bare, x)[0], run(model, x)[0], strict=True):
+        for expected, actual in zip(run(bare, x), run(model, x), strict=True):
             torch.testing.assert_close(actual, expected)
         bare.zero_grad()
         model.zero_grad()
@@ -413,13 +272,11 @@ def test_a_hook_on_a_gradient_finds_the_values_that_its_closure_holds() -> None:
     bare = nn.Sequential(Weighing(), nn.Linear(WIDTH, WIDTH))
     model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True)
     x = torch.randn(4, WIDTH)
-    for expected, actual in zip(run(bare, x)[0], run(model, x)[0], strict=True):
+    for expected, actual in zip(run(bare, x), run(model, x), strict=True):
         torch.testing.assert_close(actual, expected)
 
 
-def test_a_buffer_that_a_dead_value_is_added_to_in_place_is_computed() -> None:
-    """The sum is not read, but it is computed: its summands must not be left out."""
-
+def test_a_sum_that_no_gradient_needs_has_its_values_after_backward() -> None:
     class Summing(Block):
         def __init__(self) -> None:
             super().__init__()
@@ -435,52 +292,6 @@ def test_a_buffer_that_a_dead_value_is_added_to_in_place_is_computed() -> None:
     bare = nn.Sequential(Summing(), nn.Linear(WIDTH, WIDTH))
     model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True)
     x = torch.randn(4, WIDTH)
-    for expected, actual in zip(run(bare, x)[0], run(model, x)[0], strict=True):
+    for expected, actual in zip(run(bare, x), run(model, x), strict=True):
         torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(next(model.children()).total, bare[0].total)
-
-
-def test_a_value_dead_in_one_run_and_saved_in_another_is_detected() -> None:
-    """The same operations in the same order, of which autograd saves more where another factor needs a gradient."""
-
-    class Factors(Block):
-        def __init__(self, turns: Iterator[bool]) -> None:
-            super().__init__()
-            self.turns = turns
-            self.fixed = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
-            self.free = nn.Parameter(torch.ones(WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.down(F.gelu(self.up(x)))
-            return y * (self.fixed if next(self.turns) else self.free)
-
-    bare = nn.Sequential(Factors(iter([False])))
-    model = OffloadModel(
-        nn.Sequential(Factors(iter([True, False, False]))), "cpu", num_slices=1, checkpoint_activation=True
-    )
-    model.load_state_dict(bare.state_dict())
-    x = torch.randn(4, WIDTH)
-    for expected, actual in zip(run(bare, x)[0], run(model, x)[0], strict=True):
-        torch.testing.assert_close(actual, expected)
-
-
-def test_a_layer_behind_that_saves_a_product_keeps_it_alive() -> None:
-    counts = Counter[str]()
-    bare = nn.Sequential(Block(), nn.Tanh())
-    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=1, checkpoint_activation=True)
-    x = torch.randn(4, WIDTH)
-    counts["ours"], counts["bare"] = run(model, x)[1], run(bare, x)[1]
-    assert counts["ours"] == counts["bare"] + 2
-
-
-def test_operands_of_a_tensor_subclass_are_never_dead() -> None:
-    """It does as it likes with what it is given."""
-    x, weight = torch.randn(4, WIDTH, requires_grad=True), torch.randn(WIDTH, WIDTH)
-    other = TwoTensor(torch.ones(4, WIDTH), torch.ones(4, WIDTH))
-    for meets, code in ((other, None), (torch.ones(4, WIDTH), {0, 1})):
-        listener = Listener()
-        listener.meets([x, weight, meets])
-        with torch.autograd.graph.saved_tensors_hooks(listener.saved, lambda _: x), listener:
-            torch.add(x @ weight, meets)
-        found = listener.dead_code()
-        assert (found and set(found.dead)) == code
