@@ -108,8 +108,7 @@ class ReportingModule(SlotSharingModule):
     def trace(self, path: str | os.PathLike[str]) -> Iterator[list[Event]]:
         """Records compute and each lane in this context, and writes the trace to ``path`` for https://ui.perfetto.dev.
 
-        ``with model.trace("step.json") as events: ...``; the events are named as in the plan. Draw it with
-        ``python -m offload.telemetry.timeline step.json step.png``.
+        ``with model.trace("step.json") as events: ...``; the events are named as in the plan.
         """
         tracer = self._meter.tracer
         with tracer.recording(self._executor.bytes_at_home) as events:
