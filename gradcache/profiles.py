@@ -18,7 +18,6 @@ from offload.engine.regroup import joined, kind_of, rows_in, runs_alike
 from offload.engine.resident import ResidentRunner
 from pipe.microbatch import rows_of
 from pipe.nested import map_distinct, tensors_in
-from pipe.recompute.dead_code import DeadCode
 from pipe.recompute.replay import Replay, devices_of
 from pipe.recompute.rerun import Rerun
 
@@ -35,8 +34,6 @@ class LayerProfile:
     graph_bytes: int
     #: Bytes of its input, or 0 if that need not be kept.
     entering_bytes: int
-    #: The operations that a recomputation may leave out.
-    dead_code: DeadCode | None
     writes_buffers: bool
     #: Whether it draws random numbers.
     draws: bool
@@ -50,7 +47,6 @@ class LayerProfile:
             runner.activation_bytes,
             runner.graph_bytes,
             entering_bytes,
-            rerun.dead_code,
             writes,
             bool(rerun.replay.drawn),
         )

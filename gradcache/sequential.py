@@ -152,11 +152,10 @@ class SequentialTape:
             requires = [any(getattr(x, "requires_grad", False) for x in column) for column in columns]
         g = self._walk.add(group, requires, partial(_by_chunk, self._output_fn, group.counts))
         if profile is None:
-            outputs = self._walk.forward(g, entering, {}, ())
+            outputs = self._walk.forward(g, entering, {})
         else:
             graph_bytes = {j: profile.graph_bytes(j, group.rows) for j in range(graphs_from, len(profile.layers))}
-            # Dead code was found for the first chunk; for others it is checked when they are recomputed.
-            outputs = self._walk.forward(g, entering, graph_bytes, [layer.dead_code for layer in profile.layers])
+            outputs = self._walk.forward(g, entering, graph_bytes)
         group.leaves = [len(flatten(output)[0]) for output in outputs]
         return outputs
 

@@ -341,8 +341,7 @@ class OffloadModel(nn.Module):
     def trace(self, path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[list[Event]]:
         """Records compute and each lane in this context, and writes the trace to ``path`` for https://ui.perfetto.dev.
 
-        ``with model.trace("step.json") as events: ...``; the events are named as in the plan. Draw it with
-        ``python -m offload.telemetry.timeline step.json step.png``.
+        ``with model.trace("step.json") as events: ...``; the events are named as in the plan.
         """
         return self._offloaded.reports.trace(path)
 

@@ -194,7 +194,6 @@ OPTIONAL = {
     "offload/advise/config.py": {"transformers"},
     "offload/files/state_file.py": {"from_numpy", "numpy"},
     "offload/telemetry/memory_report.py": {"matplotlib"},
-    "offload/telemetry/timeline.py": {"matplotlib"},
 }
 
 

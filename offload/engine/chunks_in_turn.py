@@ -20,7 +20,6 @@ from offload.planning.in_memory import InMemory
 from offload.planning.plan import BACKWARD_CELLS, FORWARD_CELLS, Kind
 from offload.telemetry.statistics import Meter
 from pipe.nested import map_tensors, tensors_in
-from pipe.recompute.dead_code import DeadCode
 
 __all__ = ["ChunksInTurn", "ResidentLayers", "nbytes_of"]
 
@@ -91,7 +90,6 @@ class ChunksInTurn:
         i: int,
         entering: list[Any],
         graph_bytes: Mapping[int, int],
-        dead_code: Sequence[DeadCode | None],
     ) -> Any:
         """The detached output of chunk ``i``, whose input is removed from the list ``entering``.
 
@@ -104,8 +102,6 @@ class ChunksInTurn:
             if cell in self.plan.inputs:
                 self.store.put(cell, value)
             value = self._cell_executor.forward(tape, cell, value)
-            if dead_code and cell in tape.cells and self._runners[cell.j].skips_dead_code:
-                tape.cells[cell].dead_code = dead_code[cell.j]
 
         actions = self.plan.forward(i, graph_bytes, lambda: nbytes_of(value))
         Follower(dict.fromkeys(FORWARD_CELLS, run)).follow(actions)

@@ -1,4 +1,4 @@
-"""Records a trace of steps: the spans of compute and of each lane, for https://ui.perfetto.dev or a picture.
+"""Records a trace of steps: the spans of compute and of each lane, for https://ui.perfetto.dev.
 
 Events carry the plan's tokens. On the CPU a lane's span is the time of its copy; on a CUDA device the host only queues
 work, so there use ``torch.profiler``, whose ranges carry the same tokens.

@@ -8,14 +8,13 @@ Limits: writes outside torch operations (through NumPy, or inside compiled code)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipe.recompute.dead_code import tensors_of
 from pipe.torch_private.dispatch import OperationMode
 from pipe.torch_private.tensors import memory_of
 
@@ -41,7 +40,7 @@ class FirstWrites(OperationMode):
         if writes is not None and self._watched:
             positions, names = writes
             given = [args[k] for k in positions if k < len(args)] + [kwargs[name] for name in names if name in kwargs]
-            for tensor in tensors_of(given):
+            for tensor in _tensors_of(given):
                 if tensor.layout is torch.strided and type(tensor) in (Tensor, torch.nn.Parameter):
                     for function in self._watched.pop(memory_of(tensor), ()):
                         function()
@@ -60,3 +59,12 @@ def _written_by(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]] | None:
         if silent or (argument.alias_info is not None and argument.alias_info.is_write)
     ]
     return (tuple(k for k, _ in written), tuple(name for _, name in written)) if written else None
+
+
+def _tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among an operation's arguments, including those in lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors_of(value)

@@ -23,15 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipe.nested import map_distinct, tensors_in
-from pipe.recompute.dead_code import DeadCode, Listener
-from pipe.recompute.elimination import leaving_out, stop_leaving_out
+from pipe.nested import map_distinct
 from pipe.recompute.generators import generators_in
 from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.phase import enable_checkpointing
 from pipe.recompute.replay import Replay, autocast_without_cache
-from pipe.torch_private.modules import caches_parametrizations, has_module_hooks
+from pipe.torch_private.modules import caches_parametrizations
 
 __all__ = ["RepeatableLayers", "Rerun", "refuse_cached_parametrizations", "trial"]
 
@@ -62,7 +60,7 @@ class Rerun:
         value: the input of the modules, which may hold random generators.
     """
 
-    __slots__ = ("copies_input", "copy", "dead_code", "module_state", "replay")
+    __slots__ = ("copies_input", "copy", "module_state", "replay")
 
     def __init__(
         self,
@@ -81,8 +79,6 @@ class Rerun:
         #: Whether the layers write into their input, so that each run needs a copy of it.
         self.copies_input = False
         self.copy: Callable[[Any], Any] = partial(map_distinct, Tensor.clone)
-        #: The operations that the second run may leave out.
-        self.dead_code: DeadCode | None = None
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
@@ -139,23 +135,8 @@ class Rerun:
         mode = contextlib.nullcontext() if mode is None else mode
         with self.again(until=until):
             given = self.copy(value) if self.copies_input else value
-            try:
-                with mode:
-                    return call(given)
-            except BaseException:
-                stop_leaving_out(mode)
-                raise
-
-    def repeat_for_gradients(
-        self, call: Call, value: Any, *, until: contextlib.ExitStack | None = None
-    ) -> tuple[Any, bool]:
-        """The same with a graph, without operations that no gradient needs; and whether it ran as the first run did."""
-
-        def run(mode: contextlib.AbstractContextManager[Any]) -> Any:
-            with torch.enable_grad():
-                return self.repeat(call, value, mode, until=until)
-
-        return leaving_out(self.dead_code, run)
+            with mode:
+                return call(given)
 
 
 @contextlib.contextmanager
@@ -193,17 +174,11 @@ class RepeatableLayers:
         """The ``training`` flags of all modules."""
         return tuple([module.training for _, module in self.watched.modules])
 
-    @property
-    def listened_to(self) -> bool:
-        """Whether hooks see the inputs or outputs of modules, so that no operation may be left out."""
-        return has_module_hooks(module for _, module in self.watched.modules)
-
     def run(
         self,
         call: Call,
         value: Any,
         *around: contextlib.AbstractContextManager[Any],
-        listener: Listener | None = None,
         rerun: Rerun | None = None,
         keeps_input: bool = True,
     ) -> tuple[Any, Any]:
@@ -213,7 +188,6 @@ class RepeatableLayers:
             call: runs the layers.
             value: their input.
             around: contexts around the layers only.
-            listener: finds operations that a second run may leave out.
             rerun: told whether it has to copy the value as well.
 
         Returns:
@@ -226,9 +200,6 @@ class RepeatableLayers:
             stack.enter_context(autocast_without_cache(self.devices))
             for mode in around:
                 stack.enter_context(mode)
-            if listener is not None:
-                listener.meets([*tensors_in(given), *self.watched.tensors()])
-                stack.enter_context(listener)
             output = call(given)
         if rerun is not None:
             rerun.copies_input = self.inputs.copies(modes)

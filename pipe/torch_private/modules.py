@@ -18,7 +18,6 @@ __all__ = [
     "caches_parametrizations",
     "global_module_hooks",
     "has_backward_hooks",
-    "has_module_hooks",
 ]
 
 
@@ -38,11 +37,6 @@ def global_module_hooks() -> list[dict[int, Any]]:
     """The hooks that run for every module."""
     names = "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks"
     return [getattr(torch.nn.modules.module, name) for name in names]
-
-
-def has_module_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether hooks, of one of these modules or global ones, see its inputs or outputs."""
-    return any(global_module_hooks()) or any(m._forward_hooks or m._forward_pre_hooks for m in modules)
 
 
 def has_backward_hooks(modules: Iterable[nn.Module]) -> bool:

@@ -17,7 +17,7 @@ from offload import MemoryPolicy, OffloadModel
 
 
 class Block(nn.Module):
-    """Ends in operations that a recomputation leaves out."""
+    """Ends in operations that save nothing."""
 
     def __init__(self) -> None:
         super().__init__()

