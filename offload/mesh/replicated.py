@@ -205,7 +205,7 @@ class MeshParameters(ShardedParameters):
         self.recount()
 
     def refuse_leaves(self) -> None:
-        """Lets autograd refuse gradients that come to parameters outside of blocks by another way than their modules."""
+        """Lets autograd refuse gradients that come to what is outside of blocks by another way than its modules."""
         for p in self._outside.values():
             if p.stored.requires_grad:
                 p.stored.register_post_accumulate_grad_hook(_refuse_leaf)
