@@ -18,6 +18,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -112,6 +113,17 @@ class MeshEngine(Engine):
             result = run()
             self._ran.add(training)
             return result
+
+    def _run(self, block: Block, call: Callable[..., Any], *args: Any) -> Any:
+        return super()._run(block, partial(self._telling, call), *args)
+
+    def _telling(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a block, in forward or in backward; other ranks are told what it raises."""
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            self._ranks.raised(error)
+            raise
 
     def _words_of(self, order: Sequence[int]) -> list[str]:
         slots = [f"one-of-{self.streamer.slots}-slots-has-shard-{j}" for j in self.streamer.loaded]

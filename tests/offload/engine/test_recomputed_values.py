@@ -319,16 +319,3 @@ def test_a_layer_behind_that_saves_a_product_keeps_it_alive() -> None:
     x = torch.randn(4, WIDTH)
     counts["ours"], counts["bare"] = run(model, x)[1], run(bare, x)[1]
     assert counts["ours"] == counts["bare"] + 2
-
-
-def test_operands_of_a_tensor_subclass_are_never_dead() -> None:
-    """It does as it likes with what it is given."""
-    x, weight = torch.randn(4, WIDTH, requires_grad=True), torch.randn(WIDTH, WIDTH)
-    other = TwoTensor(torch.ones(4, WIDTH), torch.ones(4, WIDTH))
-    for meets, code in ((other, None), (torch.ones(4, WIDTH), {0, 1})):
-        listener = Listener()
-        listener.meets([x, weight, meets])
-        with torch.autograd.graph.saved_tensors_hooks(listener.saved, lambda _: x), listener:
-            torch.add(x @ weight, meets)
-        found = listener.dead_code()
-        assert (found and set(found.dead)) == code

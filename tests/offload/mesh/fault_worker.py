@@ -22,7 +22,7 @@ from offload import OffloadModel
 from tests.offload.mesh.forked import fork
 
 #: Number of ranks, and which one fails, by the way in which it does.
-WAYS = {"ends": (2, 0), "goes on": (2, 0), "killed": (3, 1), "late": (2, 0), "all": (2, -1)}
+WAYS = {"ends": (2, 0), "goes on": (2, 0), "killed": (3, 1), "late": (2, 0), "all": (2, -1), "backward": (2, 0)}
 
 
 class FailsOnce(nn.Linear):
@@ -61,7 +61,13 @@ def run(rank: int, way: str, folder: Path, others_end: int) -> list[str]:
     raised = []
     for _ in range(3):
         try:
-            model(x)
+            if way == "backward":
+                failure, FailsOnce.failure = FailsOnce.failure, None
+                loss = model(x).sum()
+                FailsOnce.failure = failure
+                loss.backward()
+            else:
+                model(x)
         except BaseException as error:
             raised.append(f"{type(error).__name__}: {error}".splitlines()[0])
             if rank == failing and way == "ends":

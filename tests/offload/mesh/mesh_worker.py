@@ -51,7 +51,7 @@ from offload.mesh.traffic import Traffic, bytes_at_once, sent_bytes, traffic_of
 from offload.mesh.transport import HOST, Transport
 from offload.streaming.lane import Arrival
 from tests.offload.late import LateLane as LateUpdates
-from tests.offload.mesh import accumulate_claims, blocks_claims, device_memory_claims
+from tests.offload.mesh import accumulate_claims, blocks_claims, device_memory_claims, graph_claims
 from tests.offload.mesh.forked import check_claims
 from tests.offload.mesh.world import World, difference, greatest_error, whole
 from tests.waits import find_sites, take_out
@@ -980,6 +980,7 @@ CLAIMS = [
     models_that_follow_each_other_use_the_same_process_groups,
     *blocks_claims.CLAIMS,
     *accumulate_claims.CLAIMS,
+    *graph_claims.CLAIMS,
 ]
 #: Checked by four ranks as well.
 OF_FOUR = [

@@ -56,6 +56,13 @@ def test_rank_that_fails_alone_ends_the_others_which_name_it_and_is_never_mistak
     assert len(first) == (1 if way == "ends" else 3)
 
 
+def test_rank_that_fails_in_a_backward_ends_the_others_which_name_it(parts: dict[str, Any]) -> None:
+    (_, first), (_, second) = parts["fault_worker"]["backward"]
+    assert first[0] == "ValueError: this layer fails"
+    assert all("RuntimeError" in line for line in (*first[1:], *second))
+    assert "rank 0 raised ValueError: this layer fails (in a backward)" in second[0]
+
+
 def test_rank_that_is_killed_ends_all_others_which_name_it(parts: dict[str, Any]) -> None:
     first, killed, last = parts["fault_worker"]["killed"]
     assert killed[0] == -signal.SIGKILL
