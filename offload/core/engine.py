@@ -333,7 +333,7 @@ class Engine:
             or has_cache(args, kwargs)
         )
         if this.step is None:
-            watch = UNWATCHED
+            watch = self._watch_in_place if in_place and graph and weights.shard.gradient_types.rounded else UNWATCHED
             if this.boundaries is not None and graph and (j or block.place[0]):
                 watch = Watch(entering=this.boundaries.hooks((j, i)))
             elif graph and this.recorders is not None:
@@ -394,6 +394,11 @@ class Engine:
         if j == len(self.blocks) - 1 and k == blocks - 1:
             step.leave(i, output)
         return output
+
+    @property
+    def _watch_in_place(self) -> Watch:
+        """For shards that are used where they rest, and whose gradients are rounded when the backward ends."""
+        return Watch(begins=lambda visit: self._enter_backward(None))
 
     def _begin_cell(
         self,
@@ -600,6 +605,7 @@ class Engine:
                 backward.step.end_cell()
             self.streamer.gradient_offload.settle()
             self._end()
+            self._round_in_place()
             self.streamer.gradient_offload.wait_idle()
             self.streamer.wait_for_home_reads()
             if not (self._owner.weights_are_frozen or self.streamer.slot_pool.shared):
@@ -612,6 +618,16 @@ class Engine:
         except BaseException:
             self._cancel()
             raise
+
+    def _round_in_place(self) -> None:
+        """Rounds gradients of shards that are used where they rest, as those that leave are."""
+        for shard in self.streamer.shards:
+            types = shard.gradient_types
+            if shard.in_place and types.rounded:
+                for s in shard.own:
+                    gradient = s.parameter.grad
+                    if gradient is not None and types.rounds(s) and gradient.dtype != types.of(s):
+                        set_gradient(s.parameter, gradient.to(types.of(s)))
 
     def _end(self) -> None:
         while self._leaving:

@@ -43,6 +43,17 @@ class ByHand(nn.Module):
         return (x.double() @ self.weight[:, ::2].double().t()).to(x.dtype)
 
 
+class Conjugate(nn.Module):
+    """Computes with the conjugate of its weight, which is a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64) / WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) * self.weight.conj().sum(0) * self.weight.conj()[0]).abs().to(x.dtype)
+
+
 class WritesAfterUse(nn.Module):
     """Writes its weight after a cast of it was used."""
 
@@ -75,6 +86,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "frozen": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
     "conv": Conv,
     "by hand": ByHand,
+    "conjugate": Conjugate,
     "lstm": lambda: First(nn.LSTM(WIDTH, WIDTH, batch_first=True)),
     "writes after use": WritesAfterUse,
     "writes the cast": WritesCast,

@@ -38,7 +38,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("arrival.synchronize()", training.the_host_waits_at_the_end_of_a_pass_and_never_before)
         ],
         "Streamer.reset": [
-            ("self._lanes.wait_idle()", training.a_forward_after_one_that_failed_is_right),
+            ("self._lanes.wait_idle()", training.nothing_moves_after_an_exception),
             ("pending.wait_idle()", training.an_update_that_was_cut_off_from_its_load_ends_first),
             ("self.gradient_offload.cancel()", training.a_store_that_failed_is_told_once),
         ],
@@ -406,8 +406,16 @@ EXCEPTIONS = {
         "puts a tensor together of its parts"
     ),
 }
-#: Waits of the engine that autograd drives.
-OF_THE_CORE = ("offload.core.", "offload.streaming.streamer Streamer.await_load")
+#: Waits of the engine that runs models with ``mesh=``.
+OF_MESHES = (
+    "offload.engine.executor ",
+    "offload.engine.backward_passes ",
+    "offload.engine.exclusive ",
+    "offload.engine.block_forwards ",
+    "offload.engine.suspended_walk ",
+    "offload.streaming.streamer Streamer.visit",
+    "offload.streaming.streamer Streamer._visit_in_memory",
+)
 #: What ranks tell each other of failures: no values of a model.
 NOTICES = "offload.mesh.notices "
 
@@ -433,8 +441,8 @@ def test_with_all_waits(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 @pytest.mark.parametrize("wait", sorted(TABLE))
 def test_without_this_wait(wait: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    if wait.startswith(OF_THE_CORE):
-        monkeypatch.setattr("offload.core.IN_USE", True)
+    if wait.startswith(OF_MESHES):
+        monkeypatch.setattr("offload.core.IN_USE", False)
     take_out(SITES[wait], monkeypatch, STAND_INS.get(wait))
     TABLE[wait].assert_fails(monkeypatch, tmp_path)
 

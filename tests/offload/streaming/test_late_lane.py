@@ -14,6 +14,7 @@ from torch import nn
 
 from offload import MemoryPolicy, OffloadModel
 from offload.streaming.lane import Arrival, CopyLanes, ThreadCopyLane
+from offload.streaming.streamer import Streamer
 from offload.telemetry.statistics import Meter
 from tests.late_cuda import DEVICE, LateCuda
 from tests.offload.late import LateLane
@@ -79,7 +80,7 @@ def test_copies_overtake_each_other_at_all(late: Late, tmp_path: Path) -> None:
     lanes = late(3)
     assert equal(both(f"{tmp_path}/"))
     tokens = [token for lane in lanes for token in lane.log]
-    assert {token[0] for token in tokens} == {"L", "D", "s", "f", "r"}  # loads, drains, spills, fetches, releases
+    assert {token[0] for token in tokens} == {"L", "D", "s", "f"}  # loads, drains, spills, fetches
     assert lanes[0].log != sorted(lanes[0].log)
 
 
@@ -104,7 +105,7 @@ def test_without_the_wait_for_a_fetch_there_is_no_boundary_to_read(late: Late, t
 
 
 def test_a_fetch_must_run_after_its_spill(late: Late, tmp_path: Path) -> None:
-    late(0, forgets_after=True)
+    late(0, forgets="spill")
     with pytest.raises(IndexError, match="list index out of range"):  # nothing was stored that could be fetched
         both(f"{tmp_path}/", tied=False)
 
@@ -121,6 +122,26 @@ def test_an_eviction_waits_for_its_load(late: Late, tmp_path: Path) -> None:
         model(x)
     handle.remove()
     assert torch.equal(model(x), expected)
+
+
+def test_a_prefetch_that_was_interrupted_takes_no_slot(
+    late: Late, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late(0)
+    bare = build(["linear"] * 2)
+    model = OffloadModel(copy.deepcopy(bare), "cpu", f"{tmp_path}/", num_slices=4, checkpoint_activation=True)
+    x = torch.randn(3, WIDTH)
+    model(x).sum().backward()
+
+    def interrupted(self: Streamer, *_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Streamer, "_fill", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.prefetch()
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), bare(x))
 
 
 class Finished(Arrival):
