@@ -250,6 +250,7 @@ class Engine:
             if not in_between:
                 self._orders[training] = this.forward.uses
             if this.step is not None and this.step.training:
+                this.step.end_forward(result)
                 self._in_pass.__exit__(None, None, None)
             elif this.step is not None:
                 this.step.end()
@@ -379,6 +380,7 @@ class Engine:
         shard = block.weights.shard
         j, (k, blocks) = shard.index, block.place
         step.enter(j, k, i, (args, kwargs))
+        step.code_before(shard.first + k, (args, kwargs))
         recorder = step.recorder(shard, i, shard.slot if views else None, keeps) if graph else None
         kept = keeps and graph
         kind = Kind.BACKWARD_KEPT if kept else Kind.BACKWARD
@@ -389,6 +391,7 @@ class Engine:
         )
         with step.forward(Kind.FORWARD_KEPT if kept else Kind.FORWARD, j, k, blocks, i):
             output = self._run(block, call, args, kwargs, views, this, keeps, watch)
+        step.passed(output)
         if recorder is not None:
             step.record(recorder, j, k, i, (args, kwargs), kept=keeps)
         if j == len(self.blocks) - 1 and k == blocks - 1:

@@ -75,7 +75,7 @@ def outside_bytes(
             nbytes, pieces = made.get(id(p), (_nbytes([p]), None))
             before = {len(shards)} if pieces is None else {shard_of(piece, shards) for piece in pieces}
             first[max(before)] += nbytes
-            for j in before if pieces is not None and len(pieces) > 1 else ():
+            for j in before - {max(before)}:  # made there, and added to the first one
                 copied[j] += nbytes
     own = [] if adapters is None else [s.parameter for s in adapters.own]
     seen: set[nn.Parameter] = set()
