@@ -545,6 +545,8 @@ class Engine:
             self._offload(shard, home)
         if self._updates:
             self.streamer.update_in_backward(shard.index)
+            if step is not None:
+                step.act(Kind.UPDATE_IN_BACKWARD, shard.index)
         if not (visit.place or self._owner.weights_are_frozen):
             self.streamer.slot_pool.prefetch_previous(self.streamer)
         return returned
