@@ -124,7 +124,7 @@ class Engine:
         self._in_pass: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         self._forwards: Living[None] = Living()
         self._made_in = os.getpid()
-        self._weights = [Weights(shard, device) for shard in streamer.shards]
+        self._weights = [Weights(shard, device, owner.meter) for shard in streamer.shards]
         #: Whether parameters are stored in fewer bytes than their gradients.
         self._stores_rounded = any(s.form is not None for weights in self._weights for _, s in weights.owners)
         self.blocks = [

@@ -23,6 +23,7 @@ from offload.storage import Block
 from offload.streaming.quantised import refresh
 from offload.streaming.shard import Shard
 from offload.streaming.slot_pool import SlotPool
+from offload.telemetry.statistics import Meter
 from pipe.torch_private.autograd import outside_inference_mode
 from pipe.torch_private.tensors import storage_uses
 
@@ -32,8 +33,8 @@ __all__ = ["Weights"]
 class Weights:
     """The places of one shard's parameters in its modules, and views of them on the slot that holds the shard."""
 
-    def __init__(self, shard: Shard, device: torch.device) -> None:
-        self.shard, self.device = shard, device
+    def __init__(self, shard: Shard, device: torch.device, meter: Meter) -> None:
+        self.shard, self.device, self._meter = shard, device, meter
         #: Positions in :attr:`Shard.slices` of what is copied to the slot; other parameters stay on the compute device.
         self.streamed = [k for k in range(len(shard.slices)) if not shard.owner_of(k)[0].resident]
         #: Positions of parts of quantised parameters, to which these refer themselves.
@@ -110,6 +111,7 @@ class Weights:
     def differs_from_home(self, k: int, view: Tensor) -> bool:
         """Whether the parameter at a position has other bytes in the slot than at home."""
         owner, s = self.owners[k]
+        self._meter.bytes_compared += s.nbytes
         return not same_bytes(self.shard.part_at_home(k, view), owner.home_view(s).to(view.dtype))
 
     def at_home(self) -> bool:

@@ -217,7 +217,7 @@ def test_a_write_that_is_repeated_is_counted_once(tmp_path: Path, monkeypatch: p
     pair.assert_equal()
 
 
-def test_bytes_that_first_steps_read_to_compare_are_counted_so_that_the_kernel_counts_the_same(tmp_path: Path) -> None:
+def test_bytes_that_first_steps_compare_are_counted_and_the_kernel_counts_what_is_moved(tmp_path: Path) -> None:
     matrices = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
     count = sum(p.numel() for p in matrices.parameters())
     model = OffloadModel(matrices, "cpu", tmp_path, num_slices=4, checkpoint_activation=True)
@@ -227,7 +227,7 @@ def test_bytes_that_first_steps_read_to_compare_are_counted_so_that_the_kernel_c
         io, s = psutil.Process().io_counters(), model.statistics()
         return s.bytes_moved, s.bytes_compared, io.read_chars + io.write_chars
 
-    for compared in (8 * count, 8 * count, 0):
+    for compared in (4 * count, 4 * count, 0):
         before = counts()
         model(torch.ones(2, 512)).sum().backward()
         optimizer.step()
@@ -235,4 +235,4 @@ def test_bytes_that_first_steps_read_to_compare_are_counted_so_that_the_kernel_c
         optimizer.synchronize()
         moved, found, kernel = (b - a for a, b in zip(before, counts(), strict=True))
         assert found == compared
-        assert abs(kernel - moved - compared) < 0.03 * moved  # files of code that is imported
+        assert abs(kernel - moved) < 0.03 * moved  # files of code that is imported; pages of homes are mapped

@@ -147,5 +147,6 @@ def memory_read_back_is_known_to_be_used_by_compute(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(shelf, "fetch", fetch)
     save, load = boundaries.hooks((0, 0))
-    load(save(torch.zeros(10)))
+    first, _ = save(torch.zeros(10)), save(torch.ones(10))
+    load(first)
     assert [tensor.users for tensor in fetched] == [[cuda.compute]], "the allocator does not know its user"
