@@ -204,13 +204,16 @@ class Block:
                 return self._noted(call, views, weights.pop(), args, kwargs, visit, modes)
 
         def again(*args: Any, _life: Any = life, **kwargs: Any) -> Any:
-            leaves = [
-                view.detach().requires_grad_() if k in visit.positions else view
-                for k, view in enumerate(visit.views(visit))
-            ]
+            views = visit.views(visit)
+            leaves = [view.detach().requires_grad_() if k in visit.positions else view for k, view in enumerate(views)]
             if self._inputs.writes(modes):
                 args, kwargs = self._inputs.copy((args, kwargs))
-            return self._call(call, leaves, args, kwargs)
+            before = [view._version for view in views]
+            try:
+                return self._call(call, leaves, args, kwargs)
+            finally:
+                if before != [view._version for view in views]:
+                    self.weights.shard.written = True  # an update in backward must not take them from there
 
         # A second run starts from what the first one was given, which that may write in place.
         copied = modes not in self._spares_input

@@ -254,6 +254,7 @@ class Engine:
             if not in_between:
                 self._orders[training] = this.forward.uses
             if this.step is not None and this.step.training:
+                this.step.end_forward(result)
                 self._in_pass.__exit__(None, None, None)
             elif this.step is not None:
                 this.step.end()
@@ -348,7 +349,7 @@ class Engine:
             or has_cache(args, kwargs)
         )
         if this.step is None:
-            watch = UNWATCHED
+            watch = self._watch_in_place if in_place and graph and weights.shard.gradient_types.rounded else UNWATCHED
             if this.boundaries is not None and graph and (j or block.place[0]):
                 watch = Watch(entering=this.boundaries.hooks((j, i)))
             elif graph and this.recorders is not None:
@@ -394,6 +395,7 @@ class Engine:
         shard = block.weights.shard
         j, (k, blocks) = shard.index, block.place
         step.enter(j, k, i, (args, kwargs))
+        step.code_before(shard.first + k, (args, kwargs))
         recorder = step.recorder(shard, i, shard.slot if views else None, keeps) if graph else None
         kept = keeps and graph
         kind = Kind.BACKWARD_KEPT if kept else Kind.BACKWARD
@@ -406,11 +408,17 @@ class Engine:
         )
         with step.forward(Kind.FORWARD_KEPT if kept else Kind.FORWARD, j, k, blocks, i):
             output = self._run(block, call, args, kwargs, views, this, keeps, watch)
+        step.passed(output)
         if recorder is not None:
             step.record(recorder, j, k, i, (args, kwargs), kept=keeps)
         if j == len(self.blocks) - 1 and k == blocks - 1:
             step.leave(i, output)
         return output
+
+    @property
+    def _watch_in_place(self) -> Watch:
+        """For shards that are used where they rest, and whose gradients are rounded when the backward ends."""
+        return Watch(begins=lambda visit: self._enter_backward(None))
 
     def _begin_cell(
         self,
@@ -561,6 +569,8 @@ class Engine:
             self._offload(shard, home)
         if self._updates:
             self.streamer.update_in_backward(shard.index)
+            if step is not None:
+                step.act(Kind.UPDATE_IN_BACKWARD, shard.index)
         if not (visit.place or self._owner.weights_are_frozen):
             self.streamer.slot_pool.prefetch_previous(self.streamer)
         return returned
@@ -631,6 +641,7 @@ class Engine:
             self._store_rest()
             self.streamer.gradient_offload.settle()
             self._end()
+            self._round_in_place()
             self.streamer.gradient_offload.wait_idle()
             self._store_returned()
             self.streamer.wait_for_home_reads()
@@ -653,6 +664,16 @@ class Engine:
 
     def _store_returned(self) -> None:
         """Called when all gradients of shards are stored."""
+
+    def _round_in_place(self) -> None:
+        """Rounds gradients of shards that are used where they rest, as those that leave are."""
+        for shard in self.streamer.shards:
+            types = shard.gradient_types
+            if shard.in_place and types.rounded:
+                for s in shard.own:
+                    gradient = s.parameter.grad
+                    if gradient is not None and types.rounds(s) and gradient.dtype != types.of(s):
+                        set_gradient(s.parameter, gradient.to(types.of(s)))
 
     def _end(self) -> None:
         while self._leaving:

@@ -106,6 +106,9 @@ class ObservedStep:
         #: Of the cell that runs forward: the tensors that have entered its blocks, and their bytes.
         self._entered: dict[int, int] = {}
         self._boundary_bytes = 0
+        #: Nodes of the forward that were looked at, and the parameters outside of blocks that they use.
+        self._nodes: set[Any] = set()
+        self._used_outside: dict[int, tuple[int, set[int]]] = {}
 
     def act(self, kind: Kind, j: int, i: int | None = None) -> None:
         """Adds to the plan."""
@@ -133,6 +136,42 @@ class ObservedStep:
             self._steps.record_boundary(j, self.rows[i], self._boundary_bytes)
         if j and k == 0:
             self._steps.record_gradient(j, self.rows[i], new)
+
+    def code_before(self, block: int, value: Any) -> None:
+        """Called with what enters a block, or leaves a forward: notes which parameters the code before it uses.
+
+        Autograd adds their gradients in one buffer each, which is made by the last code that uses it.
+        """
+        outside, made = self._executor.outside, self._used_outside
+        if not (self.training and outside):
+            return
+        wanted = {id(p): p for p in outside if p.requires_grad}
+        nodes = [x.grad_fn for x in tensors_in(value)]
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in self._nodes:
+                continue
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                if id(leaf) in wanted:
+                    nbytes = leaf.numel() * leaf.element_size()
+                    made.setdefault(id(leaf), (nbytes, set()))[1].add(block)
+                continue
+            self._nodes.add(node)
+            nodes += [following for following, _ in node.next_functions]
+
+    def passed(self, value: Any) -> None:
+        """Called with what leaves a block: the code behind it ends there."""
+        if self._executor.outside:
+            self._nodes.update(x.grad_fn for x in tensors_in(value) if x.grad_fn is not None)
+
+    def end_forward(self, value: Any) -> None:
+        """Called with the result of the forward."""
+        if self._executor.blocks:
+            self.code_before(len(self._executor.blocks), value)
+            self._executor.leaf_gradients.clear()
+            self._executor.leaf_gradients.update(self._used_outside)
+        self._nodes = set()
 
     def leave(self, i: int, value: Any) -> None:
         """Called with the output of the last block of a micro-batch."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from offload.engine.measured import step_model
 from offload.engine.mesh_planner import planner_for
-from offload.engine.outside import outside_bytes
+from offload.engine.outside import LeafBytes, outside_bytes
 from offload.engine.references import References
 from offload.engine.regroup import looks_across_rows
 from offload.engine.row_units import RowUnits
@@ -165,6 +165,8 @@ class ModelHomes:
         self.row_units = RowUnits()
         #: How often saved tensors were recorded, by shard, rows and whether the graph was kept.
         self.recorded: dict[Any, int] = {}
+        #: Of the gradients of parameters outside in the last backward.
+        self.leaf_gradients: LeafBytes = {}
         #: The process that made the model.
         self.made_in = os.getpid()
         self._frozen_weights = 0
@@ -250,6 +252,7 @@ class ModelHomes:
             self.resident,
             self.shards,
             dtype=self.layer_homes.dtype,
+            made=self.leaf_gradients,
             states=self.streamer.gradient_offload.optimizers.resident_state_bytes(),
         )
 

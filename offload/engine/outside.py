@@ -14,6 +14,9 @@ from pipe.nested import parts_of
 
 __all__ = ["bytes_staying", "outside_bytes", "shard_of"]
 
+#: By ``id`` of a parameter: the bytes of its gradient, and the pieces of code that make it or add to it.
+LeafBytes = dict[int, tuple[int, set[int]]]
+
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
@@ -55,6 +58,7 @@ def outside_bytes(
     shards: Collection[Shard],
     *,
     dtype: torch.dtype | None,
+    made: LeafBytes,
     states: int,
 ) -> OutsideBytes:
     """The bytes outside of ``shards``.
@@ -64,10 +68,17 @@ def outside_bytes(
         adapters: the owner of parameters of layers that stay.
         shards: of the model.
         dtype: in which layers compute, if not in that of the parameters.
+        made: of the last backward. A gradient that is not known there counts from the begin of the backward on.
         states: bytes of optimizer states.
     """
-    # When autograd makes a gradient is not known: it counts from the begin of the backward on.
-    first, within = Counter({len(shards): _nbytes(p for p in parameters if p.requires_grad)}), Counter[int]()
+    first, copied, within = Counter[int](), Counter[int](), Counter[int]()
+    for p in parameters:
+        if p.requires_grad:
+            nbytes, pieces = made.get(id(p), (_nbytes([p]), None))
+            before = {len(shards)} if pieces is None else {shard_of(piece, shards) for piece in pieces}
+            first[max(before)] += nbytes
+            for j in before - {max(before)}:  # made there, and added to the first one
+                copied[j] += nbytes
     own = [] if adapters is None else [s.parameter for s in adapters.own]
     seen: set[nn.Parameter] = set()
     for shard in sorted(shards, key=lambda shard: -shard.index):
@@ -79,6 +90,7 @@ def outside_bytes(
         values=_values(modules, parameters, own, dtype),
         states=states,
         made_before=_positive(first),
+        copied_before=_positive(copied),
         made_in=_positive(within),
         held=_nbytes(held),
     )

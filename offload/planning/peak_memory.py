@@ -271,10 +271,11 @@ class _Replay:
         if profile is not None:
             # What a profile frees is not more than the graph holds: a recomputed one knows no recipes of cheap results.
             own = max(0, kept - profile.kept_bytes(sizes.rows[i])) if kept is not None else 0
-            inside = profile.peak_bytes(sizes.rows[i], sizes.gradient_bytes[j], adds=i > 0)
+            adds = i + 1 < len(sizes.rows)  # autograd runs the last micro-batch first
+            inside = profile.peak_bytes(sizes.rows[i], sizes.gradient_bytes[j], adds=adds)
             self._graph_bytes -= kept or 0
             there = 0 if kept is None else own + profile.kept_bytes(sizes.rows[i])
-            there += sizes.gradient_bytes[j] if i > 0 else 0
+            there += sizes.gradient_bytes[j] if adds else 0
             self._count_memory(position, own + inside, onward, there)
             graphs = self._graph_bytes + own + profile.peak_bytes(sizes.rows[i], 0)
             self.peak.activation_bytes = max(self.peak.activation_bytes, graphs)

@@ -17,7 +17,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.engine.gradients_held import accumulates_in_memory
@@ -29,7 +28,6 @@ from offload.planning.explain import FewerBytes
 from offload.planning.filling import least_bytes
 from offload.planning.step_model import Choice, predict
 from offload.streaming.heap import anonymous_bytes
-from offload.streaming.shard import Shard
 from offload.telemetry.statistics import DRAIN_TO_MEMORY, LOAD_FROM_MEMORY, UPDATE_IN_MEMORY, Meter
 
 WIDTH, ROWS, DEPTH = 256, 64, 6
@@ -421,29 +419,6 @@ def test_accumulated_gradients_count(tmp_path: Path) -> None:
     assert planner._prediction.peak.begin_bytes == before.peak.begin_bytes + held
 
 
-def test_kept_graphs_do_not_hold_the_copies_that_their_cells_used(tmp_path: Path) -> None:
-    """The first forwards of a shard that rests in memory use a copy of it, which is freed at the end of its visit."""
-    model = OffloadModel(stack(), "cpu", tmp_path, memory="1GiB")
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
-    train(model, optimizer, 1)
-    copies: list[StorageWeakRef] = []
-    bind = Shard.bind
-
-    def bound(shard: Shard) -> int:
-        if not shard.bound_in_place:
-            copies.append(StorageWeakRef(shard.slot.untyped_storage()))
-        return bind(shard)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Shard, "bind", bound)
-        loss = model(torch.randn(ROWS, WIDTH)).sum()
-    choice = planner_of(model).choice
-    assert choice is not None
-    assert len(choice.kept) == len(copies) == DEPTH
-    assert all(copy.expired() for copy in copies)
-    loss.backward()
-
-
 def test_the_report_names_each_choice_and_what_more_memory_would_buy(tmp_path: Path) -> None:
     model = OffloadModel(stack(), "cpu", tmp_path / "home", memory="64MiB")
     assert "when one training step has been measured" in str(model.memory_report())
@@ -744,14 +719,14 @@ class Framed(nn.Module):
 def test_gradients_around_blocks_are_made_before_the_shards_of_the_blocks_behind_that_code(
     num_slices: int, tmp_path: Path
 ) -> None:
-    """Parameters that code before and after the blocks uses: the second gradient is added to a copy of the first."""
+    """Parameters that code before and after the blocks uses: the second gradient is added to the first."""
     model = OffloadModel(Framed(4, 16, 8), "cpu", tmp_path, num_slices, blocks="layers", memory="1MiB")
     model(torch.ones(2, 16)).sum().backward()
     outside = model._executor.outside_bytes()
     nbytes = sum(p.nbytes for name, p in model.named_parameters() if "layers" not in name)
     assert (outside.values, outside.states, outside.held) == (nbytes, 0, nbytes)
     assert outside.made_before == {num_slices: nbytes}
-    assert outside.copied_before == {0: nbytes, num_slices: nbytes}
+    assert outside.copied_before == {0: nbytes}
     model.close()
 
 

@@ -127,7 +127,7 @@ def _boundaries(seed: int = 0) -> tuple[Boundaries, Strict]:
 @fails_with("list index out of range", error=IndexError)
 def what_leaves_memory_comes_back(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     for seed in SEEDS:
-        save, load = _boundaries(seed)[0].hooks
+        save, load = _boundaries(seed)[0].hooks((0, 0))
         saved = [save(torch.full((10,), float(k))) for k in range(5)]
         for k in reversed(range(5)):
             assert (load(saved.pop()) == k).all()
@@ -146,6 +146,7 @@ def memory_read_back_is_known_to_be_used_by_compute(monkeypatch: pytest.MonkeyPa
         return tensor
 
     monkeypatch.setattr(shelf, "fetch", fetch)
-    save, load = boundaries.hooks
-    load(save(torch.zeros(10)))
+    save, load = boundaries.hooks((0, 0))
+    first, _ = save(torch.zeros(10)), save(torch.ones(10))
+    load(first)
     assert [tensor.users for tensor in fetched] == [[cuda.compute]], "the allocator does not know its user"

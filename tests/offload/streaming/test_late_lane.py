@@ -95,7 +95,11 @@ def test_without_the_wait_for_loads_or_drains_weights_differ(
     late: Late, tmp_path: Path, forgotten: str, why: str
 ) -> None:
     late(1, forgets=forgotten)
-    assert not equal(both(f"{tmp_path}/")), f"expected a difference, since {why}"
+    try:
+        same = equal(both(f"{tmp_path}/"))
+    except RuntimeError:  # what is not in the slot yet looks as if a layer had written its weights
+        same = False
+    assert not same, f"expected a difference, since {why}"
 
 
 def test_without_the_wait_for_a_fetch_there_is_no_boundary_to_read(late: Late, tmp_path: Path) -> None:
