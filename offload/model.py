@@ -475,7 +475,7 @@ class OffloadModel(nn.Module):
             return
         if home.keeps and executor.structure is not None:
             executor.structure.check()
-        executor.streamer.apply_pending_updates()
+        self._executor.streamer.apply_pending_updates()
         executor.assigned_data.store()
         if home.keeps:
             executor.write_back()

@@ -65,7 +65,7 @@ def test_dropout_in_offloaded_stages_is_that_of_a_pipe_over_the_bare_ones(home: 
         torch.testing.assert_close(expected, got)
 
 
-@pytest.mark.filterwarnings("ignore:the OffloadModel in Pipe loads its shards more than twice:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:the Sequential in Pipe loads its shards more than twice:RuntimeWarning")
 def test_a_grad_cache_over_a_pipe_of_offloaded_stages(home: str) -> None:
     def loss(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(a @ b.T, torch.arange(len(a)))
@@ -298,7 +298,7 @@ def test_two_models_that_share_slots_cannot_compute_at_once(home: str) -> None:
         first(torch.ones(2, WIDTH))
 
 
-@pytest.mark.filterwarnings("ignore:the OffloadModel in Pipe loads its shards more than twice:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:the Sequential in Pipe loads its shards more than twice:RuntimeWarning")
 def test_a_grad_cache_over_stages_that_take_turns(home: str) -> None:
     def loss(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(a @ b.T, torch.arange(len(a)))
@@ -414,7 +414,7 @@ def test_a_pipe_of_offloaded_stages_inside_torch_checkpoint(home: str, recompute
 
 def test_batch_norm_inside_offloaded_stages_is_converted_before(home: str) -> None:
     parts = blocks(2, dropout=0.0)
-    with pytest.raises(ValueError, match=r"convert before they are offloaded, got 0\.1 inside OffloadModel"):
+    with pytest.raises(ValueError, match=r"convert before they are offloaded, got 0\.1 inside Sequential"):
         Pipe(offloaded(parts, home), [1, 1], ["cpu"], 2, deferred_batch_norm=True)
     bare = nn.Sequential(*copy.deepcopy(parts))
     converted = [DeferredBatchNorm.convert_deferred_batch_norm(part) for part in parts]

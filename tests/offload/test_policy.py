@@ -137,7 +137,7 @@ def test_shards_or_recomputation_without_memory_mean_what_they_do_in_fairscale()
     assert not model._executor.recompute
     assert model._offloaded.memory_limits is None
     assert cuts_of(model_of(2, checkpoint_activation=True)) == [1, 1]
-    assert model_of(6, num_slices=2)._memory_limits is None
+    assert model_of(6, num_slices=2)._offloaded.memory_limits is None
 
 
 def test_without_any_of_these_memory_is_what_the_machine_has_free() -> None:
@@ -212,7 +212,7 @@ def test_a_memory_that_is_too_small_says_the_least_that_works(
     # Two slots, and two sets of gradients on their way to files, or all weights and gradients at home.
     assert least == (4 * shard if on_disk else 2 * shard + 8 * layer) + 8
     assert ("num_slices=4 needs" in message) == (num_slices == 2)
-    model = OffloadModel(bare, "cpu", home, num_slices, memory=least)
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices, memory=least)
     assert model.memory_policy.boundary_bytes == 8
     model(torch.randn(2, 512)).sum().backward()
     with pytest.raises(ValueError, match="which is 1 bytes short"):

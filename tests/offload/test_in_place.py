@@ -1,0 +1,222 @@
+"""``offload`` changes the module that it gets, as ``fully_shard`` does: one object, of its class and with its names."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import OffloadModel, OffloadOptimizer, offload
+from tests.offload.blocks.towers import Model, assert_equal, loss_of, make, words
+
+BLOCKS = "encoder.layer"
+
+
+class Layers(nn.Sequential):
+    """A Sequential of a class of its own, with a method and an attribute."""
+
+    title = "layers"
+
+    def first_bias(self) -> Tensor:
+        return self[0].bias
+
+
+def layers(kind: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
+    torch.manual_seed(0)
+    return kind(*(nn.Linear(4, 4) for _ in range(3)))
+
+
+def inputs() -> Tensor:
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
+
+
+def step(model: Any) -> Tensor:
+    torch.manual_seed(3)
+    loss = loss_of(model(words())) if isinstance(model, Model) else model(inputs()).square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("wrap", [offload, OffloadModel])
+@pytest.mark.parametrize("make_model", [layers, make], ids=["sequential", "own forward"])
+def test_the_model_that_was_given_is_offloaded(make_model: Any, wrap: Any) -> None:
+    model = make_model()
+    bare, kind, names = copy.deepcopy(model), type(model), list(model.state_dict())
+    members = list(model.modules())
+    blocks = {"blocks": BLOCKS} if isinstance(model, Model) else {"num_slices": 2}
+    assert wrap(model, "cpu", **blocks) is model
+    assert isinstance(model, OffloadModel)
+    assert isinstance(model, kind)
+    assert type(model).__name__ == kind.__name__
+    assert list(model.state_dict()) == names
+    assert all(ours is before for ours, before in zip(model.modules(), members, strict=True))
+    for _ in range(2):
+        assert torch.equal(step(bare), step(model))
+        assert_equal(bare, model)
+    assert model.statistics().shard_loads
+    assert "D0" in str(model.plan())
+
+
+def test_references_that_others_hold_are_to_the_offloaded_model() -> None:
+    class Trainer:
+        def __init__(self, model: nn.Module) -> None:
+            self.model = model
+            self.call = model.forward
+
+    model = make()
+    bare, trainer = copy.deepcopy(model), Trainer(model)
+    around = nn.ModuleDict({"inner": model})
+    offload(model, "cpu", blocks=BLOCKS)
+    assert around["inner"] is trainer.model is model
+    step(bare), step(around["inner"])
+    assert_equal(bare, model)
+    torch.manual_seed(0)
+    expected = bare(words())["logits"]
+    torch.manual_seed(0)
+    assert torch.equal(trainer.call(words())["logits"], expected)  # the method that the class had
+
+
+def test_a_sequential_keeps_its_class_methods_and_indexing() -> None:
+    model: Any = layers(Layers)
+    members = list(model)
+    offload(model, "cpu", num_slices=2)
+    assert isinstance(model, Layers)
+    assert model.title == "layers"
+    assert model.first_bias() is members[0].bias
+    assert (len(model), list(model), model[-1]) == (3, members, members[-1])
+    some = model[1:]
+    assert type(some) is Layers  # an ordinary one
+    assert list(some) == members[1:]
+
+
+def test_hooks_of_the_model_run_before_and_after() -> None:
+    def doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * 2
+
+    bare, model = layers(), layers()
+    for each in (bare, model):
+        each.register_forward_hook(doubled)
+    offload(model, "cpu", num_slices=3)
+    for each in (bare, model):
+        each.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    assert torch.equal(step(bare), step(model))
+    assert_equal(bare, model)
+
+
+def test_a_python_list_becomes_a_sequential() -> None:
+    bare = layers()
+    members = list(copy.deepcopy(bare))
+    model = offload(members, "cpu")
+    assert isinstance(model, nn.Sequential)
+    assert [*model.children()] == members
+    assert list(model.state_dict()) == list(bare.state_dict())
+    assert torch.equal(model(inputs()), bare(inputs()))
+
+
+def test_a_module_list_is_offloaded_in_place() -> None:
+    bare = layers()
+    model = nn.ModuleList(copy.deepcopy(bare))
+    assert offload(model, "cpu") is model
+    assert torch.equal(model(inputs()), bare(inputs()))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_offloaded_model_is_refused(inside: bool) -> None:
+    model = layers()
+    bare = copy.deepcopy(model)
+    offload(model, "cpu", num_slices=2)
+    given = nn.Sequential(nn.Identity(), model) if inside else model
+    with pytest.raises(TypeError, match="expected a model that is not offloaded yet"):
+        offload(given, "cpu")
+    assert torch.equal(step(bare), step(model))
+    assert_equal(bare, model)
+
+
+@pytest.mark.parametrize("make_model", [layers, make], ids=["sequential", "own forward"])
+def test_a_failure_at_the_end_leaves_class_and_attributes(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    bare, kind, attributes = copy.deepcopy(model), type(model), dict(vars(model))
+    blocks = {"blocks": BLOCKS} if isinstance(model, Model) else {"num_slices": 2}
+
+    def fails() -> None:
+        raise OSError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("offload.model.return_freed_memory", fails)
+        with pytest.raises(OSError, match="full"):
+            offload(model, "cpu", **blocks)
+    assert type(model) is kind
+    assert vars(model).keys() == attributes.keys()
+    assert torch.equal(step(bare), step(model))
+    assert_equal(bare, model)
+    bare.zero_grad(), model.zero_grad()
+    offload(model, "cpu", **blocks)
+    step(bare), step(model)
+    assert_equal(bare, model)
+
+
+def test_a_forward_of_the_instance_runs_and_stays_with_copies() -> None:
+    bare = make()
+    plain = bare.forward
+    model = copy.deepcopy(bare)
+    own = model.forward
+    calls = []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return own(*args, **kwargs)
+
+    model.forward = forward  # type: ignore[method-assign]
+    offload(model, "cpu", blocks=BLOCKS)
+    torch.manual_seed(3)
+    expected = plain(words())["logits"]
+    torch.manual_seed(3)
+    assert torch.equal(model(words())["logits"], expected)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("make_model", [layers, make], ids=["sequential", "own forward"])
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_keep_attributes_that_were_set_later(make_model: Any, how: str) -> None:
+    model = make_model()
+    offload(model, "cpu", **({"blocks": BLOCKS} if isinstance(model, Model) else {"num_slices": 2}))
+    model.epoch = 3
+    other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    assert other.epoch == 3
+    assert isinstance(other, OffloadModel)
+    step(other), step(model)
+    assert_equal(other, model)
+    assert not {p.data_ptr() for p in other.parameters()} & {p.data_ptr() for p in model.parameters()}
+
+
+@pytest.mark.parametrize("make_model", [layers, make], ids=["sequential", "own forward"])
+def test_a_model_that_is_dropped_is_freed_at_once(make_model: Any) -> None:
+    model = make_model()
+    offload(model, "cpu", **({"blocks": BLOCKS} if isinstance(model, Model) else {"num_slices": 2}))
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    step(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    seen = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model, optimizer
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_the_same_module_may_be_set_again_but_no_other() -> None:
+    model: Any = make()
+    offload(model, "cpu", blocks=BLOCKS)
+    model.encoder = model.encoder
+    with pytest.raises(TypeError, match="layers are fixed"):
+        model.encoder = nn.Identity()
+    step(model)
