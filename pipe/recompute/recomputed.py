@@ -96,7 +96,7 @@ class _Call:
             leaves = list(args)
         self.places = [k for k, x in enumerate(leaves) if isinstance(x, Tensor)]
         tensors = [leaves[k] for k in self.places]
-        if any([x.is_nested and x.layout is torch.strided for x in tensors]):
+        if any(x.is_nested and x.layout is torch.strided for x in tensors):
             raise TypeError(
                 f"expected dense, sparse or jagged tensors, got a nested tensor of the strided layout that enters "
                 f"{self.name}, which autograd cannot save; use layout=torch.jagged, or compute without recomputation"
