@@ -360,7 +360,7 @@ class ModelWithBlocks(ReportingModule):
                     "again in the middle of its backward; call it outside, or pass use_reentrant=True: it recomputes "
                     "its blocks with checkpoint_activation=True"
                 )
-            for name, block in self._blocks.items():
+            for name, block in self._blocks.items() if self._engine is None else ():
                 if getattr(block, "gradient_checkpointing", False):
                     raise RuntimeError(
                         f"block {name} has gradient checkpointing of its own; an OffloadModel recomputes blocks with "
