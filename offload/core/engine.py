@@ -122,6 +122,8 @@ class Engine:
         self._observed = 0
         self._in_pass: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         self._forwards: Living[None] = Living()
+        #: Of the last forward.
+        self._last: weakref.ref[Life] | None = None
         self._made_in = os.getpid()
         self._weights = [Weights(shard, device) for shard in streamer.shards]
         self.blocks = [
@@ -237,6 +239,8 @@ class Engine:
                 self._assigned.store()
             order = Forward(self._orders[training], returns=training, repeats=shared and reuses)
             self._pass = this = _Pass(order, keeps or (lambda j, i: not self.recompute), recorders)
+            if not in_between:
+                self._last = weakref.ref(this.life)
             with self.streamer.slot_pool.turn(self.streamer):
                 result = run()
             self.streamer.wait_for_home_reads()
@@ -374,7 +378,7 @@ class Engine:
         kind = Kind.BACKWARD_KEPT if kept else Kind.BACKWARD
         watch = Watch(
             None if recorder is None else recorder.add,
-            partial(self._begin_cell, step, this.forward.graphed, kind, j, k, blocks, i),
+            partial(self._begin_cell, step, this.forward.graphed, this.life, kind, j, k, blocks, i),
             None if this.boundaries is None or not graph or not (j or k) else this.boundaries.hooks,
         )
         with step.forward(Kind.FORWARD_KEPT if kept else Kind.FORWARD, j, k, blocks, i):
@@ -385,9 +389,9 @@ class Engine:
             step.leave(i, output)
         return output
 
-    def _begin_cell(self, step: ObservedStep, uses: Sequence[int], *cell: Any) -> None:
+    def _begin_cell(self, step: ObservedStep, uses: Sequence[int], life: Life, *cell: Any) -> None:
         """Called when the backward of an observed cell begins, or goes on."""
-        self._enter_backward(step, uses)  # shards that are used where they rest do not
+        self._enter_backward(step, uses, life)  # shards that are used where they rest do not
         step.backward(*cell)
 
     def expect(self, leaves: Sequence[Sequence[Any]]) -> None:
@@ -435,7 +439,7 @@ class Engine:
         shard = visit.weights.shard
         if self._visited is visit and self._visited_slot is shard._slot:
             return self._visited_views
-        self._enter_backward(visit.step, visit.uses)
+        self._enter_backward(visit.step, visit.uses, visit.life)
         if visit.checked != (number := backward_number()):
             self._check_unchanged(visit)
             visit.checked = number
@@ -464,7 +468,7 @@ class Engine:
         self, visit: Visit, accumulators: Sequence[Any], gradients: list[Tensor | None]
     ) -> Sequence[Tensor | None]:
         """Sends the gradients of a shard home; returns those that autograd accumulates, or that were asked for."""
-        self._enter_backward(visit.step, visit.uses)
+        self._enter_backward(visit.step, visit.uses, visit.life)
         if (step := visit.step) is not None:
             step.end_cell()
             step.act(Kind.DRAIN, visit.weights.shard.index)
@@ -530,10 +534,10 @@ class Engine:
             if by_autograd is not None:
                 gradient.add_(by_autograd.to(gradient.device))
 
-    def _enter_backward(self, step: ObservedStep | None, uses: Sequence[int]) -> None:
+    def _enter_backward(self, step: ObservedStep | None, uses: Sequence[int], life: Life) -> None:
         """Begins a backward, unless it runs already. It ends with autograd's, or when that fails.
 
-        ``uses``: the shards that it uses, in the order of its forward.
+        ``uses``: the shards that it uses, in the order of its forward; ``life``: of that.
         """
         if self._backward is not None or self._pass is not None or not in_backward():
             return
@@ -552,6 +556,10 @@ class Engine:
                 self._in_pass.__enter__()
             backward = _Backward(step)
             self._backward = weakref.ref(backward, self._backward_failed)
+            shared = self.streamer.slot_pool.shared
+            if not (shared or self._owner.weights_are_frozen or self._last is None or self._last() is life):
+                # What a later forward left in slots may be other values, which were at home for that time only.
+                self.streamer.release()
             at_end_of_backward(partial(self._end_backward, backward))
         except BaseException:
             self._cancel()
