@@ -261,13 +261,6 @@ class OwnForward:
                     "again in the middle of its backward; call it outside, or pass use_reentrant=True: it recomputes "
                     "its blocks with checkpoint_activation=True"
                 )
-            for name, block in self._blocks.items():
-                if getattr(block, "gradient_checkpointing", False):
-                    raise RuntimeError(
-                        f"block {name} has gradient checkpointing of its own; an OffloadModel recomputes blocks with "
-                        f"checkpoint_activation=True: call model.gradient_checkpointing_disable() before, and pass "
-                        f"gradient_checkpointing=False to a trainer (those of trl turn it on by default)"
-                    )
 
 
 def tensors_of_call(call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> list[Tensor]:

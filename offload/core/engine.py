@@ -124,6 +124,8 @@ class Engine:
         self._observed = {True: 0, False: 0}
         self._in_pass: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         self._forwards: Living[None] = Living()
+        #: Of the last forward.
+        self._last: weakref.ref[Life] | None = None
         self._made_in = os.getpid()
         self._weights = [Weights(shard, device, owner.public) for shard in streamer.shards]
         #: Whether parameters are stored in fewer bytes than their gradients.
@@ -248,6 +250,8 @@ class Engine:
                 self._assigned.store()
             order = Forward(self._orders[training], returns=training, repeats=shared and reuses, common=self.has_ranks)
             self._pass = this = _Pass(order, keeps or (lambda j, i: not self.recompute), recorders)
+            if not in_between:
+                self._last = weakref.ref(this.life)
             with self.streamer.slot_pool.turn(self.streamer):
                 result = self._run_pass(run)
             self.streamer.wait_for_home_reads()
@@ -401,9 +405,7 @@ class Engine:
         kind = Kind.BACKWARD_KEPT if kept else Kind.BACKWARD
         watch = Watch(
             None if recorder is None else recorder.add,
-            partial(
-                self._begin_cell, step, None if keeps else this.boundaries, this.forward.graphed, kind, j, k, blocks, i
-            ),
+            partial(self._begin_cell, step, None if keeps else this.boundaries, kind, j, k, blocks, i),
             None if this.boundaries is None or not graph or not (j or k) else this.boundaries.hooks((j, i)),
         )
         with step.forward(Kind.FORWARD_KEPT if kept else Kind.FORWARD, j, k, blocks, i):
@@ -418,13 +420,12 @@ class Engine:
     @property
     def _watch_in_place(self) -> Watch:
         """For shards that are used where they rest, and whose gradients are rounded when the backward ends."""
-        return Watch(begins=lambda visit: self._enter_backward(None))
+        return Watch(begins=lambda visit: self._enter_backward(None, visit.uses, visit.life))
 
     def _begin_cell(
         self,
         step: ObservedStep,
         boundaries: Boundaries | None,
-        uses: Sequence[int],
         kind: Kind,
         j: int,
         k: int,
@@ -433,7 +434,7 @@ class Engine:
         visit: Visit,
     ) -> None:
         """Called when the backward of an observed cell begins, or goes on."""
-        self._enter_backward(step, uses)  # shards that are used where they rest do not
+        self._enter_backward(step, visit.uses, visit.life)  # shards that are used where they rest do not
         if not step.is_at(kind, j, k, i):
             step.end_cell()
             self._views_in_backward(visit)  # what it waits for is no time of the cell
@@ -492,7 +493,7 @@ class Engine:
         shard = visit.weights.shard
         if self._visited is visit and self._visited_slot is shard._slot:
             return self._visited_views
-        self._enter_backward(visit.step, visit.uses)
+        self._enter_backward(visit.step, visit.uses, visit.life)
         if visit.checked != (number := backward_number()):
             self._check_unchanged(visit)
             visit.checked = number
@@ -527,7 +528,7 @@ class Engine:
         self, visit: Visit, accumulators: Sequence[Any], gradients: list[Tensor | None]
     ) -> Sequence[Tensor | None]:
         """Sends the gradients of a shard home; returns those that autograd accumulates, or that were asked for."""
-        self._enter_backward(visit.step, visit.uses)
+        self._enter_backward(visit.step, visit.uses, visit.life)
         if (step := visit.step) is not None:
             step.end_cell()
             step.act(Kind.DRAIN, visit.weights.shard.index)
@@ -601,10 +602,10 @@ class Engine:
             if by_autograd is not None:
                 gradient.add_(by_autograd.to(gradient.device))
 
-    def _enter_backward(self, step: ObservedStep | None, uses: Sequence[int] | None) -> None:
+    def _enter_backward(self, step: ObservedStep | None, uses: Sequence[int] | None, life: Life) -> None:
         """Begins a backward, unless it runs already. It ends with autograd's, or when that fails.
 
-        ``uses``: the shards that it uses, in the order of its forward.
+        ``uses``: the shards that it uses, in the order of its forward; ``life``: of that.
         """
         if self._backward is not None or self._pass is not None or not in_backward():
             return
@@ -625,6 +626,10 @@ class Engine:
                 self._in_pass.__enter__()
             backward = _Backward(step)
             self._backward = weakref.ref(backward, self._backward_failed)
+            shared = self.streamer.slot_pool.shared
+            if not (shared or self._owner.weights_are_frozen or self._last is None or self._last() is life):
+                # What a later forward left in slots may be other values, which were at home for that time only.
+                self.streamer.release()
             at_end_of_backward(partial(self._end_backward, backward))
         except BaseException:
             self._cancel()

@@ -31,6 +31,7 @@ from offload.core.visit import Visit
 from offload.mesh.replicated import MeshParameters
 from offload.mesh.sharded import ShownParameter
 from offload.planning.plan import Kind
+from pipe.freed import Life
 from pipe.torch_private.autograd import accumulates_everywhere, has_hooks, is_requested
 
 __all__ = ["MeshEngine"]
@@ -143,8 +144,10 @@ class MeshEngine(Engine):
         whole = [p.whole for p in trained]
         if not whole or not torch.is_grad_enabled():
             return whole
+        assert self._pass is not None
+        taker = _Taker(self, trained, self._pass.life)
         values: Sequence[Tensor] = _Outside.apply(  # type: ignore[no-untyped-call]
-            _Taker(self, trained), whole, *[p.shown for p in trained]
+            taker, whole, *[p.shown for p in trained]
         )
         return values
 
@@ -237,10 +240,14 @@ class MeshEngine(Engine):
         self._public.refuse_requests(found)
 
     def take_outside(
-        self, parameters: list[ShownParameter], accumulators: Sequence[Any], gradients: Sequence[Tensor | None]
+        self,
+        parameters: list[ShownParameter],
+        life: Life,
+        accumulators: Sequence[Any],
+        gradients: Sequence[Tensor | None],
     ) -> None:
-        """Called in backward with the gradients of what is outside of the blocks."""
-        self._enter_backward(None, None)
+        """Called in backward with the gradients of what is outside of the blocks; ``life``: of the forward."""
+        self._enter_backward(None, None, life)
         self._refuse_requests(accumulators, [p.whole for p in parameters])
         for p, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None and self._stores and p.whole.requires_grad:
@@ -267,11 +274,11 @@ class MeshEngine(Engine):
 class _Taker:
     """What a graph calls with the gradients of what is outside of the blocks."""
 
-    def __init__(self, engine: MeshEngine, parameters: list[ShownParameter]) -> None:
-        self._engine, self._parameters = engine, parameters
+    def __init__(self, engine: MeshEngine, parameters: list[ShownParameter], life: Life) -> None:
+        self._engine, self._parameters, self._life = engine, parameters, life
 
     def __call__(self, accumulators: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
-        self._engine.take_outside(self._parameters, accumulators, gradients)
+        self._engine.take_outside(self._parameters, self._life, accumulators, gradients)
 
 
 def _last(uses: Sequence[int], j: int, end: int) -> int:

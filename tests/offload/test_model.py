@@ -180,7 +180,7 @@ def test_chunks_cost_no_loads_and_two_forwards_of_each_layer() -> None:
         layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
         model = OffloadModel(layers, "cpu", num_slices=4, checkpoint_activation=True)
         calls = [0]
-        layers[2].register_forward_hook(lambda *_, c=calls: c.__setitem__(0, c[0] + 1))
+        layers[2].register_forward_pre_hook(lambda *_, c=calls: c.__setitem__(0, c[0] + 1))
         outputs, tape = model.forward_chunks(list(batch(64).split(64 // count)))
         tape.backward([torch.ones_like(y) for y in outputs])
         loads[count] = model.statistics().shard_loads
@@ -338,7 +338,9 @@ def test_an_exception_in_a_layer_leaves_the_model_usable(home: str, error: BaseE
     with pytest.raises(type(error)):
         model(batch()).sum().backward()
     failing.error = None
-    error.__traceback__ = None  # it holds the frames, which hold the loss, which holds its tape
+    error.__traceback__ = None  # it holds the frames, which hold the loss, which holds its graph
+    # Autograd holds the nodes that were ready when a backward failed until this thread runs another one.
+    torch.ones((), requires_grad=True).backward()
     assert at_home(model)
     assert model._executor.meter.held_bytes <= model._executor.streamer.slots * model._executor.streamer.slot_bytes
     for p, q in zip(bare.parameters(), model.parameters(), strict=True):
@@ -356,23 +358,15 @@ def test_a_parameter_changed_between_forward_and_backward_is_named() -> None:
     first, second = model(batch()), model(batch())
     first.sum().backward()
     optimizer.step()
-    with pytest.raises(RuntimeError, match=r"parameter 0\.weight of shard 0 was changed in place"):
+    with pytest.raises(RuntimeError, match=r"parameter \d\.weight, .* of shard \d was changed in place"):
         second.sum().backward()
     model(batch()).sum().backward()
 
 
-def test_an_input_changed_between_forward_and_backward_is_noticed() -> None:
-    model = OffloadModel(build(["linear"]), "cpu", num_slices=3, checkpoint_activation=True)
-    x = batch()
-    loss = model(x).sum()
-    x.zero_()
-    with pytest.raises(RuntimeError, match=r"input of the model .* was changed in place"):
-        loss.backward()
-
-
-def test_an_input_changed_before_the_backward_of_kept_graphs_is_noticed_or_its_copy_is_used() -> None:
-    """The first forward runs on a copy, so its gradient is that of the old values."""
-    model = OffloadModel(build(["linear"]), "cpu", num_slices=3, checkpoint_activation=False)
+@pytest.mark.parametrize("recompute", [True, False])
+def test_an_input_changed_between_forward_and_backward_is_noticed_or_its_copy_is_used(recompute: bool) -> None:
+    """The first forwards run on a copy, so their gradient is that of the old values."""
+    model = OffloadModel(build(["linear"]), "cpu", num_slices=3, checkpoint_activation=recompute)
     plain, x = build(["linear"]), batch()
     plain.load_state_dict(model.state_dict())
     plain(x.clone()).sum().backward()
@@ -381,9 +375,10 @@ def test_an_input_changed_before_the_backward_of_kept_graphs_is_noticed_or_its_c
     loss.backward()
     for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(parameter.grad, expected.grad)
+    model(x)
     loss = model(x).sum()
     x.add_(1)
-    with pytest.raises(RuntimeError, match=r"that a kept graph needs .* was changed in place"):
+    with pytest.raises(RuntimeError, match="was changed in place"):
         loss.backward()
 
 
@@ -406,7 +401,8 @@ def test_a_layer_that_starts_to_write_into_its_input_is_refused_once() -> None:
 
     bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), Moody(), nn.Linear(WIDTH, 1))
     model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=3, checkpoint_activation=True)
-    model(batch())
+    for _ in range(2):  # in which it is seen that it does not
+        model(batch())
     for run in (bare, model):
         run.get_submodule("1").moody = True  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="shard 1 wrote into its input in place"):
@@ -428,17 +424,17 @@ def test_a_layer_that_calls_its_own_model_is_refused() -> None:
 
 
 def test_layers_that_are_not_deterministic_are_named() -> None:
-    class Fickle(nn.Module):
+    class Fickle(nn.Linear):
         calls = 0
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             Fickle.calls += 1  # of the class: an attribute of the layer would be put back
-            return x if Fickle.calls % 2 else x.detach()
+            return super().forward(x).exp() if Fickle.calls % 2 else super().forward(x[:1]).exp()
 
     model = OffloadModel(
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), Fickle()), "cpu", num_slices=2, checkpoint_activation=True
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), Fickle(WIDTH, WIDTH)), "cpu", num_slices=2, checkpoint_activation=True
     )
-    with pytest.raises(RuntimeError, match=r"recomputing cell 1\.0"):
+    with pytest.raises(RuntimeError, match="the recomputation of shard 1 to save what its forward saved"):
         model(batch()).sum().backward()
 
 

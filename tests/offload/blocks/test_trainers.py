@@ -168,9 +168,8 @@ def test_the_trainer_does_not_move_the_model(huggingface: Any, home: Path, tmp_p
     assert moved == []
 
 
-def test_the_trainer_s_gradient_checkpointing_is_refused(huggingface: Any, home: Path, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"checkpoint_activation=True.*gradient_checkpointing=False to a trainer"):
-        huggingface.train(tmp_path / "run", home, gradient_checkpointing=True)
+def test_the_trainer_s_gradient_checkpointing_runs(huggingface: Any, home: Path, tmp_path: Path) -> None:
+    huggingface.train(tmp_path / "run", home, gradient_checkpointing=True)
 
 
 def test_the_example_with_the_trainer_runs(huggingface: Any, tmp_path: Path) -> None:

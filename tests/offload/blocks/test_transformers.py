@@ -385,13 +385,17 @@ def test_attentions_of_all_chunks_are_captured() -> None:
             assert all(torch.equal(a, b) for a, b in zip(expected, output.attentions, strict=True))
 
 
-def test_gradient_checkpointing_of_the_model_is_refused() -> None:
-    model = wrap(make(FAMILIES["bert"]), "encoder.layer")
-    model.gradient_checkpointing_enable()
-    with pytest.raises(RuntimeError, match="gradient_checkpointing_disable"):
-        model(**text(0))
-    model.gradient_checkpointing_disable()
-    loss_of(model(**text(0))).backward()
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_of_the_model_itself_gives_its_gradients(reentrant: bool) -> None:
+    bare = make(FAMILIES["bert"])
+    model = wrap(bare, "encoder.layer")
+    for each in (bare, model):
+        each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        torch.manual_seed(0)
+        loss_of(each(**text(0))).backward()
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        assert p.grad is None or torch.equal(p.grad, q.grad)
 
 
 def test_the_wrapper_is_saved_and_loaded_as_the_model(tmp_path: Path) -> None:
