@@ -254,13 +254,12 @@ class OwnForward:
         if self._casts is not None:
             self._casts.end()  # an interrupt may have left casts in place
         self.executor.public.take_settings()  # before the first block: they decide whether there will be a backward
-        if torch.is_grad_enabled():
-            if saved_tensor_hooks() is not None and lasting_hooks() is None:
-                raise RuntimeError(
-                    "a model with blocks was called with gradients inside torch.utils.checkpoint, which would run it "
-                    "again in the middle of its backward; call it outside, or pass use_reentrant=True: it recomputes "
-                    "its blocks with checkpoint_activation=True"
-                )
+        if torch.is_grad_enabled() and saved_tensor_hooks() is not None and lasting_hooks() is None:
+            raise RuntimeError(
+                "a model with blocks was called with gradients inside torch.utils.checkpoint, which would run it "
+                "again in the middle of its backward; call it outside, or pass use_reentrant=True: it recomputes "
+                "its blocks with checkpoint_activation=True"
+            )
 
 
 def tensors_of_call(call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> list[Tensor]:

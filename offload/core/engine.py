@@ -602,7 +602,7 @@ class Engine:
             if by_autograd is not None:
                 gradient.add_(by_autograd.to(gradient.device))
 
-    def _enter_backward(self, step: ObservedStep | None, uses: Sequence[int] | None, life: Life) -> None:
+    def _enter_backward(self, step: ObservedStep | None, uses: Sequence[int] | None, life: weakref.ref[Life]) -> None:
         """Begins a backward, unless it runs already. It ends with autograd's, or when that fails.
 
         ``uses``: the shards that it uses, in the order of its forward; ``life``: of that.
@@ -627,7 +627,7 @@ class Engine:
             backward = _Backward(step)
             self._backward = weakref.ref(backward, self._backward_failed)
             shared = self.streamer.slot_pool.shared
-            if not (shared or self._owner.weights_are_frozen or self._last is None or self._last() is life):
+            if not (shared or self._owner.weights_are_frozen or self._last is None or self._last is life):
                 # What a later forward left in slots may be other values, which were at home for that time only.
                 self.streamer.release()
             at_end_of_backward(partial(self._end_backward, backward))

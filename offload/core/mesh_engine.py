@@ -73,7 +73,8 @@ class MeshEngine(Engine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._public: MeshParameters = self._owner.public
+        assert isinstance(self._owner.public, MeshParameters)
+        self._public = self._owner.public
         self._ranks = self._public.ranks
         self._public.refuse_leaves()
         #: Of blocks that the model's forward calls, by identity.
@@ -145,7 +146,7 @@ class MeshEngine(Engine):
         if not whole or not torch.is_grad_enabled():
             return whole
         assert self._pass is not None
-        taker = _Taker(self, trained, self._pass.life)
+        taker = _Taker(self, trained, weakref.ref(self._pass.life))
         values: Sequence[Tensor] = _Outside.apply(  # type: ignore[no-untyped-call]
             taker, whole, *[p.shown for p in trained]
         )
@@ -242,7 +243,7 @@ class MeshEngine(Engine):
     def take_outside(
         self,
         parameters: list[ShownParameter],
-        life: Life,
+        life: weakref.ref[Life],
         accumulators: Sequence[Any],
         gradients: Sequence[Tensor | None],
     ) -> None:
@@ -274,7 +275,7 @@ class MeshEngine(Engine):
 class _Taker:
     """What a graph calls with the gradients of what is outside of the blocks."""
 
-    def __init__(self, engine: MeshEngine, parameters: list[ShownParameter], life: Life) -> None:
+    def __init__(self, engine: MeshEngine, parameters: list[ShownParameter], life: weakref.ref[Life]) -> None:
         self._engine, self._parameters, self._life = engine, parameters, life
 
     def __call__(self, accumulators: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:

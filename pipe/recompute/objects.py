@@ -56,7 +56,7 @@ def differs(value: Any, content: Any) -> bool:
         return bool(value._version != content)
     now = content_of(value)
     if _is_array(value):
-        return now.tobytes() != content.tobytes()
+        return bool(now.tobytes() != content.tobytes())
     return not all(map(_same, now, content))
 
 
@@ -86,7 +86,7 @@ def put(value: Any, content: Any) -> None:
         value.clear()
         value.update(elements)
     if attributes is not None:
-        for name in _attributes(value).keys() - attributes.keys():
+        for name in (_attributes(value) or {}).keys() - attributes.keys():
             object.__delattr__(value, name)
         for name, before in attributes.items():
             object.__setattr__(value, name, before)

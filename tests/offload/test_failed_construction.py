@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from offload.engine.executor import Executor
 from torch import Tensor, nn
 
 from offload import OffloadModel, save_checkpoint
+from offload.engine.homes import ModelHomes
 from offload.files.tensor_file import TensorFile
 from offload.storage.disk import DiskTier
 from offload.storage.host import HostTier
@@ -170,13 +170,13 @@ def test_a_failure_after_all_parameters_moved_leaves_the_layers_as_they_were(
 ) -> None:
     model = layers()
     before = StateBefore(model)
-    real = Executor.__init__
+    real = ModelHomes.__init__
 
-    def late(self: Executor, *args: Any, **more: Any) -> None:
+    def late(self: ModelHomes, *args: Any, **more: Any) -> None:
         real(self, *args, **more)
         raise error
 
-    monkeypatch.setattr(Executor, "__init__", late)
+    monkeypatch.setattr(ModelHomes, "__init__", late)
     with pytest.raises(type(error)):
         wrapped(model, home)
     monkeypatch.undo()

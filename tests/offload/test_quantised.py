@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from offload.engine.executor import Executor
 from torch import Tensor, nn
 
 from offload import DiskHome, OffloadModel, OffloadOptimizer, load_checkpoint, load_pretrained, save_checkpoint
+from offload.engine.homes import ModelHomes
 from offload.storage.disk import DiskTier
 from tests.offload.quantised import KINDS, TABLE, WIDTH, Packed, WithAttributes, layers, plain_values, tower
 
@@ -348,13 +348,13 @@ def test_a_construction_that_fails_gives_quantised_weights_back(
 ) -> None:
     model, x = layers(kind), torch.ones(1, WIDTH)
     expected = model(x)
-    begin = Executor.__init__
+    begin = ModelHomes.__init__
 
-    def failing(self: Executor, *args: Any, **kwargs: Any) -> None:
+    def failing(self: ModelHomes, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
         raise OSError("full")
 
-    monkeypatch.setattr(Executor, "__init__", failing)
+    monkeypatch.setattr(ModelHomes, "__init__", failing)
     with pytest.raises(OSError, match="full"):
         OffloadModel(model, "cpu", os.fspath(tmp_path) + os.sep, checkpoint_activation=True)
     monkeypatch.undo()

@@ -6,85 +6,41 @@ from pathlib import Path
 
 import pytest
 import torch
-from offload.engine.boundary_store import SpillingStore
 
 from offload.core.boundaries import Boundaries
-from offload.planning.residency import WRITES_IN_FLIGHT
+from offload.storage import Scratch
 from offload.telemetry.statistics import Meter
 from tests.late_cuda import LateCuda
-from tests.offload.engine.test_boundary_store import Shelf, value
 from tests.offload.late import LateLane
 from tests.waits import fails_with
 
 SEEDS = range(6)
 
 
-class Strict(Shelf):
-    """Refuses to be used after it was closed."""
+class Shelf(Scratch):
+    """Scratch space in a dict, which refuses to be used after it was closed."""
+
+    name = "shelf"
+
+    def __init__(self) -> None:
+        self.rest: dict[int, torch.Tensor] = {}
+        self.stored: list[float] = []
+        self.closed = False
 
     def store(self, tensor: torch.Tensor) -> object:
         assert not self.closed
-        return super().store(tensor)
+        self.rest[len(self.stored)] = tensor.clone()
+        self.stored.append(float(tensor.flatten()[0]))
+        return len(self.stored) - 1
 
+    def fetch(self, ticket: object) -> torch.Tensor:
+        return self.rest[ticket].clone()  # type: ignore[index]
 
-def _store(seed: int = 0) -> tuple[SpillingStore, Strict, LateLane]:
-    shelf, lane = Strict(), LateLane(seed)
-    return SpillingStore(shelf, lane, Meter(torch.device("cpu"))), shelf, lane
+    def release(self, ticket: object) -> None:
+        del self.rest[ticket]  # type: ignore[arg-type]
 
-
-@fails_with("`leaves` has length 0", error=ValueError)
-def every_use_sees_its_value(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    for seed in SEEDS:
-        boundaries, _, _ = _store(seed)
-        for k in range(5):
-            boundaries.put((1, k), value(k))
-            boundaries.spill((1, k))
-        boundaries.prefetch((1, 4))
-        for k in reversed(range(5)):
-            if k:
-                boundaries.prefetch((1, k - 1))
-            assert (boundaries.get((1, k))[0] == k).all()
-            boundaries.drop((1, k))
-        boundaries.close()
-
-
-@fails_with("a boundary was released before its last use")
-def room_is_given_away_after_its_last_use(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    boundaries, shelf, lane = _store()
-    boundaries.put((1, 0), value(0))
-    boundaries.spill((1, 0))
-    boundaries.prefetch((1, 0))
-    boundaries.drop((1, 0))
-    spill, fetch, release = lane.pending
-    release.run()  # the adversary has it run as early as it may
-    lane.close()
-    assert [arrival.error for arrival in (spill, fetch, release)] == [None] * 3, (
-        "a boundary was released before its last use"
-    )
-    assert shelf.rest == {}, "a boundary was released before its last use"
-
-
-@fails_with("a boundary was stored after the close")
-def nothing_is_under_way_in_a_place_that_was_closed(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    boundaries, shelf, lane = _store()
-    boundaries.put((1, 0), value(0))
-    boundaries.spill((1, 0))
-    (spill,) = lane.pending
-    boundaries.close()
-    assert shelf.closed
-    lane.close()
-    assert spill.error is None, "a boundary was stored after the close"
-
-
-@fails_with("too many boundaries are on their way")
-def few_boundaries_are_on_their_way_out(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    """Each of them keeps its memory, which the budget knows of."""
-    boundaries, _, lane = _store()
-    for k in range(8):
-        boundaries.put((1, k), value(k))
-        boundaries.spill((1, k))
-        assert len(lane.pending) <= WRITES_IN_FLIGHT, "too many boundaries are on their way"
-    boundaries.close()
+    def close(self) -> None:
+        self.closed = True
 
 
 class OnDevice(torch.Tensor):
@@ -97,30 +53,8 @@ class OnDevice(torch.Tensor):
         self.users.append(stream)
 
 
-@fails_with("the allocator does not know its user")
-def memory_made_on_the_lane_is_known_to_be_used_by_compute(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    """Without this its memory is reused on the lane's stream while layers read it."""
-    cuda = LateCuda(monkeypatch)
-    boundaries, shelf, _ = _store()
-    fetched: list[OnDevice] = []
-
-    def fetch(ticket: int) -> OnDevice:
-        tensor = shelf.rest[ticket].clone().as_subclass(OnDevice)
-        tensor.users = []
-        fetched.append(tensor)
-        return tensor
-
-    monkeypatch.setattr(shelf, "fetch", fetch)
-    boundaries.put((1, 0), value(0))
-    boundaries.spill((1, 0))
-    boundaries.prefetch((1, 0))
-    boundaries.get((1, 0))
-    assert [tensor.users for tensor in fetched] == [[cuda.compute]], "the allocator does not know its user"
-    boundaries.close()
-
-
-def _boundaries(seed: int = 0) -> tuple[Boundaries, Strict]:
-    shelf = Strict()
+def _boundaries(seed: int = 0) -> tuple[Boundaries, Shelf]:
+    shelf = Shelf()
     return Boundaries(shelf, LateLane(seed), Meter(torch.device("cpu")), 0), shelf
 
 

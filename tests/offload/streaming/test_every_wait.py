@@ -30,10 +30,6 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "Streamer.apply_pending_updates": [("arrival.synchronize()", reading.synchronize_finishes_the_update)],
         "Streamer.evict": [("self._loads.pop(j).wait()", training.an_unused_load_never_lands)],
         "Streamer.await_load": [("self._loads[j].wait()", training.it_trains_like_the_bare_model)],
-        "Streamer.visit": [("self._loads[j].wait()", training.it_trains_like_the_bare_model)],
-        "Streamer._visit_in_memory": [
-            ("pending.start().wait()", training.shards_in_memory_are_used_after_their_updates)
-        ],
         "Streamer.wait_for_home_reads": [
             ("arrival.synchronize()", training.the_host_waits_at_the_end_of_a_pass_and_never_before)
         ],
@@ -95,48 +91,10 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ),
         ],
     },
-    "offload.engine.executor": {
-        "Executor.forward_steps": [
-            (
-                "self.streamer.wait_for_home_reads(tape.first)",
-                training.the_host_waits_at_the_end_of_a_pass_and_never_before,
-            ),
-            ("self.streamer.wait_for_home_reads()", training.the_host_waits_at_the_end_of_a_pass_and_never_before),
-        ],
-    },
-    "offload.engine.backward_passes": {
-        "BackwardPasses.backward": [
-            ("self.streamer.gradient_offload.wait_idle()", training.it_trains_like_the_bare_model),
-            ("self.streamer.wait_for_home_reads()", training.the_host_waits_at_the_end_of_a_pass_and_never_before),
-        ],
-    },
     "offload.engine.homes": {
-        "MovableHomes.keep_in_memory": [
+        "ModelHomes.keep_in_memory": [
             ("self.streamer.apply_pending_updates()", training.shards_move_after_their_updates),
         ],
-    },
-    "offload.engine.exclusive": {
-        "ExclusivePasses._cancel": [("self.streamer.cancel()", training.nothing_moves_after_an_exception)],
-    },
-    "offload.engine.boundary_store": {
-        "SpillingStore.get": [
-            ("arrival.wait()", boundaries.every_use_sees_its_value),
-            (
-                "leaf.record_stream(torch.cuda.current_stream(leaf.device))",
-                boundaries.memory_made_on_the_lane_is_known_to_be_used_by_compute,
-            ),
-        ],
-        "SpillingStore.prefetch": [
-            ("self._lane.submit('fetch boundary', fetch, after)", boundaries.every_use_sees_its_value),
-        ],
-        "SpillingStore.drop": [
-            ("self._lane.submit('release boundary', release, after)", boundaries.room_is_given_away_after_its_last_use),
-        ],
-        "SpillingStore.close": [("arrival.synchronize()", boundaries.nothing_is_under_way_in_a_place_that_was_closed)],
-        "SpillingStore.spill": [
-            ("self._flush(WRITES_IN_FLIGHT - 1)", boundaries.few_boundaries_are_on_their_way_out),
-        ],
-        "SpillingStore._flush": [("arrival.wait()", boundaries.few_boundaries_are_on_their_way_out)],
     },
     "offload.streaming.lane": {
         "ThreadCopyLane.submit": [
@@ -180,7 +138,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "TensorFile.read_into": [("total.wait()", files.a_window_is_summed_before_it_is_filled_again)],
     },
     "offload.model": {
-        "OffloadModel.close": [("self._executor.streamer.apply_pending_updates()", reading.a_closed_model_is_updated)],
+        "OffloadModel.close": [("executor.streamer.apply_pending_updates()", reading.a_closed_model_is_updated)],
     },
     "offload.optim.optimizer": {
         "OffloadOptimizer._step": [
@@ -304,14 +262,6 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "Tracer.span": [("with self._lock", files.one_thread_at_a_time_writes_a_trace)],
         "Tracer.sample": [("with self._lock", files.one_thread_at_a_time_writes_a_trace)],
     },
-    "offload.engine.block_forwards": {
-        "BlockForwards.run_alone": [
-            ("self.streamer.wait_for_home_reads()", blocks.a_block_that_runs_by_itself_has_been_read)
-        ],
-    },
-    "offload.engine.suspended_walk": {
-        "SuspendedWalk.run": [("each.cancel()", blocks.suspended_forwards_end_when_one_fails)],
-    },
     "offload.engine.suspend": {
         "SuspendedForward.cancel": [
             ("self._thread.join(1.0)", blocks.suspended_forwards_have_ended_when_the_call_returns)
@@ -365,8 +315,6 @@ EXCEPTIONS = {
     "offload.telemetry.statistics Meter.waiting: self.wait": "the same clock",
     "offload.telemetry.statistics Meter.read: self.wait": "the same clock",
     "offload.telemetry.statistics _Waiting.__exit__: self._meter.wait": "the same clock",
-    "offload.engine.boundary_store SpillingStore.prefetch: "
-    "spilled.join([scratch.fetch(ticket) for ticket in spilled.tickets])": "puts a tensor together of its parts",
     "offload.core.engine Engine._end_backward: self.streamer.gradient_offload.wait_idle()": (
         "settle() before it has waited; it ends the backward"
     ),
@@ -377,12 +325,6 @@ EXCEPTIONS = {
         "records sizes"
     ),
     "offload.core.boundaries Boundaries._load: boundary.join(parts)": "puts a tensor together of its parts",
-    "offload.engine.block_forwards BlockForwards.finish: tape.glue.finish(i, result)": "ends a piece of graph",
-    "offload.engine.suspended_walk SuspendedWalk.run: executor.finish(tape, cell.i, state.value)": "the same",
-    "offload.engine.block_walk BlockWalk.end: self._executor.finish(self._tape, 0, result)": "the same",
-    "offload.engine.glue Glue.finish: chunk.result": "what a forward has returned",
-    "offload.engine.glue Glue.from_result: chunk.result": "the same",
-    "offload.engine.glue Glue.from_result: chunk.result #2": "the same",
     "offload.engine.memory_planner MemoryPlanner._plan_again: self._streamer.apply_pending_updates()": (
         "sizes of states are read, not their values"
     ),
@@ -406,16 +348,6 @@ EXCEPTIONS = {
         "puts a tensor together of its parts"
     ),
 }
-#: Waits of the engine that runs models with ``mesh=``.
-OF_MESHES = (
-    "offload.engine.executor ",
-    "offload.engine.backward_passes ",
-    "offload.engine.exclusive ",
-    "offload.engine.block_forwards ",
-    "offload.engine.suspended_walk ",
-    "offload.streaming.streamer Streamer.visit",
-    "offload.streaming.streamer Streamer._visit_in_memory",
-)
 #: What ranks tell each other of failures: no values of a model.
 NOTICES = "offload.mesh.notices "
 
@@ -441,8 +373,6 @@ def test_with_all_waits(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 @pytest.mark.parametrize("wait", sorted(TABLE))
 def test_without_this_wait(wait: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    if wait.startswith(OF_MESHES):
-        monkeypatch.setattr("offload.core.IN_USE", False)
     take_out(SITES[wait], monkeypatch, STAND_INS.get(wait))
     TABLE[wait].assert_fails(monkeypatch, tmp_path)
 
