@@ -68,7 +68,7 @@ def test_each_shard_is_loaded_at_most_twice_and_each_layer_runs_twice_per_chunk(
     calls: list[int] = []
     layers = tower()
     for layer in layers:
-        layer.register_forward_hook(lambda *_: calls.append(1))
+        layer.register_forward_pre_hook(lambda *_: calls.append(1))
     model = offloaded(layers, f"{tmp_path}/" if on_disk else "cpu")
     x, y = torch.randn(64, 8), torch.randn(64, 8)
     GradCache([model, model], 64 // chunks, SimpleContrastiveLoss())(x, y)
@@ -164,7 +164,7 @@ def test_audit_compares_what_the_engine_recomputed(kind: str) -> None:
 
 
 @pytest.mark.parametrize("position", range(1, 5))  # the first has nothing to train before it
-@pytest.mark.parametrize("how", ["streamed", "together", "layered", "cheap_recompute"])
+@pytest.mark.parametrize("how", ["streamed", "together", "plain"])
 def test_audit_tells_of_a_layer_that_repeats_itself_otherwise_wherever_it_is(how: str, position: int) -> None:
     """Only the last shard was compared, so that a wrong gradient of any other was certified as exact."""
 
@@ -177,23 +177,19 @@ def test_audit_tells_of_a_layer_that_repeats_itself_otherwise_wherever_it_is(how
 
         def forward(self, x: Tensor) -> Tensor:
             Drifting.calls += 1  # of the class: an attribute of the layer would be put back
-            return x * (1.0 if self.steady else Drifting.calls)
+            return x * x.new_tensor(1.0 if self.steady else Drifting.calls)  # saved, unlike a number
 
     for steady in (True, False):
         layers = [*tower(dropout=0.5)]
         layers.insert(position, Drifting(steady))
         model: nn.Module = nn.Sequential(*layers)
-        options: dict[str, Any] = {}
-        if how in ("streamed", "together"):
+        if how != "plain":
             model = offloaded(
                 model,
                 num_slices=5,
                 **({"memory": MemoryPolicy.fixed(activation_bytes="1MiB")} if how == "together" else {}),
             )
-        else:
-            # The lean budget holds what enters layers, and no graph.
-            options["memory"] = MemoryPolicy(boundary_bytes=0 if how == "cheap_recompute" else 3 * 2 * 6 * 8 * 4)
-        step = GradCache([model, model], 2, SimpleContrastiveLoss(), audit=True, **options)
+        step = GradCache([model, model], 2, SimpleContrastiveLoss(), audit=True)
         step(torch.randn(6, 8), torch.randn(6, 8))
         assert step.step_result is not None
         difference = step.step_result.greatest_difference
@@ -204,7 +200,7 @@ def test_audit_tells_of_a_layer_that_repeats_itself_otherwise_wherever_it_is(how
             assert difference > 0.01
 
 
-@pytest.mark.parametrize("how", ["streamed", "layered"])
+@pytest.mark.parametrize("how", ["streamed", "plain"])
 def test_bfloat16_gradients_of_a_thousand_chunks_add_up_within_one_percent(how: str) -> None:
     """Offloaded, with masters of 32 bits at home; in memory, with parameters of 16."""
     torch.manual_seed(0)
@@ -214,8 +210,7 @@ def test_bfloat16_gradients_of_a_thousand_chunks_add_up_within_one_percent(how: 
         model: nn.Module = offloaded(layers, num_slices=1, param_dtype=torch.bfloat16)
     else:
         model = layers.bfloat16()
-    memory = MemoryPolicy(boundary_bytes=1 << 20, join_chunks=False) if how == "layered" else None
-    GradCache([model], 1, lambda r: r.float().sum(), memory=memory)(x)
+    GradCache([model], 1, lambda r: r.float().sum())(x)
     exact = x.double().sum(0).expand(8, 16)
     (weight,) = model.parameters()
     assert weight.grad is not None
