@@ -19,7 +19,6 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +33,6 @@ from gradcache.distributed.sharded import check_equal_chunks
 from gradcache.loss import SimpleContrastiveLoss
 from gradcache.memory import StepMemory
 from gradcache.nested import map_tensors, tensors_in
-from gradcache.sequential import SequentialModel
 from gradcache.step import Step
 from gradcache.streamed import StreamedModel, Tower
 from gradcache.used_modules import CallableModel, UsedModules, as_modules
@@ -79,18 +77,16 @@ class GradCache:
         process_fn: converts a chunk to the model's input directly before the model runs, in both passes, with the same
             random numbers; its results are not kept. A list that is an input, or a member of a mapping, then holds rows
             of any type (texts, dicts, images), and a chunk gets a part of it. If it has trainable parameters it must be
-            an ``nn.Module``; with ``memory`` and towers that run layer by layer it then runs once for all chunks.
+            an ``nn.Module``; over a streamed model it then runs once for all chunks.
         precision: the autocast type of models and loss, such as ``torch.bfloat16``.
         broadcast: keys or positions of input members that every chunk receives whole.
         memory: what the steps over plain modules may hold: bytes, a string such as ``"2GiB"``, ``"auto"`` or an
-            :class:`offload.MemoryPolicy`. Plain ``nn.Sequential`` towers then run layer by layer, as if each layer were
-            checkpointed, and keep up to ``boundary_bytes`` of layer inputs between the passes; unused bytes hold
-            graphs, which need not be recomputed, and those of this field chunks that run together (``join_chunks``);
-            see ``sequential``. With
-            ``chunk_sizes="auto"`` the graph of a chunk keeps up to ``activation_bytes`` (an OffloadModel's, whose own
-            memory decides: of one shard at a time). Without these fields a number is shared by gradients, values
-            between the passes and a chunk's graph. None: chunk by chunk, and half of the free memory for a graph.
-        audit: compare the results of the two passes, layer by layer if the model runs layer by layer; see ``audit``.
+            :class:`offload.MemoryPolicy`. It chooses the rows of a chunk with ``chunk_sizes="auto"``: the graph of a
+            chunk keeps up to ``activation_bytes`` (an OffloadModel's, whose own memory decides: of one shard at a
+            time); without this field, up to what the gradients leave of the number. None: half of the free memory.
+            Plain modules keep nothing else between the passes, and chunks of theirs never run together, so the other
+            fields of a policy do not concern them.
+        audit: compare the results of the two passes, of an OffloadModel layer by layer; see ``audit``.
 
     Raises:
         TypeError, ValueError: at construction or at the start of a step, before any gradient is written.
@@ -150,7 +146,6 @@ class GradCache:
         #: Checks a graph of the current step, see ``distributed.Reduction.check``.
         self._check: Callable[[Any, Any], None] | None = None
         self._difference = 0.0
-        self.layered: WeakKeyDictionary[nn.Module, SequentialModel] = WeakKeyDictionary()
         self.towers: list[nn.Module] = []
         self._check_towers()
 

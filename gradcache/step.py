@@ -5,8 +5,6 @@ model                               module that runs it
 ==================================  =================================================================================
 has ``forward_chunks``              ``streamed``: each shard is loaded once for all chunks of all towers of this model
 contains such a model               ``wrapped``: the same for the model inside, chunk by chunk around it
-plain ``nn.Sequential``, and        ``sequential``: the same engine over layers in memory
-``memory`` is given
 any other; or a subclass replaces   ``two_pass``: chunk by chunk, through the hooks ``forward_no_grad`` and
 ``model_call`` or such a hook       ``forward_backward``
 ==================================  =================================================================================
@@ -26,7 +24,6 @@ from gradcache import representations
 from gradcache.accumulation import Accumulation
 from gradcache.distributed.reduction import Reduction, after_backward, broadcast_buffers
 from gradcache.nested import tensors_in
-from gradcache.sequential import SequentialModel, is_plain_sequential
 from gradcache.streamed import StreamedModel, StreamedTowers, Tower
 from gradcache.two_pass import InputGradients
 from gradcache.used_modules import CallableModel, UsedModules
@@ -166,19 +163,5 @@ class Step:
         return rows
 
     def _streamed(self, model: nn.Module) -> StreamedModel | None:
-        """The model, or an adapter of a plain one, that runs all chunks together; None if they run one by one."""
-        owner = self._owner
-        if owner.replaced(*_CHUNK_HOOKS):
-            return None
-        if isinstance(model, StreamedModel):
-            return model
-        budget = owner.memory.boundary_bytes(owner.towers) if is_plain_sequential(model) else None
-        if budget is None:
-            return None
-        assert isinstance(model, nn.Sequential)
-        known = owner.layered.get(model)
-        if known is None or known.layers != list(model) or known.boundary_bytes != budget:
-            # Members that every chunk receives whole cannot be concatenated.
-            joins = False if owner.broadcast else owner.memory.join_chunks
-            owner.layered[model] = known = SequentialModel(model, budget, joins)
-        return known
+        """The model, if it runs all chunks on each shard; None if they run one by one."""
+        return model if isinstance(model, StreamedModel) and not self._owner.replaced(*_CHUNK_HOOKS) else None

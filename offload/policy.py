@@ -36,9 +36,7 @@ class MemoryPolicy:
             machine has free when the model is made (see below). One number is for the compute device.
         slots: shards that the compute device holds at once, at least 2. Slots beyond that are a cache.
         boundary_bytes: activations between shards on the compute device; the others are stored with the shards and
-            read back ahead of use. In a GradCache step over a plain ``nn.Sequential``: inputs of layers that are kept
-            between the passes, and, where bytes are left, chunks that run together and graphs of the last ones. Only
-            with recomputation.
+            read back ahead of use. Only with recomputation.
         activation_bytes: activations of one cell. The chunks of :meth:`OffloadModel.forward_chunks` run together as far
             as they fit, and as a fourth of the number for the device holds; a trial forward measures one chunk of each
             kind. None: each chunk is a cell, whatever the plan. ``GradCache(chunk_sizes="auto")`` chooses as many rows
@@ -49,10 +47,9 @@ class MemoryPolicy:
             on disk. Those that fit are neither written nor read: 4 bytes less of each.
         resident_bytes: shards that rest in host memory although their home is a file. Beside a GPU, as many as the
             number for the host allows, in page-locked memory; gradients of the others wait in what is left.
-        join_chunks: which chunks may run together, where ``activation_bytes`` (over a plain ``nn.Sequential``
-            ``boundary_bytes``) says how many. None: where layers draw no random numbers and do not look across rows;
-            True: also where they draw; False: none. Batch normalisation that trains keeps chunks apart in any case,
-            and so does a mesh.
+        join_chunks: which chunks may run together, where ``activation_bytes`` says how many. None: where layers draw
+            no random numbers and do not look across rows; True: also where they draw; False: none. Batch normalisation
+            that trains keeps chunks apart in any case, and so does a mesh.
 
     Raises:
         TypeError, ValueError: with a line for each field that cannot be used.

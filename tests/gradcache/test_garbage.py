@@ -48,8 +48,7 @@ def test_a_step_leaves_no_tensor_and_nothing_of_ours_to_the_garbage_collector(
     make: Any, steps_before: int, tmp_path: Path
 ) -> None:
     model = make([Block() for _ in range(3)], tmp_path)
-    memory = MemoryPolicy(boundary_bytes=1 << 20) if make is in_memory else None
-    step = GradCache([model, model], 2, SimpleContrastiveLoss(), memory=memory)
+    step = GradCache([model, model], 2, SimpleContrastiveLoss())
     x, y = torch.randn(6, 8), torch.randn(6, 8)
     for _ in range(steps_before):
         step(x, y)

@@ -19,7 +19,7 @@ from gradcache.functional import cached
 from gradcache.loss import SimpleContrastiveLoss
 from gradcache.nested import map_tensors, tensors_in
 from gradcache.used_modules import UsedModules
-from offload import MemoryPolicy, OffloadModel
+from offload import OffloadModel
 
 
 class Overwriting(nn.Module):
@@ -55,8 +55,7 @@ def test_a_model_that_writes_over_a_tokenizer_s_mapping_meets_a_copy_in_both_pas
     assert all(torch.equal(each["x"], old) for each, old in zip(inputs, before, strict=True))
 
 
-@pytest.mark.parametrize("execution", ["chunks", "layers"])
-def test_inputs_in_a_mapping_of_any_type_take_gradients(execution: str) -> None:
+def test_inputs_in_a_mapping_of_any_type_take_gradients() -> None:
     torch.manual_seed(0)
     encoder = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).double()
     given = torch.randn(2, 6, 8, dtype=torch.float64)
@@ -68,7 +67,6 @@ def test_inputs_in_a_mapping_of_any_type_take_gradients(execution: str) -> None:
         4,
         SimpleContrastiveLoss(),
         split_input_fn=lambda x, size: [UserDict({"input": x["input"][i : i + size]}) for i in range(0, 6, size)],
-        memory=MemoryPolicy(boundary_bytes=1 << 20) if execution == "layers" else None,
     )(UserDict({"input": actual[0] * 1}), UserDict({"input": actual[1] * 1}))
     torch.testing.assert_close(actual.grad, expected.grad)
 
@@ -208,7 +206,7 @@ class Fields(nn.Module):
         return Output(hidden=x * 2, pooled=x.tanh(), absent=None)
 
 
-@pytest.mark.parametrize("execution", ["chunks", "layers", "shards", "encode"])
+@pytest.mark.parametrize("execution", ["chunks", "shards", "encode"])
 def test_an_output_with_a_field_that_the_loss_ignores(execution: str, assert_same_gradients: Any) -> None:
     torch.manual_seed(0)
     bare = nn.Sequential(nn.Linear(8, 6), Fields())
@@ -221,9 +219,7 @@ def test_an_output_with_a_field_that_the_loss_ignores(execution: str, assert_sam
 
     x, y = torch.randn(2, 6, 8)
     loss(bare(x), bare(y)).backward()
-    cache = GradCache(
-        [model, model], 2, loss, memory=MemoryPolicy(boundary_bytes=1 << 20) if execution == "layers" else None
-    )
+    cache = GradCache([model, model], 2, loss)
     if execution == "encode":
         loss(*cache.encode(x, y)).backward()
     else:
@@ -268,11 +264,7 @@ def test_reach_finds_what_a_function_names() -> None:
 
 EXECUTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "chunks": (lambda net: net.forward, {}),
-    "layers": (lambda net: net, {"memory": MemoryPolicy(boundary_bytes=1 << 20)}),
-    "layers, nothing kept": (
-        lambda net: net,
-        {"memory": MemoryPolicy(boundary_bytes=0), "process_fn": lambda x: x * 1},
-    ),
+    "processed": (lambda net: net, {"process_fn": lambda x: x * 1}),
     "shards": (lambda net: OffloadModel(net, "cpu", num_slices=2, checkpoint_activation=True), {}),
     "shards, graphs kept": (lambda net: OffloadModel(net, "cpu", num_slices=2, checkpoint_activation=False), {}),
     "audit": (lambda net: net, {"audit": True}),
@@ -330,18 +322,17 @@ class OwnNoise(nn.Module):
         return self.linear(x) * torch.rand(x.shape, generator=self.generator)
 
 
-@pytest.mark.parametrize("how", ["two-pass", "layered", "streamed"])
+@pytest.mark.parametrize("how", ["two-pass", "streamed"])
 def test_a_generator_that_a_layer_holds_draws_the_same_in_the_second_pass(how: str) -> None:
     torch.manual_seed(0)
     bare = nn.Sequential(OwnNoise(), nn.Tanh(), OwnNoise())
     ours: nn.Module = copy.deepcopy(bare)
     if how == "streamed":
         ours = OffloadModel(ours, "cpu", num_slices=3, checkpoint_activation=True)
-    options = {"memory": MemoryPolicy(boundary_bytes=0)} if how == "layered" else {}
     for _ in range(2):
         x = torch.randn(6, 8)
         bare(x).pow(2).sum().backward()
-        GradCache([ours], 6, lambda r: r.pow(2).sum(), **options)(x)
+        GradCache([ours], 6, lambda r: r.pow(2).sum())(x)
     for p, q in zip(bare.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad)
 

@@ -21,10 +21,9 @@ from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 GRADIENT_BYTES = 3 * 4 * (8 * 8 + 8)
 
 
-def tower(dropout: float | None = None) -> nn.Sequential:
+def tower() -> nn.Sequential:
     torch.manual_seed(0)
-    layers: list[nn.Module] = [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)]
-    return nn.Sequential(*layers, *([] if dropout is None else [nn.Dropout(dropout)]))
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
 
 
 def energy(*reps: Tensor) -> Tensor:
@@ -44,25 +43,14 @@ def test_a_step_in_a_memory_is_that_of_the_whole_batch(memory: Any, assert_same_
         ours.zero_grad()
         step(x)
         assert_same_gradients([bare], [ours])
-    assert ours in step.layered
 
 
-def test_without_memory_towers_run_chunk_by_chunk() -> None:
-    model = tower()
-    step = step_of([model])
-    step(torch.randn(6, 8))
-    assert not step.layered
-
-
-def test_one_number_is_shared_by_gradients_kept_values_and_the_graph_of_a_chunk() -> None:
+def test_one_number_is_shared_by_gradients_and_the_graph_of_a_chunk() -> None:
     model, other = tower(), tower()
     memory = StepMemory(MemoryPolicy("1MiB"))
-    half = ((1 << 20) - GRADIENT_BYTES) // 2
-    assert memory.boundary_bytes([model, model]) == memory.activation_bytes(model, [model]) == half
-    both = ((1 << 20) - 2 * GRADIENT_BYTES) // 2
-    assert memory.boundary_bytes([model, other]) == both // 2
-    fixed = StepMemory(MemoryPolicy("1MiB", boundary_bytes=5, activation_bytes=6))
-    assert (fixed.boundary_bytes([model]), fixed.activation_bytes(model, [model])) == (5, 6)
+    assert memory.activation_bytes(model, [model, model]) == (1 << 20) - GRADIENT_BYTES
+    assert memory.activation_bytes(model, [model, other]) == (1 << 20) - 2 * GRADIENT_BYTES
+    assert StepMemory(MemoryPolicy("1MiB", activation_bytes=6)).activation_bytes(model, [model]) == 6
 
 
 def test_a_number_that_holds_no_gradients_says_the_least_that_works() -> None:
@@ -85,23 +73,10 @@ def test_the_memory_of_an_offloaded_tower_is_the_models() -> None:
         step_of([model, model], 8)
     plain = tower()
     step = step_of([plain, model], "1MiB")  # of the plain one
-    assert step.memory.boundary_bytes(step.towers) == ((1 << 20) - GRADIENT_BYTES) // 2
+    assert step.memory.activation_bytes(plain, step.towers) == (1 << 20) - GRADIENT_BYTES
     step.models = [model, model]
     with pytest.raises(ValueError, match="that of the model"):
         step(torch.randn(4, 8), torch.randn(4, 8))
-
-
-@pytest.mark.parametrize(("join", "together"), [(None, False), (True, True), (False, False)])
-def test_chunks_of_layers_that_draw_stay_apart_unless_the_policy_joins_them(join: bool | None, together: bool) -> None:
-    for dropout in (None, 0.5):
-        model = tower(dropout)
-        rows: list[int] = []
-        model[0].register_forward_hook(lambda _m, args, _o, rows=rows: rows.append(args[0].size(0)))
-        step = step_of([model], MemoryPolicy(boundary_bytes=1 << 20, join_chunks=join))
-        step(torch.randn(6, 8))
-        rows.clear()
-        step(torch.randn(6, 8))
-        assert (max(rows) > 2) == (together if dropout else join is not False)
 
 
 def test_steps_that_say_auto_share_the_machine_with_models_that_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +86,7 @@ def test_steps_that_say_auto_share_the_machine_with_models_that_say_so(monkeypat
     step = step_of([model], "auto")
 
     def kept() -> int:
-        return step.memory.boundary_bytes(step.towers) or 0
+        return step.memory.activation_bytes(model, step.towers)
 
     alone = kept()
     other = OffloadModel(copy.deepcopy(model), "cpu", memory="auto")
@@ -183,7 +158,7 @@ def test_a_memory_changes_no_bit_of_a_training_of_plain_towers(memory: Any) -> N
     plain, ours = wide_tower(), wide_tower()
     results = [
         trained(each, torch.optim.AdamW(each.parameters(), lr=1e-3), memory=given)
-        for each, given in ((plain, MemoryPolicy(boundary_bytes=0, join_chunks=False)), (ours, memory))
+        for each, given in ((plain, None), (ours, memory))
     ]
     assert all(map(torch.equal, *results))
 

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from gradcache import GradCache
-from gradcache.memory import StepMemory
-from offload import MemoryPolicy, OffloadModel
+from offload import OffloadModel
 from pipe import is_recomputing
 
-EXECUTIONS = ["two passes", "layered", "offloaded"]
+EXECUTIONS = ["two passes", "offloaded"]
 
 
 def layers() -> nn.Sequential:
@@ -27,8 +26,6 @@ def make(
     execution: str, bare: nn.Sequential, process_fn: Any, size: int = 2, **options: Any
 ) -> tuple[nn.Module, GradCache]:
     model: nn.Module = bare
-    if execution == "layered":
-        options = {"memory": MemoryPolicy(boundary_bytes=0, join_chunks=False), **options}
     if execution == "offloaded":
         model = OffloadModel(bare, "cpu", num_slices=3, checkpoint_activation=True)
     return model, GradCache([model], size, lambda rep: rep.square().sum(), process_fn=process_fn, **options)
@@ -51,7 +48,7 @@ def test_a_chunk_is_processed_when_it_enters_and_no_two_results_are_alive(execut
     bare = layers()
 
     def entered(_: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        if not is_recomputing():  # as in the measurement from its first chunk
+        if not is_recomputing():
             events.append(f"layer {int(args[0][0, 0].round())}")
 
     bare[0].register_forward_hook(entered)
@@ -97,27 +94,9 @@ def test_gradients_flow_through_process_fn_to_what_it_trains_and_to_the_input(ex
             torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-@pytest.mark.parametrize("execution", ["layered", "offloaded"])
-def test_a_function_that_trains_something_unseen_is_refused_before_any_gradient_is_written(execution: str) -> None:
+def test_a_function_that_trains_something_unseen_is_refused_before_any_gradient_is_written() -> None:
     hidden = nn.Linear(8, 8)
-    model, step = make(execution, layers(), lambda chunk: hidden(chunk))
+    model, step = make("offloaded", layers(), lambda chunk: hidden(chunk))
     with pytest.raises(ValueError, match="process_fn without trainable parameters"):
         step(torch.randn(4, 8))
     assert all(parameter.grad is None for parameter in (*model.parameters(), *hidden.parameters()))
-
-
-def test_processed_chunks_run_together_and_the_gradient_stays_the_whole_batch_s(assert_same_gradients: Any) -> None:
-    bare = layers()
-    ours = copy.deepcopy(bare)
-    rows: list[int] = []
-    ours[0].register_forward_hook(lambda _m, args, _o: rows.append(args[0].size(0)))
-    _, step = make("layered", ours, lambda text: torch.stack([torch.full((8,), float(ord(c))).sin() for c in text]))
-    step.split_input_fn = lambda text, size: [text[k : k + size] for k in range(0, len(text), size)]
-    step.memory = StepMemory(MemoryPolicy(boundary_bytes=1 << 20))
-    text = "a batch of characters"
-    for _ in range(2):
-        rows.clear()
-        bare(torch.stack([torch.full((8,), float(ord(c))).sin() for c in text])).square().sum().backward()
-        step(text)
-    assert max(rows) > 2
-    assert_same_gradients([bare], [ours])

@@ -20,7 +20,7 @@ from gradcache.sentence_transformers import (
     CachedMultipleNegativesRankingLoss,
     MegaBatchMarginLoss,
 )
-from offload import MemoryPolicy, OffloadModel
+from offload import OffloadModel
 
 LOSS = SimpleContrastiveLoss()
 
@@ -68,7 +68,7 @@ ROWS: dict[str, tuple[Any, Callable[[Any], Tensor]]] = {
 
 
 @pytest.mark.parametrize("kind", ROWS)
-@pytest.mark.parametrize("execution", ["chunks", "layers", "shards"])
+@pytest.mark.parametrize("execution", ["chunks", "shards"])
 def test_a_list_with_process_fn_is_cut_between_its_rows(kind: str, execution: str, assert_same_gradients: Any) -> None:
     given, process = ROWS[kind]
     bare = nn.Sequential(Encoder(), nn.Tanh())
@@ -80,8 +80,7 @@ def test_a_list_with_process_fn_is_cut_between_its_rows(kind: str, execution: st
         return F.pad(ids, (0, widest - ids.size(1)))
 
     tower = OffloadModel(ours, "cpu", num_slices=2, checkpoint_activation=True) if execution == "shards" else ours
-    memory = MemoryPolicy(boundary_bytes=0, join_chunks=False) if execution == "layers" else None
-    cache = GradCache([tower, tower], 3, LOSS, process_fn=to_one_width, memory=memory)
+    cache = GradCache([tower, tower], 3, LOSS, process_fn=to_one_width)
     LOSS(bare(process(given)), bare(process(given))).backward()
     cache(given, given)
     assert_same_gradients([bare], [ours])
@@ -159,13 +158,11 @@ class Twice(nn.Module):
         return torch.cat([x, x + 1])
 
 
-@pytest.mark.parametrize("execution", ["chunks", "layers", "shards", "wrapped", "encode", "split_input_fn"])
+@pytest.mark.parametrize("execution", ["chunks", "shards", "wrapped", "encode", "split_input_fn"])
 def test_views_one_after_the_other_are_refused_before_a_loss_is_computed(execution: str) -> None:
     model: nn.Module = nn.Sequential(Views(), Twice())
     options: dict[str, Any] = {}
-    if execution == "layers":
-        options["memory"] = MemoryPolicy(boundary_bytes=0, join_chunks=False)
-    elif execution == "shards":
+    if execution == "shards":
         model = OffloadModel(model, "cpu", num_slices=2, checkpoint_activation=True)
     elif execution == "wrapped":
         model = nn.Sequential(OffloadModel(nn.Sequential(Views()), "cpu", checkpoint_activation=True), Twice())
