@@ -137,8 +137,22 @@ def gradients_of_inputs_are_returned_and_of_other_ways_to_parameters_refused(wor
     assert greatest_error(model, plain) < 1e-6
 
 
+def blocks_that_are_called_by_themselves_train_as_in_one_process(world: World) -> None:
+    bare = Encoder()
+    model = offloaded(world, bare)
+    x = torch.randn(4 * world.ranks, 3, WIDTH, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        for one, rows in ((model, world.part(x)), (bare, x)):
+            y = one.layers[1](one.layers[2](rows, torch.ones(())), torch.ones(()))
+            loss_of(y).backward()
+        loss_of(model(world.part(batch()))).backward()
+        loss_of(bare(batch())).backward()
+        assert greatest_error(model, bare) < 1e-6
+
+
 CLAIMS = [
     graphs_of_two_forwards_used_twice_or_with_a_block_called_twice_have_the_gradients_of_one_process,
     a_rank_whose_graph_leaves_out_blocks_counts_as_zeros,
     gradients_of_inputs_are_returned_and_of_other_ways_to_parameters_refused,
+    blocks_that_are_called_by_themselves_train_as_in_one_process,
 ]

@@ -990,6 +990,7 @@ OF_FOUR = [
     gradcache_runs_over_it_with_unequal_rows_and_chunks,
     models_that_follow_each_other_use_the_same_process_groups,
     *blocks_claims.CLAIMS[:2],
+    *graph_claims.CLAIMS[:2],
 ]
 #: Checked as well with what ranks do on GPUs, here in host memory.
 OF_DEVICE = [
