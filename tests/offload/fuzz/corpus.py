@@ -95,13 +95,6 @@ CORPUS: dict[str, Program] = {
     "a_vector_of_parameters_is_kept_on_disk": program(Write("vector"), Reopen(), home="kept"),
     "other_data_between_backward_and_step_is_stepped": program(*TRAIN, Write("data"), Step(), updates="offload"),
     "other_data_between_forward_and_backward_is_kept": program(Forward(), Write("data"), Backward()),
-    "other_numbers_between_forward_and_backward_are_seen_or_refused": program(Forward(), Write("data_mul"), Backward()),
-    "other_numbers_between_forward_and_recomputation_are_seen_or_refused": program(
-        *TRAIN, Forward(), Write("numpy", 3), Backward(), checkpoint=True, home="disk"
-    ),
-    "an_average_that_is_swapped_in_after_the_first_steps_is_seen_where_all_forwards_compare": program(
-        *TRAIN, *TRAIN, *TRAIN, Average(), Step(), Forward(), Average("swap"), Backward(), compares=True
-    ),
     "an_average_that_is_evaluated_between_forward_and_backward_leaves_none_of_its_weights": program(
         *TRAIN,
         *TRAIN,

@@ -254,8 +254,8 @@ def writes_unseen(setup: Setup, statement: Statement) -> bool:
     if isinstance(statement, Hook) and statement.on == "forward_pre" and statement.does == "step":
         return not setup.compares or setup.model == "closure"
     if isinstance(statement, Write):
-        return not setup.compares and statement.how in ("data_copy", "data_mul", "numpy")
-    return not setup.compares and isinstance(statement, Average) and statement.do == "swap"
+        return statement.how in ("data_copy", "data_mul", "numpy")
+    return isinstance(statement, Average) and statement.do == "swap"
 
 
 def waiting_after(waiting: int, statement: Statement) -> int:
