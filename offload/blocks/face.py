@@ -29,6 +29,7 @@ from offload.core.tape import ChunksTape, with_tape
 from offload.engine.autograd import attach
 from offload.engine.block_forwards import tensors_of_call
 from offload.engine.executor import Executor
+from offload.engine.inputs import refuse_transforms
 from offload.engine.outside import bytes_staying
 from offload.engine.raw_chunk import as_call
 from offload.engine.structure import Structure
@@ -249,6 +250,7 @@ class ModelWithBlocks(ReportingModule):
             return answered[0] if one else gather_nested(answered)
         engine = self._engine
         if engine is not None:
+            refuse_transforms(tensors_of_call(call))
 
             def forward() -> Any:
                 with self._computing():
