@@ -1,6 +1,6 @@
 """Takes one mechanism out of the engine, so that it can be seen that programs find what it is there for.
 
-``python -m tests.offload.fuzz --without "own memory"`` draws programs against an engine that lacks it.
+``python -m tests.offload.fuzz --without "weight writes"`` draws programs against an engine that lacks it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from offload.engine.cell import ShardRunner
-from offload.engine.executor import Executor
 
+from offload.core.cell import Block
 from offload.engine.structure import Structure
 from offload.engine.weight_writes import AssignedData
 from offload.streaming.shard import Shard
 from offload.streaming.slot_pool import SlotPool
-from pipe.recompute.module_hooks import Hooks
 
 __all__ = ["MECHANISMS", "without"]
 
@@ -27,24 +25,17 @@ def _lent_slots(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SlotPool, "is_referenced", lambda self, slot: False)
 
 
-def _own_memory(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ShardRunner, "_out_of_slot", lambda self, output: output)
-    _lent_slots(patch)  # which alone would give a view its slot for good
-
-
-def _double_backward(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("offload.engine.autograd.refuse_double_backward", lambda what: None)
-
-
 def _kept_gradients(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Shard, "detach_gradients", lambda self: None)
 
 
+def _weight_writes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Block, "_note_writes", lambda self, *arguments: None)
+
+
 def _accumulated_hooks(patch: pytest.MonkeyPatch) -> None:
-    for module in ("autograd", "tape"):
-        patch.setattr(f"offload.engine.{module}.has_hooks", lambda parameter: False)
-    for module in ("cell", "cell_executor"):
-        patch.setattr(f"offload.engine.{module}.hidden_hooks", lambda parameters: contextlib.nullcontext())
+    patch.setattr("offload.core.engine.has_hooks", lambda parameter: False)
+    patch.setattr("offload.core.weights.Weights.gradient_is_at_home", lambda self, k, gradient: False)
 
 
 def _structure(patch: pytest.MonkeyPatch) -> None:
@@ -66,19 +57,14 @@ def _own_forward(patch: pytest.MonkeyPatch) -> None:
 
 
 def _requested_parameters(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Executor, "trainable", lambda self, first: [])
-
-
-def _module_hooks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Hooks, "again", lambda self: contextlib.nullcontext())
+    patch.setattr("offload.core.engine.is_requested", lambda node: False)
 
 
 #: Name -> what takes the mechanism out, and the claims of the corpus that then fail.
 MECHANISMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]]] = {
-    "own memory": (_own_memory, ("a_table_that_is_passed_on_is_read_by_the_last_layer",)),
     "lent slots": (_lent_slots, ("a_view_kept_by_a_function_is_there_in_backward",)),
-    "double backward": (_double_backward, ("a_penalty_on_the_gradient_of_the_input_is_refused_or_right",)),
     "kept gradients": (_kept_gradients, ("gradients_that_are_kept_outlive_a_backward_on_disk",)),
+    "weight writes": (_weight_writes, ("a_layer_initialises_itself_from_its_first_batch",)),
     "accumulated hooks": (_accumulated_hooks, ("a_step_in_a_hook_moves_the_weights",)),
     "structure": (_structure, ("a_replaced_layer_is_followed_or_refused", "adapters_are_followed_or_refused")),
     "assigned data": (
@@ -89,13 +75,6 @@ MECHANISMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...
     "requested parameters": (
         _requested_parameters,
         ("backward_of_given_inputs_reaches_parameters", "gradients_of_parameters_are_returned"),
-    ),
-    "module hooks": (
-        _module_hooks,
-        (
-            "a_hook_that_comes_after_the_forward_is_not_in_its_recomputation",
-            "another_forward_of_a_layer_is_not_in_a_recomputation",
-        ),
     ),
 }
 
