@@ -187,14 +187,14 @@ class ObservedStep:
         seen[key] = seen.get(key, 0) + 1
         return Recorder(shard, memory)
 
-    def record(self, recorder: Recorder, j: int, k: int, i: int, entered: Any, *, kept: bool) -> None:
-        """Called after the forward of a cell with what it saved."""
+    def record(self, recorder: Recorder, j: int, k: int, i: int, entered: Any, *, kept: bool, hidden: int) -> None:
+        """Called after the forward of a cell with what it saved, and the bytes that its graph holds besides."""
         own = [] if kept else tensors_in(entered)
         saved = recorder.saved_tensors(own)
         profile = MemoryProfile(self.rows[i], saved)
         self._meter.record_memory_profile(j, profile, keeps=kept, continues=k > 0)
         if not kept:
-            nbytes = sum(recorder.nbytes.values())
+            nbytes = sum(recorder.nbytes.values()) + hidden
             runner = self._executor._cell_executor.shards[j].runners[k]
             runner.activation_bytes, runner.graph_bytes = nbytes, nbytes
             runner.graph_bytes_per_row = nbytes / (self.rows[i] or 1)
