@@ -67,8 +67,8 @@ class _Call:
     """One call: what it saved, and what its second run needs."""
 
     __slots__ = (
-        "again", "begins", "count", "kinds", "leaves", "made", "name", "number", "on_save", "places", "references", "saved",
-        "settings", "spec", "state", "to_the_end",
+        "again", "begins", "count", "kinds", "leaves", "made", "name", "number", "on_save", "places", "references",
+        "saved", "settings", "spec", "state", "to_the_end",
     )  # fmt: skip
 
     def __init__(self, name: str, again: Callable[..., Any], state: RegionState, references: References | None) -> None:
