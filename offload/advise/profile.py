@@ -6,7 +6,7 @@ real step, so bytes are exact. Fused attention is that of the CPU, which torch d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from offload.advise.work import Work
 from offload.engine.layouts import bytes_of_boundary
 from offload.planning.memory_profile import SavedTensor
 from pipe.nested import map_tensors, tensors_in
-from pipe.recompute.cheap_ops import CheapRecompute
 from pipe.torch_private.data import pytree
 from pipe.torch_private.dispatch import OperationMode
 
@@ -101,13 +100,12 @@ def _fused(
 class _Saved:
     """The tensors that autograd saves; weights are known by their storage."""
 
-    def __init__(self, weights: Sequence[Tensor], knows: Callable[[Tensor], bool]) -> None:
+    def __init__(self, weights: Sequence[Tensor]) -> None:
         self._weights = {
             StorageWeakRef(w.untyped_storage()): w.nbytes if w.requires_grad else 0 for w in weights if w.numel()
         }
-        self._knows = knows
-        #: Storage, bytes of its gradient, and whether a graph that is kept repeats the operation instead.
-        self._saved: list[tuple[StorageWeakRef, int, bool]] = []
+        #: Storage, and bytes of its gradient.
+        self._saved: list[tuple[StorageWeakRef, int]] = []
         self._nbytes: dict[StorageWeakRef, int] = {}
 
     def add(self, tensor: Tensor) -> Tensor:
@@ -115,31 +113,25 @@ class _Saved:
         if tensor.layout is torch.strided and tensor.numel():
             storage = StorageWeakRef(tensor.untyped_storage())
             differentiable = tensor.is_floating_point() or tensor.is_complex()
-            self._saved.append((storage, tensor.nbytes if differentiable else 0, self._knows(tensor)))
+            self._saved.append((storage, tensor.nbytes if differentiable else 0))
             self._nbytes[storage] = tensor.untyped_storage().nbytes()
         return tensor
 
-    def saved_tensors(self, elsewhere: Collection[StorageWeakRef], *, kept: bool = False) -> list[SavedTensor]:
-        """The saved tensors in the order in which backward uses them; ``kept``: of a cell whose graph is kept.
-
-        What is in ``elsewhere`` is not freed by the cell.
-        """
-        saved = [(storage, flows, kept and cheap) for storage, flows, cheap in self._saved]
+    def saved_tensors(self, elsewhere: Collection[StorageWeakRef]) -> list[SavedTensor]:
+        """The saved tensors in the order in which backward uses them; those in ``elsewhere`` are not freed by it."""
         first: dict[StorageWeakRef, int] = {}
-        for k, (storage, _, _) in enumerate(saved):
+        for k, (storage, _) in enumerate(self._saved):
             first.setdefault(storage, k)
-        held = {storage for storage, _, again in saved if not again}
         seen: set[StorageWeakRef] = set()
         found = []
-        for k in range(len(saved) - 1, -1, -1):
-            storage, flows, again = saved[k]
+        for k in range(len(self._saved) - 1, -1, -1):
+            storage, flows = self._saved[k]
             if storage in self._weights:
                 found.append(SavedTensor(0 if storage in seen else self._weights[storage], 0, 0))
                 seen.add(storage)
             else:
-                ends = storage in held and first[storage] == k and storage not in elsewhere
-                nbytes = self._nbytes[storage]
-                found.append(SavedTensor(0, flows, nbytes if ends else 0, nbytes if again else 0))
+                ends = first[storage] == k and storage not in elsewhere
+                found.append(SavedTensor(0, flows, self._nbytes[storage] if ends else 0))
         return found
 
 
@@ -152,11 +144,10 @@ def _profile(layers: Sequence[nn.Module], value: Any, *, first: bool) -> tuple[W
     given = value
     inputs = {StorageWeakRef(t.untyped_storage()) for t in tensors_in(given)}
     weights = [p for layer in layers for p in layer.parameters()]
-    cheap = CheapRecompute(hold=lambda tensor: None)
-    saved = _Saved(weights, cheap.knows)
+    saved = _Saved(weights)
     hooks = torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor)
     forward, backward = _Operations(), _Operations()
-    with torch.enable_grad(), _FusedAttention(), hooks, forward, cheap:
+    with torch.enable_grad(), _FusedAttention(), hooks, forward:
         for layer in layers:
             value = layer(value)
     outputs = [t for t in tensors_in(value) if t.requires_grad]
@@ -173,6 +164,6 @@ def _profile(layers: Sequence[nn.Module], value: Any, *, first: bool) -> tuple[W
         backward_bytes=backward.nbytes,
         saved=saved.saved_tensors(inputs),
         # The input of the first cell is held like that of any other.
-        kept=saved.saved_tensors((), kept=True),
+        kept=saved.saved_tensors(()),
     )
     return work, value

@@ -23,7 +23,7 @@ class Work:
     backward_bytes: float
     #: Tensors saved for a backward, in its order, without the input of the cell.
     saved: Sequence[SavedTensor]
-    #: The same of a graph that is kept, with the input and without what cheap operations repeat.
+    #: The same of a graph that is kept, with the input.
     kept: Sequence[SavedTensor]
 
 

@@ -21,6 +21,7 @@ from offload.core.chunks import run_chunks
 from offload.core.engine import Engine
 from offload.core.tape import ChunksTape, with_tape
 from offload.engine.homes import ModelHomes
+from offload.engine.inputs import refuse_transforms
 from offload.engine.outside import bytes_staying
 from offload.engine.raw_chunk import as_call
 from offload.engine.structure import Structure

@@ -60,6 +60,7 @@ from pipe.torch_private.autograd import (
     is_requested,
     run_hooks_with_gradient_only,
 )
+from pipe.torch_private.tensors import storage_uses
 
 __all__ = ["Engine"]
 
@@ -408,11 +409,14 @@ class Engine:
             partial(self._begin_cell, step, None if keeps else this.boundaries, kind, j, k, blocks, i),
             None if this.boundaries is None or not graph or not (j or k) else this.boundaries.hooks((j, i)),
         )
+        uses = storage_uses(shard.slot) if views else 0
         with step.forward(Kind.FORWARD_KEPT if kept else Kind.FORWARD, j, k, blocks, i):
             output = self._run(block, call, args, kwargs, views, this, keeps, watch)
         step.passed(output)
         if recorder is not None:
-            step.record(recorder, j, k, i, (args, kwargs), kept=keeps)
+            # An autograd function may keep a view of the weights where no hook sees it, and with it the slot.
+            hidden = shard.slot.numel() if views and storage_uses(shard.slot) > uses else 0
+            step.record(recorder, j, k, i, (args, kwargs), kept=keeps, hidden=hidden)
         if j == len(self.blocks) - 1 and k == blocks - 1:
             step.leave(i, output)
         return output

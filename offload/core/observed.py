@@ -189,14 +189,14 @@ class ObservedStep:
         seen[key] = seen.get(key, 0) + 1
         return Recorder(shard, memory)
 
-    def record(self, recorder: Recorder, j: int, k: int, i: int, entered: Any, *, kept: bool) -> None:
-        """Called after the forward of a cell with what it saved."""
+    def record(self, recorder: Recorder, j: int, k: int, i: int, entered: Any, *, kept: bool, hidden: int) -> None:
+        """Called after the forward of a cell with what it saved, and the bytes that its graph holds besides."""
         own = [] if kept else tensors_in(entered)
         saved = recorder.saved_tensors(own)
         profile = MemoryProfile(self.rows[i], saved)
         self._meter.record_memory_profile(j, profile, keeps=kept, continues=k > 0)
         if not kept:
-            nbytes = sum(recorder.nbytes.values())
+            nbytes = sum(recorder.nbytes.values()) + hidden
             self._steps.record_graph(j, k, nbytes / (self.rows[i] or 1))
 
     def forward(self, kind: Kind, j: int, k: int, blocks: int, i: int) -> contextlib.AbstractContextManager[None]:

@@ -321,9 +321,8 @@ EXCEPTIONS = {
     "offload.streaming.streamer Streamer.await_update_in_place: pending.start().wait()": (
         "a layer that asks its module for a parameter waits on the host"
     ),
-    "offload.core.engine Engine._run_observed: step.record(recorder, j, k, i, (args, kwargs), kept=keeps)": (
-        "records sizes"
-    ),
+    "offload.core.engine Engine._run_observed: "
+    "step.record(recorder, j, k, i, (args, kwargs), kept=keeps, hidden=hidden)": "records sizes",
     "offload.core.boundaries Boundaries._load: boundary.join(parts)": "puts a tensor together of its parts",
     "offload.engine.memory_planner MemoryPlanner._plan_again: self._streamer.apply_pending_updates()": (
         "sizes of states are read, not their values"
