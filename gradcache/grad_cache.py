@@ -83,7 +83,8 @@ class GradCache:
         memory: what the steps over plain modules may hold: bytes, a string such as ``"2GiB"``, ``"auto"`` or an
             :class:`offload.MemoryPolicy`. It chooses the rows of a chunk with ``chunk_sizes="auto"``: the graph of a
             chunk keeps up to ``activation_bytes`` (an OffloadModel's, whose own memory decides: of one shard at a
-            time); without this field, up to what the gradients leave of the number. None: half of the free memory.
+            time); without this field, up to half of what the gradients leave of the number (on an accelerator: all of
+            it). None: half of the free memory.
             Plain modules keep nothing else between the passes, and chunks of theirs never run together, so the other
             fields of a policy do not concern them.
         audit: compare the results of the two passes, of an OffloadModel layer by layer; see ``audit``.

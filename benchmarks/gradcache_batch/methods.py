@@ -147,10 +147,10 @@ def _cached(encoder: nn.Sequential, shape: Shape, home: Path, checkpointed: bool
     return encoder, lambda queries, passages: cache(queries, passages)
 
 
-def _ours(encoder: nn.Sequential, shape: Shape, home: Path, together: bool) -> Made:
-    """GradCache layer by layer over an encoder in memory; ``together``: several chunks at a time."""
-    memory = MemoryPolicy(boundary_bytes=shape.kept * MEBIBYTE, join_chunks=together)
-    return encoder, GradCache([encoder, encoder], shape.chunk, _tiled_loss(), memory=memory)
+def _ours(encoder: nn.Sequential, shape: Shape, home: Path) -> Made:
+    """GradCache over an encoder in memory, as the package GradCache runs it."""
+    model = Checkpointed(encoder)
+    return encoder, GradCache([model, model], shape.chunk, _tiled_loss())
 
 
 def _over_offload(encoder: nn.Sequential, shape: Shape, home: Path, together: bool) -> Made:
@@ -182,9 +182,8 @@ METHODS: dict[str, Callable[[nn.Sequential, Shape, Path], Made]] = {
     "upstream GradCache": partial(_cached, checkpointed=True),
     "upstream GradCache, nothing checkpointed": partial(_cached, checkpointed=False),
     "sentence-transformers": _sentence_transformers,
-    "ours": partial(_ours, together=True),
+    "ours": _ours,
     "ours over OffloadModel": partial(_over_offload, together=True),
-    "ours, chunks apart": partial(_ours, together=False),
     "ours over OffloadModel, chunks apart": partial(_over_offload, together=False),
     "OffloadModel, chunk by chunk": _chunk_by_chunk,
 }
