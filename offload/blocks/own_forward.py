@@ -188,6 +188,7 @@ class OwnForward:
         if answered is not None:
             return answered[0] if one else gather_nested(answered)
         engine = self.engine
+        refuse_transforms(tensors_of_call(call))
 
         def forward() -> Any:
             with self._computing():

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from offload.engine.cell_executor import CellExecutor
 from torch import Tensor, nn
 
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
+from offload.core.engine import Engine
+from offload.core.visit import Visit
 from offload.streaming.lane import Arrival, StreamCopyLane
 from tests.offload.zoo import WIDTH, build
 
@@ -283,8 +284,8 @@ def test_the_host_waits_for_no_event_before_the_end_of_a_pass(
 
         monkeypatch.setattr(owner, name, noted)
 
-    noting(CellExecutor, "forward", "F")
-    noting(CellExecutor, "backward", "B")
+    noting(Engine, "run", "F")
+    noting(Visit, "add", "B")
     noting(torch.cuda.Event, "synchronize", "wait")
     noting(torch.cuda.Stream, "synchronize", "wait")
     step()

@@ -14,7 +14,6 @@ from torch import nn
 from offload import MemoryPolicy, OffloadModel
 from offload.storage.disk import DiskBlock
 from offload.storage.scratch import DiskScratch
-from offload.streaming.shard import State
 from tests.offload.test_model import at_home, batch
 from tests.offload.zoo import build
 

@@ -13,13 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from offload.engine.cell_executor import CellExecutor
 from torch import nn
 
 import offload
 from offload import MemoryPolicy, OffloadModel
-from offload.streaming.shard import State
-from offload.telemetry.statistics import Meter
+from offload.core.sequential import _brought
 from tests.offload.zoo import WIDTH, build
 
 
@@ -30,7 +28,7 @@ def batch(rows: int = 6) -> torch.Tensor:
 def at_home(model: OffloadModel) -> bool:
     """Whether every parameter and gradient lies in its home, and no slot is taken."""
     for shard in model._executor.shards:
-        if shard.state is not State.HOME:
+        if shard.loaded:
             return False
         for s in shard.own:
             if s.parameter.data_ptr() != shard.home_view(s).data_ptr():
@@ -534,9 +532,8 @@ def test_a_copy_of_a_page_locked_input_ends_before_the_call() -> None:
             return self
 
     device = torch.device("cuda", 0)
-    cell_executor = CellExecutor([], device=device, meter=Meter(torch.device("cpu")), param_dtype=None)
     for Input.locked in (False, True):
-        cell_executor._brought(torch.zeros(3).as_subclass(Input))
+        _brought(device, None, torch.zeros(3).as_subclass(Input))
     assert asked == [True, False]
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from offload.engine.saved_tensors import MemoryProfileRecorder
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
@@ -19,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from offload import MemoryPolicy, OffloadModel
+from offload.core.observed import Recorder
 from offload.planning.estimate import Estimate
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
 from offload.planning.peak_memory import Moment, OutsideBytes, PeakMemory, StepBytes, peak_memory
@@ -26,7 +26,6 @@ from offload.planning.plan import Action, Kind, Plan
 from offload.planning.planner import plan_step
 from offload.planning.residency import Residency
 from offload.streaming.lane import Arrival, CopyLane, CopyLanes
-from offload.streaming.shard import State
 
 WIDTH = 64
 DEPTH = 4
@@ -277,14 +276,14 @@ def test_what_is_saved_twice_is_kept_once_and_boundaries_are_not_counted(monkeyp
     model = model_of("cpu", monkeypatch, num_slices=1, checkpoint_activation=True)
     streamer = model._executor.streamer
     streamer.load(0)
-    with streamer.visit(0) as shard:
-        assert shard.state is State.BOUND
-        notes = MemoryProfileRecorder(shard)
-        boundary, activation = torch.randn(8), torch.randn(8)
-        weight = shard.parameters[-2]
-        for saved in (boundary, weight, activation, torch.arange(3), weight.t(), activation[:4]):
-            notes.add(saved)
-        saved_tensors = notes.saved_tensors(elsewhere=[boundary])
+    streamer.await_load(0)
+    shard = streamer.shards[0]
+    notes = Recorder(shard, shard.slot)
+    boundary, activation = torch.randn(8), torch.randn(8)
+    weight = shard.slices[-2].view(shard.slot)
+    for saved in (boundary, weight, activation, torch.arange(3), weight.t(), activation[:4]):
+        notes.add(saved)
+    saved_tensors = notes.saved_tensors(elsewhere=[boundary])
     streamer.release()
     nbytes = weight.numel() * 4
     assert saved_tensors == [
