@@ -85,7 +85,6 @@ def test_a_fault_at_any_moment_of_a_step_raises_and_the_next_step_works(
         faults.fatal = -1
         # What the forward left in slots stays there where its backward fails before its first cell.
         assert not model._executor.busy
-        assert all(shard.state in (State.HOME, State.LOADED) for shard in model._executor.shards)
         for p, q in zip(bare.parameters(), model.parameters(), strict=True):
             assert torch.equal(p, q)
     model.zero_grad()
