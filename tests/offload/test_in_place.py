@@ -24,7 +24,8 @@ class Layers(nn.Sequential):
     title = "layers"
 
     def first_bias(self) -> Tensor:
-        return self[0].bias
+        first: Any = self[0]
+        return first.bias  # type: ignore[no-any-return]
 
 
 def layers(kind: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:

@@ -255,9 +255,9 @@ def test_parameters_read_after_an_interrupted_clean_up_hold_their_stored_values(
         next(iter(model.children())).register_forward_hook(lambda *_: 1 / 0)
         with pytest.raises(KeyboardInterrupt):
             model(torch.zeros(1, WIDTH))
-    assert any(shard.state.value == "loaded" for shard in model._executor.shards)
+    assert any(shard.loaded for shard in model._executor.shards)
     list(model.parameters())
-    assert all(shard.state.value == "home" for shard in model._executor.shards)
+    assert all(not shard.loaded for shard in model._executor.shards)
 
 
 def test_a_model_in_the_middle_of_a_pass_is_told_from_an_interrupted_one() -> None:

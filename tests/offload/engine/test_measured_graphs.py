@@ -35,7 +35,7 @@ def test_the_bytes_of_graphs_are_measured_a_few_times_for_each_shape(
         model(torch.randn(rows, WIDTH)).sum().backward()
         model.zero_grad()
         counts.append(len(made) // 3)
-        per_row.append([runner.graph_bytes_per_row for runner in model._executor.runners])
+        per_row.append([*model._executor.steps.graph_bytes_per_row().values()])
     assert counts == [1, 1, 1, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0]
     assert all(found == per_row[0] for found in per_row)
     assert per_row[0][1] == pytest.approx(4 * 2 * WIDTH), "input, and what GELU reads"
