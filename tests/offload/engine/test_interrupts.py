@@ -99,7 +99,7 @@ class Run:
         self.model.load_state_dict(self._model_state)
         self.optimizer.load_state_dict(copy.deepcopy(self._optimizer_state))
         self.done = 1
-        self.model._engine._observed = 1
+        self.model._engine._observed = {True: 1, False: 1}
         self.model._executor.recorded.clear()
 
     def restart(self) -> None:
