@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from offload.arguments import check_choices, check_gradient_dtype, check_separate, compute_device, layer_bytes
+from offload.arguments import check_choices, check_gradient_dtype, check_separate, compute_device
 from offload.blocks.core_engine import engine_of
 from offload.blocks.find import BlockNames, Blocks
 from offload.blocks.fixed_structure import methods_refused
@@ -42,7 +42,6 @@ from offload.module import (
 from offload.optim.access import OptimizerAccess
 from offload.persistence import PersistentHome
 from offload.planning.estimate import Estimate
-from offload.planning.partition import largest_shard
 from offload.planning.plan import Plan
 from offload.policy import MemoryPolicy
 from offload.reports import MicroBatches, Reports
@@ -701,11 +700,7 @@ def offload(
         undo.callback(Rollback([model], replaced).restore)
         # A copy that changes the type is converted on the host, which must not block this thread.
         blocking = tier.blocking_io or param_dtype is not None or form is not None
-        lanes = (
-            sharding.open_lanes(device)
-            if sharding
-            else open_lanes(device, blocking_io=blocking, most_bytes=largest_shard(layer_bytes(layers), layout.cuts))
-        )
+        lanes = sharding.open_lanes(device) if sharding else open_lanes(device, blocking_io=blocking)
         undo.callback(lanes.close)
         executor = ModelHomes(
             named,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from pipe.balance.blockpartition import solve
 
-__all__ = ["aligned", "cut_layers", "cut_within", "largest_shard", "merge_small_layers", "smallest_shard"]
+__all__ = ["aligned", "cut_layers", "cut_within", "merge_small_layers", "smallest_shard"]
 
 #: Every parameter starts at a multiple of this, in homes and in slots: a cache line, and what vector kernels prefer.
 ALIGNMENT_BYTES = 64
@@ -62,9 +61,3 @@ def merge_small_layers(sizes: Sequence[int], least: int) -> list[int]:
         return [layers]
     cuts[-1] += layers
     return cuts
-
-
-def largest_shard(layer_bytes: Sequence[int], cuts: Sequence[int]) -> int:
-    """Bytes of the largest of the shards that have so many layers each."""
-    layers = iter(layer_bytes)
-    return max(sum(itertools.islice(layers, count)) for count in cuts)

@@ -19,7 +19,6 @@ Assumes
 from __future__ import annotations
 
 import contextlib
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from typing import Protocol
 
 import torch
 
-from pipe.threads import Future, Threads
+from pipe.threads import Threads
 from pipe.train.lane import InlineLane
 
 __all__ = [
@@ -44,8 +43,6 @@ __all__ = [
 
 #: One thread of so many that layers compute with, also updates.
 CORES_PER_UPDATE_THREAD = 4
-#: Copies in host memory of at most so many bytes take no longer than the hand-over to a thread, some 20 microseconds.
-INLINE_BYTES = 64 << 10
 
 
 class Arrival(Protocol):
@@ -141,29 +138,6 @@ class ThreadCopyLane(CopyLane):
         self._threads.close()
 
 
-class InlineCopyLane(CopyLane):
-    """Copies in the caller's thread, when they are submitted: for shards so small that a hand-over takes longer."""
-
-    def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
-        """Runs a copy; what it raises, the arrival raises."""
-
-        def job() -> None:
-            for arrival in after:
-                arrival.synchronize()
-            with torch.no_grad():
-                copy()
-
-        done = Future(job)
-        done.run()
-        return done
-
-    def wait_idle(self) -> None:
-        """Returns at once."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
 class StreamCopyLane(CopyLane):
     """Copies on a side stream of a CUDA device; within a step the host never waits for it.
 
@@ -222,15 +196,8 @@ class CopyLanes:
             lane.close()
 
 
-def open_lanes(device: torch.device, *, blocking_io: bool, most_bytes: int = sys.maxsize) -> CopyLanes:
-    """Lanes for a compute device.
-
-    Args:
-        blocking_io: reading the storage blocks its caller (a file), so use threads.
-        most_bytes: of one copy, as far as they are known.
-    """
-    if device.type == "cpu" and not blocking_io and most_bytes <= INLINE_BYTES:
-        return CopyLanes(InlineCopyLane(), InlineCopyLane(), InlineCopyLane())
+def open_lanes(device: torch.device, *, blocking_io: bool) -> CopyLanes:
+    """Lanes for a compute device. ``blocking_io``: reading the storage blocks its caller (a file), so use threads."""
     if device.type == "cuda" and not blocking_io:
         return CopyLanes(StreamCopyLane(device), StreamCopyLane(device), StreamCopyLane(device))
     return CopyLanes(
