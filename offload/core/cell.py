@@ -397,48 +397,55 @@ class Block:
 
         ``casts``: what finds those that are casts of such views. They are made again when they are used.
         """
-        storage = views[0].untyped_storage()
-        begin = storage.data_ptr()
-        end = begin + storage.nbytes()
-        del storage  # the graph holds these functions
+        places = _Places(visit, views[0].untyped_storage(), casts)
+        return places.refer, places.resolve
 
-        def refer(tensor: Tensor) -> Any:
-            if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
-                return _in_parts(tensor, refer_plain)
-            return refer_plain(tensor)
 
-        def refer_plain(tensor: Tensor) -> Any:
-            if tensor.layout is not torch.strided:
-                return tensor
-            cast = None if casts is None else casts.find(tensor)
-            if cast is None and not begin <= tensor.data_ptr() < end:
-                return tensor
-            signs = tensor.is_conj(), tensor.is_neg()
-            return _Reference(cast, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), *signs)
+class _Places:
+    """Replaces tensors that a cell saves and that are views of its slot by their places there.
 
-        def resolve(saved: Any) -> Tensor:
-            if type(saved) is _Wrapped:
-                return saved.rebuilt(resolve_plain)
-            return resolve_plain(saved)
+    Methods of an object that holds neither the slot nor itself: such a cycle would hold a graph until it is collected.
+    """
 
-        def resolve_plain(saved: Any) -> Tensor:
-            if type(saved) is not _Reference:
-                return saved  # type: ignore[no-any-return]
-            shard = visit.weights.shard
-            # A shard may have moved into memory since the forward.
-            weights = shard.slot if visit.views(visit) or shard.home is None else shard.home.tensor
-            if saved.cast is not None:
-                weights = saved.cast.recompute(weights)
-            memory = torch.empty(0, dtype=saved.dtype, device=weights.device)
-            begin = weights.storage_offset() // memory.element_size()
-            memory.set_(weights.untyped_storage(), begin + saved.offset, saved.size, saved.stride)
-            if torch.is_grad_enabled():  # the graph of the gradients keeps it, after its slot has other weights
-                memory = memory.clone()
-            if saved.conjugate:
-                memory = memory.conj()
-            return negative_view(memory) if saved.negative else memory
+    __slots__ = ("_begin", "_casts", "_end", "_visit")
 
-        return refer, resolve
+    def __init__(self, visit: Visit, storage: torch.UntypedStorage, casts: CastsSeen | None) -> None:
+        self._visit, self._casts = visit, casts
+        self._begin = storage.data_ptr()
+        self._end = self._begin + storage.nbytes()
+
+    def refer(self, tensor: Tensor) -> Any:
+        """What is saved in place of a tensor."""
+        if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
+            return _in_parts(tensor, self.refer)
+        if tensor.layout is not torch.strided:
+            return tensor
+        cast = None if self._casts is None else self._casts.find(tensor)
+        if cast is None and not self._begin <= tensor.data_ptr() < self._end:
+            return tensor
+        signs = tensor.is_conj(), tensor.is_neg()
+        return _Reference(cast, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), *signs)
+
+    def resolve(self, saved: Any) -> Tensor:
+        """The tensor that was saved, in the slot that holds the shard now."""
+        if type(saved) is _Wrapped:
+            return saved.rebuilt(self.resolve)
+        if type(saved) is not _Reference:
+            return saved  # type: ignore[no-any-return]
+        visit = self._visit
+        shard = visit.weights.shard
+        # A shard may have moved into memory since the forward.
+        weights = shard.slot if visit.views(visit) or shard.home is None else shard.home.tensor
+        if saved.cast is not None:
+            weights = saved.cast.recompute(weights)
+        memory = torch.empty(0, dtype=saved.dtype, device=weights.device)
+        begin = weights.storage_offset() // memory.element_size()
+        memory.set_(weights.untyped_storage(), begin + saved.offset, saved.size, saved.stride)
+        if torch.is_grad_enabled():  # the graph of the gradients keeps it, after its slot has other weights
+            memory = memory.clone()
+        if saved.conjugate:
+            memory = memory.conj()
+        return negative_view(memory) if saved.negative else memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,10 +481,7 @@ _REFERENCES = _Reference, _Wrapped
 
 
 def _in_parts(tensor: Any, refer: Callable[[Tensor], Any]) -> Any:
-    """A tensor of a subclass, taken apart if any of its parts is a view of the slot.
-
-    No function of the forward that calls itself: such a cycle would hold the graph until it is collected.
-    """
+    """A tensor of a subclass, taken apart if any of its parts is a view of the slot."""
     names, context = tensor.__tensor_flatten__()
     parts = {}
     for name in names:

@@ -26,13 +26,14 @@ class Slots:
 
     def use(self, j: int, following: Iterable[int]) -> None:
         """Makes shard ``j`` usable by compute, and begins to load those ``following``, which are used after it."""
-        streamer = self._streamer
+        streamer, act = self._streamer, self.act
         shards = streamer.shards
         if streamer.slot_pool.shared:
             streamer.slot_pool.computes(streamer)
         if shards[j].in_place:
             if shards[j].pending is not None:
-                self._done(Kind.UPDATE, j)
+                if act is not None:
+                    act(Kind.UPDATE, j)
                 streamer.await_update_in_place(j)
             wanted = []
         else:
@@ -48,17 +49,15 @@ class Slots:
                 if len(loaded) >= streamer.slots:
                     gone = next(k for k in loaded if k not in wanted)
                     streamer.evict(gone)
-                    self._done(Kind.EVICT, gone)
-                if shards[other].pending is not None:
-                    self._done(Kind.UPDATE, other)
+                    if act is not None:
+                        act(Kind.EVICT, gone)
+                if act is not None and shards[other].pending is not None:
+                    act(Kind.UPDATE, other)
                 streamer.load(other)
-                self._done(Kind.LOAD, other)
+                if act is not None:
+                    act(Kind.LOAD, other)
         if not shards[j].in_place:
             streamer.await_load(j)
-
-    def _done(self, kind: Kind, j: int) -> None:
-        if self.act is not None:
-            self.act(kind, j)
 
 
 class Forward:

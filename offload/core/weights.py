@@ -145,11 +145,12 @@ class Weights:
 class _Bound:
     """See :meth:`Weights.bound`."""
 
-    __slots__ = ("_before", "_values", "_weights")
+    __slots__ = ("_lists", "_modules", "_values", "_weights")
 
     def __init__(self, weights: Weights, values: Sequence[Tensor]) -> None:
         self._weights, self._values = weights, values
-        self._before: list[tuple[dict[str, Any], str, Any]] = []
+        self._modules: Sequence[tuple[dict[str, Any], dict[str, Any], Any]] = ()
+        self._lists: Sequence[tuple[dict[str, Any], Any]] = ()
 
     def __enter__(self) -> None:
         values, weights = self._values, self._weights
@@ -163,19 +164,19 @@ class _Bound:
                 weights.find()  # follows those that other modules hold now, as with ``weight_norm``
                 break
         weights._open.append(self)
+        self._modules = weights._modules
         for attributes, register, items in weights._modules:
             bound = dict(dict.items(register))  # the register finishes updates where it is asked itself
             for name, k in items:
                 bound[name] = value = values[k]
                 value._is_param = True  # libraries look for ``nn.Parameter``
-            self._before.append((attributes, "_parameters", register))
             attributes["_parameters"] = bound
-        for attributes, flat in weights._lists:
-            before = attributes["_flat_weights"]
+        if weights._lists:
+            self._lists = [(attributes, attributes["_flat_weights"]) for attributes, _ in weights._lists]
+        for (attributes, flat), (_, before) in zip(weights._lists, self._lists, strict=True):
             now = list(before)
             for n, k in flat:
                 now[n] = values[k]
-            self._before.append((attributes, "_flat_weights", before))
             attributes["_flat_weights"] = now
         if weights._parts:
             weights.point_parts(values)
@@ -183,8 +184,10 @@ class _Bound:
     def __exit__(self, *raised: Any) -> None:
         if not self._values:
             return
-        for attributes, name, before in self._before:
-            attributes[name] = before
+        for attributes, register, _ in self._modules:
+            attributes["_parameters"] = register
+        for attributes, before in self._lists:
+            attributes["_flat_weights"] = before
         weights = self._weights
         if weights._parts:
             weights.point_parts(None)

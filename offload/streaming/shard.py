@@ -62,6 +62,8 @@ class Shard:
     gradient_types: GradientTypes = field(default_factory=GradientTypes)
     #: The update to run before the stored bytes may be read or written; None again when it is done.
     pending: Update | None = None
+    #: Whether a slot holds the shard; the copy is done or queued.
+    loaded: bool = False
     slot_bytes: int = 0
     #: ``_version`` of each parameter when the resident copy was loaded.
     loaded_versions: tuple[int, ...] = ()
@@ -181,7 +183,7 @@ class Shard:
     def load(self, slot: Tensor) -> None:
         """Takes a slot. The caller fills ``slot`` by :meth:`fill`, on a lane."""
         assert not self.loaded, f"shard {self.index} is {'loaded' if self.loaded else 'at home'}"
-        self._slot, self.written = slot, False
+        self._slot, self.loaded, self.written = slot, True, False
         self.loaded_versions = self.versions()
 
     def fill(self, slot: Tensor, update: Update | None = None) -> None:
@@ -206,17 +208,12 @@ class Shard:
         """Leaves its slot, which is never copied back."""
         assert self.loaded, f"shard {self.index} is {'loaded' if self.loaded else 'at home'}"
         self.weight_casts.end_visit()
-        self._slot = None
+        self._slot, self.loaded = None, False
 
     def reset(self) -> None:
         """Leaves its slot after a failure, once no copy into it is running."""
         self.weight_casts.end_visit()
-        self._slot = None
-
-    @property
-    def loaded(self) -> bool:
-        """Whether a slot holds the shard; the copy is done or queued."""
-        return self._slot is not None
+        self._slot, self.loaded = None, False
 
     @property
     def slot(self) -> Tensor:

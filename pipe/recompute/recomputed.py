@@ -139,15 +139,14 @@ class _Call:
                 leaves[k] = tensor.detach().requires_grad_(leaves[k])
         args, kwargs = (leaves, {}) if self.spec is None else unflatten(leaves, self.spec)
         made: list[Any] = []
-        found: list[tuple[Any, ...]] = []
         left = self.count
         refer = None if self.references is None else self.references[0]
 
         def pack(tensor: Tensor) -> Any:
             nonlocal left
             detached = tensor.detach()
-            found.append((tensor.shape, tensor.dtype, tensor.device))
-            made.append((detached if refer is None else refer(detached), detached._version))
+            kind = tensor.shape, tensor.dtype, tensor.device
+            made.append((detached if refer is None else refer(detached), detached._version, kind))
             left -= 1
             if left == 0 and not self.to_the_end:
                 raise Stop
@@ -165,6 +164,7 @@ class _Call:
             close_contexts(error)
             state.restore()
             raise
+        found = [kind for _, _, kind in made]
         if found != self.kinds:
             raise RuntimeError(
                 f"expected the recomputation of {self.name} to save what its forward saved, {_shown(self.kinds)}, got "
@@ -183,7 +183,7 @@ def _unpack(place: tuple[_Call, int]) -> Tensor:
         call.run_again()
     made = call.made
     assert made is not None
-    saved, version = made[k]
+    saved, version, _ = made[k]
     made[k] = None
     if isinstance(saved, Tensor):
         return unchanged(saved, version, call.name)
