@@ -28,6 +28,7 @@ from torch.nn import functional as F  # noqa: N812, RUF100
 
 from pipe.recompute.phase import is_recomputing
 from pipe.torch_private.modules import BatchNorm
+from pipe.turn import TakesTurns, takers_in
 
 __all__ = ["DeferredBatchNorm", "mini_batch"]
 
@@ -144,14 +145,19 @@ class DeferredBatchNorm(BatchNorm):
 
         Layers without running statistics, and layers converted already for the same ``chunks``, are kept. The given
         module is not changed, but containers without a BatchNorm are shared with the result.
+
+        Modules that take turns at a device (:class:`pipe.TakesTurns`) are kept whole, since they store the parameters
+        of their layers: one with a BatchNorm that is not converted raises ValueError. Those converted already count the
+        micro-batches that a pipe announces, whatever their ``chunks``.
         """
+        _check_convertible(module)
         converted = cls._converted(module, chunks)
         return module if converted is None else converted  # type: ignore[return-value]
 
     @classmethod
     def _converted(cls, module: nn.Module, chunks: int) -> nn.Module | None:
         """The replacement of a module, or None if it is kept."""
-        if isinstance(module, cls) and module.chunks == chunks:
+        if (isinstance(module, cls) and module.chunks == chunks) or isinstance(module, TakesTurns):
             return None
         if isinstance(module, BatchNorm):
             if not module.track_running_stats:
@@ -168,3 +174,19 @@ class DeferredBatchNorm(BatchNorm):
         copied.__dict__.update(module.__dict__)
         copied._modules = {name: children.get(name) or child for name, child in module._modules.items()}
         return copied
+
+
+def _check_convertible(module: nn.Module) -> None:
+    """Refuses BatchNorm layers inside modules that take turns: their parameters are stored already, so that a layer
+    replaced now would not run.
+    """
+    for name, taker in module.named_modules():
+        if not takers_in([taker]) or takers_in(taker.children()):
+            continue
+        for inner, layer in taker.named_modules():
+            if isinstance(layer, BatchNorm) and not isinstance(layer, DeferredBatchNorm) and layer.track_running_stats:
+                raise ValueError(
+                    f"expected layers to convert before they are offloaded, got {f'{name}.{inner}'.lstrip('.')} inside "
+                    f"{type(taker).__name__}; offload the result of "
+                    f"DeferredBatchNorm.convert_deferred_batch_norm(layers)"
+                )

@@ -26,7 +26,6 @@ from pipe.placement import (
     Device,
     assigned_devices,
     balance_of,
-    check_convertible,
     devices_of,
     partitions_of,
     stages_of,
@@ -118,7 +117,6 @@ class Pipe(nn.Module):
         balance = None if balance is None else list(balance)
         verify_skippables(module)
         if deferred_batch_norm:
-            check_convertible(module)
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, int(chunks))
 
         found = devices_of(devices, balance)

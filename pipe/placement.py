@@ -15,12 +15,10 @@ import torch
 from torch import nn
 
 from pipe.balance.blockpartition import solve
-from pipe.batchnorm import DeferredBatchNorm
 from pipe.skip.layout import inspect_skip_layout
 from pipe.skip.skippable import verify_skippables
 from pipe.stage import Stage
 from pipe.stream import normalize_device
-from pipe.torch_private.modules import BatchNorm
 from pipe.turn import takers_in, takes_turns
 
 __all__ = [
@@ -28,7 +26,6 @@ __all__ = [
     "Device",
     "assigned_devices",
     "balance_of",
-    "check_convertible",
     "devices_of",
     "partitions_of",
     "stages_of",
@@ -41,22 +38,6 @@ Device = torch.device | int | str
 
 class BalanceError(ValueError):
     """A balance that does not match the module."""
-
-
-def check_convertible(module: nn.Module) -> None:
-    """Refuses BatchNorm layers inside modules that take turns: their parameters are stored already, so that a layer
-    replaced now would not run.
-    """
-    for name, taker in module.named_modules():
-        if not takers_in([taker]) or takers_in(taker.children()):
-            continue
-        for inner, layer in taker.named_modules():
-            if isinstance(layer, BatchNorm) and not isinstance(layer, DeferredBatchNorm) and layer.track_running_stats:
-                raise ValueError(
-                    f"expected layers to convert before they are offloaded, got {name}.{inner} inside "
-                    f"{type(taker).__name__} (deferred_batch_norm=True); offload the result of "
-                    f"DeferredBatchNorm.convert_deferred_batch_norm(layers)"
-                )
 
 
 def devices_of(devices: Iterable[Device] | None, balance: Sequence[int] | None) -> list[torch.device]:

@@ -314,9 +314,7 @@ def test_layers_configured_for_one_call_run_in_that_call_with_one_warning() -> N
     ours = with_offload(plain)
     square(plain(rows(6))).backward()
     step = GradCache([ours], 2, square)
-    with pytest.warns(
-        RuntimeWarning, match=r"OffloadModel in SetsMaskOfLayer .* changes its state only during the call"
-    ):
+    with pytest.warns(RuntimeWarning, match=r"Sequential in SetsMaskOfLayer .* changes its state only during the call"):
         step(rows(6))
     assert_same(plain, ours)
     square(plain(rows(6))).backward()
@@ -359,7 +357,7 @@ def test_a_call_inside_a_checkpoint_of_torch_is_run_where_it_is(reentrant: bool)
         warnings.simplefilter("always")
         GradCache([ours], 2, square)(rows(6))
     assert_same(plain, ours)
-    said = [str(warning.message) for warning in caught if "OffloadModel in Checkpointed" in str(warning.message)]
+    said = [str(warning.message) for warning in caught if "Sequential in Checkpointed" in str(warning.message)]
     assert len(said) == (not reentrant)
 
 
@@ -507,7 +505,7 @@ def test_a_subclass_with_a_model_call_of_its_own_runs_chunk_by_chunk_and_warns_o
     ours = with_offload(plain)
     (2 * plain(rows(4))).square().sum().backward()
     step = Doubled([ours], 2, lambda r: r.square().sum())
-    with pytest.warns(RuntimeWarning, match="OffloadModel in Residual .* Doubled replaces model_call"):
+    with pytest.warns(RuntimeWarning, match="Sequential in Residual .* Doubled replaces model_call"):
         step(rows(4))
     assert_same(plain, ours)
     step(rows(4))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -29,11 +28,23 @@ from tests.gradcache.wrapped_towers import (
 # --- what goes wrong -----------------------------------------------------------------------------------------------
 
 
-@dataclass
 class Countdown:
-    """Calls that remain; an object of its own, since a recomputation puts attributes of layers back."""
+    """Counts calls, those of recomputations as well, which find attributes of layers and objects as the forward did."""
 
-    remaining: int = -1
+    def __init__(self) -> None:
+        #: Calls until one fails; none does if it is not positive. Of functions, nothing is put back.
+        remaining = 0
+
+        def set_to(calls: int) -> None:
+            nonlocal remaining
+            remaining = calls
+
+        def fails() -> bool:
+            nonlocal remaining
+            remaining -= 1
+            return remaining == 0
+
+        self.set_to, self.fails = set_to, fails
 
 
 class Fault(nn.Module):
@@ -44,8 +55,7 @@ class Fault(nn.Module):
         self.calls = Countdown()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls.remaining -= 1
-        if self.calls.remaining == 0:
+        if self.calls.fails():
             raise OSError("fault")
         return x
 
@@ -82,7 +92,7 @@ def test_after_an_exception_gradients_are_as_before_and_the_model_is_usable(
     assert isinstance(ours, Faulty)
     fault = next(m for m in ours.body.modules() if isinstance(m, Fault)) if where == "body" else getattr(ours, where)
     assert isinstance(fault, Fault)
-    fault.calls.remaining = call
+    fault.calls.set_to(call)
     failed = False
     try:
         GradCache([ours], 2, square)(rows(6))
@@ -95,7 +105,7 @@ def test_after_an_exception_gradients_are_as_before_and_the_model_is_usable(
             assert parameter.grad is before[name], name
             if kept[name] is not None:
                 assert torch.equal(parameter.grad, kept[name]), name
-    fault.calls.remaining = -1
+    fault.calls.set_to(-1)
     ours.load_state_dict(plain.state_dict())
     if not failed:
         ours.zero_grad()

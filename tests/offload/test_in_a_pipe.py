@@ -416,6 +416,8 @@ def test_batch_norm_inside_offloaded_stages_is_converted_before(home: str) -> No
     parts = blocks(2, dropout=0.0)
     with pytest.raises(ValueError, match=r"convert before they are offloaded, got 0\.1 inside Sequential"):
         Pipe(offloaded(copy.deepcopy(parts), home), [1, 1], ["cpu"], 2, deferred_batch_norm=True)
+    with pytest.raises(ValueError, match=r"convert before they are offloaded, got 1 inside Sequential"):
+        DeferredBatchNorm.convert_deferred_batch_norm(offloaded(parts, home)[0])
     bare = nn.Sequential(*copy.deepcopy(parts))
     converted = [DeferredBatchNorm.convert_deferred_batch_norm(part) for part in parts]
     pipe = Pipe(offloaded(converted, home), [1, 1], ["cpu"], 3, "always", deferred_batch_norm=True)
