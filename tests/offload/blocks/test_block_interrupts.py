@@ -15,7 +15,15 @@ from tests.offload.engine.test_interrupts import Run, interrupt_each
 from tests.offload.interrupts import Line, lines_of
 
 #: Those that a model with blocks runs, and :mod:`tests.offload.engine.test_interrupts` does not reach in full.
-FILES = ("body.py", "own_forward.py", "outside.py", "own_attributes.py", "suspend.py", "core/engine.py", "core/chunks.py")
+FILES = (
+    "body.py",
+    "own_forward.py",
+    "outside.py",
+    "own_attributes.py",
+    "suspend.py",
+    "core/engine.py",
+    "core/chunks.py",
+)
 
 #: Arguments of the model, optimizer.
 CHOICES: dict[str, tuple[dict[str, Any], str]] = {

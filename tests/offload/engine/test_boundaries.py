@@ -46,7 +46,7 @@ def test_what_backward_needs_last_leaves_first() -> None:
     for k in range(5):
         forward.save(k)
     assert all((forward.load(k) == k).all() for k in (4, 3, 2, 1, 0))
-    assert forward.shelf.stored == sorted(forward.shelf.stored)
+    assert sorted(forward.shelf.stored) == [*range(len(forward.shelf.stored))]  # a late lane writes in any order
     assert 4 not in forward.shelf.stored
 
 
