@@ -227,6 +227,7 @@ class Engine:
                 "thread did"
             )
         check_process(self._made_in, "this OffloadModel")
+        self._owner.check_open()
         in_between = in_backward()
         if not in_between:
             self._check_structure()

@@ -65,7 +65,7 @@ def test_a_tensor_that_enters_every_block_is_stored_once() -> None:
     model(x, mask).sum().backward()  # the first forward of layers runs on copies of their inputs
     output = model(x, mask)
     one = x.nbytes
-    held = model._executor._meter.held_bytes
+    held = model._executor.meter.held_bytes
     assert held < 7.5 * one  # the input of each block, the mask, and the bias, which is narrower
     output.sum().backward()
 

@@ -14,16 +14,15 @@ from tests.offload.blocks.towers import loss_of, make, words
 from tests.offload.engine.test_interrupts import Run, interrupt_each
 from tests.offload.interrupts import Line, lines_of
 
+#: Those that a model with blocks runs, and :mod:`tests.offload.engine.test_interrupts` does not reach in full.
 FILES = (
-    "block_forwards.py",
-    "block_walk.py",
-    "own_attributes.py",
-    "glue.py",
-    "suspend.py",
-    "resident.py",
-    "face.py",
     "body.py",
-    "follow.py",
+    "own_forward.py",
+    "outside.py",
+    "own_attributes.py",
+    "suspend.py",
+    "core/engine.py",
+    "core/chunks.py",
 )
 
 #: Arguments of the model, optimizer.

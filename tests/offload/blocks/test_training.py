@@ -102,18 +102,15 @@ def test_weights_of_blocks_that_are_read_outside_of_them_have_their_update(tmp_p
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["copy", "pickle"])
-@pytest.mark.parametrize("part", ["", "encoder", "encoder.layer.1"])
-def test_what_was_wrapped_and_its_parts_are_copied_as_plain_modules(part: str, copied: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["encoder", "encoder.layer.1"])
+def test_parts_of_the_model_are_copied_as_plain_modules(part: str, copied: Any, tmp_path: Path) -> None:
     bare = make(2, dropout=0.0)
-    net = copy.deepcopy(bare)
-    model = OffloadModel(net, "cpu", f"{tmp_path}/", checkpoint_activation=True, blocks="encoder.layer")
+    model = OffloadModel(copy.deepcopy(bare), "cpu", f"{tmp_path}/", checkpoint_activation=True, blocks="encoder.layer")
     train(bare, torch.optim.SGD(bare.parameters(), lr=0.1), range(1))
     train(model, OffloadOptimizer(model, torch.optim.SGD, lr=0.1), range(1))
-    found, expected = copied(net.get_submodule(part)), bare.get_submodule(part)
+    found, expected = copied(model.get_submodule(part)), bare.get_submodule(part)
     assert type(found) is type(expected)
     torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=0)
-    if not part:
-        assert torch.equal(found.eval()(words())["logits"], bare.eval()(words())["logits"])
 
 
 def test_groups_by_name_reach_both_sides() -> None:

@@ -445,16 +445,23 @@ class Residual(nn.Sequential):
 
 
 def test_a_sequential_that_does_more_than_call_its_layers_is_refused() -> None:
-    hooked, own, buffered, renamed = mlp(), mlp(), mlp(), type("Renamed", (nn.Sequential,), {})(*mlp())
-    hooked.register_forward_hook(lambda module, args, output: output * 2)
+    own, buffered = mlp(), mlp()
     own.scale = nn.Parameter(torch.ones(1))
     buffered.register_buffer("scale", torch.ones(1))
-    for model, what in ((Residual(*mlp()), "a forward"), (hooked, "hooks"), (own, "parameters"), (buffered, "buffers")):
+    for model, what in ((Residual(*mlp()), "a forward"), (own, "parameters"), (buffered, "buffers")):
         with pytest.raises(TypeError, match=f"with {what} of its own"):
             OffloadModel(model, "cpu", num_slices=2, checkpoint_activation=False)
-    assert_same([OffloadModel(renamed, "cpu", num_slices=2, checkpoint_activation=False)(batch())], [renamed(batch())])
     whole = Residual(*mlp())
-    assert_same([OffloadModel([whole], "cpu", checkpoint_activation=False)(batch())], [whole(batch())])
+    expected = whole(batch())
+    assert_same([OffloadModel([whole], "cpu", checkpoint_activation=False)(batch())], [expected])
+
+
+def test_a_sequential_of_another_class_or_with_hooks_runs_as_before() -> None:
+    hooked, renamed = mlp(), type("Renamed", (nn.Sequential,), {})(*mlp())
+    hooked.register_forward_hook(lambda module, args, output: output * 2)
+    for model in (hooked, renamed):
+        expected = model(batch())
+        assert_same([OffloadModel(model, "cpu", num_slices=2, checkpoint_activation=False)(batch())], [expected])
 
 
 class Masked(nn.Module):

@@ -76,7 +76,8 @@ class Hook(Statement):
 
         def forward_pre(module: nn.Module, args: Any) -> Any:
             if not is_recomputing():
-                log(world, "forward_pre", args)
+                if self.does != "step":  # the first run that writes weights is taken back, and repeated with its graph
+                    log(world, "forward_pre", args)
                 with torch.no_grad():
                     for p in module.parameters(recurse=False) if self.does == "step" else ():
                         p.mul_(0.9)
