@@ -623,6 +623,10 @@ class Engine:
             self._updates = self.streamer.gradient_offload.begin(
                 self._waiting(), hooked, drop_others=not everywhere, order=uses
             )
+            shared = self.streamer.slot_pool.shared
+            if not (shared or self._owner.weights_are_frozen or self._last is None or self._last is life):
+                # What a later forward left in slots may be other values, which were at home for that time only.
+                self.streamer.release()
             if step is not None:
                 step.begin_backward()
                 self._slots.act = step.act
@@ -630,10 +634,6 @@ class Engine:
                 self._in_pass.__enter__()
             backward = _Backward(step)
             self._backward = weakref.ref(backward, self._backward_failed)
-            shared = self.streamer.slot_pool.shared
-            if not (shared or self._owner.weights_are_frozen or self._last is None or self._last is life):
-                # What a later forward left in slots may be other values, which were at home for that time only.
-                self.streamer.release()
             at_end_of_backward(partial(self._end_backward, backward))
         except BaseException:
             self._cancel()
