@@ -164,8 +164,10 @@ class Engine:
     has_ranks = False
 
     def observe(self) -> None:
-        """Called when other steps than those so far follow: the first ones of these are observed again."""
+        """Called when homes have moved, and other steps than so far follow: the first ones are observed again."""
         self._observed = {True: 0, False: 0}
+        for weights in self._weights:
+            weights.homes_moved()
 
     def held(self) -> list[nn.Parameter]:
         """The parameters that this object holds, once for each reference."""
