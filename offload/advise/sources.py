@@ -146,10 +146,11 @@ def _outline_of_function(module_name: str, function_name: str) -> Outline:
         'with torch.device("meta"):',
         f"    layers = {function_name}()",
     ]
-    if isinstance(made, nn.Module) and not isinstance(made, nn.Sequential):
+    if isinstance(made, nn.Module) and not isinstance(made, (nn.Sequential, nn.ModuleList)):
         return _outline_of_module(made, what)
+    listed = isinstance(made, (list, tuple)) and made and all(isinstance(each, nn.Module) for each in made)
     try:
-        named = layers_of(made)
+        named = layers_of(nn.ModuleList(made) if listed else made)
     except (TypeError, ValueError) as error:
         raise ValueError(f"WHAT: {what!r} returned no layers: {error}") from error
     if not any(True for layer in named.values() for _ in layer.parameters()):

@@ -164,8 +164,10 @@ class Engine:
     has_ranks = False
 
     def observe(self) -> None:
-        """Called when other steps than those so far follow: the first ones of these are observed again."""
+        """Called when homes have moved, and other steps than so far follow: the first ones are observed again."""
         self._observed = {True: 0, False: 0}
+        for weights in self._weights:
+            weights.homes_moved()
 
     def held(self) -> list[nn.Parameter]:
         """The parameters that this object holds, once for each reference."""
@@ -624,6 +626,10 @@ class Engine:
             self._updates = self.streamer.gradient_offload.begin(
                 self._waiting(), hooked, drop_others=not everywhere, order=uses
             )
+            shared = self.streamer.slot_pool.shared
+            if not (shared or self._owner.weights_are_frozen or self._last is None or self._last is life):
+                # What a later forward left in slots may be other values, which were at home for that time only.
+                self.streamer.release()
             if step is not None:
                 step.begin_backward()
                 self._slots.act = step.act
@@ -631,10 +637,6 @@ class Engine:
                 self._in_pass.__enter__()
             backward = _Backward(step)
             self._backward = weakref.ref(backward, self._backward_failed)
-            shared = self.streamer.slot_pool.shared
-            if not (shared or self._owner.weights_are_frozen or self._last is None or self._last is life):
-                # What a later forward left in slots may be other values, which were at home for that time only.
-                self.streamer.release()
             at_end_of_backward(partial(self._end_backward, backward))
         except BaseException:
             self._cancel()

@@ -12,6 +12,7 @@ at that moment the sums leave and the slot is free.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 from offload.core.weights import Weights
 from pipe.freed import Life
 from pipe.torch_private.autograd import backward_number
+from pipe.torch_private.tensors import native_uses, storage_uses
 
 __all__ = ["Visit", "enter"]
 
@@ -97,8 +99,12 @@ class Visit:
             elif self._owned[n]:
                 before.add_(gradient)
             else:
-                # Not in place: other code may hold the first gradient.
-                self.sums[n] = before.to(self.weights.summed_in(self.positions[n])) + gradient
+                self.sums[n] = None
+                dtype = self.weights.summed_in(self.positions[n])
+                if not differentiable and before.dtype == dtype and _is_held_once(before):
+                    self.sums[n] = before.add_(gradient)
+                else:
+                    self.sums[n] = before.to(dtype) + gradient
                 self._owned[n] = not differentiable
 
     def take(self) -> list[Tensor | None]:
@@ -114,6 +120,48 @@ class Visit:
             for k, before in reversed(self.written[count:]):
                 views[k].copy_(before)
         del self.written[count:]
+
+
+def _is_held_once(gradient: Tensor) -> bool:
+    """Whether only one variable of the caller holds a dense gradient: neither other code nor a graph.
+
+    As autograd asks before it adds to a gradient in place. Products return views of tensors that nothing else holds.
+    """
+    if type(gradient) is not Tensor or gradient.layout is not torch.strided or not _is_dense(gradient):
+        return False
+    return _holders(gradient) == _HOLDERS[gradient._base is not None]
+
+
+def _holders(tensor: Tensor) -> tuple[int, ...]:
+    """What Python and C++ count for a tensor, its memory, and the tensor that it is a view of."""
+    base = tensor._base
+    of_base = () if base is None else (native_uses(base), sys.getrefcount(base))
+    return storage_uses(tensor), native_uses(tensor), sys.getrefcount(tensor), *of_base
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether elements follow one another in some order of the dimensions: no two are at one address."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _holders_of_one(*, view: bool) -> tuple[int, ...]:
+    def called(tensor: Tensor) -> tuple[int, ...]:
+        return _holders(tensor)
+
+    gradient = torch.empty(1, 1)
+    if view:
+        gradient = gradient.t()
+    return called(gradient)
+
+
+#: :func:`_holders` of a tensor, and of a view, that one variable holds.
+_HOLDERS = _holders_of_one(view=False), _holders_of_one(view=True)
 
 
 @functools.cache

@@ -113,6 +113,10 @@ class Weights:
         """Whether parameters are on the memory of their homes: no other ``data`` was assigned."""
         return [self.owners[k][1].parameter.data_ptr() for k in self.streamed] == self._addresses()
 
+    def homes_moved(self) -> None:
+        """Called when homes have moved: what they were is to be freed."""
+        self._homes = None
+
     def _addresses(self) -> list[int]:
         homes = [owner.home for owner, _ in self.owners]
         if self._homes != homes:  # made anew where shards move between files and memory
