@@ -149,6 +149,7 @@ class InlineCopyLane(CopyLane):
 
         def job() -> None:
             for arrival in after:
+                # Without this, it reads what a thread of an optimizer has not written yet.
                 arrival.synchronize()
             with torch.no_grad():
                 copy()

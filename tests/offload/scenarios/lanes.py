@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offload.mesh.transport import Transport
 from offload.storage.staging import CudaLink
-from offload.streaming.lane import CopyLane, StreamCopyLane, ThreadCopyLane
+from offload.streaming.lane import CopyLane, InlineCopyLane, StreamCopyLane, ThreadCopyLane
 from offload.telemetry.clock import Clock
 from pipe.threads import Future, Threads
 from tests.late_cuda import DEVICE, LateCuda
@@ -68,6 +68,15 @@ def a_copy_on_a_thread_comes_after_what_it_was_given_after(monkeypatch: pytest.M
     first = thread(CPU).submit("D0", lambda: log.append("D0"))
     lane.submit("U0", lambda: log.append("U0"), [first]).wait()
     assert log == ["D0", "U0"], "copied before its predecessor"
+
+
+@fails_with("copied before its predecessor")
+def a_copy_at_once_comes_after_what_it_was_given_after(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    lane, log = InlineCopyLane(), list[str]()
+    first = thread(CPU).submit("U0", lambda: log.append("U0"))
+    lane.submit("L0", lambda: log.append("L0"), [first]).wait()
+    first.wait()
+    assert log == ["U0", "L0"], "copied before its predecessor"
 
 
 def _overwrites(make: Callable[[torch.device], CopyLane], monkeypatch: pytest.MonkeyPatch) -> None:

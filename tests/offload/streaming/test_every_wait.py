@@ -103,6 +103,9 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("stream.wait_event(given)", lanes.a_thread_fills_a_slot_after_its_readers),
             ("stream.synchronize()", lanes.bytes_are_there_when_a_thread_says_so),
         ],
+        "InlineCopyLane.submit": [
+            ("arrival.synchronize()", lanes.a_copy_at_once_comes_after_what_it_was_given_after),
+        ],
         "StreamCopyLane.submit": [
             (
                 "self._stream.wait_stream(torch.cuda.current_stream(self._device))",
@@ -138,7 +141,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "TensorFile.read_into": [("total.wait()", files.a_window_is_summed_before_it_is_filled_again)],
     },
     "offload.model": {
-        "OffloadModel.close": [("executor.streamer.apply_pending_updates()", reading.a_closed_model_is_updated)],
+        "OffloadModel.close": [("self._executor.streamer.apply_pending_updates()", reading.a_closed_model_is_updated)],
     },
     "offload.optim.optimizer": {
         "OffloadOptimizer._step": [
@@ -321,6 +324,7 @@ EXCEPTIONS = {
     "offload.streaming.streamer Streamer.await_update_in_place: pending.start().wait()": (
         "a layer that asks its module for a parameter waits on the host"
     ),
+    "offload.model offload: calls.join(model, executor, home.values, undo.callback)": "connects the parts of a model",
     "offload.core.engine Engine._run_observed: "
     "step.record(recorder, j, k, i, (args, kwargs), kept=keeps, hidden=hidden)": "records sizes",
     "offload.core.boundaries Boundaries._load: boundary.join(parts)": "puts a tensor together of its parts",
