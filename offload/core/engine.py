@@ -617,6 +617,7 @@ class Engine:
         if self._backward is not None or self._pass is not None or not in_backward():
             return
         self._owner.check_open()
+        check_process(self._made_in, "this OffloadModel")
         hooked: Sequence[nn.Parameter] = ()
         if self._stores_rounded or self.streamer.gradient_offload.optimizers.in_backward is not None:
             hooked = [p for weights in self._weights for p in weights.shard.parameters if has_hooks(p)]

@@ -213,12 +213,11 @@ def main() -> None:
     counts, expected = undisturbed
     assert set(counts) == set(KINDS), counts
     kinds = itertools.cycle(KINDS)
-    killed = collections.Counter[str]()
+    kind, killed = next(kinds), collections.Counter[str]()
     agreed = rounds = 0
     while killed.total() < options.kills:
         rounds += 1
         folder = options.folder / f"round{rounds}"
-        kind = next(kinds)
         while True:
             place = home if kind in ("read", "write") else draw.choice(["cpu", home])
             fatal = (kind, draw.randint(1, counts[kind])) if killed.total() < options.kills else None

@@ -138,7 +138,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "TensorFile.read_into": [("total.wait()", files.a_window_is_summed_before_it_is_filled_again)],
     },
     "offload.model": {
-        "OffloadModel.close": [("executor.streamer.apply_pending_updates()", reading.a_closed_model_is_updated)],
+        "OffloadModel.close": [("self._executor.streamer.apply_pending_updates()", reading.a_closed_model_is_updated)],
     },
     "offload.optim.optimizer": {
         "OffloadOptimizer._step": [
@@ -321,6 +321,7 @@ EXCEPTIONS = {
     "offload.streaming.streamer Streamer.await_update_in_place: pending.start().wait()": (
         "a layer that asks its module for a parameter waits on the host"
     ),
+    "offload.model offload: calls.join(model, executor, home.values, undo.callback)": "connects the parts of a model",
     "offload.core.engine Engine._run_observed: "
     "step.record(recorder, j, k, i, (args, kwargs), kept=keeps, hidden=hidden)": "records sizes",
     "offload.core.boundaries Boundaries._load: boundary.join(parts)": "puts a tensor together of its parts",
