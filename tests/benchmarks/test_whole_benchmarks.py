@@ -205,6 +205,14 @@ def test_frontier_trains_to_the_losses_of_the_resident_model_at_each_budget(
     assert [*found][1 + len(ours) :] == others[work]
 
 
+def test_host_time_counts_calls_of_each_method_beside_the_checkpoint() -> None:
+    run_here("host-time", "--blocks 2 --turns 2", "t")
+    (outcome,) = outcomes_of("t")["all methods in turn"]
+    calls, processor = outcome.result["calls"], outcome.result["processor"]
+    assert calls["plain torch"] < calls["torch.utils.checkpoint"] < calls["ours, files, OffloadOptimizer"]
+    assert [*calls] == [*processor]
+
+
 def test_plan_grid_times_the_best_points_again_in_turn_with_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.plan_grid import benchmark as plan_grid
 
