@@ -369,8 +369,17 @@ class Block:
             visit.versions = shard.loaded_versions
 
     def _call(self, call: Call, weights: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        with self.weights.bound(weights):
-            output = call(*args, **kwargs)
+        try:
+            with self.weights.bound(weights):
+                output = call(*args, **kwargs)
+        except RuntimeError as error:
+            if "dtype" in str(error) and (cast := self.weights.cast_dtypes(weights)):
+                raise RuntimeError(
+                    f"{self.name} met tensors of several types ({error}). With param_dtype= its parameters are "
+                    f"{cast} while it runs; tensors that it makes, and parameters of other layers that it holds "
+                    f"(an attribute, a closure), keep their own type: convert these to that of its input"
+                ) from error
+            raise
         if not weights:
             return output
         slot = weights[0].untyped_storage().data_ptr()

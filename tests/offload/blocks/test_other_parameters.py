@@ -119,3 +119,13 @@ def test_a_parameter_that_a_block_holds_is_cast_with_the_others() -> None:
         output.float().square().sum().backward()
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
         assert (p.grad - q.grad).abs().max() <= 0.05 * p.grad.abs().max()
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_an_error_about_a_parameter_of_another_block_in_its_own_type_names_param_dtype(recompute: bool) -> None:
+    model = wrap(Model("none"), param_dtype=torch.bfloat16, checkpoint_activation=recompute)
+    model.layer[2].held[0] = model.layer[1].linear
+    with pytest.raises(RuntimeError, match="param_dtype= its parameters are bfloat16"):
+        model(batch())
+    model.layer[2].held[0] = None
+    model(batch()).float().sum().backward()
