@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from offload.mesh.elementwise import check_elementwise
 from offload.mesh.traffic import Traffic
-from offload.planning.planner import Pass
 from offload.streaming.slices import Slice
 
 if TYPE_CHECKING:
@@ -84,15 +83,6 @@ class PublicParameters:
 
     def drop_sums(self, parameters: Iterable[nn.Parameter]) -> None:
         """Drops what is kept so of the gradients of some parameters."""
-
-    def begin_pass(self, this: Pass, *, stores: bool = True) -> None:
-        """Called before the first action of a pass; ``stores``: whether a backward stores gradients."""
-
-    def begin_block(self, name: str, words: str) -> None:
-        """Called before a block runs outside of a pass; ``words``: what its load depends on."""
-
-    def compare_calls(self, position: int, name: str) -> None:
-        """Called when the first forward calls the block ``name`` after ``position`` others."""
 
     def traffic(self, plan: Plan) -> Traffic:
         """Bytes that this process receives from others in a step, without what an optimizer sends."""

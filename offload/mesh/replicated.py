@@ -10,6 +10,7 @@ All of them are reduced by two collectives at the end of a backward, on the lane
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -162,7 +163,8 @@ class MeshParameters(ShardedParameters):
         super().__init__(shards, ranks, resident, sums)
         self._replicated = self._replicated_now()
         self._outside: dict[int, ShownParameter] = {}
-        self._outside_modules: list[nn.Module] = []
+        #: The model is one of them, and is freed when it is dropped.
+        self._outside_modules: list[weakref.ref[nn.Module]] = []
         largest = max((sum(p.nbytes for p in shard.parameters) for shard in shards), default=0)
         self.buffer_bytes = bytes_beside_one_process(largest, ranks.count) if ranks.transport is HOST else 0
 
@@ -197,10 +199,11 @@ class MeshParameters(ShardedParameters):
         self._by_stored.update((p.stored, p) for p in new)
         self._by_shown.update((p.shown, p) for p in new)
         self._by_whole.update((p.whole, p) for p in new)
+        modules = list(modules)
         self._places += self._places_in(modules)
         self._replicated = self._replicated_now()
         self._outside = {id(p.whole): p for p in new}
-        self._outside_modules = list(modules)
+        self._outside_modules = [weakref.ref(module) for module in modules]
         self._show()
         self.recount()
 
@@ -217,7 +220,9 @@ class MeshParameters(ShardedParameters):
         values = {id(p.whole): value for p, value in zip(trained, values_of(trained), strict=True)}
         before: list[tuple[Any, Any, Any]] = []
         try:
-            for module in self._outside_modules if values else ():
+            for module in [ref() for ref in self._outside_modules if values]:
+                if module is None:
+                    continue
                 members: list[Any] = [module._parameters]
                 if isinstance(module, nn.RNNBase):
                     members.append(module._flat_weights)
@@ -247,14 +252,6 @@ class MeshParameters(ShardedParameters):
         if self._ranks.transport is HOST:
             return None
         return exchange_bytes(self._shards, self._replicated.trained_parts(), self._ranks)
-
-    def begin_block(self, name: str, words: str) -> None:
-        """Compares a block that runs outside of a pass over all ranks. Raises RuntimeError on all if they differ."""
-        self._ranks.agree("a call of a block by itself", f"{name} {words}")
-
-    def compare_calls(self, position: int, name: str) -> None:
-        """Compares the order of calls of blocks over all ranks. Raises RuntimeError on all if it differs."""
-        self._ranks.agree("a call of a block in the first forward", f"{name} after {position} others")
 
     def traffic(self, plan: Plan) -> Traffic:
         """See :meth:`PublicParameters.traffic`."""

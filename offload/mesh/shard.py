@@ -118,11 +118,6 @@ class MeshShard(Shard):
         part = next(part for part, each in zip(self.parts, self.own, strict=False) if each.parameter is s.parameter)
         return torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device="meta")
 
-    def part_at_home(self, position: int, whole: Tensor) -> Tensor:
-        """The rows of a whole parameter that this rank stores."""
-        begin, end = self.parts[position].span(self.ranks.rank)
-        return whole if isinstance(self.parts[position], WholePart) else whole[begin:end]
-
     def check_stores(self, positions: Sequence[int]) -> None:
         """Raises RuntimeError: what a layer writes depends on the batch of this rank."""
         if positions:
@@ -131,11 +126,6 @@ class MeshShard(Shard):
                 f"the layers of shard {self.index} wrote their own parameters ({names}) while they ran, each rank from "
                 f"its own batch, so ranks would train different weights; this is not supported with mesh="
             )
-
-    def _restore(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-            parameter.data = without_memory(parameter)
 
 
 def without_memory(parameter: Tensor) -> Tensor:

@@ -29,9 +29,6 @@ from offload.mesh.elementwise import check_elementwise
 from offload.mesh.parts import WholePart
 from offload.mesh.public import PublicParameters
 from offload.mesh.words import described, described_step
-from offload.planning.plan import Kind
-from offload.planning.planner import Pass
-from offload.planning.residency import Residency
 from offload.storage.buffer import on_own_storage
 from offload.streaming.graph_references import BY_GRAPHS
 from offload.streaming.slices import Slice
@@ -48,8 +45,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardedParameters", "ShownParameter"]
 
-#: The actions of a plan that are collectives, or decide what collectives find.
-_COMMON = (Kind.LOAD, Kind.EVICT, Kind.DRAIN, Kind.UPDATE_IN_BACKWARD)
 #: Owners in C++ of a parameter that graphs have: its Python object, and what adds to its gradient.
 _WITH_A_GRAPH = 2
 
@@ -315,16 +310,6 @@ class ShardedParameters(PublicParameters):
             dtypes = dict.fromkeys(str(s.dtype) for s in shard.slices)
             words.append(f"computed-in:{','.join(dtypes)};gradients-in:{shard.gradient_types.dtype}")
         self._ranks.agree("the construction of the model", " ".join(words))
-
-    def begin_pass(self, this: Pass, *, stores: bool = True) -> None:
-        """Compares the collectives of a pass over all ranks. Raises RuntimeError on all if they differ."""
-        actions = replace(this, microbatches=1, kept=()).actions(Residency(math.inf), lambda key: 0)
-        words = [*self._steps, *(str(action) for action in actions if action.kind in _COMMON)]
-        if this.backward:
-            words += ["stores" if stores else "drops", self._sums.described()]
-            words += [p.part.name + "+gradient" * self._has_gradient(p) for p in self._all if p.whole.requires_grad]
-        self._ranks.agree("a backward" if this.backward else "a forward", " ".join(words))
-        self._steps.clear()  # not if they differ: then ranks have different weights, and every later pass raises
 
     def begin_forward(self, words: str) -> None:
         """Compares what decides the collectives of a forward over all ranks. Raises RuntimeError on all otherwise."""

@@ -274,10 +274,6 @@ class Shard:
         """A tensor without memory, like an own parameter, of which other processes may store a part."""
         return s.like()
 
-    def part_at_home(self, position: int, whole: Tensor) -> Tensor:
-        """What is stored of a whole parameter, at ``position`` of :attr:`slices`, by this process: all of it."""
-        return whole
-
     def check_stores(self, positions: Sequence[int]) -> None:
         """Raises RuntimeError if writes of layers to parameters at ``positions`` cannot be stored."""
         found = [s.name for s in (self.owner_of(k)[1] for k in positions) if s.form is not None]

@@ -325,7 +325,7 @@ def embeddings_and_heads_are_sharded_where_memory_is_too_small_for_them(world: W
             each.zero_grad()
     assert difference(model, bare) < 1e-5
     assert model._executor.streamer.slot_pool.slot_bytes < table / 100
-    assert not offloaded(world, bare, world.folder / "homes", memory="1GiB")._rest
+    assert not offloaded(world, bare, world.folder / "homes", memory="1GiB")._executor.rest
     model.close()
 
 
