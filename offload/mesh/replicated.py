@@ -10,6 +10,7 @@ All of them are reduced by two collectives at the end of a backward, on the lane
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -162,7 +163,8 @@ class MeshParameters(ShardedParameters):
         super().__init__(shards, ranks, resident, sums)
         self._replicated = self._replicated_now()
         self._outside: dict[int, ShownParameter] = {}
-        self._outside_modules: list[nn.Module] = []
+        # Weak references, since the model refers to this object.
+        self._outside_modules: list[weakref.ref[nn.Module]] = []
         largest = max((sum(p.nbytes for p in shard.parameters) for shard in shards), default=0)
         self.buffer_bytes = bytes_beside_one_process(largest, ranks.count) if ranks.transport is HOST else 0
 
@@ -185,6 +187,7 @@ class MeshParameters(ShardedParameters):
 
         Raises RuntimeError on all ranks if their names or shapes differ.
         """
+        modules = list(modules)
         parts = {name: WholePart.of(name, p, self._ranks.count) for name, p in named.items()}
         self._ranks.agree("what is outside of the blocks", " ".join(map(described, parts.values())))
         new = []
@@ -200,7 +203,7 @@ class MeshParameters(ShardedParameters):
         self._places += self._places_in(modules)
         self._replicated = self._replicated_now()
         self._outside = {id(p.whole): p for p in new}
-        self._outside_modules = list(modules)
+        self._outside_modules = [weakref.ref(module) for module in modules]
         self._show()
         self.recount()
 
@@ -217,7 +220,7 @@ class MeshParameters(ShardedParameters):
         values = {id(p.whole): value for p, value in zip(trained, values_of(trained), strict=True)}
         before: list[tuple[Any, Any, Any]] = []
         try:
-            for module in self._outside_modules if values else ():
+            for module in filter(None, [each() for each in self._outside_modules]) if values else ():
                 members: list[Any] = [module._parameters]
                 if isinstance(module, nn.RNNBase):
                     members.append(module._flat_weights)
