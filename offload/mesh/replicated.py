@@ -187,6 +187,7 @@ class MeshParameters(ShardedParameters):
 
         Raises RuntimeError on all ranks if their names or shapes differ.
         """
+        modules = list(modules)
         parts = {name: WholePart.of(name, p, self._ranks.count) for name, p in named.items()}
         self._ranks.agree("what is outside of the blocks", " ".join(map(described, parts.values())))
         new = []
