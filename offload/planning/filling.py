@@ -54,8 +54,7 @@ def _levels(model: StepModel) -> list[float]:
 
 def _order_of_graphs(model: StepModel) -> list[Key]:
     """The cells whose graphs may be kept, those that backward begins with first."""
-    cells = ((j, i) for j in range(model.shards - 1, model.first - 1, -1) for i in range(len(model.sizes.rows)))
-    return [cell for cell in cells if cell not in model.always_kept]
+    return [(j, i) for j in range(model.shards - 1, model.first - 1, -1) for i in range(len(model.sizes.rows))]
 
 
 def most_within(

@@ -10,7 +10,7 @@ Not included: memory that operations allocate inside, and gradients that wait fo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -29,8 +29,6 @@ class SavedTensor:
     flows: int
     #: Bytes that are freed after its use.
     freed: int
-    #: Bytes of the result that a recipe makes again for its use.
-    made: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,13 +64,10 @@ class MemoryProfile:
         kept = float(self.kept_bytes(rows))
         weights, new, following = 0.0, 0.0, 0.0  # gradients of weights, the newest of them, of the operation after
         peak = kept
-        made = [*(saved_tensor.made for saved_tensor in self.saved_tensors), 0]
-        for k, saved_tensor in enumerate(self.saved_tensors):
+        for saved_tensor in self.saved_tensors:
             # A gradient to be added exists until its operation has also made the gradient that is passed on.
             new = saved_tensor.stays or (new if adds else 0.0)
-            # An operation has its weight and its input at once, which was saved before the weight.
-            again = max(made[k : k + 2]) * scale
-            peak = max(peak, kept + weights + new + following + again + saved_tensor.flows * scale)
+            peak = max(peak, kept + weights + new + following + saved_tensor.flows * scale)
             if not adds:
                 weights += saved_tensor.stays
             elif saved_tensor.flows:
@@ -107,9 +102,3 @@ class ProfilesBySize:
             return abs(math.log((size or 1) / (rows or 1))), -size
 
         return {shard: known[min(known, key=distance)] for shard, known in self._profiles.items()}
-
-    def renumbered(self, moved: Mapping[int, int]) -> ProfilesBySize:
-        """The same with new numbers of shards, from old to new of those that differ."""
-        renumbered = ProfilesBySize()
-        renumbered._profiles = {moved.get(j, j): known for j, known in self._profiles.items()}
-        return renumbered

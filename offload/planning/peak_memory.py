@@ -95,8 +95,6 @@ class StepBytes:
     graph_bytes_per_row: Mapping[int, float] = field(default_factory=dict)
     #: Held all the time: homes in that memory, buffers.
     constant_bytes: int = 0
-    #: Of the copies that forward cells use of shards that rest in memory, instead of the shards themselves.
-    copied_bytes: Mapping[int, int] = field(default_factory=dict)
     #: Whether cells add to the boundary that enters them, or make it: see :class:`.Pass`. Bytes are those at their end.
     grows: bool = False
     #: Of what is in no shard.
@@ -186,7 +184,6 @@ class _Replay:
         self._course = course
         self._shards = len(sizes.gradient_bytes)
         self._drained_sizes = sizes.draining_bytes or sizes.gradient_bytes
-        self._copied = {j: nbytes for j, nbytes in sizes.copied_bytes.items() if j in plan.in_memory}
         self._slots = plan.slots * sizes.slot_bytes + sum(sizes.own_slots.get(j, 0) for j in plan.resident)
         #: With the gradients that are made in this step.
         self._outside = sizes.outside.begins + sizes.outside.activations
@@ -250,7 +247,7 @@ class _Replay:
             self._at_home -= sizes.gradient_bytes[j]
         following = sizes.boundaries((j + 1, i)) if j + 1 < self._shards else 0
         if profile is not None:
-            self._count_memory(position, profile.kept_bytes(sizes.rows[i]) + self._copied.get(j, 0), following)
+            self._count_memory(position, profile.kept_bytes(sizes.rows[i]), following)
         if keeps and profile is not None:
             self._graphs[cell] = self._bytes_of_graph(cell, profile)
             self._graph_bytes += self._graphs[cell]
@@ -269,7 +266,7 @@ class _Replay:
         kept = self._graphs.pop(cell, None)
         profile = self._profile(j, keeps=kept is not None)
         if profile is not None:
-            # What a profile frees is not more than the graph holds: a recomputed one knows no recipes of cheap results.
+            # What a profile frees is not more than the graph holds.
             own = max(0, kept - profile.kept_bytes(sizes.rows[i])) if kept is not None else 0
             adds = i + 1 < len(sizes.rows)  # autograd runs the last micro-batch first
             inside = profile.peak_bytes(sizes.rows[i], sizes.gradient_bytes[j], adds=adds)

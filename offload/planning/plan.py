@@ -68,7 +68,6 @@ class Kind(enum.Enum):
     FORWARD_KEPT = "K"
     BACKWARD = "B"
     BACKWARD_KEPT = "G"
-    REPEAT = "R"
     DRAIN = "D"
     UPDATE = "U"
     UPDATE_IN_BACKWARD = "V"
@@ -85,7 +84,7 @@ class Kind(enum.Enum):
 
 FORWARD_CELLS = frozenset({Kind.FORWARD, Kind.FORWARD_KEPT})
 BACKWARD_CELLS = frozenset({Kind.BACKWARD, Kind.BACKWARD_KEPT})
-CELLS = FORWARD_CELLS | BACKWARD_CELLS | {Kind.REPEAT}
+CELLS = FORWARD_CELLS | BACKWARD_CELLS
 GRADIENT_MOVES = frozenset({Kind.SPILL_GRADIENT, Kind.PREFETCH_GRADIENT, Kind.FORGET_GRADIENT})
 #: (shard, micro-batch)
 _Cell = tuple[int, int | None]
@@ -268,8 +267,6 @@ class _Proof:
             yield kept is False and kind is Kind.BACKWARD_KEPT, f"the graph of cell {name} was not kept"
             self._backward.add(cell)
             self.undrained.add(shard)
-        elif kind is Kind.REPEAT:
-            yield kept is None, f"cell {action} is repeated before it ran"
         else:
             keeps = kind is Kind.FORWARD_KEPT
             # What would write other weights when it is recomputed runs once more, to keep its graph.

@@ -242,8 +242,7 @@ class _Search:
         smallest = min((self.filling.graph_bytes(cell) for cell in self.filling.graphs), default=0)
         most = len(self.filling.graphs) if smallest <= 0 else max(0, int(left // smallest))
         saved = sorted((costs.backward[j] - costs.kept_backward[j] for j, _ in self.filling.graphs), reverse=True)
-        cells = [*self.filling.graphs, *model.always_kept]
-        compute = sum(costs.backward[j] for j, _ in cells) - sum(saved[:most])
+        compute = sum(costs.backward[j] for j, _ in self.filling.graphs) - sum(saved[:most])
         compute += len(model.sizes.rows) * sum(costs.forward)
         reads = sum(costs.load[j] for j in away)
         writes = 0.0 if model.gradients_wait else sum(costs.drain)

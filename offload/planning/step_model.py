@@ -79,8 +79,6 @@ class StepModel:
     slot_bytes: Sequence[int] = ()
     #: Whether much larger shards have buffers of their own beside the slots.
     own_slots: bool = False
-    #: Cells that keep their graphs whatever the plan is.
-    always_kept: frozenset[Key] = frozenset()
     #: Whether boundaries can be spilled.
     spills: bool = True
     #: Least slots, where there are so many shards; a third one is read while the update of a second runs.
@@ -190,7 +188,7 @@ def _plan(model: StepModel, choice: Choice) -> Plan:
         microbatches=len(rows),
         training=model.first < model.shards,
         first=model.first,
-        kept=choice.kept | model.always_kept,
+        kept=choice.kept,
         in_memory=choice.in_memory,
         boundaries=Residency(budget) if budget < most + MOVING * largest else None,
         boundary_sizes=model.sizes.boundaries,

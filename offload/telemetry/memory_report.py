@@ -88,7 +88,6 @@ class MemoryReport:
         top, choice = max(p.course, key=lambda moment: moment.nbytes), p.choice
         there = len(choice.in_memory) if self.resting is None else self.resting
         where = "memory" if self.resting is None else "host memory"
-        recipes = ", with recipes of cheap results" if choice.cheap_recompute and choice.kept else ""
         boundaries = "all stay" if choice.boundary_bytes == float("inf") else f"at most {_mib(choice.boundary_bytes)}"
         rows = [
             (
@@ -98,7 +97,7 @@ class MemoryReport:
             ),
             ("gradients", top.gradients, f"those of {len(choice.waiting)} shards wait in {where} for their update"),
             ("boundaries", top.boundaries, boundaries),
-            ("graphs", top.graphs, f"{len(choice.kept)} of {self.cells} cells keep theirs{recipes}"),
+            ("graphs", top.graphs, f"{len(choice.kept)} of {self.cells} cells keep theirs"),
             ("running cell", top.cell, "activations, and gradients of its weights"),
             ("outside", top.outside, self._outside_in_words()),
             ("others", top.others, "output, buffers of updates and transfers, homes in memory"),

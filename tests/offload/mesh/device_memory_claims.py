@@ -62,7 +62,7 @@ def a_step_on_a_device_holds_no_more_than_is_predicted(world: World) -> None:
         with pytest.MonkeyPatch.context() as patch:  # neither homes nor buffers of files are on a GPU
             patch.setattr(model._executor, "device", GPU)
             sizes = model._executor.measured([len(world.part(rows))]).sizes
-        assert (sizes.constant_bytes, sizes.gradients_stay, sizes.copied_bytes) == (exchange.staging, frozenset(), {})
+        assert (sizes.constant_bytes, sizes.gradients_stay) == (exchange.staging, frozenset())
         assert (sizes.gradient_bytes, sizes.draining_bytes) == (exchange.gradients, exchange.draining)
         assert sizes.outside.reducing == exchange.outside
         model.close()

@@ -395,25 +395,6 @@ def test_gradients_outside_of_shards_count_from_the_code_that_makes_them_to_the_
     assert peak.memory_bytes == 1245 + 20  # a gradient is copied before another one is added
 
 
-def test_a_copy_of_a_shard_in_memory_counts_while_its_forward_runs() -> None:
-    moments: list[Moment] = []
-    plan = Plan.parse("L1 F0.0 F1.0 B1.0 D1 B0.0 D0", 1, in_memory=[0])
-    sizes = StepBytes(
-        slot_bytes=0,
-        gradient_bytes=[0, 0],
-        memory_profiles=dict.fromkeys(range(2), MemoryProfile(1, [SavedTensor(0, 0, 0)])),
-        copied_bytes={0: 5, 1: 7},
-    )
-    peak_memory(plan, sizes, moments)
-    assert [moment.cell for moment in moments] == [5, 0, 0, 0]
-
-
-def test_a_result_that_a_recipe_makes_again_is_there_with_the_weight_that_it_is_multiplied_with() -> None:
-    weight, entered = SavedTensor(10, 0, 0), SavedTensor(0, 4, 0, made=4)
-    assert MemoryProfile(1, [weight, entered]).peak_bytes(2, 10) == 10 + 2 * (4 + 4)
-    assert MemoryProfile(1, [entered, SavedTensor(0, 4, 4)]).peak_bytes(1, 0) == 4 + 4 + 4
-
-
 def test_a_shard_with_memory_of_its_own_counts_while_it_is_loaded() -> None:
     profiles = dict.fromkeys(range(4), MemoryProfile(1, ()))
     sizes = StepBytes(slot_bytes=2, own_slots={0: 9, 3: 7}, gradient_bytes=[0] * 4, memory_profiles=profiles)
