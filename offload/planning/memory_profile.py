@@ -10,7 +10,7 @@ Not included: memory that operations allocate inside, and gradients that wait fo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -107,9 +107,3 @@ class ProfilesBySize:
             return abs(math.log((size or 1) / (rows or 1))), -size
 
         return {shard: known[min(known, key=distance)] for shard, known in self._profiles.items()}
-
-    def renumbered(self, moved: Mapping[int, int]) -> ProfilesBySize:
-        """The same with new numbers of shards, from old to new of those that differ."""
-        renumbered = ProfilesBySize()
-        renumbered._profiles = {moved.get(j, j): known for j, known in self._profiles.items()}
-        return renumbered

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypedDict
@@ -121,14 +121,6 @@ class Pass:
         """
         loads = _Loads(self)
         return (tuple(loads.ahead(position)) for position in range(begin, len(self.order)))
-
-    def renumbered(self, moved: Mapping[int, int]) -> Pass:
-        """A copy of the pass for other numbers of shards: from old to new ones, of those that differ."""
-
-        def new(shards: Collection[int]) -> frozenset[int]:
-            return frozenset(moved.get(j, j) for j in shards)
-
-        return replace(self, resident=new(self.resident), in_memory=new(self.in_memory), pending=new(self.pending))
 
     def _kind(self, j: int, i: int) -> Kind:
         if self.backward:

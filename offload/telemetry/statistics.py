@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,8 +96,6 @@ class Meter:
         #: Called before each cell, with its letter in the plan, shard and micro-batch; and after each.
         self.before_cell: Callable[[str, int, int], None] | None = None
         self.after_cell: Callable[[], None] | None = None
-        #: Called before the backward of code around blocks, with the number of the block after it.
-        self.before_code: Callable[[int], None] | None = None
         #: Called with its bytes before a shard gets a buffer of its own.
         self.before_buffer: Callable[[int], None] | None = None
         #: Bytes that are on the compute device now.
@@ -181,18 +179,6 @@ class Meter:
         for clock in (*self.cells.values(), *self._lane_clocks.values()):
             clock.begin_step(disturbed=self._disturbed)
         self.overheads.begin_step(disturbed=self._disturbed)
-
-    def prepare_renumbering(self, moved: Mapping[int, int]) -> Callable[[], None]:
-        """Prepares new numbers of shards, from old to new of those that differ; what is returned is idempotent."""
-        cells = {(kind, moved.get(j, j)): clock for (kind, j), clock in self.cells.items()}
-        profiles, kept = self.memory_profiles.renumbered(moved), self.kept_profiles.renumbered(moved)
-
-        def commit() -> None:
-            self.cells, self.memory_profiles, self.kept_profiles = cells, profiles, kept
-            if moved:
-                self.contention.forget_cells()
-
-        return commit
 
     def _clock_of(self, kind: str, shard: int) -> Clock:
         if (kind, shard) not in self.cells:
