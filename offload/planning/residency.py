@@ -90,12 +90,6 @@ class Residency:
             self._largest = nbytes
             self._room = max(0, self._budget_bytes - MOVING * nbytes)
 
-    def grow(self, key: Key, nbytes: int, uses: Sequence[int]) -> None:
-        """Updates the bytes and the uses of a boundary to which the cell that reads it has added, or which it made."""
-        boundary = self._all.setdefault(key, _Boundary(key, nbytes, deque(uses)))
-        boundary.nbytes, boundary.uses, boundary.written = nbytes, deque(uses), False
-        self._count(nbytes)
-
     def use(self, key: Key, now: int) -> list[Action]:
         """A cell at position ``now`` is about to read a boundary."""
         boundary = self._all.get(key)

@@ -59,10 +59,6 @@ class Contention:
             self._cells.append((group, rows, seconds, overlap, disturbed))
             self._sums = {}
 
-    def forget_cells(self) -> None:
-        """Forgets the cells so far, whose groups mean others from now on."""
-        self._cells.clear()
-
     def share(self) -> float:
         """Seconds that a cell loses to one second of a busy lane, from 0 to 1."""
         groups: dict[Hashable, list[tuple[float, float]]] = {}

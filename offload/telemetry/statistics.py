@@ -96,8 +96,6 @@ class Meter:
         #: Called before each cell, with its letter in the plan, shard and micro-batch; and after each.
         self.before_cell: Callable[[str, int, int], None] | None = None
         self.after_cell: Callable[[], None] | None = None
-        #: Called before the backward of code around blocks, with the number of the block after it.
-        self.before_code: Callable[[int], None] | None = None
         #: Called with its bytes before a shard gets a buffer of its own.
         self.before_buffer: Callable[[int], None] | None = None
         #: Bytes that are on the compute device now.
