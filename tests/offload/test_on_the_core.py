@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer
+from offload.core.visit import _is_held_once
 
 WIDTH = 6
 
@@ -97,3 +99,24 @@ def test_a_second_derivative_is_that_of_the_plain_model() -> None:
         found.append([p.grad for p in each.parameters()])
     for plain, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, plain)
+
+
+def test_a_gradient_is_added_to_in_place_only_where_one_variable_holds_it() -> None:
+    def held_once(make: Callable[[], Tensor], keep: Callable[[Tensor], Any] = lambda gradient: None) -> bool:
+        gradient = make()
+        kept = keep(gradient)
+        found = _is_held_once(gradient)
+        del kept
+        return found
+
+    def product() -> Tensor:
+        return torch.ones(2, 3).t()
+
+    assert held_once(lambda: torch.ones(3))
+    assert held_once(product)
+    for make in (lambda: torch.ones(3), product):
+        assert not held_once(make, lambda gradient: gradient)
+        assert not held_once(make, lambda gradient: gradient[:1])
+    assert not held_once(product, lambda gradient: gradient._base)
+    assert not held_once(lambda: torch.ones(1).expand(3))
+    assert not held_once(lambda: torch.ones(3).to_sparse())
