@@ -661,7 +661,7 @@ def offload(
         device=device,
         on_disk=is_directory(offload_device),
         param_dtype=param_dtype,
-        outside=bytes_staying(calls.around.values(), staying, param_dtype),
+        outside=bytes_staying([*calls.around.values()], staying, param_dtype),
         ranks=ranks,
         replicas=replicas,
         apart=calls.apart,

@@ -456,3 +456,10 @@ def test_a_limit_of_memory_plans_blocks(memory: str, tmp_path: Path) -> None:
     assert planner.choice is not None
     if memory == "1GiB":
         assert len(planner.choice.in_memory) == len(planner.choice.kept) == len(model._executor.shards)
+
+
+def test_buffers_outside_of_the_blocks_count_in_the_least_limit_of_memory() -> None:
+    bare = make()
+    bare.register_buffer("table", torch.zeros(1 << 20))
+    with pytest.raises(ValueError, match="4,194,304, which is"):
+        wrap(bare, memory=4 << 20)
