@@ -132,6 +132,10 @@ class Streamer:
             and shard.loaded_versions == shard.versions()
             and not self.slot_pool.is_referenced(shard.slot)
         )
+        if in_slot:
+            # A backward that needs no weights, such as that of a shift, has not waited for them. Without this, the slot
+            # is updated before it is filled.
+            self.await_load(j)
         self.gradient_offload.update(shard, shard.slot if in_slot else None)
 
     def _start_update(self, j: int, slot: Tensor | None = None) -> tuple[Tensor, Update | None, list[Arrival]]:

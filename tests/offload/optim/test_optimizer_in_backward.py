@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from offload import OffloadModel, OffloadOptimizer
+from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from pipe.recompute.phase import is_recomputing
 from tests.offload.late import LateLane, run_late
 from tests.offload.pair import CLASSES, Pair
+from tests.offload.parameters_outside import ActNorm
 from tests.offload.prompt import PromptLane
-from tests.offload.zoo import build
+from tests.offload.zoo import WIDTH, build
 
 
 def accumulated(pair: Pair) -> None:
@@ -207,3 +211,24 @@ def test_a_shard_whose_weights_are_written_in_backward_is_updated_from_its_home(
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     assert model.statistics().update_bytes_read == 4 * (8 * 8 + 8)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_update_in_backward_waits_for_the_load_of_a_shard_whose_backward_needs_no_weights(
+    late: Any, tmp_path: Path, seed: int
+) -> None:
+    """Nothing else waits for it: the gradient of ``x + shift`` needs neither."""
+    late(seed=seed)
+    bare = nn.Sequential(ActNorm(WIDTH), nn.Linear(WIDTH, WIDTH), ActNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    model = OffloadModel(
+        copy.deepcopy(bare), "cpu", tmp_path, 4, True, memory=MemoryPolicy.fixed(slots=3, graph_bytes=1 << 20)
+    )
+    ours = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
+    plain = torch.optim.SGD(bare.parameters(), lr=0.1)
+    x = torch.randn(4, WIDTH)
+    for _ in range(3):
+        for run, optimizer in ((model, ours), (bare, plain)):
+            run(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), bare.parameters(), strict=True))
