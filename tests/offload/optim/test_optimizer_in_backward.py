@@ -217,7 +217,7 @@ def test_a_shard_whose_weights_are_written_in_backward_is_updated_from_its_home(
 def test_an_update_in_backward_waits_for_the_load_of_a_shard_whose_backward_needs_no_weights(
     tmp_path: Path, repeat: int
 ) -> None:
-    """Nothing else waits for it: the gradient of ``x + shift`` needs none. A thread loads, so it is tried some times."""
+    """Nothing else waits for it: the gradient of ``x + shift`` needs none. A thread loads, so it is tried often."""
     bare = nn.Sequential(ActNorm(WIDTH), nn.Linear(WIDTH, WIDTH), ActNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
     model = OffloadModel(
         copy.deepcopy(bare), "cpu", tmp_path, 4, True, memory=MemoryPolicy.fixed(slots=3, graph_bytes=1 << 20)
