@@ -59,6 +59,7 @@ from pipe.torch_private.autograd import (
     in_backward,
     is_requested,
     run_hooks_with_gradient_only,
+    will_run,
 )
 from pipe.torch_private.tensors import storage_uses
 
@@ -78,6 +79,7 @@ class _Pass:
     def __init__(self, forward: Forward, keeps: Keeps, recorders: list[Recorder] | None) -> None:
         self.forward, self.keeps, self.recorders = forward, keeps, recorders
         self.visits: dict[int, tuple[Visit, Tensor | None]] = {}
+        self.every: list[weakref.ref[Visit]] = []
         #: Of what its graph saves for the backward.
         self.life = Life()
         #: What observes it, if the memory of the model is planned.
@@ -488,7 +490,7 @@ class Engine:
         if j not in this.visits:
             uses, place, stores = this.forward.graphed, this.forward.place(j), self._assigned.stores
             views = self._views_in_backward
-            visit = Visit(self._weights[j], uses, place, self._leave, views, this.life, stores, this.step)
+            visit = Visit(self._weights[j], uses, place, self._leave, views, this.life, stores, this.step, this.every)
             shard = self.streamer.shards[j]
             this.visits[j] = visit, None if shard.in_place else visit.begin()
         return this.visits[j]
@@ -502,8 +504,7 @@ class Engine:
             return self._visited_views
         self._enter_backward(visit.step, visit.uses, visit.life)
         if visit.checked != (number := backward_number()):
-            self._check_unchanged(visit)
-            visit.checked = number
+            self._check_all_unchanged(visit, number)
         self._use_in_backward(visit)
         self._visited, self._visited_slot = visit, shard._slot
         self._visited_views = [] if shard.in_place else visit.weights.views(self.streamer.slot_pool)
@@ -514,6 +515,19 @@ class Engine:
 
     def _leave_order(self, block: Block) -> None:
         """Called before a cell that begins another shard than the forward before."""
+
+    def _check_all_unchanged(self, visit: Visit, number: int) -> None:
+        """Compares the weights of all visits that a backward reaches with those of their forward.
+
+        When it reaches the first one: a refusal must not come after gradients of others were stored.
+        """
+        visit.checked = number
+        self._check_unchanged(visit)
+        for each in visit.all:
+            other = each()
+            if other is not None and other.checked != number and (node := other.node()) is not None and will_run(node):
+                other.checked = number
+                self._check_unchanged(other)
 
     def _check_unchanged(self, visit: Visit) -> None:
         shard = visit.weights.shard

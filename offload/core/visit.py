@@ -31,6 +31,10 @@ __all__ = ["Visit", "enter"]
 Leave = Callable[["Visit", Sequence[Any], list[Tensor | None]], Sequence[Tensor | None]]
 
 
+def _no_node() -> Any:
+    return None
+
+
 class Visit:
     """What the graph of one pass knows of a shard.
 
@@ -44,12 +48,12 @@ class Visit:
             for the graph, which a loss that somebody keeps does not free.
         step: what observes the pass; None: nothing.
         stores: number of calls that had stored assigned data until the forward.
+        every: the visits of the pass so far, to which this one is added.
     """
 
     __slots__ = (
-        "_owned", "checked", "leave", "life", "number", "place", "positions", "step", "stores", "sums", "uses",
-        "versions",
-        "views", "weights", "written", "wrote",
+        "__weakref__", "_owned", "all", "checked", "leave", "life", "node", "number", "place", "positions", "step",
+        "stores", "sums", "uses", "versions", "views", "weights", "written", "wrote",
     )  # fmt: skip
 
     def __init__(
@@ -62,8 +66,12 @@ class Visit:
         life: Life,
         stores: int,
         step: Any,
+        every: list[weakref.ref[Visit]],
     ) -> None:
         self.weights = weights
+        #: Those of the pass, and the node of this one in its graph, once it has one.
+        self.all, self.node = every, _no_node
+        every.append(weakref.ref(self))
         #: Positions in :attr:`Shard.slices` of the parameters that took a gradient in the forward.
         self.positions = weights.trained
         self.versions = weights.shard.versions()
@@ -84,7 +92,11 @@ class Visit:
         """The token; None where nothing is trained. The graph refers to the visit, so this does not refer to it."""
         leaves = self.weights.leaves
         parameters = [leaves[k] for k in self.positions]
-        return _Visit.apply(self, *parameters) if parameters else None  # type: ignore[no-untyped-call]
+        if not parameters:
+            return None
+        token: Tensor = _Visit.apply(self, *parameters)  # type: ignore[no-untyped-call]
+        self.node = weakref.ref(token.grad_fn)  # the node refers to this object
+        return token
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Adds the gradients of one cell."""
@@ -129,7 +141,7 @@ def _is_held_once(gradient: Tensor) -> bool:
     """
     if type(gradient) is not Tensor or gradient.layout is not torch.strided or not _is_dense(gradient):
         return False
-    return _holders(gradient) == _HOLDERS[gradient._base is not None]
+    return _holders(gradient) == _holders_of_one(view=gradient._base is not None)
 
 
 def _holders(tensor: Tensor) -> tuple[int, ...]:
@@ -151,6 +163,8 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _holders_of_one(*, view: bool) -> tuple[int, ...]:
+    """:func:`_holders` of a tensor, or a view, that one variable holds, counted now: debuggers count."""
+
     def called(tensor: Tensor) -> tuple[int, ...]:
         return _holders(tensor)
 
@@ -158,10 +172,6 @@ def _holders_of_one(*, view: bool) -> tuple[int, ...]:
     if view:
         gradient = gradient.t()
     return called(gradient)
-
-
-#: :func:`_holders` of a tensor, and of a view, that one variable holds.
-_HOLDERS = _holders_of_one(view=False), _holders_of_one(view=True)
 
 
 @functools.cache

@@ -112,6 +112,8 @@ def test_a_gradient_is_added_to_in_place_only_where_one_variable_holds_it() -> N
     def product() -> Tensor:
         return torch.ones(2, 3).t()
 
+    assert held_once(lambda: torch.ones(3))
+    assert held_once(product)
     for make in (lambda: torch.ones(3), product):
         assert not held_once(make, lambda gradient: gradient)
         assert not held_once(make, lambda gradient: gradient[:1])

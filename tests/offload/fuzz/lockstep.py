@@ -189,8 +189,8 @@ class _Run:
         words = _words(error)
         if before is not None:
             after = self.ours.snapshot()
-            # A backward that is refused at one layer has stored the gradients of later ones, as it has in torch.
-            alone = name in ("Forward", "Grad")
+            # A backward through two forwards may have finished one of them, as it may in torch.
+            alone = name in ("Forward", "Grad") or len(getattr(self.program.statements[k], "which", (0, 1))) == 1
             writes = self.program.setup.model in WRITERS and not alone
             keys = [key for key in before if alone or (key.startswith("parameter") and not writes)]
             then, now = ({key: state.get(key) for key in keys} for state in (before, after))
