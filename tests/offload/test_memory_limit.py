@@ -31,6 +31,7 @@ PLAIN: dict[str, Any] = {
 TIGHT = 1.03, 8 * MIB
 #: The bound of any process on a CPU, with the allocator as it comes.
 OF_ANY_PROCESS = 1.10, 32 * MIB
+TIED = {"words": 12_000, "tied": True, "memory": "130MiB"}
 LOOPS = st.fixed_dictionaries(
     {
         "memory": st.integers(56, 140).map(lambda mib: f"{mib}MiB"),
@@ -92,7 +93,12 @@ def test_the_peak_with_tied_words_stays_within_the_bound_of_any_process() -> Non
     product, so it does not add in place, and for a moment there are three tensors of 17.6 MiB: no plan avoids it, and
     a warning says that 130 MiB is too little. The bound here is 175 MiB.
     """
-    check_peak(PLAIN | {"words": 12_000, "tied": True, "memory": "130MiB"}, OF_ANY_PROCESS)
+    check_peak(PLAIN | TIED, OF_ANY_PROCESS)
+
+
+@pytest.mark.xfail(strict=True, reason="155 to 161 MiB: a third tensor of 17.6 MiB while the tied gradient is summed")
+def test_tied_words_stay_within_the_limit_of_all_other_loops() -> None:
+    check_peak(PLAIN | TIED)
 
 
 @settings(max_examples=3, derandomize=True)
