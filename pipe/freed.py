@@ -48,6 +48,10 @@ class Living(Generic[T]):
         # ``pop`` is no Python code, in which an interrupt could be raised and lost.
         self._values[weakref.ref(life, self._values.pop)] = value
 
+    def get(self, life: Life) -> T | None:
+        """The value of a life."""
+        return self._values.get(weakref.ref(life))
+
     def __iter__(self) -> Iterator[T]:
         return iter([*self._values.values()])
 

@@ -79,7 +79,8 @@ class _Pass:
     def __init__(self, forward: Forward, keeps: Keeps, recorders: list[Recorder] | None) -> None:
         self.forward, self.keeps, self.recorders = forward, keeps, recorders
         self.visits: dict[int, tuple[Visit, Tensor | None]] = {}
-        self.every: list[weakref.ref[Visit]] = []
+        #: The nodes of the visits in the graph.
+        self.nodes: list[Any] = []
         #: Of what its graph saves for the backward.
         self.life = Life()
         #: What observes it, if the memory of the model is planned.
@@ -126,7 +127,7 @@ class Engine:
         #: Forwards so far, with a backward and without, of which the first are observed.
         self._observed = {True: 0, False: 0}
         self._in_pass: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        self._forwards: Living[None] = Living()
+        self._forwards: Living[list[Any]] = Living()
         #: Of the last forward.
         self._last: weakref.ref[Life] | None = None
         self._made_in = os.getpid()
@@ -269,7 +270,7 @@ class Engine:
             elif this.step is not None:
                 this.step.end()
             if this.forward.graphed and not in_between:
-                self._forwards.add(this.life, None)
+                self._forwards.add(this.life, this.nodes)
             self._pass = self._slots.act = None
             return result
         except BaseException as error:
@@ -490,9 +491,11 @@ class Engine:
         if j not in this.visits:
             uses, place, stores = this.forward.graphed, this.forward.place(j), self._assigned.stores
             views = self._views_in_backward
-            visit = Visit(self._weights[j], uses, place, self._leave, views, this.life, stores, this.step, this.every)
-            shard = self.streamer.shards[j]
-            this.visits[j] = visit, None if shard.in_place else visit.begin()
+            visit = Visit(self._weights[j], uses, place, self._leave, views, this.life, stores, this.step)
+            token = None if self.streamer.shards[j].in_place else visit.begin()
+            if token is not None:
+                this.nodes.append(token.grad_fn)
+            this.visits[j] = visit, token
         return this.visits[j]
 
     # --- backward -----------------------------------------------------------------------------------------------
@@ -523,9 +526,10 @@ class Engine:
         """
         visit.checked = number
         self._check_unchanged(visit)
-        for each in visit.all:
-            other = each()
-            if other is not None and other.checked != number and (node := other.node()) is not None and will_run(node):
+        life = visit.life()
+        for node in (None if life is None else self._forwards.get(life)) or ():
+            other: Visit = node.visit
+            if other.checked != number and will_run(node):
                 other.checked = number
                 self._check_unchanged(other)
 

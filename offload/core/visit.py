@@ -31,10 +31,6 @@ __all__ = ["Visit", "enter"]
 Leave = Callable[["Visit", Sequence[Any], list[Tensor | None]], Sequence[Tensor | None]]
 
 
-def _no_node() -> Any:
-    return None
-
-
 class Visit:
     """What the graph of one pass knows of a shard.
 
@@ -48,12 +44,11 @@ class Visit:
             for the graph, which a loss that somebody keeps does not free.
         step: what observes the pass; None: nothing.
         stores: number of calls that had stored assigned data until the forward.
-        every: the visits of the pass so far, to which this one is added.
     """
 
     __slots__ = (
-        "__weakref__", "_owned", "all", "checked", "leave", "life", "node", "number", "place", "positions", "step",
-        "stores", "sums", "uses", "versions", "views", "weights", "written", "wrote",
+        "_owned", "checked", "leave", "life", "number", "place", "positions", "step", "stores", "sums", "uses",
+        "versions", "views", "weights", "written", "wrote",
     )  # fmt: skip
 
     def __init__(
@@ -66,12 +61,8 @@ class Visit:
         life: Life,
         stores: int,
         step: Any,
-        every: list[weakref.ref[Visit]],
     ) -> None:
         self.weights = weights
-        #: Those of the pass, and the node of this one in its graph, once it has one.
-        self.all, self.node = every, _no_node
-        every.append(weakref.ref(self))
         #: Positions in :attr:`Shard.slices` of the parameters that took a gradient in the forward.
         self.positions = weights.trained
         self.versions = weights.shard.versions()
@@ -95,7 +86,6 @@ class Visit:
         if not parameters:
             return None
         token: Tensor = _Visit.apply(self, *parameters)  # type: ignore[no-untyped-call]
-        self.node = weakref.ref(token.grad_fn)  # the node refers to this object
         return token
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
