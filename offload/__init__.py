@@ -1,8 +1,8 @@
 """Trains models larger than device memory: parameters are stored in host memory or files and loaded ahead of use."""
 
-from offload.core.tape import ChunksTape as Tape
 from offload.embedding.bag import OffloadEmbeddingBag
 from offload.embedding.rowwise import RowWiseAdagrad
+from offload.engine.tape import ChunksTape as Tape
 from offload.files.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from offload.files.empty_weights import init_empty_weights
 from offload.files.pretrained import Pretrained, load_pretrained

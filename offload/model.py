@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from offload.arguments import check_choices, check_gradient_dtype, check_separate, compute_device
-from offload.blocks.core_engine import engine_of
+from offload.blocks.engine_of import engine_of
 from offload.blocks.find import BlockNames, Blocks
 from offload.blocks.fixed_structure import methods_refused
 from offload.blocks.own_forward import OwnForward
-from offload.core.engine import Engine
-from offload.core.tape import ChunksTape
+from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
-from offload.engine.outside import bytes_staying
+from offload.engine.plans.outside import bytes_staying
+from offload.engine.tape import ChunksTape
 from offload.files.pretrained import KeyMap, Pretrained
 from offload.identities import identities_only
 from offload.limits import MemoryLimits
@@ -84,7 +84,7 @@ class Offloaded:
     tier: Tier
     meter: Meter
     persistent_home: PersistentHome
-    executor: ModelHomes
+    homes: ModelHomes
     calls: LayersInOrder | OwnForward
     reports: Reports
     finalizer: Callable[[], Any]
@@ -198,8 +198,8 @@ class OffloadModel(nn.Module):
         return self._offloaded.policy
 
     @property
-    def _executor(self) -> ModelHomes:
-        return self._offloaded.executor
+    def _homes(self) -> ModelHomes:
+        return self._offloaded.homes
 
     @property
     def _engine(self) -> Engine:
@@ -217,7 +217,7 @@ class OffloadModel(nn.Module):
 
     def optimizer_access(self) -> OptimizerAccess:
         """The interface for an :class:`~offload.OffloadOptimizer`."""
-        return OptimizerAccess(self._executor, self._offloaded.tier, self._offloaded.meter)
+        return OptimizerAccess(self._homes, self._offloaded.tier, self._offloaded.meter)
 
     # --- running -----------------------------------------------------------------------------------------------------
 
@@ -293,9 +293,9 @@ class OffloadModel(nn.Module):
         ``zero_grad()`` and that of the model drop them; that of another optimizer cannot. With ``memory=`` there is no
         room that is not planned, so each backward reduces its gradients.
         """
-        if self._executor.steps.planner is not None:
+        if self._homes.steps.planner is not None:
             return contextlib.nullcontext()
-        return self._executor.public.accumulates()
+        return self._homes.public.accumulates()
 
     # --- reports -----------------------------------------------------------------------------------------------------
 
@@ -335,7 +335,7 @@ class OffloadModel(nn.Module):
         It has each choice with its bytes, predicted and measured, the runner-up and what more memory would buy;
         ``.plot("memory.png")`` draws the memory over one step. Raises RuntimeError if there is no ``memory``.
         """
-        return self._executor.memory_report()
+        return self._homes.memory_report()
 
     def trace(self, path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[list[Event]]:
         """Records compute and each lane in this context, and writes the trace to ``path`` for https://ui.perfetto.dev.
@@ -346,7 +346,7 @@ class OffloadModel(nn.Module):
 
     def extra_repr(self) -> str:
         """One line about the shards."""
-        shards = self._executor.shards
+        shards = self._homes.shards
         largest = max(shard.slot_bytes for shard in shards)
         return f"{len(shards)} shards of at most {largest:,} bytes at home in {self._offloaded.tier.name}"
 
@@ -355,7 +355,7 @@ class OffloadModel(nn.Module):
     @property
     def updates_in_backward(self) -> bool:
         """Whether the next backward updates parameters: gradients cannot accumulate over micro-batches then."""
-        updater = self._executor.streamer.gradient_offload.optimizers.in_backward
+        updater = self._homes.streamer.gradient_offload.optimizers.in_backward
         return updater is not None and updater.updates
 
     def share_slots(self, stages: Sequence[Sequence[object]]) -> None:
@@ -365,9 +365,9 @@ class OffloadModel(nn.Module):
             stages: for each stage of a pipe, in order, the models that it runs.
         """
         models = [m for stage in stages for m in stage if isinstance(m, OffloadModel)]
-        if any(m._executor.public.sharded for m in models):
+        if any(m._homes.public.sharded for m in models):
             raise ValueError("models with mesh= cannot share slots yet: leave out share_slots, or mesh=")
-        share_slots([[m._executor.streamer for m in stage if isinstance(m, OffloadModel)] for stage in stages])
+        share_slots([[m._homes.streamer for m in stage if isinstance(m, OffloadModel)] for stage in stages])
 
     def frozen_weights(self) -> contextlib.AbstractContextManager[None]:
         """A context in which no code changes parameters, so that loaded shards are reused by the next call.
@@ -375,24 +375,24 @@ class OffloadModel(nn.Module):
         ``with model.frozen_weights(): ...`` around an evaluation loads each shard once where all shards fit in slots.
         Outside, each forward loads its shards, since their homes may have been written to.
         """
-        return self._executor.frozen_weights()
+        return self._homes.frozen_weights()
 
     def prefetch(self, *, backward: bool = False) -> None:
         """Begins to load the first shards of the next pass into free slots."""
-        self._executor.prefetch(backward=backward)
+        self._homes.prefetch(backward=backward)
 
     # --- state and gradients -----------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As in torch; with ``store_dtype``, copies of what homes store in a form."""
         found = super().state_dict(*args, **kwargs)
-        show_values(self._executor, self._offloaded.tier, found)
+        show_values(self._homes, self._offloaded.tier, found)
         return found
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         if local_metadata.get("assign_to_params_buffers"):
             refuse_assignment(prefix)
-        store_values(self._executor, self, state_dict, prefix)
+        store_values(self._homes, self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -400,7 +400,7 @@ class OffloadModel(nn.Module):
         with identities_only() if set_to_none else contextlib.nullcontext():
             for layer in self.children():
                 layer.zero_grad(set_to_none)
-            self._executor.public.drop_sums(self.parameters())
+            self._homes.public.drop_sums(self.parameters())
         for p in self._parameters.values():
             if p is None or p.grad is None:
                 continue
@@ -448,13 +448,13 @@ class OffloadModel(nn.Module):
         own = {key: value for key, value in vars(self).items() if key not in ("_offloaded", "forward")}
         if calls.forward_of_instance is not None:
             own["forward"] = calls.forward_of_instance
-        bare = copy_of_bare(self, offloaded.kind, own, offloaded.executor, memo, results=results)
+        bare = copy_of_bare(self, offloaded.kind, own, offloaded.homes, memo, results=results)
         arguments = {**offloaded.arguments, "blocks": calls.blocks}
         if calls.apart:
             for name in calls.named:
                 vars(bare.get_submodule(name)).pop("forward", None)
         else:
-            cuts = [len(shard.layers) for shard in offloaded.executor.shards]
+            cuts = [len(shard.layers) for shard in offloaded.homes.shards]
             arguments |= {"num_slices": len(cuts), "_cuts": cuts}
         return _rebuild, (offloaded.base, bare, arguments)
 
@@ -469,17 +469,17 @@ class OffloadModel(nn.Module):
         Raises:
             RuntimeError, ValueError, OSError: if the manifest of a kept home cannot be written; the model is as before.
         """
-        executor, home = self._executor, self._offloaded.persistent_home
-        if executor.closed:
+        homes, home = self._homes, self._offloaded.persistent_home
+        if homes.closed:
             return
-        if home.keeps and executor.structure is not None:
-            executor.structure.check()
-        self._executor.streamer.apply_pending_updates()
-        executor.assigned_data.store()
+        if home.keeps and homes.structure is not None:
+            homes.structure.check()
+        self._homes.streamer.apply_pending_updates()
+        homes.assigned_data.store()
         if home.keeps:
-            executor.write_back()
+            homes.write_back()
         home.close()
-        executor.closed = True
+        homes.closed = True
         self._offloaded.finalizer()
         _release(self._offloaded.memory_limits)
 
@@ -702,7 +702,7 @@ def offload(
         blocking = tier.blocking_io or param_dtype is not None or form is not None
         lanes = sharding.open_lanes(device) if sharding else open_lanes(device, blocking_io=blocking)
         undo.callback(lanes.close)
-        executor = ModelHomes(
+        homes = ModelHomes(
             named,
             layout.cuts,
             home.values,
@@ -720,16 +720,16 @@ def offload(
             gradient_dtype=gradient_dtype,
             accumulates=accumulate_in_gradient_dtype,
         )
-        calls.join(model, executor, home.values, undo.callback)
+        calls.join(model, homes, home.values, undo.callback)
         # Of the homes, to which graphs refer: a backward still runs after the model is collected.
-        shards = [weakref.ref(shard) for shard in executor.shards]
+        shards = [weakref.ref(shard) for shard in homes.shards]
         close = partial(_close, lanes, tier)
-        finalizer = finalize_here(executor, leave_pending_updates, shards, close)
-        calls.run_by(engine_of(executor, list(named), apart=calls.apart))
+        finalizer = finalize_here(homes, leave_pending_updates, shards, close)
+        calls.run_by(engine_of(homes, list(named), apart=calls.apart))
         if memory_limits is not None and recompute:
-            executor.plan_memory(memory_limits, resources.policy)
+            homes.plan_memory(memory_limits, resources.policy)
         home.begin()
-        micro_batches = MicroBatches(num_microbatches, executor)
+        micro_batches = MicroBatches(num_microbatches, homes)
         calls.policy, calls.micro_batches = policy, micro_batches
         state = Offloaded(
             kind=kind,
@@ -741,9 +741,9 @@ def offload(
             tier=tier,
             meter=meter,
             persistent_home=home,
-            executor=executor,
+            homes=homes,
             calls=calls,
-            reports=Reports(executor, meter, tier, micro_batches),
+            reports=Reports(homes, meter, tier, micro_batches),
             finalizer=finalizer,
         )
         _change(model, kind, offloaded_kind, state, undo.callback)

@@ -33,9 +33,9 @@ __all__ = [
 ]
 
 
-def show_values(executor: ModelHomes, tier: Tier, found: dict[str, Any]) -> None:
+def show_values(homes: ModelHomes, tier: Tier, found: dict[str, Any]) -> None:
     """Replaces what homes store in a form by the values: copies, which later steps do not change."""
-    formed = [(shard, s) for shard in executor.shards for s in shard.formed]
+    formed = [(shard, s) for shard in homes.shards for s in shard.formed]
     if not formed:
         return
     views = {
@@ -46,7 +46,7 @@ def show_values(executor: ModelHomes, tier: Tier, found: dict[str, Any]) -> None
     if defers_values():
         by_address: dict[int, Any] = {s.parameter.data_ptr(): StoredValues(shard, s) for shard, s in formed}
     else:
-        exact = [shard for shard in executor.shards if any(s.form and s.form.exact for s in shard.formed)]
+        exact = [shard for shard in homes.shards if any(s.form and s.form.exact for s in shard.formed)]
         by_address = dict(values_in_full(exact, tier))
     for name, view in views.items():
         values = by_address.get(view.data_ptr())
@@ -54,12 +54,12 @@ def show_values(executor: ModelHomes, tier: Tier, found: dict[str, Any]) -> None
             found[name] = values
 
 
-def store_values(executor: ModelHomes, model: nn.Module, state_dict: Any, prefix: str) -> None:
+def store_values(homes: ModelHomes, model: nn.Module, state_dict: Any, prefix: str) -> None:
     """Stores values of a ``state_dict()``, as far as homes store them in a form.
 
     The entries are replaced by what is stored then, so the modules that load them next change no bit.
     """
-    if not any(shard.formed for shard in executor.shards):
+    if not any(shard.formed for shard in homes.shards):
         return
     written: Counter[nn.Parameter] = Counter()
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -69,7 +69,7 @@ def store_values(executor: ModelHomes, model: nn.Module, state_dict: Any, prefix
         stored.write(value.detach())
         state_dict[prefix + name] = p.detach()
         written[p] += 1
-    for shard in executor.shards:
+    for shard in homes.shards:
         if shard.sealed is not None:  # the modules increment each version once
             shard.sealed = tuple(v + written[s.parameter] for s, v in zip(shard.formed, shard.sealed, strict=True))
 
@@ -136,7 +136,7 @@ def copy_of_bare(
     model: nn.Module,
     kind: type[nn.Module],
     own: Mapping[str, Any],
-    executor: ModelHomes,
+    homes: ModelHomes,
     memo: dict[int, Any],
     *,
     results: bool = False,
@@ -147,6 +147,6 @@ def copy_of_bare(
     """
     bare: nn.Module = kind.__new__(kind)
     memo[id(model)] = bare
-    with CopiesOfHomes(executor.shards, results=results):
+    with CopiesOfHomes(homes.shards, results=results):
         vars(bare).update(copy.deepcopy(dict(own), memo))
     return bare

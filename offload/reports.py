@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from offload.engine.homes import ModelHomes
-from offload.engine.prediction import predict_step
-from offload.engine.row_units import largest_rows
+from offload.engine.plans.prediction import predict_step
+from offload.engine.plans.row_units import largest_rows
 from offload.planning.estimate import Estimate
 from offload.planning.plan import Plan
 from offload.storage import Tier
@@ -23,14 +23,14 @@ __all__ = ["MicroBatches", "Reports"]
 class MicroBatches:
     """Into how many parts a batch is split. ``given``: None where it is planned for each batch."""
 
-    def __init__(self, given: int | None, executor: ModelHomes) -> None:
+    def __init__(self, given: int | None, homes: ModelHomes) -> None:
         self.given = given
-        self._executor = executor
+        self._homes = homes
 
     def rows(self, batch_rows: int | None) -> list[int]:
         """Rows of each micro-batch; one row each where nothing is known of the batch."""
         batch_rows = batch_rows or self.given or 1
-        count = self._executor.microbatches(batch_rows) if self.given is None else self.given
+        count = self._homes.microbatches(batch_rows) if self.given is None else self.given
         count = max(1, min(count, batch_rows))
         return [batch_rows // count + (i < batch_rows % count) for i in range(count)]
 
@@ -39,32 +39,32 @@ class MicroBatches:
         if self.given is not None:
             return self.given
         leaves = flatten(inputs)[0]
-        return self._executor.microbatches(largest_rows(leaves), self._executor.row_units.count(leaves))
+        return self._homes.microbatches(largest_rows(leaves), self._homes.row_units.count(leaves))
 
 
 class Reports:
     """What a model reports of its steps; the methods are those of :class:`~offload.OffloadModel`."""
 
-    def __init__(self, executor: ModelHomes, meter: Meter, tier: Tier, micro_batches: MicroBatches) -> None:
-        self._executor, self._meter, self._tier = executor, meter, tier
+    def __init__(self, homes: ModelHomes, meter: Meter, tier: Tier, micro_batches: MicroBatches) -> None:
+        self._homes, self._meter, self._tier = homes, meter, tier
         self._micro_batches = micro_batches
 
     def plan(self, batch_rows: int | None, *, training: bool) -> Plan:
         """See :meth:`offload.OffloadModel.plan`."""
-        ran = self._executor.steps.last(batch_rows, training=training)
-        return ran or self._executor.next_plan(self._micro_batches.rows(batch_rows), training=training)
+        ran = self._homes.steps.last(batch_rows, training=training)
+        return ran or self._homes.next_plan(self._micro_batches.rows(batch_rows), training=training)
 
     def estimate(self, batch_rows: int) -> Estimate:
         """See :meth:`offload.OffloadModel.estimate`."""
-        executor, rows = self._executor, self._micro_batches.rows(batch_rows)
-        plan = executor.next_plan(rows, training=True)
-        return predict_step(plan, rows, executor, meter=self._meter, tier=self._tier)
+        homes, rows = self._homes, self._micro_batches.rows(batch_rows)
+        plan = homes.next_plan(rows, training=True)
+        return predict_step(plan, rows, homes, meter=self._meter, tier=self._tier)
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[list[Event]]:
         """See :meth:`offload.OffloadModel.trace`."""
         tracer = self._meter.tracer
-        with tracer.recording(self._executor.bytes_at_home) as events:
+        with tracer.recording(self._homes.bytes_at_home) as events:
             tracer.sample(self._meter.held_bytes)
             yield events
         tracer.write(path, events)

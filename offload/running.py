@@ -12,13 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from offload.arguments import layers_of, names_given, names_taken
-from offload.core.engine import Engine
-from offload.core.sequential import measured_activations, run_layers
-from offload.core.tape import ChunksTape, with_tape
+from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
 from offload.engine.inputs import check_inputs
-from offload.engine.raw_chunk import as_call
-from offload.engine.regroup import (
+from offload.engine.plans.regroup import (
     by_chunk,
     joined,
     kind_of,
@@ -27,7 +24,10 @@ from offload.engine.regroup import (
     runs_together,
     split_output,
 )
+from offload.engine.raw_chunk import as_call
+from offload.engine.sequential import measured_activations, run_layers
 from offload.engine.structure import Structure
+from offload.engine.tape import ChunksTape, with_tape
 from offload.limits import cell_bytes
 from offload.planning.residency import TooLargeError
 from offload.policy import MemoryPolicy
@@ -57,7 +57,7 @@ class LayersInOrder:
     #: Modules that do not stream, by name.
     around: Mapping[str, nn.Module] = MappingProxyType({})
 
-    executor: ModelHomes
+    homes: ModelHomes
     #: Runs the layers while autograd drives.
     engine: Engine
     policy: MemoryPolicy
@@ -74,10 +74,10 @@ class LayersInOrder:
         """Names of the parameters that do not stream."""
         return ()
 
-    def join(self, model: nn.Module, executor: ModelHomes, values: Any, undo: Any) -> None:
-        """Connects the model with the executor of its layers."""
-        self.executor = executor
-        executor.structure = Structure(model._modules)
+    def join(self, model: nn.Module, homes: ModelHomes, values: Any, undo: Any) -> None:
+        """Connects the model with the homes of its layers."""
+        self.homes = homes
+        homes.structure = Structure(model._modules)
 
     def run(self, model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The outputs of a call of the model."""
@@ -86,7 +86,7 @@ class LayersInOrder:
         answered = offered(model, chunks)
         if answered is not None:
             return gather_nested(answered)
-        self.executor.check_open()
+        self.homes.check_open()
         check_inputs([flatten(chunk)[0] for chunk in chunks])
         outputs = self._run_layers(chunks)
         check_rows(outputs, (inputs, kwargs))
@@ -115,7 +115,7 @@ class LayersInOrder:
         input_fn: Callable[[Any], Any] | None,
     ) -> tuple[list[Any], ChunksTape]:
         """See :meth:`offload.OffloadModel.forward_chunks`."""
-        self.executor.check_open()
+        self.homes.check_open()
         output_fns = [output_fn] * len(chunks)
         if input_fn is not None:
             return with_tape(self._run_layers(chunks, output_fns, partial(_made, input_fn)))
@@ -134,8 +134,8 @@ class LayersInOrder:
         output_fns: Sequence[Callable[[Any], Any] | None] = (),
         input_fn: Callable[[Any], Any] | None = None,
     ) -> list[Any]:
-        layers = [shard.layers for shard in self.executor.shards]
-        dtype = self.executor.layer_homes.dtype
+        layers = [shard.layers for shard in self.homes.shards]
+        dtype = self.homes.layer_homes.dtype
         return run_layers(self.engine, layers, chunks, output_fns=output_fns, input_fn=input_fn, dtype=dtype)
 
     def _forward_joined(
@@ -145,7 +145,7 @@ class LayersInOrder:
 
         By counted bytes, which are the same in every process: chunks that run together may have other bits.
         """
-        planner = self.executor.steps.planner
+        planner = self.homes.steps.planner
         groups = [joined([calls[i] for i in run]) for run in runs]
         rows = [[rows_in(calls[i]) or 0 for i in run] for run in runs]
         output_fns = [output_fn and by_chunk(output_fn, sizes) for sizes in rows]
@@ -161,7 +161,7 @@ class LayersInOrder:
         """Whether chunks may run together. Not over a mesh: ranks with other chunks would measure other ones."""
         policy = self.policy
         may = policy.activation_bytes is not None and policy.join_chunks is not False
-        return may and not self.executor.public.sharded and not looks_across_rows([*self.named.values()])
+        return may and not self.homes.public.sharded and not looks_across_rows([*self.named.values()])
 
     def _most_rows_together(self, model: nn.Module, call: Any) -> int:
         """The most rows of chunks like this one that run together; a trial forward measures one of each kind."""
@@ -171,23 +171,23 @@ class LayersInOrder:
                 self._rows_together.clear()
             nbytes, given = self.activation_bytes(call, None), self.policy.activation_bytes or 0
             joins = nbytes and (self.policy.join_chunks or not self.engine.draws)
-            most = min(given, cell_bytes(self.policy, self.executor.device) or given)
+            most = min(given, cell_bytes(self.policy, self.homes.device) or given)
             self._rows_together[kind] = most * (rows_in(call) or 0) // nbytes if joins else 0
         return self._rows_together[kind]
 
     def _kind_of_chunk(self, model: nn.Module, call: Any) -> str:
         """What decides the bytes of a chunk's cells."""
         modes = [(module.training, [p.requires_grad for p in module.parameters(False)]) for module in model.modules()]
-        autocast = torch.is_autocast_enabled(self.executor.device.type) and torch.get_autocast_dtype(
-            self.executor.device.type
+        autocast = torch.is_autocast_enabled(self.homes.device.type) and torch.get_autocast_dtype(
+            self.homes.device.type
         )
         return repr((kind_of(call), rows_in(call), modes, autocast))
 
     def activation_bytes(self, chunk: Any, output_fn: Callable[[Any], Any] | None) -> int:
         """See :meth:`offload.OffloadModel.activation_bytes`."""
         call = map_tensors(Tensor.clone, as_call(0, chunk))  # of a view, the whole base would be counted
-        layers = [shard.layers for shard in self.executor.shards]
-        dtype = self.executor.layer_homes.dtype
+        layers = [shard.layers for shard in self.homes.shards]
+        dtype = self.homes.layer_homes.dtype
         return measured_activations(self.engine, layers, call, output_fn=output_fn, dtype=dtype)
 
 

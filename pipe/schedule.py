@@ -7,7 +7,7 @@ bubble, how many boundaries a device holds, how often it changes from one stage 
 A line of a schedule lists the actions of one device. Usually it has one stage; with fewer devices than stages, the
 stages of a device take turns on its line.
 
-Invariant: the executor runs the actions in the order of :meth:`Schedule.clocks`, and the trace that it records is that
+Invariant: the engine runs the actions in the order of :meth:`Schedule.clocks`, and the trace that it records is that
 list.
 
 Source: fill-drain from GPipe (Huang et al., 2019), with turns the breadth-first schedule (Lamy-Poirier, 2023); 1F1B

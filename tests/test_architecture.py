@@ -58,7 +58,6 @@ ORDERS = {
         "streaming",
         "mesh",
         "engine",
-        "core",
         "optim",
         "files",
         "arguments",

@@ -13,7 +13,7 @@ import torch
 from offload.advise.outline import Layer, Outline, ParameterShape
 from offload.advise.rates import OptimizerRate, Rates
 from offload.advise.work import Work
-from offload.engine.steps import BUFFERS_SHARE
+from offload.engine.plans.steps import BUFFERS_SHARE
 from offload.optim.update_blocks import update_block_bytes_of
 from offload.planning.byte_forms import ByteForm
 from offload.planning.filling import NothingFitsError

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.core.engine import Engine
+from offload.engine.engine import Engine
 from pipe.torch_private.tracing import outside_of_compiled_graphs
 
 __all__ = ["Body", "StreamedForward", "run_of"]

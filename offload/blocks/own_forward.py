@@ -17,14 +17,14 @@ from offload.blocks.body import Body, StreamedForward
 from offload.blocks.find import BlockNames, Blocks, find_blocks, modules_outside, parameters_outside
 from offload.blocks.outside import OutsideCasts, place_outside
 from offload.blocks.rest import with_rest
-from offload.core.chunks import run_chunks
-from offload.core.engine import Engine
-from offload.core.tape import ChunksTape, with_tape
+from offload.engine.chunks import run_chunks
+from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
 from offload.engine.inputs import refuse_transforms
-from offload.engine.outside import bytes_staying
+from offload.engine.plans.outside import bytes_staying
 from offload.engine.raw_chunk import as_call
 from offload.engine.structure import Structure
+from offload.engine.tape import ChunksTape, with_tape
 from offload.memory import MemoryArguments, least_bytes
 from offload.planning.budget import FIRST_GAPS_SHARE
 from offload.policy import MemoryPolicy
@@ -59,7 +59,7 @@ class OwnForward:
 
     apart = True
 
-    executor: ModelHomes
+    homes: ModelHomes
     #: Runs the blocks while autograd drives.
     engine: Engine
     policy: MemoryPolicy
@@ -132,28 +132,28 @@ class OwnForward:
         return OwnForward(model, BlockNames(tuple(found)), self.device, param_dtype, rest)
 
     def join(
-        self, model: nn.Module, executor: ModelHomes, values: Mapping[Tensor, Values], undo: Callable[..., Any]
+        self, model: nn.Module, homes: ModelHomes, values: Mapping[Tensor, Values], undo: Callable[..., Any]
     ) -> None:
-        """Moves what is outside of the blocks to the compute device, and lets the executor run the blocks' calls.
+        """Moves what is outside of the blocks to the compute device, and lets the engine run the blocks' calls.
 
         ``values``: sources of parameters and buffers; ``undo`` gets what is to be called after a failure.
         """
-        self.executor = executor
+        self.homes = homes
         place_outside(self.around, self.device, values)
         outside = parameters_outside(model, self._blocks)
-        executor.public.replicate(outside, self.around.values())
+        homes.public.replicate(outside, self.around.values())
         staying = set(outside.values())
         # With a mesh, no parameter is taken apart.
-        stored = [] if executor.public.sharded else stored_tensors([("", model)])
+        stored = [] if homes.public.sharded else stored_tensors([("", model)])
         parts = [each for each in stored if each.part_of is not None and each.part_of in staying]
         for each in parts:
             for tensor in (each.parameter, *each.aliases):
                 tensor.data = tensor.data.to(self.device)
             assert each.part_of is not None
             refresh(each.part_of)
-        executor.outside, executor.blocks, executor.rest = list(outside.values()), list(self._blocks), self._rest
-        executor.quantised.update((each.part_of, each.name) for each in parts if each.part_of is not None)
-        executor.around = [weakref.ref(module) for module in modules_outside(model, self._blocks).values()]
+        homes.outside, homes.blocks, homes.rest = list(outside.values()), list(self._blocks), self._rest
+        homes.quantised.update((each.part_of, each.name) for each in parts if each.part_of is not None)
+        homes.around = [weakref.ref(module) for module in modules_outside(model, self._blocks).values()]
         self._forwards = forwards = list[StreamedForward]()
 
         def remove() -> None:
@@ -163,7 +163,7 @@ class OwnForward:
         undo(remove)
         for j, block in enumerate(self._blocks.values()):
             forwards.append(StreamedForward(j, block))
-        executor.structure = Structure(model._modules)
+        homes.structure = Structure(model._modules)
 
     def run_by(self, engine: Engine) -> None:
         """Notes what runs the blocks."""
@@ -202,7 +202,7 @@ class OwnForward:
         return engine.forward(forward)
 
     def _modules_around(self) -> list[nn.Module]:
-        return self.executor.modules_outside()
+        return self.homes.modules_outside()
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
@@ -255,7 +255,7 @@ class OwnForward:
     def _check_model(self) -> None:
         if self._casts is not None:
             self._casts.end()  # an interrupt may have left casts in place
-        self.executor.public.take_settings()  # before the first block: they decide whether there will be a backward
+        self.homes.public.take_settings()  # before the first block: they decide whether there will be a backward
         if torch.is_grad_enabled() and saved_tensor_hooks() is not None and lasting_hooks() is None:
             raise RuntimeError(
                 "a model with blocks was called with gradients inside torch.utils.checkpoint, which would run it "

@@ -1,1 +1,1 @@
-"""The executor: forward and backward of a model as cells (shard, micro-batch), in the order of a plan."""
+"""Runs the blocks of a model in the user's own graph: autograd decides what runs when, the engine moves bytes."""

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from offload.engine.measured import step_model
-from offload.engine.mesh_planner import planner_for
-from offload.engine.outside import LeafBytes, outside_bytes
+from offload.engine.plans.measured import step_model
+from offload.engine.plans.mesh_planner import planner_for
+from offload.engine.plans.outside import LeafBytes, outside_bytes
+from offload.engine.plans.regroup import looks_across_rows
+from offload.engine.plans.row_units import RowUnits
+from offload.engine.plans.steps import Steps
+from offload.engine.plans.stored_form import stored_form
 from offload.engine.references import References
-from offload.engine.regroup import looks_across_rows
-from offload.engine.row_units import RowUnits
-from offload.engine.steps import Steps
-from offload.engine.stored_form import stored_form
 from offload.engine.structure import Structure
 from offload.engine.weight_writes import AssignedData
 from offload.limits import MemoryLimits
@@ -53,7 +53,7 @@ from pipe.process import check_process
 from pipe.torch_private.autograd import outside_inference_mode
 
 if TYPE_CHECKING:
-    from offload.core.engine import Engine
+    from offload.engine.engine import Engine
 
 __all__ = ["ModelHomes", "ShardBytes"]
 

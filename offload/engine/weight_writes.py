@@ -1,7 +1,7 @@
 """Stores tensors that other code assigns to the ``.data`` of parameters.
 
 Weights are copied from home to slot only, and a slot is dropped without a copy. So what code assigns between passes is
-stored before the next one, and what a layer writes while it runs at the end of its cell (:mod:`offload.core.cell`).
+stored before the next one, and what a layer writes while it runs at the end of its cell (:mod:`offload.engine.cell`).
 """
 
 from __future__ import annotations

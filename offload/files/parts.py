@@ -39,8 +39,8 @@ _MOST_METADATA = 1 << 30
 
 def ranks_of(model: nn.Module) -> Ranks | None:
     """The ranks that store an ``OffloadModel`` together; None for any other model."""
-    executor = getattr(model, "_executor", None)
-    ranks: Ranks | None = None if executor is None else executor.public.ranks
+    homes = getattr(model, "_homes", None)
+    ranks: Ranks | None = None if homes is None else homes.public.ranks
     return ranks
 
 

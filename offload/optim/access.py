@@ -25,28 +25,28 @@ __all__ = ["OptimizerAccess"]
 class OptimizerAccess:
     """The part of a model that its optimizers may use."""
 
-    def __init__(self, executor: ModelHomes, tier: Tier, meter: Meter) -> None:
-        self._executor = executor
-        self._streamer = executor.streamer
+    def __init__(self, homes: ModelHomes, tier: Tier, meter: Meter) -> None:
+        self._homes = homes
+        self._streamer = homes.streamer
         #: In the order of a forward. An optimizer sets and clears ``shard.pending``.
-        self.shards = executor.shards
+        self.shards = homes.shards
         #: Parameters that stay on the compute device.
-        self.resident = list(executor.outside)
-        if executor.resident is not None:
-            self.resident += [s.parameter for s in executor.resident.own]
+        self.resident = list(homes.outside)
+        if homes.resident is not None:
+            self.resident += [s.parameter for s in homes.resident.own]
         #: The compute device.
-        self.device = executor.device
+        self.device = homes.device
         #: Storage of the states where shards rest at home, the same as that of the parameters.
         self.tier = tier
         #: Which parameters users see, and what of them is stored.
-        self.public = executor.public
+        self.public = homes.public
         #: Counts the bytes that updates read and write.
         self.meter = meter
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of gradients that may wait in host memory until their update, where homes are on disk."""
-        return self._executor.policy.gradient_bytes or 0
+        return self._homes.policy.gradient_bytes or 0
 
     def add(self, optimizer: OffloadOptimizer) -> None:
         """Registers the optimizer with the model, by a weak reference: see :mod:`offload.streaming.optimizers`."""
@@ -60,15 +60,15 @@ class OptimizerAccess:
 
     def spare_bytes(self) -> float:
         """Bytes that the model's memory leaves to an optimizer; infinite without a limit."""
-        return self._executor.steps.spare_bytes()
+        return self._homes.steps.spare_bytes()
 
     def reserve(self, optimizer: MovableStates, nbytes: int) -> None:
         """Notes the bytes of buffers of an optimizer, as long as the optimizer lives."""
-        self._executor.steps.reserve(optimizer, nbytes)
+        self._homes.steps.reserve(optimizer, nbytes)
 
     def check_idle(self) -> None:
         """Raises RuntimeError during a forward or backward."""
-        if self._executor.busy:
+        if self._homes.busy:
             raise RuntimeError(
                 "expected no running forward or backward, but a layer or a hook called the optimizer; call it later"
             )
@@ -80,13 +80,13 @@ class OptimizerAccess:
     def write_back(self) -> None:
         """Writes weights that rest in memory to their files, if these are kept."""
         if self.tier.keeps:
-            self._executor.write_back()
+            self._homes.write_back()
 
     def held_elsewhere(self, optimizer: OffloadOptimizer) -> bool:
         """Whether other code holds parameters of the optimizer, and so can read them without asking the model."""
         references = self._streamer.gradient_offload.optimizers.references(optimizer)
         held = self.public.held_elsewhere(*references)
-        return self._executor.held_elsewhere(*references) if held is None else held
+        return self._homes.held_elsewhere(*references) if held is None else held
 
     @property
     def at_once(self) -> bool:
@@ -95,7 +95,7 @@ class OptimizerAccess:
 
     def store_assigned_data(self) -> None:
         """Copies tensors assigned to ``.data`` of parameters into their homes. Raises ValueError for another size."""
-        self._executor.assigned_data.store()
+        self._homes.assigned_data.store()
 
     def commit(self, decide: Callable[[], None]) -> None:
         """Makes all updates of a step pending, even if an exception interrupts it.

@@ -1,6 +1,6 @@
 """Runs layers a second time with the state of their first forward, so that the result is the same.
 
-Checkpointing, the two passes of GradCache, and the executor that streams shards all use it. Generators and casts are
+Checkpointing, the two passes of GradCache, and the engine that streams shards all use it. Generators and casts are
 restored by :class:`~pipe.recompute.replay.Replay`; modes, buffers and attributes by
 :class:`~pipe.recompute.module_state.ModuleState`; an input that layers write in place by
 :class:`~pipe.recompute.input_writes.InputWrites`. ::

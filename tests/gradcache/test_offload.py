@@ -285,10 +285,10 @@ def test_updates_that_are_pending_run_beside_the_next_step(tmp_path: Path, monke
     cache(x, y)
     optimizer.step()
     optimizer.zero_grad()
-    assert all(shard.pending is not None for shard in model._executor.shards)
+    assert all(shard.pending is not None for shard in model._homes.shards)
     finished: list[int] = []
     monkeypatch.setattr(Streamer, "apply_pending_updates", lambda self: finished.append(1))
     cache(x, y)
     assert finished == []
     monkeypatch.undo()
-    assert all(shard.pending is None for shard in model._executor.shards)
+    assert all(shard.pending is None for shard in model._homes.shards)

@@ -170,7 +170,7 @@ def test_updates_that_are_pending_run_beside_the_next_step(
     optimizers = [OffloadOptimizer(body, torch.optim.SGD, lr=0.1) for body in bodies(ours)]
     inside = [part for part in plain.children() if isinstance(part, nn.Sequential)]
     reference = torch.optim.SGD([p for part in inside for p in part.parameters()], 0.1)
-    shards = [shard for body in bodies(ours) for shard in body._executor.shards]
+    shards = [shard for body in bodies(ours) for shard in body._homes.shards]
     finished: list[int] = []
     for step in range(3):
         GradCache([plain], 2, square)(rows(6, step))

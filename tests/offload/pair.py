@@ -198,4 +198,4 @@ class Pair:
 
 def pending(model: OffloadModel) -> list[int]:
     """The shards that have an update pending."""
-    return [shard.index for shard in model._executor.shards if shard.pending is not None]
+    return [shard.index for shard in model._homes.shards if shard.pending is not None]

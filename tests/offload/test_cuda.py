@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
-from offload.core.engine import Engine
-from offload.core.visit import Visit
+from offload.engine.engine import Engine
+from offload.engine.visit import Visit
 from offload.streaming.lane import Arrival, StreamCopyLane
 from tests.offload.zoo import WIDTH, build
 
@@ -221,7 +221,7 @@ def test_peak_device_bytes_are_those_of_the_formula(shards: int) -> None:
         model(x).pow(2).mean().backward()
     peak = torch.cuda.max_memory_allocated() - before
     assert abs(peak - model.statistics().peak_device_bytes) <= 64 << 20
-    slot = model._executor.streamer.slot_bytes
+    slot = model._homes.streamer.slot_bytes
     assert model.statistics().peak_device_bytes <= 2 * slot + 2 * slot + (1 << 20) + 8 * rows * width * 4
 
 
@@ -313,7 +313,7 @@ def test_a_page_locked_input_may_be_filled_anew_as_soon_as_the_call_returns(monk
 def test_homes_in_host_memory_are_page_locked() -> None:
     """Twin: test_tier.py::TestHostTier: a block has exactly the bytes asked for."""
     model = OffloadModel(build(["linear"]), "cuda", num_slices=3, checkpoint_activation=False)
-    for shard in model._executor.shards:
+    for shard in model._homes.shards:
         assert shard.home is not None
         assert shard.home.tensor.is_pinned()
         assert shard.home.tensor.untyped_storage().nbytes() == shard.home.nbytes
@@ -331,6 +331,6 @@ def test_shards_of_files_rest_in_page_locked_host_memory(tmp_path: Path) -> None
     model = OffloadModel(copy.deepcopy(bare), "cuda", f"{tmp_path}/", num_slices=4, memory="auto")
     for expected, got in zip(train(bare.cuda(), 5), train(model, 5), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-    shards = model._executor.shards
+    shards = model._homes.shards
     assert all(shard.file is not None and shard.home is not None for shard in shards)
     assert all(shard.home.tensor.is_pinned() for shard in shards if shard.home is not None and shard.home.nbytes)

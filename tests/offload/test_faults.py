@@ -84,7 +84,7 @@ def test_a_fault_at_any_moment_of_a_step_raises_and_the_next_step_works(
         assert caught.value.errno == number
         faults.fatal = -1
         # What the forward left in slots stays there where its backward fails before its first cell.
-        assert not model._executor.busy
+        assert not model._homes.busy
         for p, q in zip(bare.parameters(), model.parameters(), strict=True):
             assert torch.equal(p, q)
     model.zero_grad()

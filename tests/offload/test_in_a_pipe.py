@@ -181,8 +181,8 @@ def test_device_memory_is_one_turn_and_one_slot_whatever_the_number_of_stages(ho
         stages = offloaded(blocks(count), home, slices=slices)
         pipe = Pipe(stages, [1] * count, ["cpu"], 2, "never")
         pipe(torch.randn(ROWS, WIDTH)).sum().backward()
-        slot = max(shard.slot_bytes for shard in stages[0]._executor.shards)
-        return sum(stage._executor.meter.held_bytes for stage in stages) // slot
+        slot = max(shard.slot_bytes for shard in stages[0]._homes.shards)
+        return sum(stage._homes.meter.held_bytes for stage in stages) // slot
 
     # A stage of one shard: that and the next one's. Of four shards in two slots: no more than it has alone.
     assert [held(count, 1) for count in (2, 3, 6)] == [2, 2, 2]
@@ -195,7 +195,7 @@ def test_the_next_stage_loads_while_the_one_before_it_computes(home: str) -> Non
     resident: list[list[int]] = []
 
     def note(*_: object) -> None:
-        resident.append([k for k, stage in enumerate(stages) if stage._executor.streamer.resident()])
+        resident.append([k for k, stage in enumerate(stages) if stage._homes.streamer.resident()])
 
     for stage in stages:
         stage.register_forward_hook(note)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from offload import DiskHome, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
-from offload.core.cell import RUNS_NOTED
+from offload.engine.cell import RUNS_NOTED
 from offload.engine.homes import ShardBytes
 from offload.planning.plan import Kind, validate
 from offload.storage.disk import DiskBlock, DiskTier
@@ -47,7 +47,7 @@ def layers(count: int = SHARDS) -> nn.Sequential:
 
 
 def keep(model: OffloadModel, shards: Collection[int]) -> None:
-    model._executor.keep_in_memory(shards)
+    model._homes.keep_in_memory(shards)
 
 
 def batch(seed: int = 0) -> Tensor:
@@ -113,7 +113,7 @@ def test_any_shards_may_rest_in_memory_at_any_time_between_passes(
     def move(shards: set[int] | None) -> None:
         if shards is not None:
             keep(model, shards)
-            assert model._executor.streamer.in_place() == shards
+            assert model._homes.streamer.in_place() == shards
 
     for k, (before_forward, before_backward, before_step, after_step, zero) in enumerate(steps):
         move(before_forward)
@@ -174,8 +174,8 @@ def test_a_shard_in_memory_is_neither_loaded_nor_in_a_slot(home: str) -> None:
         assert loaded == {*range(SHARDS)} - {*shards}
         assert plan.in_memory == {*shards}
         assert plan.slots == slots
-        assert model._executor.streamer.slot_pool.slots == slots
-        assert len(model._executor.streamer.slot_pool._all) == slots
+        assert model._homes.streamer.slot_pool.slots == slots
+        assert len(model._homes.streamer.slot_pool._all) == slots
         assert (model.statistics().shard_loads > before) == bool(loaded)
 
 
@@ -205,7 +205,7 @@ def test_the_memory_of_a_shard_is_what_the_engine_says(tmp_path: Path) -> None:
     ours.zero_grad()
     ours.synchronize()
     weights = (width + 1) * width * 4
-    costs = model._executor.bytes_in_memory()
+    costs = model._homes.bytes_in_memory()
     assert all(cost.weights in range(weights, weights + 256) and cost.gradients == weights for cost in costs)
     assert all(cost.states in range(2 * weights, 2 * weights + 64) for cost in costs)
     assert costs[0] == ShardBytes(costs[0].weights, weights, costs[0].states)
@@ -222,7 +222,7 @@ def test_the_memory_of_a_shard_is_what_the_engine_says(tmp_path: Path) -> None:
     before = anonymous_bytes()
     keep(model, [3])
     del stored
-    expected = costs[1].total + costs[2].total + model._executor.shards[0].slot_bytes  # the slot that was used, too
+    expected = costs[1].total + costs[2].total + model._homes.shards[0].slot_bytes  # the slot that was used, too
     assert before - anonymous_bytes() == pytest.approx(expected, rel=0.03, abs=1 << 20)
 
 
@@ -236,7 +236,7 @@ def test_the_estimate_counts_shards_in_memory(tmp_path: Path) -> None:
     apart = model.estimate(6)
     assert "memory" not in apart.peak_bytes
     keep(model, [0, 1])
-    costs = model._executor.bytes_in_memory()[:2]
+    costs = model._homes.bytes_in_memory()[:2]
     together = model.estimate(6)
     assert together.peak_bytes["memory"] == sum(cost.total for cost in costs)
     assert together.bytes_loaded < apart.bytes_loaded
@@ -291,7 +291,7 @@ def test_checkpoints_do_not_depend_on_what_rests_in_memory(tmp_path: Path) -> No
 
 
 def in_memory(model: OffloadModel) -> list[bool]:
-    return [not shard.blocking_io for shard in model._executor.shards]
+    return [not shard.blocking_io for shard in model._homes.shards]
 
 
 def fails(move: Callable[[], None]) -> bool:
@@ -392,7 +392,7 @@ def test_a_step_with_shards_in_memory_survives_an_interrupt_at_any_line(tmp_path
     lines = {line[:2]: line for line in lines_of(forward_and_backward)}
     for line in lines.values():
         interrupted(forward_and_backward, line)
-        for shard in model._executor.shards:
+        for shard in model._homes.shards:
             assert all(s.parameter.data_ptr() == shard.home_view(s).data_ptr() for s in shard.own), line
         forward_and_backward()
         assert_equal(bare, model)
@@ -445,7 +445,7 @@ def test_gradients_of_a_shard_in_memory_are_in_no_file(tmp_path: Path) -> None:
     backward(model, 0)
     names = {path.name.partition("-")[2] for path in tmp_path.rglob("*gradients*")}
     assert names == {"shard2-gradients", "shard3-gradients"}
-    assert [not s.gradient_regions for s in model._executor.shards] == [True, True, False, False]  # not copied
+    assert [not s.gradient_regions for s in model._homes.shards] == [True, True, False, False]  # not copied
     keep(model, [2])
     names = {path.name.partition("-")[2] for path in tmp_path.rglob("*gradients*")}
     assert names == {"shard0-gradients", "shard1-gradients", "shard3-gradients"}
@@ -474,9 +474,9 @@ def test_updates_stay_pending_if_nothing_moves(tmp_path: Path) -> None:
     backward(model, 0)
     ours.step()
     keep(model, [0])
-    assert [j for j, shard in enumerate(model._executor.shards) if shard.pending is not None][-3:] == [1, 2, 3]
+    assert [j for j, shard in enumerate(model._homes.shards) if shard.pending is not None][-3:] == [1, 2, 3]
     keep(model, [1])
-    assert all(shard.pending is None for shard in model._executor.shards)
+    assert all(shard.pending is None for shard in model._homes.shards)
 
 
 def test_shards_that_are_cast_or_borrow_still_have_slots(tmp_path: Path) -> None:
@@ -484,7 +484,7 @@ def test_shards_that_are_cast_or_borrow_still_have_slots(tmp_path: Path) -> None
     tied = Pair("sgd", f"{tmp_path}/tied/", tied=True, slices=4)
     for pair, expected in ((cast, set()), (tied, {0, 1, 2})):
         keep(pair.model, range(4))
-        assert pair.model._executor.streamer.in_place() == expected
+        assert pair.model._homes.streamer.in_place() == expected
         assert in_memory(pair.model) == [True] * 4
         for action in ("backward", "step", "zero", "backward", "step", "zero", "eval"):
             pair.do(action)
@@ -620,7 +620,7 @@ def test_a_model_with_shards_in_memory_is_collected_with_all_its_memory(tmp_path
     backward(model, 0)
     ours.step()
     keep(model, [1, 2])
-    home = weakref.ref(model._executor.shards[1].home)
+    home = weakref.ref(model._homes.shards[1].home)
     model.close()
     del model, ours
     gc.collect()
@@ -635,7 +635,7 @@ def test_a_step_leaves_no_update_to_lanes_where_layers_use_every_shard_in_place(
     bare, model = layers(), OffloadModel(layers(), "cpu", home, SHARDS)
     plain = torch.optim.AdamW(bare.parameters(), lr=0.01, fused=True)
     ours = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01, max_norm=max_norm)
-    drains = model._executor._lanes.drain
+    drains = model._homes._lanes.drain
     submitted: list[str] = []
     submit = drains.submit
     drains.submit = lambda token, *rest: (submitted.append(token), submit(token, *rest))[1]  # type: ignore[method-assign]
@@ -649,7 +649,7 @@ def test_a_step_leaves_no_update_to_lanes_where_layers_use_every_shard_in_place(
                 torch.nn.utils.clip_grad_norm_(bare.parameters(), max_norm)
             optimizer.step()
         everything = len(resting) == SHARDS
-        pending = [shard.index for shard in model._executor.shards if shard.pending is not None]
+        pending = [shard.index for shard in model._homes.shards if shard.pending is not None]
         assert not (everything and (pending or submitted))
         if not everything and home != "cpu":
             assert pending

@@ -17,7 +17,7 @@ from torch import nn
 
 import offload
 from offload import MemoryPolicy, OffloadModel
-from offload.core.sequential import _brought
+from offload.engine.sequential import _brought
 from tests.offload.zoo import WIDTH, build
 
 
@@ -27,7 +27,7 @@ def batch(rows: int = 6) -> torch.Tensor:
 
 def at_home(model: OffloadModel) -> bool:
     """Whether every parameter and gradient lies in its home, and no slot is taken."""
-    for shard in model._executor.shards:
+    for shard in model._homes.shards:
         if shard.loaded:
             return False
         for s in shard.own:
@@ -209,7 +209,7 @@ def peak(depth: int, slices: int, tmp_path: Path) -> tuple[int, int]:
         memory=MemoryPolicy.fixed(boundary_bytes=2048),
     )
     model(batch(64)).sum().backward()
-    return model.statistics().peak_device_bytes, model._executor.streamer.slot_bytes
+    return model.statistics().peak_device_bytes, model._homes.streamer.slot_bytes
 
 
 def test_the_peak_is_a_formula_without_the_number_of_shards(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_forward_chunks_and_tape_backward_equal_one_graph(home: str) -> None:
     chunks = list(batch(9).split(3))
     torch.manual_seed(1)
     values = list(chunks)
-    for begin, end in ((s.first, s.first + len(s.layers)) for s in model._executor.shards):
+    for begin, end in ((s.first, s.first + len(s.layers)) for s in model._homes.shards):
         for i, value in enumerate(values):
             for layer in list(bare)[begin:end]:
                 value = layer(value)
@@ -340,7 +340,7 @@ def test_an_exception_in_a_layer_leaves_the_model_usable(home: str, error: BaseE
     # Autograd holds the nodes that were ready when a backward failed until this thread runs another one.
     torch.ones((), requires_grad=True).backward()
     assert at_home(model)
-    assert model._executor.meter.held_bytes <= model._executor.streamer.slots * model._executor.streamer.slot_bytes
+    assert model._homes.meter.held_bytes <= model._homes.streamer.slots * model._homes.streamer.slot_bytes
     for p, q in zip(bare.parameters(), model.parameters(), strict=True):
         assert torch.equal(p, q)
     model.zero_grad()
@@ -462,7 +462,7 @@ def test_a_finalizer_never_waits_for_a_thread(tmp_path: Path) -> None:
         entered.set()
         may_end.wait(timeout=30)
 
-    arrival = model._executor._lanes.load.submit("long", copy_that_takes_long)
+    arrival = model._homes._lanes.load.submit("long", copy_that_takes_long)
     assert entered.wait(timeout=30)
     del model
     gc.collect()  # closes the lanes, although one is busy

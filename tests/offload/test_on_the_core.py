@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer
-from offload.core.visit import _is_held_once
+from offload.engine.visit import _is_held_once
 
 WIDTH = 6
 

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer
-from offload.engine.gradients_held import accumulates_in_memory
-from offload.engine.memory_planner import MemoryPlanner
-from offload.engine.row_units import RowUnits, rounded_up
-from offload.engine.step_memory import StepMemory
+from offload.engine.plans.gradients_held import accumulates_in_memory
+from offload.engine.plans.memory_planner import MemoryPlanner
+from offload.engine.plans.row_units import RowUnits, rounded_up
+from offload.engine.plans.step_memory import StepMemory
 from offload.planning.byte_forms import ByteForm
 from offload.planning.explain import FewerBytes
 from offload.planning.filling import least_bytes
@@ -53,7 +53,7 @@ def stack() -> nn.Sequential:
 
 
 def planner_of(model: OffloadModel) -> MemoryPlanner:
-    planner = model._executor.steps.planner
+    planner = model._homes.steps.planner
     assert planner is not None
     return planner
 
@@ -76,9 +76,9 @@ def beside_a_device(model: OffloadModel, host_bytes: int, monkeypatch: pytest.Mo
     limits = SimpleNamespace(device_bytes=1 << 40, host_bytes=host_bytes)
     monkeypatch.setattr(StepMemory, "on_host", property(lambda self: False))
     monkeypatch.setattr(planner, "_limits", limits)
-    monkeypatch.setattr(model._executor, "_in_place", lambda shard, wanted: False)
-    measured = model._executor.measured
-    monkeypatch.setattr(model._executor, "measured", lambda rows: replace(measured(rows), resting_bytes={}))
+    monkeypatch.setattr(model._homes, "_in_place", lambda shard, wanted: False)
+    measured = model._homes.measured
+    monkeypatch.setattr(model._homes, "measured", lambda rows: replace(measured(rows), resting_bytes={}))
 
 
 @pytest.mark.parametrize(
@@ -93,18 +93,18 @@ def test_beside_a_device_shards_of_files_rest_in_host_memory_as_far_as_it_reache
     policy = MemoryPolicy("1GiB", resident_bytes=resident_bytes)
     model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, memory=policy)
     ours = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
-    buffers = ours.buffer_bytes() + model._executor.staging_bytes
+    buffers = ours.buffer_bytes() + model._homes.staging_bytes
     beside_a_device(model, host_bytes + buffers if host_bytes else 0, monkeypatch)
     expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True), 5)
     assert train(model, ours, 1) == expected[:1]
-    assert all(shard.file is None for shard in model._executor.shards), "the bytes of states are not known yet"
+    assert all(shard.file is None for shard in model._homes.shards), "the bytes of states are not known yet"
     train(model, ours, 1)
-    resting = [shard.index for shard in model._executor.shards if shard.file is not None]
+    resting = [shard.index for shard in model._homes.shards if shard.file is not None]
     assert resting == [*range(count)]
-    assert all(not shard.in_place for shard in model._executor.shards)
+    assert all(not shard.in_place for shard in model._homes.shards)
     another = OffloadOptimizer(model, torch.optim.SGD, lr=0.0)
     train(model, ours, 1)
-    still = [shard.index for shard in model._executor.shards if shard.file is not None]
+    still = [shard.index for shard in model._homes.shards if shard.file is not None]
     assert still == resting[: len(still)]
     assert bool(still) == bool(resting), "they need not move, but for buffers of the other optimizer"
     assert another.steps == 0
@@ -114,12 +114,12 @@ def test_beside_a_device_results_are_those_of_the_plain_model(tmp_path: Path, mo
     plain = stack()
     model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, memory="1GiB")
     ours = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
-    beside_a_device(model, ours.buffer_bytes() + model._executor.staging_bytes + 21 * MIB, monkeypatch)
+    beside_a_device(model, ours.buffer_bytes() + model._homes.staging_bytes + 21 * MIB, monkeypatch)
     expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True), 6)
     assert train(model, ours, 6) == expected
     choice = planner_of(model).choice
     assert choice is not None
-    assert {shard.index for shard in model._executor.shards if shard.file is not None} == {0, 1}
+    assert {shard.index for shard in model._homes.shards if shard.file is not None} == {0, 1}
     assert choice.waiting == {2, 3}, "of what is left for gradients"
     told = str(model.memory_report())
     assert "2 of 6 shards in host memory" in told
@@ -132,9 +132,9 @@ def test_copies_beside_a_device_are_timed_apart_where_they_are_in_memory(tmp_pat
     model = OffloadModel(stack(), "cpu", tmp_path, num_slices=DEPTH, checkpoint_activation=True)
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     train(model, optimizer, 2)
-    executor = model._executor
-    executor.keep_in_memory([0])
-    executor.device = torch.device("cuda", 0)  # no shard is used in place
+    homes = model._homes
+    homes.keep_in_memory([0])
+    homes.device = torch.device("cuda", 0)  # no shard is used in place
     each = {
         "load": 5.0,
         "drain": 4.0,
@@ -143,15 +143,15 @@ def test_copies_beside_a_device_are_timed_apart_where_they_are_in_memory(tmp_pat
         DRAIN_TO_MEMORY: 1.0,
         UPDATE_IN_MEMORY: 0.5,
     }
-    model._executor.meter.copy_seconds_per_byte = lambda kind: each.get(kind, 0.0)  # type: ignore[method-assign]
-    costs = executor.measured([ROWS]).costs
-    nbytes = executor.bytes_in_memory()[0].weights
+    model._homes.meter.copy_seconds_per_byte = lambda kind: each.get(kind, 0.0)  # type: ignore[method-assign]
+    costs = homes.measured([ROWS]).costs
+    nbytes = homes.bytes_in_memory()[0].weights
     assert [costs.load[0] / nbytes, costs.load[1] / nbytes] == pytest.approx([2.0, 5.0], rel=0.01)
     assert [costs.drain[0] / nbytes, costs.drain[1] / nbytes] == pytest.approx([1.0, 4.0], rel=0.01)
     assert [costs.update[0] / nbytes, costs.update[1] / nbytes] == pytest.approx([0.5, 3.0], rel=0.01)
     assert costs.waiting_drain[1] / nbytes == pytest.approx(1.0, rel=0.01)
     assert costs.updated_at_step == {0}
-    executor.device = torch.device("cpu")
+    homes.device = torch.device("cpu")
 
 
 @pytest.mark.parametrize("memory", ["23MiB", "32MiB", "64MiB", "1GiB", "auto"])
@@ -310,7 +310,7 @@ def test_no_plan_is_searched_again_in_each_step_of_a_size_that_does_not_fit(
 ) -> None:
     """Each search would first wait for all updates, which otherwise run while layers compute."""
     model, optimizer, _ = trained_beyond(tmp_path, monkeypatch, 10)
-    monkeypatch.setattr("offload.engine.memory_planner.search", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr("offload.engine.plans.memory_planner.search", lambda *_: pytest.fail("searched"))
     assert len(train(model, optimizer, 2)) == 2
     # Nor where peaks go on to grow: with a larger margin even less fits.
     memory, before = planner_of(model)._memory, planner_of(model)._memory.margin_bytes
@@ -366,7 +366,7 @@ def test_no_shard_moves_into_memory_before_the_size_of_its_states_is_known(tmp_p
         for _ in range(4):
             model(torch.randn(ROWS, WIDTH)).square().mean().backward()
             assert window or not planner._in_memory
-            assert window or model._executor.streamer.slots == 2  # nor more slots than needed
+            assert window or model._homes.streamer.slots == 2  # nor more slots than needed
         assert len(planner._model((ROWS,)).resting_bytes) == (DEPTH if window else 0)
         optimizer.step()
         optimizer.zero_grad()
@@ -377,7 +377,7 @@ def test_states_that_are_made_with_the_optimizer_leave_memory_for_their_files(tm
     model = OffloadModel(layers, "cpu", tmp_path, memory="100MiB")
     before = anonymous_bytes()
     optimizer = OffloadOptimizer(model, torch.optim.Adagrad)
-    assert sum(optimizer.state_bytes(shard) for shard in model._executor.shards) > 64 * MIB
+    assert sum(optimizer.state_bytes(shard) for shard in model._homes.shards) > 64 * MIB
     assert anonymous_bytes() - before < 24 * MIB
 
 
@@ -394,7 +394,7 @@ def test_updates_in_files_take_the_buffers_that_are_reserved(kind: Any, tmp_path
             optimizer.zero_grad()
     assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
     io_buffers = [*ours.buffer_pool._idle, *ours.buffer_pool._prefetched]
-    assert 0 < sum(each._memory.numel() for each in io_buffers) <= model._executor.steps.reserved_bytes
+    assert 0 < sum(each._memory.numel() for each in io_buffers) <= model._homes.steps.reserved_bytes
 
 
 def test_accumulated_gradients_count(tmp_path: Path) -> None:
@@ -402,7 +402,7 @@ def test_accumulated_gradients_count(tmp_path: Path) -> None:
     model = OffloadModel(stack(), "cpu", tmp_path, memory=MemoryPolicy("64MiB", resident_bytes=0))
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     train(model, optimizer, 4)
-    planner, shards = planner_of(model), model._executor.shards
+    planner, shards = planner_of(model), model._homes.shards
     optimizer.synchronize()
     optimizer.zero_grad()
     assert not any(map(accumulates_in_memory, shards))
@@ -433,7 +433,7 @@ def test_the_report_names_each_choice_and_what_more_memory_would_buy(tmp_path: P
     assert 'states="8bit": 24.1 bytes of a parameter a step in place of 36.0' in str(
         replace(report, fewer_bytes=[fewer])
     )
-    stored = model._executor.stored()
+    stored = model._homes.stored()
     assert stored is not None
     assert stored.form == ByteForm()
     assert stored.states == pytest.approx(2.0, rel=0.01)
@@ -636,7 +636,7 @@ def test_synchronize_writes_weights_that_rest_in_memory_to_a_kept_home(tmp_path:
     model = OffloadModel(stack(), "cpu", DiskHome(tmp_path, keep=True), memory="1GiB")
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     train(model, optimizer, 4)
-    shard = model._executor.shards[2]
+    shard = model._homes.shards[2]
     assert shard.file is not None
     assert shard.home is not None
     assert not torch.equal(shard.file.tensor, shard.home.tensor)
@@ -722,7 +722,7 @@ def test_gradients_around_blocks_are_made_before_the_shards_of_the_blocks_behind
     """Parameters that code before and after the blocks uses: the second gradient is added to the first."""
     model = OffloadModel(Framed(4, 16, 8), "cpu", tmp_path, num_slices, blocks="layers", memory="1MiB")
     model(torch.ones(2, 16)).sum().backward()
-    outside = model._executor.outside_bytes()
+    outside = model._homes.outside_bytes()
     nbytes = sum(p.nbytes for name, p in model.named_parameters() if "layers" not in name)
     assert (outside.values, outside.states, outside.held) == (nbytes, 0, nbytes)
     assert outside.made_before == {num_slices: nbytes}
@@ -946,7 +946,7 @@ def test_how_often_a_batch_is_cut_depends_on_no_clock_and_no_measured_memory(
                 patch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: rise)
                 patch.setattr(time, "perf_counter", lambda: 3 * now())
             losses = [train(model, optimizer, 1, rows=rows) for rows in (64, 64, 3000, 1500, 3000, 64, 2000)]
-        counts = [model._executor.microbatches(rows) for rows in (64, 1500, 2000, 3000)]
+        counts = [model._homes.microbatches(rows) for rows in (64, 1500, 2000, 3000)]
         found.append((counts, losses))
         model.close()
     assert found[0] == found[1]
@@ -965,7 +965,7 @@ def test_a_batch_is_not_cut_where_layers_draw_or_look_across_rows(tmp_path: Path
     allowed = MemoryPolicy("40MiB", join_chunks=True)
     model = OffloadModel(stack(), "cpu", tmp_path, num_microbatches=None, memory=allowed)
     train(model, OffloadOptimizer(model, torch.optim.SGD, lr=0.1), 2)
-    assert model._executor.microbatches(6000) > 1
+    assert model._homes.microbatches(6000) > 1
 
 
 def test_micro_batches_are_planned_only_where_a_memory_is(tmp_path: Path) -> None:

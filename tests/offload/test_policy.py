@@ -104,13 +104,13 @@ def limits(model: OffloadModel) -> MemoryLimits:
 
 
 def cuts_of(model: OffloadModel) -> list[int]:
-    return [len(shard.layers) for shard in model._executor.shards]
+    return [len(shard.layers) for shard in model._homes.shards]
 
 
 def test_a_memory_makes_a_shard_of_each_large_layer_and_recomputes() -> None:
     model = model_of(memory="64MiB")
     assert cuts_of(model) == [1] * 4
-    assert model._executor.recompute
+    assert model._homes.recompute
     assert limits(model).device_bytes == limits(model).host_bytes == 64 * MIB
     assert cuts_of(OffloadModel(build(["linear", "linear"]), "cpu", memory="64MiB")) == [4]
 
@@ -134,7 +134,7 @@ def test_shards_are_a_16th_of_the_memory_or_of_the_model_where_layers_are_smalle
 def test_shards_or_recomputation_without_memory_mean_what_they_do_in_fairscale() -> None:
     model = model_of(6, checkpoint_activation=False)
     assert cuts_of(model) == [2, 2, 2]
-    assert not model._executor.recompute
+    assert not model._homes.recompute
     assert model._offloaded.memory_limits is None
     assert cuts_of(model_of(2, checkpoint_activation=True)) == [1, 1]
     assert model_of(6, num_slices=2)._offloaded.memory_limits is None
@@ -143,18 +143,18 @@ def test_shards_or_recomputation_without_memory_mean_what_they_do_in_fairscale()
 def test_without_any_of_these_memory_is_what_the_machine_has_free() -> None:
     model = model_of(6)
     assert model._offloaded.memory_limits is not None
-    assert model._executor.steps.planner is not None
-    assert model._executor.recompute
+    assert model._homes.steps.planner is not None
+    assert model._homes.recompute
 
 
 def test_shards_slots_and_recomputation_that_are_given_stay() -> None:
     policy = MemoryPolicy(slots=3, boundary_bytes="1KiB", graph_bytes="2KiB", gradient_bytes="3KiB")
     model = model_of(6, num_slices=4, memory=policy)
     assert len(cuts_of(model)) == 4
-    assert model._executor.streamer.slots == 3
+    assert model._homes.streamer.slots == 3
     assert (model.memory_policy.boundary_bytes, model.memory_policy.graph_bytes) == (1024, 2048)
     assert OffloadOptimizer(model, torch.optim.SGD, lr=0.1).gradient_bytes == 3072
-    assert not model_of(memory="auto", checkpoint_activation=False)._executor.recompute
+    assert not model_of(memory="auto", checkpoint_activation=False)._homes.recompute
 
 
 def test_a_step_in_a_memory_is_that_of_the_bare_model(home: str) -> None:
@@ -179,7 +179,7 @@ def test_a_copy_has_the_same_memory(given: str, how: str) -> None:
     other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
     assert other.memory_policy == model.memory_policy
     assert cuts_of(other) == cuts_of(model)
-    assert other._executor.streamer.slots == model._executor.streamer.slots
+    assert other._homes.streamer.slots == model._homes.streamer.slots
     assert (other._offloaded.memory_limits is None) == (model._offloaded.memory_limits is None) == (given == "slices")
 
 
@@ -187,7 +187,7 @@ def test_the_default_is_switched_in_one_place(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(offload.memory, "DEFAULT_MEMORY", "auto")
     model = model_of()
     assert cuts_of(model) == [1] * 4
-    assert model._executor.recompute
+    assert model._homes.recompute
     assert model._offloaded.memory_limits is not None
     assert cuts_of(model_of(num_slices=2)) == [2, 2]
 
@@ -282,12 +282,12 @@ def test_ranks_of_one_host_share_what_is_free(free: dict[torch.device, int], mon
 def test_shards_that_rest_in_memory_are_used_by_their_model(tmp_path: Path) -> None:
     """Models that say "auto" share what is free, and what they use already."""
     model = OffloadModel([nn.Linear(64, 64) for _ in range(3)], "cpu", tmp_path, memory="auto")
-    limits, executor = model._offloaded.memory_limits, model._executor
+    limits, homes = model._offloaded.memory_limits, model._homes
     assert limits is not None
     before = limits.host._held()
-    executor.keep_in_memory([0, 2])
-    assert limits.host._held() - before == 2 * executor.bytes_in_memory()[0].weights
-    executor.keep_in_memory([])
+    homes.keep_in_memory([0, 2])
+    assert limits.host._held() - before == 2 * homes.bytes_in_memory()[0].weights
+    homes.keep_in_memory([])
     assert limits.host._held() == before
 
 

@@ -63,7 +63,7 @@ def test_training_over_a_quantised_base_equals_the_plain_model(
 def test_every_part_of_a_quantised_weight_is_in_its_home(kind: str, tmp_path: Path) -> None:
     model = OffloadModel(layers(kind), "cpu", tmp_path, 2, checkpoint_activation=True)
     train(model)
-    homes = [shard.home for shard in model._executor.shards]
+    homes = [shard.home for shard in model._homes.shards]
     ranges = [(h.tensor.data_ptr(), h.tensor.data_ptr() + h.nbytes) for h in homes if h is not None]
     values = [x for v in model.state_dict(keep_vars=True).values() for x in plain_values(v)]
     for module in model.modules():
@@ -93,8 +93,8 @@ def test_shards_of_quantised_weights_rest_in_memory_and_leave_it(kind: str, tmp_
     model = OffloadModel(layers(kind), "cpu", tmp_path, 4, checkpoint_activation=True)
     x, plain = torch.ones(1, WIDTH), layers(kind)
     for wanted in ([0, 2], [1], []):
-        model._executor.keep_in_memory(wanted)
-        assert [s.index for s in model._executor.shards if not s.blocking_io] == wanted
+        model._homes.keep_in_memory(wanted)
+        assert [s.index for s in model._homes.shards if not s.blocking_io] == wanted
         for _ in range(3):
             assert torch.equal(model(x), plain(x))
 
@@ -113,8 +113,8 @@ def test_late_copies_are_waited_for_with_quantised_weights(
 def test_a_type_to_compute_in_casts_no_part_of_a_quantised_weight(kind: str) -> None:
     model = OffloadModel(layers(kind), "cpu", "cpu", 4, checkpoint_activation=True, param_dtype=torch.float64)
     x = torch.randn(3, WIDTH, dtype=torch.float64)
-    stored = {s.name: s.dtype for shard in model._executor.shards for s in shard.slices if ".base." in s.name}
-    in_home = {s.name: s.dtype for shard in model._executor.shards for s in shard.own if ".base." in s.name}
+    stored = {s.name: s.dtype for shard in model._homes.shards for s in shard.slices if ".base." in s.name}
+    in_home = {s.name: s.dtype for shard in model._homes.shards for s in shard.own if ".base." in s.name}
     assert stored == in_home
     with pytest.raises(RuntimeError, match="dtype"):
         model(x)  # as in the plain model: float64 inputs meet a float32 weight
@@ -157,7 +157,7 @@ def test_a_graph_that_holds_weights_where_no_hook_sees_them_counts_them(tmp_path
     def graph_bytes(function: Any) -> int:
         model = OffloadModel(nn.Sequential(Held(function), Held(function)), "cpu", tmp_path, memory="64MiB")
         model(torch.ones(3, WIDTH))
-        return round(3 * model._executor.steps.graph_bytes_per_row()[0])
+        return round(3 * model._homes.steps.graph_bytes_per_row()[0])
 
     hidden, seen = graph_bytes(Holding.apply), graph_bytes(lambda x, weight: x * weight.float().mean())
     assert hidden >= seen + WIDTH * WIDTH
@@ -197,7 +197,7 @@ def test_a_copy_takes_no_home_for_each_part(tmp_path: Path) -> None:
     model = OffloadModel(layers("subclass"), "cpu", tmp_path, 1, checkpoint_activation=True)
     copied = copy.deepcopy(model)
     parts = [x for v in copied.state_dict().values() for x in plain_values(v)]
-    assert all(x.untyped_storage().nbytes() <= copied._executor.shards[0].home.nbytes for x in parts)
+    assert all(x.untyped_storage().nbytes() <= copied._homes.shards[0].home.nbytes for x in parts)
 
 
 @kinds

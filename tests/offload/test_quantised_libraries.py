@@ -102,7 +102,7 @@ def test_a_base_of_a_library_trains_adapters_as_the_plain_model(
     make: Callable[[], nn.Module], recompute: bool, home: str
 ) -> None:
     model = OffloadModel(layers(make), "cpu", home, 3, checkpoint_activation=recompute)
-    held = sum(each.nbytes for shard in model._executor.shards for each in [shard.home] if each is not None)
+    held = sum(each.nbytes for shard in model._homes.shards for each in [shard.home] if each is not None)
     assert held < 3 * WIDTH * WIDTH * 1.2
     assert_same(train(model), train(layers(make)))
 

@@ -72,7 +72,7 @@ def test_resident_adapters_have_nothing_in_files(form: str, tmp_path: Path, monk
     model = wrap(form, tmp_path)
     train(model, steps=1)
     assert all(label.endswith("weights") for label in allocated)
-    homes = [shard.home for shard in model._executor.shards]
+    homes = [shard.home for shard in model._homes.shards]
     files = [(h.tensor.data_ptr(), h.tensor.data_ptr() + h.nbytes) for h in homes if h is not None]
     trained = [p for p in model.parameters() if p.requires_grad]
     assert trained

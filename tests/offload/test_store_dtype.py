@@ -360,7 +360,7 @@ def test_an_update_that_fails_half_way_is_resumed_from_files_and_noticed_in_memo
     twins = RoundedWeights("adamw", home, form, max_norm=0.1)
     twins.step()
     twins.assert_equal()
-    param_block = twins.ours.param_blocks[twins.model._executor.shards[0]][-1]
+    param_block = twins.ours.param_blocks[twins.model._homes.shards[0]][-1]
     optimizer = param_block.prepare(twins.ours.options())
     step, calls = type(optimizer).step, iter([True, False])
 

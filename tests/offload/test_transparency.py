@@ -159,8 +159,8 @@ def test_the_tape_is_freed_by_backward_although_the_loss_lives(home: str) -> Non
     model = OffloadModel(build(["linear"] * 4), "cpu", home, num_slices=3, checkpoint_activation=True)
     loss = model(batch()).sum()
     loss.backward()
-    held = model._executor.meter.held_bytes
-    slots = model._executor.streamer.slots * max(s.slot_bytes for s in model._executor.shards)
+    held = model._homes.meter.held_bytes
+    slots = model._homes.streamer.slots * max(s.slot_bytes for s in model._homes.shards)
     assert held == slots
 
 
@@ -272,9 +272,7 @@ def test_an_output_under_no_grad_requires_none_and_no_tape_is_kept(
             outputs.append(run(batch()))
     assert not outputs[1].requires_grad
     assert torch.equal(*outputs)
-    assert model._executor.meter.held_bytes == model._executor.streamer.slots * max(
-        s.slot_bytes for s in model._executor.shards
-    )
+    assert model._homes.meter.held_bytes == model._homes.streamer.slots * max(s.slot_bytes for s in model._homes.shards)
     assert_same(bare, model, exact=True)
     seed_everything(0)
     model(batch()).sum().backward()  # and it still trains
@@ -390,7 +388,7 @@ def test_a_list_of_modules_is_one_shard_each(home: str) -> None:
         seed_everything(0)
         run(batch()).sum().backward()
     assert_same(bare, model, exact=True)
-    assert len(model._executor.shards) == 3
+    assert len(model._homes.shards) == 3
 
 
 @pytest.mark.parametrize("recompute", [True, False])
@@ -436,7 +434,7 @@ def test_slots_in_bfloat16_with_float32_masters(home: str, recompute: bool, micr
         num_microbatches=microbatches,
         param_dtype=torch.bfloat16,
     )
-    cuts = [len(shard.layers) for shard in model._executor.shards]
+    cuts = [len(shard.layers) for shard in model._homes.shards]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     masters = [p.detach().clone() for p in bare.parameters()]
     for step in range(3):
@@ -553,7 +551,7 @@ def test_copies_are_models_of_their_own(home: str, how: str, tmp_path: Path) -> 
     seed_everything(0)
     other(batch()).sum().backward()
     assert next(model.parameters()).grad is None
-    assert [s.slot_bytes for s in other._executor.shards] == [s.slot_bytes for s in model._executor.shards]
+    assert [s.slot_bytes for s in other._homes.shards] == [s.slot_bytes for s in model._homes.shards]
 
 
 def test_a_pickled_model_is_as_large_as_its_parameters(home: str) -> None:

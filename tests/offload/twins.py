@@ -74,7 +74,7 @@ class Twins(ABC):
         """Takes steps between which shards move from files to memory and back."""
         self.step()
         for shards in ([], [0, 2], [1, 2, 3, 4, 5]):
-            self.model._executor.keep_in_memory(shards)
+            self.model._homes.keep_in_memory(shards)
             self.step()
             self.assert_equal()
 

@@ -306,7 +306,7 @@ def test_shapes_on_the_meta_device_give_the_bytes_that_steps_measure(tmp_path: P
     layers, x = blocks(), torch.randn(4, 128, WIDTH)
     works = profile([[layer] for layer in blocks_on_meta()], x.to("meta"))
     model = trained(layers, x, tmp_path / "home", MemoryPolicy(64 << 20, resident_bytes=0))
-    measured = model._executor.measured([4])
+    measured = model._homes.measured([4])
     assert set(measured.sizes.memory_profiles) == set(range(5))
     for j, work in enumerate(works):
         assert list(measured.sizes.memory_profiles[j].saved_tensors) == list(work.saved)
@@ -344,12 +344,12 @@ def test_buffers_of_updates_count_in_full_after_updates_whose_gradients_were_in_
     x = torch.randn(4, 128, WIDTH)
     model = OffloadModel(blocks(), "cpu", tmp_path / "home", memory=12 << 20)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
-    reserved = model._executor.measured([4]).buffer_bytes
-    model._executor.streamer.gradient_offload.waiting = frozenset(range(5))
+    reserved = model._homes.measured([4]).buffer_bytes
+    model._homes.streamer.gradient_offload.waiting = frozenset(range(5))
     functional.mse_loss(model(x), x).backward()
     optimizer.step()
     optimizer.synchronize()
-    assert model._executor.measured([4]).buffer_bytes == reserved
+    assert model._homes.measured([4]).buffer_bytes == reserved
     model.close()
 
 
@@ -357,7 +357,7 @@ def test_buffers_of_updates_count_in_full_after_updates_whose_gradients_were_in_
 def test_slots_gradients_and_buffers_are_those_of_a_new_model(tmp_path: Path, limit: int) -> None:
     model = OffloadModel(blocks(), "cpu", tmp_path / "home", memory=limit)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
-    theirs = model._executor.measured([4])
+    theirs = model._homes.measured([4])
     layers = blocks_on_meta()
     own = [tuple(ParameterShape(n, tuple(p.shape), p.dtype) for n, p in layer.named_parameters()) for layer in layers]
     ours = situation(Outline([Layer(str(k), p) for k, p in enumerate(own)], modules=layers)).step_model(limit)
@@ -442,7 +442,7 @@ def test_the_lines_for_a_function_run_as_they_are_printed(
     names: dict[str, Any] = {}
     exec("\n".join(found["lines"]), names)
     model: Any = names["model"]
-    assert len(model._executor.shards) == found["shards"]
+    assert len(model._homes.shards) == found["shards"]
     x = torch.zeros(4, 64, dtype=torch.long) if function == "layers" else torch.zeros(4, 64, 32)
     model(x).sum().backward()
     names["optimizer"].step()
@@ -473,7 +473,7 @@ def test_the_lines_for_files_load_them_into_a_list_of_layers(
     exec("\n".join(found["lines"]), given)
     for layer, loaded in zip(layers, given["model"].children(), strict=True):
         assert torch.equal(layer.weight, loaded.weight)
-    assert len(given["model"]._executor.shards) == found["shards"] == 14
+    assert len(given["model"]._homes.shards) == found["shards"] == 14
     given["model"].close()
 
 

@@ -65,7 +65,7 @@ def test_a_tensor_that_enters_every_block_is_stored_once() -> None:
     model(x, mask).sum().backward()  # the first forward of layers runs on copies of their inputs
     output = model(x, mask)
     one = x.nbytes
-    held = model._executor.meter.held_bytes
+    held = model._homes.meter.held_bytes
     assert held < 7.5 * one  # the input of each block, the mask, and the bias, which is narrower
     output.sum().backward()
 
@@ -451,11 +451,11 @@ def test_a_limit_of_memory_plans_blocks(memory: str, tmp_path: Path) -> None:
     for seed in range(5):
         step(bare, seed), step(model, seed)
         assert_equal(bare, model)
-    planner = model._executor.steps.planner
+    planner = model._homes.steps.planner
     assert planner is not None
     assert planner.choice is not None
     if memory == "1GiB":
-        assert len(planner.choice.in_memory) == len(planner.choice.kept) == len(model._executor.shards)
+        assert len(planner.choice.in_memory) == len(planner.choice.kept) == len(model._homes.shards)
 
 
 def test_buffers_outside_of_the_blocks_count_in_the_least_limit_of_memory() -> None:

@@ -131,7 +131,7 @@ def test_backward_ends_at_the_first_block_that_is_trained_and_called(
         assert torch.equal(step(bare, seed)[0], step(model, seed)[0])
         assert_equal(bare, model)
     reached = [token for token in str(model.plan()).split() if token[0] in "BG"]
-    shards = [list(model._executor.blocks).index(f"{name}.{k}") for name, k in bare.calls]
+    shards = [list(model._homes.blocks).index(f"{name}.{k}") for name, k in bare.calls]
     assert reached == [f"{'B' if recompute else 'G'}{j}.0" for j in reversed(shards[first:])]
 
 

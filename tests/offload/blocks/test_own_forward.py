@@ -378,7 +378,7 @@ def test_blocks_that_rest_in_memory_run_by_themselves_after_steps(home: str, tmp
         optimizer.step()
         bare.zero_grad()
         optimizer.zero_grad()
-    assert model._executor.streamer.in_place()
+    assert model._homes.streamer.in_place()
     x = torch.ones(1, 2, WIDTH)
     with torch.no_grad():  # an update is pending
         for block, ours in zip(bare.eval().encoder.layer, model.eval().encoder.layer, strict=True):
@@ -531,7 +531,7 @@ def test_frozen_weights_keep_shards_loaded() -> None:
 def test_blocks_by_class_and_by_names() -> None:
     for blocks in (Block, [BLOCKS], BLOCKS):
         model = wrap(make(), blocks=blocks)
-        assert len(model._executor.shards) == 4
+        assert len(model._homes.shards) == 4
 
 
 def test_blocks_inside_of_an_nn_sequential() -> None:
@@ -554,7 +554,7 @@ def test_the_longest_list_is_found_with_one_warning() -> None:
     with pytest.warns(UserWarning, match=r"Model\.encoder\.layer \(4 modules\)") as caught:
         model = wrap(make(), blocks=None)
     assert len(caught) == 1
-    assert len(model._executor.shards) == 4
+    assert len(model._homes.shards) == 4
 
 
 @pytest.mark.parametrize(

@@ -111,9 +111,9 @@ def test_a_checkpoint_moves_between_models_whose_embedding_streams_and_stays(tmp
 
 def test_a_tied_weight_is_stored_once_with_the_module_that_is_called_first(tmp_path: Path) -> None:
     model = wrap(make(3), tmp_path)
-    first, last = model._executor.shards[0], model._executor.shards[-1]
+    first, last = model._homes.shards[0], model._homes.shards[-1]
     assert (len(first.own), len(last.own), len(last.loans)) == (1, 0, 1)
-    assert len(wrap(untied())._executor.shards[-1].own) == 1
+    assert len(wrap(untied())._homes.shards[-1].own) == 1
 
 
 def test_copies_stream_the_same_modules(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_copies_stream_the_same_modules(tmp_path: Path) -> None:
     for each in (model, other):
         step(each)
     assert_equal(model, other)
-    assert other._executor.blocks == model._executor.blocks
+    assert other._homes.blocks == model._homes.blocks
 
 
 def test_frozen_ones_are_only_read(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ BYTES = 8000 * 4 * WIDTH * 4
 def test_a_limit_below_what_stays_makes_shards_of_the_largest_modules(tied: bool, tmp_path: Path) -> None:
     bare = large(tied=tied)
     model = limited(bare, tmp_path, 3 * BYTES + (1 << 20))
-    assert model._executor.blocks == ["words", *BLOCKS, "head"]
+    assert model._homes.blocks == ["words", *BLOCKS, "head"]
     ours, theirs = OffloadOptimizer(model, torch.optim.AdamW), torch.optim.AdamW(bare.parameters(), fused=True)
     for seed in range(5):
         for each, optimizer in ((bare, theirs), (model, ours)):
@@ -213,7 +213,7 @@ def test_a_limit_below_what_stays_makes_shards_of_the_largest_modules(tied: bool
             optimizer.zero_grad()
         assert_equal(bare, model)
     other = copy.deepcopy(model)
-    assert other._executor.blocks == model._executor.blocks
+    assert other._homes.blocks == model._homes.blocks
 
 
 @pytest.mark.parametrize(
@@ -221,24 +221,24 @@ def test_a_limit_below_what_stays_makes_shards_of_the_largest_modules(tied: bool
     [("1GiB", {}), (None, {}), (3 * BYTES, {"resident": "words.*"}), (3 * BYTES, {"num_slices": 4})],
 )
 def test_they_stay_where_they_fit_or_are_to_stay(memory: Any, choices: dict[str, Any], tmp_path: Path) -> None:
-    assert limited(large(), tmp_path, memory, **choices)._executor.blocks == BLOCKS
+    assert limited(large(), tmp_path, memory, **choices)._homes.blocks == BLOCKS
 
 
 def test_as_many_stay_as_fit(tmp_path: Path) -> None:
     bare = large(tied=False)
     bare.head = nn.Linear(WIDTH * 4, 2000, bias=False)
-    assert limited(bare, tmp_path, 4 * BYTES)._executor.blocks == ["words", *BLOCKS]
+    assert limited(bare, tmp_path, 4 * BYTES)._homes.blocks == ["words", *BLOCKS]
 
 
 def test_small_tables_and_those_of_two_modules_stay(tmp_path: Path) -> None:
     """In transformers, positions are added after token types, which are registered behind them."""
     bare = large()
     bare.positions = nn.Embedding(100, WIDTH * 4)
-    assert "positions" not in limited(bare, tmp_path, 3 * BYTES)._executor.blocks
+    assert "positions" not in limited(bare, tmp_path, 3 * BYTES)._homes.blocks
     twice = large()
     twice.shared = nn.Embedding(8000, WIDTH * 4)
     twice.shared.weight = twice.words.weight
-    assert limited(twice, tmp_path, 3 * BYTES)._executor.blocks == BLOCKS
+    assert limited(twice, tmp_path, 3 * BYTES)._homes.blocks == BLOCKS
 
 
 def test_what_cannot_be_a_shard_stays_and_the_error_counts_it(tmp_path: Path) -> None:
@@ -247,12 +247,12 @@ def test_what_cannot_be_a_shard_stays_and_the_error_counts_it(tmp_path: Path) ->
     with pytest.raises(ValueError, match=rf"{2 * BYTES:,} bytes of them for parameters in no shard") as caught:
         limited(bare, tmp_path, BYTES)
     least = int(str(caught.value).partition("pass memory=")[2].partition(",")[0])
-    assert limited(bare, tmp_path, least)._executor.blocks == BLOCKS
+    assert limited(bare, tmp_path, least)._homes.blocks == BLOCKS
     with pytest.raises(ValueError, match="the least that works") as caught:
         limited(large(), tmp_path, BYTES)
     least = int(str(caught.value).partition("pass memory=")[2].partition(",")[0])
     assert 2 * BYTES < least < 2.1 * BYTES
-    assert limited(large(), tmp_path, least)._executor.blocks == ["words", *BLOCKS, "head"]
+    assert limited(large(), tmp_path, least)._homes.blocks == ["words", *BLOCKS, "head"]
 
 
 def test_a_shard_that_memory_made_of_a_module_may_be_used_by_other_code(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_slots_are_as_large_as_blocks_and_larger_shards_have_their_own() -> None
 def test_the_slots_of_a_step_take_one_large_shard_and_two_blocks(tmp_path: Path) -> None:
     model = OffloadModel(large(), "cpu", tmp_path, blocks=["words", "layer", "head"], checkpoint_activation=True)
     model(words()).square().mean().backward()
-    block = model._executor.shards[1].slot_bytes
+    block = model._homes.shards[1].slot_bytes
     held = model.statistics().peak_device_bytes
     assert held < 2.2 * BYTES + 3 * block  # one large slot, one large gradient
-    assert model._executor.meter.held_bytes == 2 * block
+    assert model._homes.meter.held_bytes == 2 * block

@@ -30,7 +30,7 @@ def step(model: nn.Module, seed: int = 3, **inputs: Any) -> tuple[Tensor, Tensor
 
 
 def sizes(model: Any) -> list[int]:
-    return [len(shard.layers) for shard in model._executor.shards]
+    return [len(shard.layers) for shard in model._homes.shards]
 
 
 @pytest.mark.parametrize("slices", [1, 2, 5])

@@ -284,7 +284,7 @@ def test_libraries_save_every_weight_of_the_last_step(
     place: Any = "cpu" if where == "host" else home
     model = OffloadModel(net, "cpu", place, checkpoint_activation=True, blocks="model.layers")
     if where == "kept in memory":
-        model._executor.keep_in_memory([0, 2])
+        model._homes.keep_in_memory([0, 2])
     rows = torch.arange(12).view(2, 6)
     for each, optimizer in (
         (plain, torch.optim.SGD(plain.parameters(), lr=0.5)),

@@ -217,14 +217,14 @@ def test_chunks_of_different_lengths_take_one_visit(family: Family, tmp_path: Pa
         assert torch.equal(loss, output)
         (loss * (k + 1)).backward()
     assert_equal(bare, model, exact=False)
-    assert model.statistics().shard_loads <= 2 * len(model._executor.shards)
+    assert model.statistics().shard_loads <= 2 * len(model._homes.shards)
 
 
 @everywhere
 def test_several_blocks_a_shard_with_adapters_are_bit_equal(family: Family) -> None:
     bare = lora(make(family))
     model = wrap(bare, _blocks_in(bare, family.blocks), num_slices=2)
-    assert len(model._executor.shards) == 2
+    assert len(model._homes.shards) == 2
     assert_steps_equal(bare, model, family)
 
 

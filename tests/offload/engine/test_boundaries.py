@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.core.boundaries import Boundaries
+from offload.engine.boundaries import Boundaries
 from offload.planning.residency import MOVING
 from offload.telemetry.statistics import Meter
 from tests.offload.late import LateLane

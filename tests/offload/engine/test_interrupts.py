@@ -21,7 +21,7 @@ from torch.utils import _python_dispatch as dispatch
 
 import offload
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
-from offload.core.engine import Engine
+from offload.engine.engine import Engine
 from pipe import Pipe
 from pipe.recompute.phase import is_checkpointing, is_recomputing
 from tests.offload.interrupts import Line, interrupted, lines_of
@@ -100,7 +100,7 @@ class Run:
         self.optimizer.load_state_dict(copy.deepcopy(self._optimizer_state))
         self.done = 1
         self.model._engine._observed = {True: 1, False: 1}
-        self.model._executor.recorded.clear()
+        self.model._homes.recorded.clear()
 
     def restart(self) -> None:
         """Makes another model, after its first step."""
@@ -130,11 +130,11 @@ class Run:
         return became
 
     def check_at_rest(self) -> None:
-        for shard in self.model._executor.shards:
+        for shard in self.model._homes.shards:
             for s in shard.own:
                 assert s.parameter.data_ptr() == shard.home_view(s).data_ptr(), f"{s.name} is not home"
         assert all(module.training for module in self.model.modules())
-        assert not self.model._executor.busy
+        assert not self.model._homes.busy
         assert torch.is_grad_enabled()
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         assert not dispatch._get_current_dispatch_mode_stack()
@@ -231,7 +231,7 @@ def test_an_interrupted_clean_up_is_completed_by_the_next_call(tmp_path: Path) -
             assert torch.equal(model(x), expected), line
         assert (
             dict(model.named_parameters())["0.weight"].data_ptr()
-            == model._executor.shards[0].home_view(model._executor.shards[0].own[0]).data_ptr()
+            == model._homes.shards[0].home_view(model._homes.shards[0].own[0]).data_ptr()
         )
 
 
@@ -255,9 +255,9 @@ def test_parameters_read_after_an_interrupted_clean_up_hold_their_stored_values(
         next(iter(model.children())).register_forward_hook(lambda *_: 1 / 0)
         with pytest.raises(KeyboardInterrupt):
             model(torch.zeros(1, WIDTH))
-    assert any(shard.loaded for shard in model._executor.shards)
+    assert any(shard.loaded for shard in model._homes.shards)
     list(model.parameters())
-    assert all(not shard.loaded for shard in model._executor.shards)
+    assert all(not shard.loaded for shard in model._homes.shards)
 
 
 def test_a_model_in_the_middle_of_a_pass_is_told_from_an_interrupted_one() -> None:
@@ -265,14 +265,14 @@ def test_a_model_in_the_middle_of_a_pass_is_told_from_an_interrupted_one() -> No
     x = torch.zeros(1, WIDTH)
 
     def again(*_: object) -> None:
-        assert model._executor.busy
+        assert model._homes.busy
         model(x)
 
     handle = next(iter(model.children())).register_forward_hook(again)
     with pytest.raises(RuntimeError, match="in the middle of a forward"):
         model(x)
     handle.remove()
-    assert not model._executor.busy
+    assert not model._homes.busy
     model(x)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offload import MemoryPolicy, OffloadModel
-from offload.engine.regroup import joined, runs_together, split_output
+from offload.engine.plans.regroup import joined, runs_together, split_output
 from tests.offload.zoo import WIDTH, build
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gradcache import GradCache
-from offload.core.tape import with_tape
+from offload.engine.tape import with_tape
 from pipe.interception import offered
 from pipe.nested import tensors_in
 from tests.offload.fuzz.models import RANDOM, STATEFUL, WIDTH

@@ -323,6 +323,6 @@ class KeepInMemory(Statement):
 
     def run(self, world: World) -> None:
         if isinstance(world.model, OffloadModel):
-            count = len(world.model._executor.shards)
+            count = len(world.model._homes.shards)
             with contextlib.suppress(HomeInUseError):  # of what the program holds
-                world.model._executor.keep_in_memory({j % count for j in self.shards})
+                world.model._homes.keep_in_memory({j % count for j in self.shards})

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from offload.core.cell import Block
+from offload.engine.cell import Block
 from offload.engine.structure import Structure
 from offload.engine.weight_writes import AssignedData
 from offload.streaming.shard import Shard
@@ -34,8 +34,8 @@ def _weight_writes(patch: pytest.MonkeyPatch) -> None:
 
 
 def _accumulated_hooks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("offload.core.engine.has_hooks", lambda parameter: False)
-    patch.setattr("offload.core.weights.Weights.gradient_is_at_home", lambda self, k, gradient: False)
+    patch.setattr("offload.engine.engine.has_hooks", lambda parameter: False)
+    patch.setattr("offload.engine.weights.Weights.gradient_is_at_home", lambda self, k, gradient: False)
 
 
 def _structure(patch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,7 @@ def _own_forward(patch: pytest.MonkeyPatch) -> None:
 
 
 def _requested_parameters(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("offload.core.engine.is_requested", lambda node: False)
+    patch.setattr("offload.engine.engine.is_requested", lambda node: False)
 
 
 #: Name -> what takes the mechanism out, and the claims of the corpus that then fail.

@@ -255,7 +255,7 @@ def a_limit_of_memory_is_planned_for_by_all_ranks_alike(world: World) -> None:
     width = 256
     bare = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(8)))
     model = world.model(bare, world.folder / "homes", 8, memory=f"{16 if world.rank else 64}MiB")
-    planner: Any = model._executor.steps.planner
+    planner: Any = model._homes.steps.planner
     assert planner.limit_bytes == 16 << 20
     if not world.rank:  # its search finds more slots
         planner._switch = lambda choice: type(planner)._switch(planner, replace(choice, slots=choice.slots + 2))
@@ -268,7 +268,7 @@ def a_limit_of_memory_is_planned_for_by_all_ranks_alike(world: World) -> None:
         loss_of(bare(x)).backward()
         assert greatest_error(model, bare) < 1e-6
         wanted.append(planner._wanted.slots)
-        slots.append(model._executor.streamer.slots)
+        slots.append(model._homes.streamer.slots)
     found: list[Any] = [None] * world.ranks
     torch.distributed.all_gather_object(found, (wanted, slots))
     assert all(taken == slots for _, taken in found), found
@@ -310,8 +310,8 @@ def embeddings_and_heads_are_sharded_where_memory_is_too_small_for_them(world: W
     bare = Large()
     table = bare.words.weight.nbytes
     model = offloaded(world, bare, world.folder / "homes", memory=int(3.7 * table))
-    assert model._executor.blocks == ["words", *(f"layers.{k}" for k in range(3)), "head"]
-    stored = sum(shard.home.nbytes for shard in model._executor.shards if shard.home is not None)
+    assert model._homes.blocks == ["words", *(f"layers.{k}" for k in range(3)), "head"]
+    stored = sum(shard.home.nbytes for shard in model._homes.shards if shard.home is not None)
     assert stored < 1.01 * sum(p.nbytes for p in bare.parameters()) / world.ranks
     assert not any(whole_on(p) for p in model.parameters())
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01)
@@ -324,8 +324,8 @@ def embeddings_and_heads_are_sharded_where_memory_is_too_small_for_them(world: W
             each.step()
             each.zero_grad()
     assert difference(model, bare) < 1e-5
-    assert model._executor.streamer.slot_pool.slot_bytes < table / 100
-    assert not offloaded(world, bare, world.folder / "homes", memory="1GiB")._executor.rest
+    assert model._homes.streamer.slot_pool.slot_bytes < table / 100
+    assert not offloaded(world, bare, world.folder / "homes", memory="1GiB")._homes.rest
     model.close()
 
 

@@ -46,7 +46,7 @@ def a_step_on_a_device_holds_no_more_than_is_predicted(world: World) -> None:
             patch.setattr("offload.mesh.ranks.CollectiveLane", LateLane)
             model = world.model(bare, world.folder / "homes", memory=policy, **how)
         optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
-        planner: Any = model._executor.steps.planner
+        planner: Any = model._homes.steps.planner
         for planned in (False, True, True):
             with LivingInBackward() as living:
                 loss_of(model(world.part(rows))).backward()
@@ -56,12 +56,12 @@ def a_step_on_a_device_holds_no_more_than_is_predicted(world: World) -> None:
                 predicted = planner._prediction.peak
                 rise = predicted.memory_bytes - predicted.begin_bytes
                 assert living.peak_bytes <= rise < 1.4 * living.peak_bytes, how
-        public: Any = model._executor.public
+        public: Any = model._homes.public
         exchange = public.exchange_bytes()
         assert public.ranks._staging.numel() == exchange.staging, how
         with pytest.MonkeyPatch.context() as patch:  # neither homes nor buffers of files are on a GPU
-            patch.setattr(model._executor, "device", GPU)
-            sizes = model._executor.measured([len(world.part(rows))]).sizes
+            patch.setattr(model._homes, "device", GPU)
+            sizes = model._homes.measured([len(world.part(rows))]).sizes
         assert (sizes.constant_bytes, sizes.gradients_stay) == (exchange.staging, frozenset())
         assert (sizes.gradient_bytes, sizes.draining_bytes) == (exchange.gradients, exchange.draining)
         assert sizes.outside.reducing == exchange.outside

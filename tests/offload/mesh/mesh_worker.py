@@ -448,7 +448,7 @@ def updates_wait_for_the_next_load_and_change_no_bit(world: World) -> None:
                 del loss
             something = hold(model) if model is models[0] else list(model.parameters())
             optimizer.step()
-            pending = {shard.pending is not None for shard in model._executor.shards if shard.home is not None}
+            pending = {shard.pending is not None for shard in model._homes.shards if shard.home is not None}
             assert pending == {something is None}, name
             del something
             optimizer.zero_grad()
@@ -527,7 +527,7 @@ def row_bytes(parameters: Any, ranks: int) -> int:
 
 def predicted(model: OffloadModel, ranks: int, replicas: int = 1, norms: int = 0) -> Traffic:
     """What the last plan and shapes alone tell."""
-    shards: Any = model._executor.shards
+    shards: Any = model._homes.shards
     sent = [sent_bytes(shard.parts, [s.parameter.requires_grad for s in shard.slices]) for shard in shards]
     return traffic_of(model.plan(), sent, ranks, replicas, norms=norms)
 
@@ -543,7 +543,7 @@ def bytes_are_those_of_the_formula(world: World) -> None:
     model = world.model(bare, folder, len(bare))
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, max_norm=1.0)
     of_layers = [row_bytes(layer.parameters(), world.ranks) for layer in bare]
-    shards = model._executor.shards
+    shards = model._homes.shards
     assert [0 if shard.home is None else shard.home.nbytes for shard in shards] == of_layers
     files = [path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name != "lock"]
     # All layers are in one file of whole pages.
@@ -567,7 +567,7 @@ def bytes_are_those_of_the_formula(world: World) -> None:
         assert received(before, after) == predicted(model, world.ranks, norms=1)
     # What is sent and what is received in one piece, with flags: nothing else is kept for collectives.
     piece = bytes_at_once(max(of_layers), world.ranks) + 64
-    assert model._executor.public.ranks._staging.numel() <= 2 * world.ranks * piece
+    assert model._homes.public.ranks._staging.numel() <= 2 * world.ranks * piece
     states = sum(2 * p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
     shown = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, DTensor)]
     assert sum(value.to_local().nbytes for value in shown) == states
@@ -925,7 +925,7 @@ def models_that_follow_each_other_use_the_same_process_groups(world: World) -> N
         loss_of(model(world.part(batches()[0]))).backward()
         loss_of(bare(batches()[0])).backward()
         assert greatest_error(model, bare) < 1e-6
-        ranks = model._executor.public.ranks
+        ranks = model._homes.public.ranks
         return model, [ranks._group.handle, ranks._messages.handle]
 
     model, first = trained()
@@ -943,7 +943,7 @@ def models_that_follow_each_other_use_the_same_process_groups(world: World) -> N
     model, used = trained()
     assert {*used} <= {*first, *apart}
     if world.rank == 0:
-        model._executor.public.ranks._messages.begin()  # the others have missed this one
+        model._homes.public.ranks._messages.begin()  # the others have missed this one
     model.close()
     _, after = trained()
     assert used[0] in after

@@ -381,7 +381,7 @@ def test_while_one_block_is_computed_the_next_ones_are_being_read(
     monkeypatch.setattr(IOBufferPool, "prepare", watched_prepare)
     monkeypatch.setattr(IOBufferPool, "write_back", watched_write_back)
     pair.ours.synchronize()
-    assert len(laid) > len(pair.model._executor.shards)
+    assert len(laid) > len(pair.model._homes.shards)
     assert len(laid) > IO_BUFFERS
     assert laid == ["late"] + ["ahead"] * (len(laid) - 1)
     # All I/O buffers but that of the block; at the end there is nothing to come.

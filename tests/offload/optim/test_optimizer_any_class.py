@@ -207,7 +207,7 @@ def test_a_state_that_no_file_can_hold_is_refused_before_anything_is_written(hom
         return
     with pytest.raises(TypeError, match="Packing keeps state 'memory' of parameter"):
         ours.step()
-    for name, parameter in zip(before, [p for s in model._executor.shards for p in s.parameters], strict=True):
+    for name, parameter in zip(before, [p for s in model._homes.shards for p in s.parameters], strict=True):
         assert torch.equal(parameter, before[name])
 
 

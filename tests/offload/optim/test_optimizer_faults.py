@@ -141,7 +141,7 @@ def test_a_disk_that_fails_once_changes_no_bit_in_any_form(
 
 def failing(pair: Pair, when: Callable[[], bool]) -> None:
     """Makes the arithmetic of the first shard's update fail, before or after it."""
-    param_block = pair.ours.param_blocks[pair.model._executor.shards[0]][0]
+    param_block = pair.ours.param_blocks[pair.model._homes.shards[0]][0]
     optimizer = param_block.prepare(pair.ours.options())
     step = type(optimizer).step
 

@@ -133,7 +133,7 @@ def test_only_parameters_with_gradients_are_read_and_written(tmp_path: Any, monk
     )
     optimizer.step()
     optimizer.synchronize()
-    weights = {shard.home: f"shard{shard.index}-weights" for shard in model._executor.shards}
+    weights = {shard.home: f"shard{shard.index}-weights" for shard in model._homes.shards}
     names = {weights.get(block) or block._file.path.name.split("-", 1)[1] for block in written}
     assert names == {f"shard{j}-{what}" for j in (0, 2, 3) for what in ("weights", "states")}
 

@@ -51,7 +51,7 @@ def test_it_trains_like_the_plain_optimizer(
 def test_no_gradient_is_stored_and_shards_are_updated_before_backward_ends(tmp_path: Any) -> None:
     pair = Pair("adamw", f"{tmp_path}/", update_in_backward=True)
     order: list[str] = []
-    shards = pair.model._executor.shards
+    shards = pair.model._homes.shards
     original = pair.ours.in_backward.complete  # type: ignore[union-attr]
 
     def complete(shard: Any, kept: Any, slot: Any, after: Any) -> Any:

@@ -66,10 +66,10 @@ def test_updates_run_in_the_order_of_the_plan(home: str, tmp_path: Path, in_back
         step(model, optimizer)
         optimizer.synchronize()
     kind = Kind.UPDATE_IN_BACKWARD if in_backward else Kind.UPDATE
-    updates = model._executor.streamer.gradient_offload.optimizers.planned()
+    updates = model._homes.streamer.gradient_offload.optimizers.planned()
     expected = [
         str(action)
-        for action in model._executor.steps.plan([2], updates, slots=2, training=True).actions
+        for action in model._homes.steps.plan([2], updates, slots=2, training=True).actions
         if action.kind is kind
     ]
     ran = [event.token for event in sorted(events, key=lambda e: e.begin) if event.track == "update lane"]
@@ -96,8 +96,8 @@ def test_the_executed_actions_are_the_printed_plan(
         monkeypatch.setattr("offload.optim.optimizer.open_update_lane", lambda device: PromptLane())
         optimizer = OffloadOptimizer(model, torch.optim.AdamW, update_in_backward=how == "in backward")
     step(model, optimizer)
-    updates = model._executor.streamer.gradient_offload.optimizers.planned()
-    planned = model._executor.steps.plan([1, 1], updates, slots=slots, training=True)
+    updates = model._homes.streamer.gradient_offload.optimizers.planned()
+    planned = model._homes.steps.plan([1, 1], updates, slots=slots, training=True)
     step(model, optimizer)
     printed = str(model.plan(batch_rows=2))
     assert printed == str(planned)
@@ -111,11 +111,11 @@ def test_an_estimate_includes_updates(home: str, monkeypatch: pytest.MonkeyPatch
     step(model, optimizer)
     optimizer.synchronize()
     with_updates = model.estimate(2).seconds
-    each = model._executor.meter.copy_seconds_per_byte
-    kind = "update" if model._executor.shards[0].blocking_io else UPDATE_IN_MEMORY
+    each = model._homes.meter.copy_seconds_per_byte
+    kind = "update" if model._homes.shards[0].blocking_io else UPDATE_IN_MEMORY
     assert each(kind) > 0
     monkeypatch.setattr(
-        model._executor.meter, "copy_seconds_per_byte", lambda lane: each(lane) * (10**6 if lane == kind else 1)
+        model._homes.meter, "copy_seconds_per_byte", lambda lane: each(lane) * (10**6 if lane == kind else 1)
     )
     assert model.estimate(2).seconds > with_updates
 
@@ -155,7 +155,7 @@ def test_an_update_in_backward_reads_no_weights_that_are_in_a_slot(tmp_path: Pat
         pair.do(action)
     after = pair.model.statistics()
     count = sum(p.numel() for p in pair.model.parameters())
-    shards = pair.model._executor.shards
+    shards = pair.model._homes.shards
     cached = sum(s.parameter.numel() for shard in shards[-slots:] for s in shard.own)
     assert after.bytes_moved - before.bytes_moved == 28 * count - 4 * cached
     assert after.update_bytes_read - before.update_bytes_read == 8 * count
@@ -179,7 +179,7 @@ def test_gradients_that_wait_in_memory_are_neither_written_nor_read(tmp_path: Pa
     assert after.bytes_stored - before.bytes_stored == (4 - waiting) * shard_bytes
     # Nothing loads these updates' weights: those are read for the update itself.
     assert after.update_bytes_read - before.update_bytes_read == 4 * 3 * shard_bytes + (4 - waiting) * shard_bytes
-    regions = [shard.gradient_regions for shard in pair.model._executor.shards]
+    regions = [shard.gradient_regions for shard in pair.model._homes.shards]
     assert [not region for region in regions] == [j < waiting for j in range(4)]
     pair.assert_equal_states()
 

@@ -79,7 +79,7 @@ def test_a_forecast_forgets_the_step_before_which_a_plan_was_made() -> None:
 def test_updates_that_run_without_layers_count_only_where_there_are_no_others(tmp_path: Path) -> None:
     model = OffloadModel([nn.Linear(8, 8) for _ in range(2)], "cpu", tmp_path, checkpoint_activation=True)
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
-    clock = model._executor.meter._lane_clocks["update"]
+    clock = model._homes.meter._lane_clocks["update"]
     samples = []
     for reads in (False, False, True, False):
         model(torch.ones(2, 8)).sum().backward()

@@ -127,8 +127,8 @@ def test_norms_of_shards_that_share_slots_are_made_again_with_the_weights_of_the
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = model(x).square().mean()
         # Without this, each shard is in backward in the slot that it had in forward.
-        model._executor.streamer.release()
-        free = model._executor.streamer.slot_pool._free
+        model._homes.streamer.release()
+        free = model._homes.streamer.slot_pool._free
         assert free is not None
         free.reverse()
         loss.backward()

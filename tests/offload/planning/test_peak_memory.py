@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from offload import MemoryPolicy, OffloadModel
-from offload.core.observed import Recorder
+from offload.engine.observed import Recorder
 from offload.planning.estimate import Estimate
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
 from offload.planning.peak_memory import Moment, OutsideBytes, PeakMemory, StepBytes, peak_memory
@@ -100,8 +100,8 @@ def step(model: OffloadModel, x: Tensor) -> None:
 
 def estimate_of(model: OffloadModel, rows: int, *, drain: float = 0.0) -> Estimate:
     """With copies home that take no time, or so many seconds for each byte."""
-    each = model._executor.meter.copy_seconds_per_byte
-    model._executor.meter.copy_seconds_per_byte = lambda lane: drain if lane == "drain" else each(lane)  # type: ignore[method-assign]
+    each = model._homes.meter.copy_seconds_per_byte
+    model._homes.meter.copy_seconds_per_byte = lambda lane: drain if lane == "drain" else each(lane)  # type: ignore[method-assign]
     return model.estimate(rows)
 
 
@@ -125,10 +125,10 @@ def test_the_predicted_peak_is_what_is_alive_at_the_fullest_moment(
     step(model, x)
     step(model, x)
     predicted = estimate_of(model, rows).memory_bytes
-    executor = model._executor
-    fixed = executor.streamer.slots * executor.streamer.slot_bytes
+    homes = model._homes
+    fixed = homes.streamer.slots * homes.streamer.slot_bytes
     if home == "cpu":
-        fixed += sum(shard.home.nbytes for shard in executor.shards if shard.home is not None)
+        fixed += sum(shard.home.nbytes for shard in homes.shards if shard.home is not None)
     model.zero_grad()
     gc.collect()
     with Living() as living:
@@ -140,7 +140,7 @@ def test_the_gradients_of_a_home_in_host_memory_are_counted_once(monkeypatch: py
     """It takes them as they are: they are never on the compute device as well."""
     model, x = model_of("cpu", monkeypatch, num_slices=DEPTH, checkpoint_activation=True), torch.randn(4, WIDTH)
     step(model, x)
-    estimate, slot = estimate_of(model, 4, drain=1e9), model._executor.streamer.slot_bytes
+    estimate, slot = estimate_of(model, 4, drain=1e9), model._homes.streamer.slot_bytes
     boundary = 4 * WIDTH * 4
     # At the end of forward, and the output's gradient; then each cell of backward uses up as much as it makes.
     assert estimate.peak_bytes["device"] == 2 * slot + (DEPTH - 1) * boundary + boundary
@@ -166,7 +166,7 @@ def test_gradient_offload_overlaps_the_next_cell_where_the_home_is_slower(
     model = model_of(str(tmp_path), monkeypatch, num_slices=DEPTH, checkpoint_activation=True)
     step(model, x)
     fast, slow = (estimate_of(model, 4, drain=seconds).memory_bytes for seconds in (0.0, 1e9))
-    gradients = sum(p.numel() * 4 for p in model._executor.shards[0].parameters)
+    gradients = sum(p.numel() * 4 for p in model._homes.shards[0].parameters)
     boundary = 4 * WIDTH * 4
     assert gradients - 2 * boundary <= slow - fast <= gradients
 
@@ -276,7 +276,7 @@ def test_a_weight_that_autograd_does_not_save_has_a_gradient_in_the_end() -> Non
 
 def test_what_is_saved_twice_is_kept_once_and_boundaries_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("cpu", monkeypatch, num_slices=1, checkpoint_activation=True)
-    streamer = model._executor.streamer
+    streamer = model._homes.streamer
     streamer.load(0)
     streamer.await_load(0)
     shard = streamer.shards[0]

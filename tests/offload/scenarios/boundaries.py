@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.core.boundaries import Boundaries
+from offload.engine.boundaries import Boundaries
 from offload.storage import Scratch
 from offload.telemetry.statistics import Meter
 from tests.late_cuda import LateCuda

@@ -379,7 +379,7 @@ def _pending(monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[tuple[list
 def an_update_has_arrived_when_it_is_done(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """And nothing of it was written twice: a weight and two moments of four bytes each."""
     with _pending(monkeypatch, path) as (threads, pair):
-        updated = sum(task.nbytes for shard in pair.model._executor.shards for task in shard.pending.tasks)
+        updated = sum(task.nbytes for shard in pair.model._homes.shards for task in shard.pending.tasks)
         before = pair.model.statistics().update_bytes_written
         pair.ours.synchronize()
         assert sum(io_threads.under_way() for io_threads in threads) == 0, "an update is done before its writes"
@@ -416,7 +416,7 @@ def _fails_once(
             assert not pair.ours.buffer_pool._writing, "transfers go on after a failure"
             filling = pair.ours._filler.under_way()  # type: ignore[attr-defined]
             assert filling == 0, "transfers go on after a failure"
-        for task in pair.model._executor.shards[0].pending.tasks:
+        for task in pair.model._homes.shards[0].pending.tasks:
             task.param_block.flush(task)
             assert not task.unwritten, "bytes are left unwritten"
         pair.eval()

@@ -53,7 +53,7 @@ def shards_in_memory_are_used_after_their_updates(monkeypatch: pytest.MonkeyPatc
         run_late(monkeypatch, seed)
         update_on(monkeypatch, LateLane(seed))
         pair = Pair("sgd", f"{path}/")
-        pair.model._executor.keep_in_memory(range(3))  # with all four, ``step()`` would wait for them
+        pair.model._homes.keep_in_memory(range(3))  # with all four, ``step()`` would wait for them
         for action in ("backward", "step", "zero", "eval"):
             pair.do(action)
 
@@ -64,10 +64,10 @@ def shards_move_after_their_updates(monkeypatch: pytest.MonkeyPatch, path: Path)
         run_late(monkeypatch, seed)
         update_on(monkeypatch, LateLane(seed))
         pair = Pair("sgd", f"{path}/")
-        pair.model._executor.keep_in_memory([1, 2])
+        pair.model._homes.keep_in_memory([1, 2])
         for action in ("backward", "step", "zero"):
             pair.do(action)
-        pair.model._executor.keep_in_memory([])
+        pair.model._homes.keep_in_memory([])
         pair.do("eval")
 
 
@@ -157,7 +157,7 @@ def an_update_that_was_cut_off_from_its_load_ends_first(monkeypatch: pytest.Monk
         with pytest.raises(KeyboardInterrupt):
             pair.model(torch.zeros(1, WIDTH))
         monkeypatch.setattr(Streamer, "_fill", fill)
-        assert pair.model._executor.shards[0].pending is None, "it is still to come, in a slot that was given back"
+        assert pair.model._homes.shards[0].pending is None, "it is still to come, in a slot that was given back"
         pair.eval()
 
 
@@ -204,7 +204,7 @@ def an_update_whose_start_was_interrupted_runs_once(monkeypatch: pytest.MonkeyPa
         pair.ours._filler = io_threads
         for action in ("backward", "step", "zero"):
             pair.do(action)
-        update = pair.model._executor.shards[0].pending
+        update = pair.model._homes.shards[0].pending
         assert update is not None
         slot = torch.zeros(4096, dtype=torch.uint8)
         lane.breaks = breaks

@@ -50,4 +50,4 @@ def test_slots_on_the_cpu_begin_on_a_page(tmp_path: Path) -> None:
 
 
 def _loaded(model: OffloadModel) -> list[Any]:
-    return [shard for shard in model._executor.shards if shard._slot is not None]
+    return [shard for shard in model._homes.shards if shard._slot is not None]

@@ -53,7 +53,7 @@ def test_a_state_dict_of_several_types_in_one_home_is_saved_by_torch(home: str, 
     assert list(saved) == list(expected)
     assert all(torch.equal(saved[name], value) for name, value in expected.items())
     same = saved["0.linear.weight"].data_ptr() == saved["3.linear.weight"].data_ptr()
-    assert same is (tied and model._executor.shards[0].home is not None)
+    assert same is (tied and model._homes.shards[0].home is not None)
 
 
 def test_a_module_around_a_model_of_several_types_is_saved_by_torch(home: str) -> None:
@@ -106,7 +106,7 @@ def _made(home: str, **choices: Any) -> OffloadModel:
 def _in_memory(home: str) -> OffloadModel:
     """Layers compute with the homes of the first shard."""
     model = trained(_made(home))
-    model._executor.keep_in_memory([0])
+    model._homes.keep_in_memory([0])
     return model
 
 
@@ -121,7 +121,7 @@ MADE: dict[str, Callable[[str], OffloadModel]] = {
     "new": _made,
     "trained": lambda home: trained(_made(home)),
     "in memory": lambda home: trained(_in_memory(home)),
-    "returned to files": lambda home: (model := _in_memory(home), model._executor.keep_in_memory([]))[0],
+    "returned to files": lambda home: (model := _in_memory(home), model._homes.keep_in_memory([]))[0],
     "resident": lambda home: trained(_made(home, resident="*.bias")),
     "cast": lambda home: trained(_made(home, param_dtype=torch.bfloat16)),
     "split": lambda home: trained(_made(home, store_dtype="split")),

@@ -69,7 +69,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("shard.pending.start().synchronize()", reading.data_that_is_assigned_is_not_updated_by_an_earlier_step),
         ],
     },
-    "offload.core.engine": {
+    "offload.engine.engine": {
         "Engine.forward": [
             ("self.streamer.wait_for_home_reads()", training.the_host_waits_at_the_end_of_a_pass_and_never_before),
         ],
@@ -78,10 +78,10 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         ],
         "Engine._cancel": [("self.streamer.cancel()", training.nothing_moves_after_an_exception)],
     },
-    "offload.core.chunks": {
+    "offload.engine.chunks": {
         "run_chunks": [("each.cancel()", blocks.suspended_forwards_end_when_one_fails)],
     },
-    "offload.core.boundaries": {
+    "offload.engine.boundaries": {
         "Boundaries._end_write": [("boundary.arrival.wait()", boundaries.what_leaves_memory_comes_back)],
         "Boundaries._load": [
             ("arrival.wait()", boundaries.what_leaves_memory_comes_back),
@@ -138,7 +138,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "TensorFile.read_into": [("total.wait()", files.a_window_is_summed_before_it_is_filled_again)],
     },
     "offload.model": {
-        "OffloadModel.close": [("self._executor.streamer.apply_pending_updates()", reading.a_closed_model_is_updated)],
+        "OffloadModel.close": [("self._homes.streamer.apply_pending_updates()", reading.a_closed_model_is_updated)],
     },
     "offload.optim.optimizer": {
         "OffloadOptimizer._step": [
@@ -315,17 +315,17 @@ EXCEPTIONS = {
     "offload.telemetry.statistics Meter.waiting: self.wait": "the same clock",
     "offload.telemetry.statistics Meter.read: self.wait": "the same clock",
     "offload.telemetry.statistics _Waiting.__exit__: self._meter.wait": "the same clock",
-    "offload.core.engine Engine._end_backward: self.streamer.gradient_offload.wait_idle()": (
+    "offload.engine.engine Engine._end_backward: self.streamer.gradient_offload.wait_idle()": (
         "settle() before it has waited; it ends the backward"
     ),
     "offload.streaming.streamer Streamer.await_update_in_place: pending.start().wait()": (
         "a layer that asks its module for a parameter waits on the host"
     ),
-    "offload.model offload: calls.join(model, executor, home.values, undo.callback)": "connects the parts of a model",
-    "offload.core.engine Engine._run_observed: "
+    "offload.model offload: calls.join(model, homes, home.values, undo.callback)": "connects the parts of a model",
+    "offload.engine.engine Engine._run_observed: "
     "step.record(recorder, j, k, i, (args, kwargs), kept=keeps, hidden=hidden)": "records sizes",
-    "offload.core.boundaries Boundaries._load: boundary.join(parts)": "puts a tensor together of its parts",
-    "offload.engine.memory_planner MemoryPlanner._plan_again: self._streamer.apply_pending_updates()": (
+    "offload.engine.boundaries Boundaries._load: boundary.join(parts)": "puts a tensor together of its parts",
+    "offload.engine.plans.memory_planner MemoryPlanner._plan_again: self._streamer.apply_pending_updates()": (
         "sizes of states are read, not their values"
     ),
     "offload.streaming.streamer Streamer.finish_updates_in_memory: pending.start().synchronize()": (

@@ -111,7 +111,7 @@ def test_where_gradients_wait_changes_no_bit(tmp_path: Path) -> None:
     for shards in ([0, 3], [3, 5], []):
         waits.check_step()
         # Between backward and step: gradients move with their shard.
-        moves.check_step(between=lambda shards=shards: moves.model._executor.keep_in_memory(shards))  # type: ignore[misc]
+        moves.check_step(between=lambda shards=shards: moves.model._homes.keep_in_memory(shards))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("fails_at", [0, 7, 15])

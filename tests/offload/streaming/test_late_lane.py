@@ -53,7 +53,7 @@ def both(
         num_microbatches=microbatches,
         memory=MemoryPolicy.fixed(slots=slots, boundary_bytes=100),
     )
-    cuts = [len(shard.layers) for shard in model._executor.shards]
+    cuts = [len(shard.layers) for shard in model._homes.shards]
     return train(bare, lambda x: reference(bare, cuts, x, microbatches)), train(model, model)
 
 

@@ -107,7 +107,7 @@ def test_the_model_of_a_step_has_what_its_passes_its_loss_and_its_optimizer_took
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    costs = model._executor.measured([2]).costs
+    costs = model._homes.measured([2]).costs
     found = costs.overheads
     assert min(found.forward, found.backward, found.loss, found.step, *found.norm) > 0
     assert len(found.norm) == 3

@@ -70,12 +70,12 @@ def test_a_step_does_what_its_plan_said_before_as_soon_as_sizes_are_known(
     model = OffloadModel(bare, "cpu", tmp_path / "home", num_slices=5, **{"checkpoint_activation": True, **settings})
     for training in (True, False):
         x = torch.randn(7, 8)
-        pieces, steps = model._offloaded.reports._micro_batches.rows(7), model._executor.steps
+        pieces, steps = model._offloaded.reports._micro_batches.rows(7), model._homes.steps
         assert model.plan(7, training=training).actions
         for _ in range(2):
-            updates = model._executor.streamer.gradient_offload.optimizers.planned()
-            planned = steps.plan(pieces, updates, slots=model._executor.streamer.slots, training=training)
-            model._executor.streamer.release()
+            updates = model._homes.streamer.gradient_offload.optimizers.planned()
+            planned = steps.plan(pieces, updates, slots=model._homes.streamer.slots, training=training)
+            model._homes.streamer.release()
             with torch.set_grad_enabled(training):
                 output = model(x)
             if training:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from offload.core.engine import Engine
+from offload.engine.engine import Engine
 from offload.engine.own_attributes import OwnAttributes
 from offload.engine.suspend import BlockCall, Result, SuspendedForward
 from pipe.nested import tensors_in

@@ -30,15 +30,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from offload.core.boundaries import Boundaries
-from offload.core.cell import UNWATCHED, Block, Watch, has_cache, requires_grad
-from offload.core.observed import ObservedStep, Recorder
-from offload.core.passes import Forward, Slots, before
-from offload.core.visit import Visit
-from offload.core.weights import Weights
+from offload.engine.boundaries import Boundaries
+from offload.engine.cell import UNWATCHED, Block, Watch, has_cache, requires_grad
 from offload.engine.homes import ModelHomes
+from offload.engine.observed import ObservedStep, Recorder
+from offload.engine.passes import Forward, Slots, before
 from offload.engine.structure import Structure
+from offload.engine.visit import Visit
 from offload.engine.weight_writes import AssignedData
+from offload.engine.weights import Weights
 from offload.planning.plan import Kind
 from offload.streaming.quantised import check_frozen
 from offload.streaming.shard import Shard

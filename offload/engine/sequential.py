@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.core.engine import Engine, Keeps
-from offload.core.observed import Recorder
+from offload.engine.engine import Engine, Keeps
+from offload.engine.observed import Recorder
 from pipe.nested import map_tensors, tensors_in
 from pipe.recompute.rerun import trial
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from offload.engine.row_units import shown
+from offload.engine.plans.row_units import shown
 from offload.planning.partition import smallest_shard
 
 if TYPE_CHECKING:
@@ -25,11 +25,11 @@ def least_limit(needed: Callable[[int], int], limit: int) -> int:
     return limit
 
 
-def too_little(executor: ModelHomes, rows: Sequence[float], least: int, limit: int, margin: int) -> str:
+def too_little(homes: ModelHomes, rows: Sequence[float], least: int, limit: int, margin: int) -> str:
     """Says that a step needs ``least`` bytes, of which ``margin`` by earlier steps, and has ``limit``; what to do."""
-    steps, optimizers = executor.steps, executor.streamer.gradient_offload.optimizers
-    on_host = executor.device.type == "cpu"
-    staging = executor.staging_bytes if on_host else 0
+    steps, optimizers = homes.steps, homes.streamer.gradient_offload.optimizers
+    on_host = homes.device.type == "cpu"
+    staging = homes.staging_bytes if on_host else 0
     buffers = optimizers.buffer_bytes() if on_host else 0
 
     def needed(nbytes: int) -> int:
@@ -39,21 +39,21 @@ def too_little(executor: ModelHomes, rows: Sequence[float], least: int, limit: i
         return least + max(0, reserved - buffers) + max(0, -(-staging * nbytes // limit) - staging)
 
     works = least_limit(needed, max(least, limit))
-    outside = executor.outside_bytes()
+    outside = homes.outside_bytes()
     parts = [
         (margin, "by which earlier steps exceeded their prediction"),
         (outside.begins + outside.gradients - outside.held, "for parameters in no shard, their gradients and states"),
     ]
     said = ", ".join(f"{nbytes:,} of them {what}" for nbytes, what in parts if nbytes)
     # With more memory, small layers would share a shard, which needs more.
-    sizes = [shard.slot_bytes for shard in executor.shards]
-    merges = len(sizes) > 1 and not executor.layers_apart and min(sizes) < smallest_shard(sum(sizes), works)
-    cuts = f" and num_slices={len(executor.shards)}" if merges else ""
-    differ = executor.row_units.differ
+    sizes = [shard.slot_bytes for shard in homes.shards]
+    merges = len(sizes) > 1 and not homes.layers_apart and min(sizes) < smallest_shard(sum(sizes), works)
+    cuts = f" and num_slices={len(homes.shards)}" if merges else ""
+    differ = homes.row_units.differ
     as_long, or_shorter = (" as long as those of the first batch", " or shorter") if differ else ("", "")
     return (
         f"a step of micro-batches of {shown(max(rows))} rows{as_long} takes at least {least:,} bytes on "
-        f"{executor.device}, {least - limit:,} more than memory={limit:,}"
+        f"{homes.device}, {least - limit:,} more than memory={limit:,}"
         + (f" ({said})" if said else "")
         + f"; memory={works}{cuts} works with it; pass more memory, fewer{or_shorter} rows, or more "
         f"micro-batches (num_microbatches)"

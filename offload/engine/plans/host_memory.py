@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 __all__ = ["bytes_left", "in_host_memory", "shards_that_fit"]
 
 
-def in_host_memory(executor: ModelHomes) -> frozenset[int]:
+def in_host_memory(homes: ModelHomes) -> frozenset[int]:
     """The shards that rest in host memory although their homes are files."""
-    return frozenset(shard.index for shard in executor.shards if shard.file is not None)
+    return frozenset(shard.index for shard in homes.shards if shard.file is not None)
 
 
-def bytes_left(executor: ModelHomes, host_bytes: int) -> int:
+def bytes_left(homes: ModelHomes, host_bytes: int) -> int:
     """Of ``host_bytes``, those that shards in host memory and buffers of transfers and updates leave."""
-    resting = (each.total for shard, each in _shards(executor) if shard.file is not None)
-    return max(0, host_bytes - _buffer_bytes(executor) - sum(resting))
+    resting = (each.total for shard, each in _shards(homes) if shard.file is not None)
+    return max(0, host_bytes - _buffer_bytes(homes) - sum(resting))
 
 
-def shards_that_fit(executor: ModelHomes, host_bytes: int, resident_bytes: int | None) -> set[int]:
+def shards_that_fit(homes: ModelHomes, host_bytes: int, resident_bytes: int | None) -> set[int]:
     """The shards that may rest in so much host memory, together in no more than ``resident_bytes``."""
-    optimizers = executor.streamer.gradient_offload.optimizers
-    left = host_bytes - _buffer_bytes(executor)
+    optimizers = homes.streamer.gradient_offload.optimizers
+    left = host_bytes - _buffer_bytes(homes)
     left = left if resident_bytes is None else min(left, resident_bytes)
     found: set[int] = set()
-    for shard, each in _shards(executor):
+    for shard, each in _shards(homes):
         # Before its first update, a shard's states have no size yet, and would come into memory with it.
         if optimizers.awaits_states() and shard.trainable and shard.file is None:
             continue
@@ -44,9 +44,9 @@ def shards_that_fit(executor: ModelHomes, host_bytes: int, resident_bytes: int |
     return found
 
 
-def _shards(executor: ModelHomes) -> Iterator[tuple[Shard, ShardBytes]]:
-    return zip(executor.shards, executor.bytes_in_memory(), strict=True)
+def _shards(homes: ModelHomes) -> Iterator[tuple[Shard, ShardBytes]]:
+    return zip(homes.shards, homes.bytes_in_memory(), strict=True)
 
 
-def _buffer_bytes(executor: ModelHomes) -> int:
-    return executor.staging_bytes + executor.streamer.gradient_offload.optimizers.buffer_bytes()
+def _buffer_bytes(homes: ModelHomes) -> int:
+    return homes.staging_bytes + homes.streamer.gradient_offload.optimizers.buffer_bytes()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from offload.engine.steps import Steps
+from offload.engine.plans.steps import Steps
 from offload.mesh.device_bytes import ExchangeBytes
 from offload.mesh.shard import MeshShard
 from offload.planning.peak_memory import OutsideBytes, StepBytes

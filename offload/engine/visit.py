@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.core.weights import Weights
+from offload.engine.weights import Weights
 from pipe.freed import Life
 from pipe.torch_private.autograd import backward_number
 from pipe.torch_private.tensors import native_uses, storage_uses

@@ -14,22 +14,22 @@ from offload.telemetry.statistics import Meter
 __all__ = ["predict_step"]
 
 
-def predict_step(plan: Plan, rows: Sequence[float], executor: ModelHomes, *, meter: Meter, tier: Tier) -> Estimate:
+def predict_step(plan: Plan, rows: Sequence[float], homes: ModelHomes, *, meter: Meter, tier: Tier) -> Estimate:
     """Predicts a plan for micro-batches of so many ``rows``."""
-    shards = executor.shards
+    shards = homes.shards
     seen = all(meter.backward_seconds_per_row(shard.index) for shard in shards if shard.trainable)
     if not seen or (plan.loads and not meter.bytes_loaded):
         raise RuntimeError("run one training step first: estimate() predicts from the bandwidths that it measures")
-    model = executor.measured(rows)
+    model = homes.measured(rows)
     forecast, peak = predict_plan(model, plan)
     loads = [sum(s.nbytes for s in shard.at_home) for shard in shards]
     stores = [
         sum(shard.gradient_types.nbytes(s) for s in shard.at_home if s.parameter.requires_grad) for shard in shards
     ]
-    resting = executor.bytes_in_memory()
+    resting = homes.bytes_in_memory()
     at_home = [resting[shard.index] for shard in shards if shard.blocking_io == tier.blocking_io]
     kept = [resting[shard.index] for shard in shards if not shard.blocking_io]
-    received = executor.public.traffic(plan)
+    received = homes.public.traffic(plan)
     return Estimate(
         seconds=forecast.seconds,
         wait_seconds=forecast.wait_seconds,
@@ -39,7 +39,7 @@ def predict_step(plan: Plan, rows: Sequence[float], executor: ModelHomes, *, met
         peak_bytes={
             "device": peak.device_bytes,
             tier.name: sum(each.weights + each.gradients for each in at_home) + peak.spilled_bytes,
-            "staging": tier.staging_bytes + executor.steps.reserved_bytes,
+            "staging": tier.staging_bytes + homes.steps.reserved_bytes,
         }
         | ({"memory": sum(each.total for each in kept)} if kept and tier.blocking_io else {}),
         activation_bytes=peak.activation_bytes,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from offload.engine.memory_planner import MemoryPlanner
+from offload.engine.plans.memory_planner import MemoryPlanner
 from offload.limits import MemoryLimits
 from offload.planning.step_model import Choice
 from offload.policy import MemoryPolicy
@@ -26,18 +26,18 @@ __all__ = ["MeshMemoryPlanner", "planner_for"]
 _BUSY, _IDLE, _DUE = 0.0, 1.0, 2.0
 
 
-def planner_for(limits: MemoryLimits, policy: MemoryPolicy, executor: ModelHomes) -> MemoryPlanner:
+def planner_for(limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes) -> MemoryPlanner:
     """The planner of a model."""
-    kind = MeshMemoryPlanner if executor.public.sharded else MemoryPlanner
-    return kind(limits, policy, executor)
+    kind = MeshMemoryPlanner if homes.public.sharded else MemoryPlanner
+    return kind(limits, policy, homes)
 
 
 class MeshMemoryPlanner(MemoryPlanner):
     """Plans the steps of this rank. All ranks begin and end the same steps."""
 
-    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, executor: ModelHomes) -> None:
-        super().__init__(limits, policy, executor)
-        self._public = executor.public
+    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes) -> None:
+        super().__init__(limits, policy, homes)
+        self._public = homes.public
         #: What the search of this rank found.
         self._wanted = Choice(self._streamer.slots)
 

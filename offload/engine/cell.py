@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.core.visit import Visit, enter
-from offload.core.weights import Weights
+from offload.engine.visit import Visit, enter
+from offload.engine.weights import Weights
 from offload.streaming.casts import Cast, Casts, CastsSeen
 from pipe.nested import map_distinct, map_tensors, tensors_in
 from pipe.recompute.input_writes import InputWrites

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.engine.layouts import bytes_of_boundary
-from offload.engine.row_units import largest_rows, rounded_up
+from offload.engine.plans.row_units import largest_rows, rounded_up
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
 from offload.planning.plan import Action, Kind, Plan
 from offload.streaming.shard import Shard
@@ -78,28 +78,28 @@ class ObservedStep:
     """One forward, with its backward if it has one.
 
     Args:
-        executor: what knows sizes and plans of the model.
+        homes: what knows sizes and plans of the model.
         leaves: of the input of each micro-batch.
         training: whether gradients are computed.
         idle: whether no earlier forward waits for its backward.
     """
 
-    def __init__(self, executor: Any, leaves: Sequence[Sequence[Any]], *, training: bool, idle: bool) -> None:
-        self._executor, self._steps, self._meter = executor, executor.steps, executor.meter
+    def __init__(self, homes: Any, leaves: Sequence[Sequence[Any]], *, training: bool, idle: bool) -> None:
+        self._homes, self._steps, self._meter = homes, homes.steps, homes.meter
         self.training = training
-        units = executor.row_units
+        units = homes.row_units
         self.rows = [units.count(each) for each in leaves]
         rounded = [rounded_up(u, largest_rows(each)) for u, each in zip(self.rows, leaves, strict=True)]
         if training:
             self._meter.begin_step()
         self.planned = self._steps.begin(self.rows, rounded, training=training, idle=idle)
-        first = executor.first_trainable()
+        first = homes.first_trainable()
         self.kept = self._steps.kept_cells(self.rows, first) if training else frozenset()
         self.actions: list[Action] = []
-        self.pending = executor.streamer.pending()
+        self.pending = homes.streamer.pending()
         #: Those of them that are still to come in the plan.
         self._to_update = set(self.pending)
-        self.resident = executor.streamer.resident()
+        self.resident = homes.streamer.resident()
         self._open: contextlib.AbstractContextManager[None] | None = None
         self._cell: tuple[str, int, int, int] | None = None
         self._ended = False
@@ -122,7 +122,7 @@ class ObservedStep:
         """Called with what enters block ``k`` of a cell."""
         tensors = {id(x): bytes_of_boundary(x) for x in tensors_in(value)}
         if j == 0 and k == 0:
-            around = sum(tensors.values()) if self._executor.blocks else 0
+            around = sum(tensors.values()) if self._homes.blocks else 0
             self._steps.record_around("entered", self.rows[i], around)
         # What several blocks of a shard get, such as a mask, is one boundary of the first.
         entered = {} if k == 0 else self._entered
@@ -142,7 +142,7 @@ class ObservedStep:
 
         Autograd adds their gradients in one buffer each, which is made by the last code that uses it.
         """
-        outside, made = self._executor.outside, self._used_outside
+        outside, made = self._homes.outside, self._used_outside
         if not (self.training and outside):
             return
         wanted = {id(p): p for p in outside if p.requires_grad}
@@ -162,20 +162,20 @@ class ObservedStep:
 
     def passed(self, value: Any) -> None:
         """Called with what leaves a block: the code behind it ends there."""
-        if self._executor.outside:
+        if self._homes.outside:
             self._nodes.update(x.grad_fn for x in tensors_in(value) if x.grad_fn is not None)
 
     def end_forward(self, value: Any) -> None:
         """Called with the result of the forward."""
-        if self._executor.blocks:
-            self.code_before(len(self._executor.blocks), value)
-            self._executor.leaf_gradients.clear()
-            self._executor.leaf_gradients.update(self._used_outside)
+        if self._homes.blocks:
+            self.code_before(len(self._homes.blocks), value)
+            self._homes.leaf_gradients.clear()
+            self._homes.leaf_gradients.update(self._used_outside)
         self._nodes = set()
 
     def leave(self, i: int, value: Any) -> None:
         """Called with the output of the last block of a micro-batch."""
-        j = len(self._executor.shards)
+        j = len(self._homes.shards)
         nbytes = sum({id(x): bytes_of_boundary(x) for x in tensors_in(value)}.values())
         self._steps.record_boundary(j, self.rows[i], nbytes)
         self._steps.record_gradient(j, self.rows[i], nbytes)
@@ -183,7 +183,7 @@ class ObservedStep:
     def recorder(self, shard: Shard, i: int, memory: Tensor | None, kept: bool) -> Recorder | None:
         """Records what a cell saves, in the first steps of its size."""
         key = shard.index, self.rows[i], kept
-        seen = self._executor.recorded
+        seen = self._homes.recorded
         if not self.training or seen.get(key, 0) >= STEPS_RECORDED:
             return None
         seen[key] = seen.get(key, 0) + 1
@@ -212,7 +212,7 @@ class ObservedStep:
 
     def begin_backward(self) -> None:
         """Adds to the plan what other passes since the forward have done to the slots."""
-        left, found = self.plan().resident_after, frozenset(self._executor.streamer.resident())
+        left, found = self.plan().resident_after, frozenset(self._homes.streamer.resident())
         self.actions += [Action(Kind.EVICT, j) for j in sorted(left - found)]
         self.actions += [Action(Kind.LOAD, j) for j in sorted(found - left)]
 
@@ -236,7 +236,7 @@ class ObservedStep:
 
     def plan(self) -> Plan:
         """What was done."""
-        streamer = self._executor.streamer
+        streamer = self._homes.streamer
         return Plan(
             tuple(self.actions),
             streamer.slots,

@@ -15,7 +15,7 @@ from offload.policy import MemoryPolicy
 from offload.streaming.shard import Shard
 
 if TYPE_CHECKING:
-    from offload.engine.memory_planner import MemoryPlanner
+    from offload.engine.plans.memory_planner import MemoryPlanner
 
 __all__ = ["Steps"]
 

@@ -27,12 +27,12 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from offload.engine.gradients_held import gradient_bytes, gradients_there, unowned_gradients
-from offload.engine.host_memory import bytes_left, in_host_memory, shards_that_fit
-from offload.engine.least_limit import too_little
-from offload.engine.row_units import shown, split
-from offload.engine.step_memory import StepMemory
-from offload.engine.steps import SIZES_REMEMBERED
+from offload.engine.plans.gradients_held import gradient_bytes, gradients_there, unowned_gradients
+from offload.engine.plans.host_memory import bytes_left, in_host_memory, shards_that_fit
+from offload.engine.plans.least_limit import too_little
+from offload.engine.plans.row_units import shown, split
+from offload.engine.plans.step_memory import StepMemory
+from offload.engine.plans.steps import SIZES_REMEMBERED
 from offload.limits import MemoryLimits
 from offload.planning.budget import FIRST_GAPS_SHARE, GAPS_SHARE, WHOLE_GAPS_SHARE
 from offload.planning.explain import explain, fewer_bytes
@@ -68,7 +68,7 @@ _T = TypeVar("_T")
 class MemoryPlanner:
     """Plans the steps of one model within ``limits``; what its ``policy`` fixes is not searched."""
 
-    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, executor: ModelHomes) -> None:
+    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes) -> None:
         self._limits = limits
         self._given = Given(
             policy.slots, policy.resident_bytes, policy.graph_bytes, policy.boundary_bytes, policy.gradient_bytes
@@ -79,10 +79,10 @@ class MemoryPlanner:
         self._counts: dict[tuple[int, float, int, bool], int] = {}
         #: What the first step, whose plan is the same in every process, has measured of cells.
         self._first_profiles: dict[str, Any] = {}
-        self._executor = weakref.ref(executor)  # without it, a cycle with its steps
-        self._streamer = executor.streamer
-        self._meter = executor.meter
-        self._device = executor.device
+        self._homes = weakref.ref(homes)  # without it, a cycle with its steps
+        self._streamer = homes.streamer
+        self._meter = homes.meter
+        self._device = homes.device
         self._steps_done = 0
         self._due = False
         #: Rows for which no plan fitted since the last one became due: each search would also wait for all updates.
@@ -135,11 +135,11 @@ class MemoryPlanner:
         One before a step has run. Sums over micro-batches round differently, so the number follows from bytes that are
         counted: neither from the present plan, which times decide, nor from what a process took beside them.
         """
-        executor = self._executor()
-        assert executor is not None
+        homes = self._homes()
+        assert homes is not None
         if not self._steps_done:
             return 1
-        key = rows, units, executor.outside_bytes().begins, self._streamer.gradient_offload.optimizers.awaits_states()
+        key = rows, units, homes.outside_bytes().begins, self._streamer.gradient_offload.optimizers.awaits_states()
         if key not in self._counts:
             count = 1
             while count < rows and not self._fits_in_parts(units, count):
@@ -154,10 +154,10 @@ class MemoryPlanner:
 
         A part of the limit is left to what steps take beside these, such as the graph of the loss.
         """
-        executor = self._executor()
-        assert executor is not None
+        homes = self._homes()
+        assert homes is not None
         model = self._model(split(units, count))
-        constant = model.sizes.constant_bytes - (executor.staging_bytes if self._memory.on_host else 0)
+        constant = model.sizes.constant_bytes - (homes.staging_bytes if self._memory.on_host else 0)
         sizes = replace(model.sizes, constant_bytes=constant, **self._first_profiles)
         model = replace(model, margin_bytes=0, sizes=sizes)
         return least_bytes(model, self._leanest(model)) <= self.limit_bytes - self.limit_bytes // UNCOUNTED_SHARE
@@ -236,15 +236,15 @@ class MemoryPlanner:
 
     def _held_before(self, rows: Sequence[float]) -> int:
         """Bytes that the model holds before its first step."""
-        executor, slots = self._executor(), self._streamer.slot_pool
-        assert executor is not None
-        sizes = executor.measured(rows).sizes
+        homes, slots = self._homes(), self._streamer.slot_pool
+        assert homes is not None
+        sizes = homes.measured(rows).sizes
         return sizes.constant_bytes + sizes.outside.begins + slots.slots * slots.slot_bytes - slots.unallocated_bytes
 
     def _model(self, rows: Sequence[float]) -> StepModel:
-        executor = self._executor()
-        assert executor is not None
-        model = executor.measured(rows)
+        homes = self._homes()
+        assert homes is not None
+        model = homes.measured(rows)
         updates = self._streamer.gradient_offload.optimizers.planned()
         resting, given = model.resting_bytes, self._given
         if self._streamer.gradient_offload.optimizers.awaits_states():
@@ -260,20 +260,20 @@ class MemoryPlanner:
             resting_bytes=resting,
             accumulates=self._accumulates,
             # Not where whole gradients are counted on a device, and parts of them would wait in host memory.
-            gradients_wait=any(shard.blocking_io for shard in executor.shards)
+            gradients_wait=any(shard.blocking_io for shard in homes.shards)
             and not (updates["updates"] or model.sizes.draining_bytes),
             margin_bytes=self._memory.margin(sum(rows)),
-            host_bytes=None if self._memory.on_host else bytes_left(executor, self._limits.host_bytes),
-            in_host=frozenset() if self._memory.on_host else in_host_memory(executor),
+            host_bytes=None if self._memory.on_host else bytes_left(homes, self._limits.host_bytes),
+            in_host=frozenset() if self._memory.on_host else in_host_memory(homes),
             given=given,
         )
 
     def _rest_in_host_memory(self) -> None:
         """On a device: shards whose homes are files rest in host memory, as many as its limit allows."""
-        executor = self._executor()
-        assert executor is not None
-        if not (self._memory.on_host or executor.public.sharded):
-            self._move(executor, shards_that_fit(executor, self._limits.host_bytes, self._given.resident_bytes))
+        homes = self._homes()
+        assert homes is not None
+        if not (self._memory.on_host or homes.public.sharded):
+            self._move(homes, shards_that_fit(homes, self._limits.host_bytes, self._given.resident_bytes))
 
     def _plan_again(self, rows: Sequence[float]) -> None:
         self._streamer.apply_pending_updates()  # the first ones make the optimizer's states, whose bytes count
@@ -334,19 +334,19 @@ class MemoryPlanner:
         if choice.slots == self._streamer.slots and choice.in_memory == self._in_memory:
             return
         self._memory.new_slots()
-        executor = self._executor()
-        assert executor is not None
+        homes = self._homes()
+        assert homes is not None
         # Those that leave go first: in one call both would be in memory for a moment.
         for wanted in (self._in_memory & choice.in_memory, choice.in_memory):
-            if wanted != self._in_memory and not self._move(executor, wanted):
+            if wanted != self._in_memory and not self._move(homes, wanted):
                 break
         # Loads run ahead of use in two slots at least, if any shard is loaded.
         self._streamer.resize(choice.slots if self._in_memory == choice.in_memory else max(2, choice.slots))
 
-    def _move(self, executor: ModelHomes, wanted: Collection[int]) -> bool:
+    def _move(self, homes: ModelHomes, wanted: Collection[int]) -> bool:
         """Makes these shards rest in memory; warns where they cannot move: the next choice is for those that are."""
         try:
-            executor.keep_in_memory(wanted)
+            homes.keep_in_memory(wanted)
         except (HomeInUseError, OSError, MemoryError) as error:
             self._warn(f"the plan for memory={self.limit_bytes:,} is followed without moving shards: {error}", "moves")
             return False
@@ -354,9 +354,9 @@ class MemoryPlanner:
 
     def _choose(self, rows: Sequence[float], *, idle: bool) -> None:
         """The choice for micro-batches of so many rows, with the present slots and shards in memory if it fits so."""
-        executor, shards = self._executor(), self._streamer.shards
-        assert executor is not None
-        there, outside = self._gradients_there(), executor.outside_bytes().begins
+        homes, shards = self._homes(), self._streamer.shards
+        assert homes is not None
+        there, outside = self._gradients_there(), homes.outside_bytes().begins
         key = (tuple(rows), *there.values(), outside)
         if key not in self._choices:
             known = self._model(rows)
@@ -373,7 +373,7 @@ class MemoryPlanner:
                 self._refuse(error, rows)
                 choice = least
             # What longer rows take may grow faster than they do: the first time they have the least memory.
-            self._probes = executor.row_units.differ and not self._has_run(rows)
+            self._probes = homes.row_units.differ and not self._has_run(rows)
             choice = least if self._probes else choice
             if len(self._choices) >= SIZES_REMEMBERED:
                 self._choices.clear()
@@ -399,10 +399,10 @@ class MemoryPlanner:
         """Raises ValueError for a batch that does not fit; warns for one no larger than one that ran, which goes on."""
         if error.least_bytes <= self.limit_bytes:
             return  # it fits just so: with the least memory
-        executor = self._executor()
-        assert executor is not None
+        homes = self._homes()
+        assert homes is not None
         margin = self._memory.margin(sum(rows))
-        message = too_little(executor, rows, error.least_bytes, self.limit_bytes, margin)
+        message = too_little(homes, rows, error.least_bytes, self.limit_bytes, margin)
         fits_by_count = self._counts_only and error.least_bytes - margin <= self.limit_bytes
         if not (fits_by_count or self._has_run(rows) or self._was_cut(rows)):
             raise TooLargeError(message)
@@ -452,8 +452,8 @@ class MemoryPlanner:
 
     def report(self) -> MemoryReport:
         """What the present plan takes and costs."""
-        executor = self._executor()
-        assert executor is not None
+        homes = self._homes()
+        assert homes is not None
         rows, predicted = self._rows, self._prediction
         runner_up = None if self._found is None else self._found.runner_up
         more_limit = self.limit_bytes + max(1 << 20, self.limit_bytes // 4)
@@ -473,10 +473,10 @@ class MemoryPlanner:
             measured_bytes=self._memory.peak_bytes,
             margin_bytes=self._memory.margin_bytes,
             planned_seconds=None if self._prediction is None else self._prediction.seconds,
-            outside=executor.outside_bytes(),
+            outside=homes.outside_bytes(),
             runner_up=runner_up,
             parts=parts,
-            fewer_bytes=fewer_bytes(known, predicted, executor.stored()),
+            fewer_bytes=fewer_bytes(known, predicted, homes.stored()),
             more=more,
             more_limit_bytes=more_limit,
             measured_course=self._memory.course,
@@ -488,10 +488,10 @@ class MemoryPlanner:
 
     def _resting(self) -> int | None:
         """Beside a device: how many shards of files rest in host memory."""
-        executor = self._executor()
-        assert executor is not None
-        in_files = any(shard.blocking_io or shard.file is not None for shard in executor.shards)
-        return len(in_host_memory(executor)) if in_files and not self._memory.on_host else None
+        homes = self._homes()
+        assert homes is not None
+        in_files = any(shard.blocking_io or shard.file is not None for shard in homes.shards)
+        return len(in_host_memory(homes)) if in_files and not self._memory.on_host else None
 
     def _free_bytes(self, nbytes: int) -> int:
         """Free memory of the heap beside so many bytes in a step that is not measured, which returns none that fits.

@@ -1,13 +1,13 @@
-"""Makes the engine of ``offload.core`` for an ``OffloadModel``."""
+"""Makes the engine of ``offload.engine`` for an ``OffloadModel``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from offload.blocks.body import run_of
-from offload.core.engine import Engine
-from offload.core.mesh_engine import MeshEngine
+from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
+from offload.engine.mesh_engine import MeshEngine
 
 __all__ = ["engine_of"]
 

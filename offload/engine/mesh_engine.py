@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from offload.core.cell import Block
-from offload.core.engine import Engine
-from offload.core.passes import before
-from offload.core.visit import Visit
+from offload.engine.cell import Block
+from offload.engine.engine import Engine
+from offload.engine.passes import before
+from offload.engine.visit import Visit
 from offload.mesh.replicated import MeshParameters
 from offload.mesh.sharded import ShownParameter
 from offload.planning.plan import Kind

@@ -1,1 +1,0 @@
-"""Runs offloaded models while autograd drives: the graph is real, and the engine only moves bytes."""
