@@ -45,7 +45,7 @@ from offload.streaming.shard import Shard
 from offload.streaming.stored_gradients import set_gradient
 from offload.streaming.streamer import Streamer
 from pipe.freed import Life, Living
-from pipe.nested import flatten
+from pipe.nested import flatten, tensors_in
 from pipe.process import check_process
 from pipe.recompute.phase import is_recomputing
 from pipe.recompute.region import Region
@@ -271,6 +271,8 @@ class Engine:
                 this.step.end()
             if this.forward.graphed and not in_between:
                 self._forwards.add(this.life, this.nodes)
+                if any(p.requires_grad for p in self._owner.outside):
+                    self._check_before_outside(result, weakref.ref(this.life))
             self._pass = self._slots.act = None
             return result
         except BaseException as error:
@@ -507,7 +509,9 @@ class Engine:
             return self._visited_views
         self._enter_backward(visit.step, visit.uses, visit.life)
         if visit.checked != (number := backward_number()):
-            self._check_all_unchanged(visit, number)
+            visit.checked = number
+            self._check_unchanged(visit)
+            self._check_all_unchanged(visit.life())
         self._use_in_backward(visit)
         self._visited, self._visited_slot = visit, shard._slot
         self._visited_views = [] if shard.in_place else visit.weights.views(self.streamer.slot_pool)
@@ -519,19 +523,26 @@ class Engine:
     def _leave_order(self, block: Block) -> None:
         """Called before a cell that begins another shard than the forward before."""
 
-    def _check_all_unchanged(self, visit: Visit, number: int) -> None:
-        """Compares the weights of all visits that a backward reaches with those of their forward.
+    def _check_before_outside(self, outputs: Any, life: weakref.ref[Life]) -> None:
+        """Makes a backward from the outputs compare weights before parameters outside of the blocks get gradients."""
+
+        def check(_: Any) -> None:
+            self._check_all_unchanged(life())
+
+        for node in {x.grad_fn for x in tensors_in(outputs) if x.grad_fn is not None}:
+            node.register_prehook(check)
+
+    def _check_all_unchanged(self, life: Life | None) -> None:
+        """Compares the weights of all visits of a pass that a backward reaches with those of their forward.
 
         When it reaches the first one: a refusal must not come after gradients of others were stored.
         """
-        visit.checked = number
-        self._check_unchanged(visit)
-        life = visit.life()
+        number = backward_number()
         for node in (None if life is None else self._forwards.get(life)) or ():
-            other: Visit = node.visit
-            if other.checked != number and will_run(node):
-                other.checked = number
-                self._check_unchanged(other)
+            visit: Visit = node.visit
+            if visit.checked != number and will_run(node):
+                visit.checked = number
+                self._check_unchanged(visit)
 
     def _check_unchanged(self, visit: Visit) -> None:
         shard = visit.weights.shard

@@ -171,6 +171,9 @@ CORPUS: dict[str, Program] = {
     "a_parameter_around_blocks_that_gets_other_memory_before_the_backward_gets_its_gradient": program(
         Forward(), Write("set", at=0), Backward(), model="blocks"
     ),
+    "a_backward_that_is_refused_leaves_no_gradient_around_blocks": program(
+        Forward(), Write("data"), Backward(), model="blocks", slices=1
+    ),
     # Optimizers.
     "an_optimizer_may_count_in_its_groups": program(TrainStep(), TrainStep(), optimizer="averaging", updates="offload"),
     "an_optimizer_counts_a_step_once_if_its_backward_updates_all_but_the_parameters_outside_of_blocks": program(
