@@ -22,7 +22,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
@@ -158,8 +158,8 @@ class Engine:
         self._visited: Visit | None = None
         self._visited_slot: Tensor | None = None
         self._visited_views: Sequence[Tensor] = []
-        #: By the number of its shard: gradients that belong to parameters again when the backward ends.
-        self._leaving: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
+        #: Gradients that belong to their parameters again when the backward ends.
+        self._leaving: dict[nn.Parameter, Tensor] = {}
         #: Whether shards are updated in the running backward.
         self._updates = False
 
@@ -605,6 +605,7 @@ class Engine:
                 )
             self._offload(shard, home)
         if self._updates:
+            visit.checked = backward_number()  # from now on its weights are others
             self.streamer.update_in_backward(shard.index)
             if step is not None:
                 step.act(Kind.UPDATE_IN_BACKWARD, shard.index)
@@ -617,26 +618,23 @@ class Engine:
 
         Without that, autograd would add a gradient of code outside of the blocks while a lane writes.
         """
-        owners = dict.fromkeys(shard.owner_of(k)[0] for k, g in enumerate(gradients) if g is not None)
-        for owner in owners:
-            self._give_back(self._leaving.pop(owner.index, ()))
+        parameters = [shard.owner_of(k)[1].parameter for k, g in enumerate(gradients) if g is not None]
+        for parameter in parameters:
+            self._give_back(parameter)
         self.streamer.gradient_offload.drain(shard, gradients)
         if self._updates:
             return
-        for owner in owners:
-            self._leaving[owner.index] = taken = []
-            for s in owner.own:
-                if (gradient := s.parameter.grad) is not None:
-                    taken.append((s.parameter, gradient))
-                    s.parameter.grad = None
+        for parameter in parameters:
+            if (gradient := parameter.grad) is not None:
+                self._leaving[parameter] = gradient
+                parameter.grad = None
 
-    def _give_back(self, taken: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-        """Gives parameters their gradients back; no copy writes these."""
-        for parameter, gradient in taken:
+    def _give_back(self, parameter: nn.Parameter) -> None:
+        if (gradient := self._leaving.pop(parameter, None)) is not None:
             by_autograd = parameter.grad
             set_gradient(parameter, gradient)
             if by_autograd is not None:
-                gradient.add_(by_autograd.to(gradient.device))
+                self.streamer.gradient_offload.add(parameter, gradient, by_autograd)
 
     def _enter_backward(self, step: ObservedStep | None, uses: Sequence[int] | None, life: weakref.ref[Life]) -> None:
         """Begins a backward, unless it runs already. It ends with autograd's, or when that fails.
@@ -718,8 +716,8 @@ class Engine:
                         set_gradient(s.parameter, gradient.to(types.of(s)))
 
     def _end(self) -> None:
-        while self._leaving:
-            self._give_back(self._leaving.popitem()[1])
+        for parameter in list(self._leaving):
+            self._give_back(parameter)
         self._visited, self._visited_slot, self._visited_views = None, None, []
 
     def _backward_failed(self, backward: weakref.ref[_Backward]) -> None:

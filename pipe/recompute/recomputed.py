@@ -23,7 +23,7 @@ Source: ``torch.utils.checkpoint`` without reentrant autograd, which keeps a hol
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class _Call:
 
     __slots__ = (
         "again", "begins", "count", "kinds", "leaves", "made", "name", "number", "on_save", "places", "references",
-        "saved", "settings", "spec", "state", "to_the_end",
+        "repeated", "saved", "settings", "spec", "state", "to_the_end",
     )  # fmt: skip
 
     def __init__(self, name: str, again: Callable[..., Any], state: RegionState, references: References | None) -> None:
@@ -96,6 +96,12 @@ class _Call:
         else:
             leaves = list(args)
         self.places = [k for k, x in enumerate(leaves) if isinstance(x, Tensor)]
+        self.repeated: Sequence[tuple[int, int]] = ()
+        if self.places[1:]:
+            # One tensor at several places is one in the second run, too: a write to it is seen at all of them.
+            first = {id(leaves[k]): k for k in reversed(self.places)}
+            self.repeated = [(k, first[id(leaves[k])]) for k in self.places if first[id(leaves[k])] != k]
+            self.places = sorted(first.values())
         tensors = [leaves[k] for k in self.places]
         if any(x.is_nested and x.layout is torch.strided for x in tensors):
             raise TypeError(
@@ -107,6 +113,8 @@ class _Call:
             x = leaves[k]
             # What autograd returns of a subclass is a plain tensor, unless that has a ``__torch_dispatch__``.
             leaves[k] = x.requires_grad if type(x) in _PLAIN else (x.requires_grad, type(x), dict(vars(x)))
+        for k, _ in self.repeated:
+            leaves[k] = None
         self.leaves = leaves
 
     def pack(self, tensor: Tensor) -> Any:
@@ -137,6 +145,8 @@ class _Call:
                 leaves[k] = _as_kind(tensor.detach(), kind, attributes).requires_grad_(requires_grad)
             else:
                 leaves[k] = tensor.detach().requires_grad_(leaves[k])
+        for k, at in self.repeated:
+            leaves[k] = leaves[at]
         args, kwargs = (leaves, {}) if self.spec is None else unflatten(leaves, self.spec)
         made: list[Any] = []
         left = self.count
