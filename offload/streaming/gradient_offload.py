@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from offload.storage import Block, Tier
 from offload.storage.contract import bytes_of
+from offload.streaming.contract import UpdaterInBackward
 from offload.streaming.grad_norm import attach_norm, norm_of, norm_of_pieces, pieces_of
 from offload.streaming.lane import Arrival, CopyLane
 from offload.streaming.optimizers import Optimizers
@@ -29,9 +29,6 @@ from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 from offload.streaming.stored_gradients import GradientTypes, set_gradient
 from offload.telemetry.statistics import DRAIN_TO_MEMORY, Meter
-
-if TYPE_CHECKING:
-    from offload.optim.in_backward import InBackward
 
 __all__ = ["GradientOffload"]
 
@@ -57,7 +54,7 @@ class GradientOffload:
         #: Norms of gradients that are being copied.
         self._norms: dict[nn.Parameter, Tensor] = {}
         #: The optimizer that updates shards in this backward, if any, and the gradients of shards not yet updated.
-        self._updater: InBackward | None = None
+        self._updater: UpdaterInBackward | None = None
         self._updates = False
         self._unfinished: dict[Shard, dict[Slice, Tensor]] = {}
         #: The updates of this backward that write to a slot, by its address, until another shard fills it.
