@@ -13,6 +13,8 @@ from offload.policy import MemoryPolicy
 from offload.storage import DiskHome, HomeError
 from offload.telemetry.statistics import Statistics
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Checkpoint",
     "DiskHome",

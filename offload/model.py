@@ -41,6 +41,7 @@ from offload.module import (
 )
 from offload.optim.access import OptimizerAccess
 from offload.persistence import PersistentHome
+from offload.planning.budget import shown_bytes
 from offload.planning.estimate import Estimate
 from offload.planning.plan import Plan
 from offload.policy import MemoryPolicy
@@ -348,7 +349,7 @@ class OffloadModel(nn.Module):
         """One line about the shards."""
         shards = self._homes.shards
         largest = max(shard.slot_bytes for shard in shards)
-        return f"{len(shards)} shards of at most {largest:,} bytes at home in {self._offloaded.tier.name}"
+        return f"{len(shards)} shards of at most {shown_bytes(largest)} at home in {self._offloaded.tier.name}"
 
     # --- slots -------------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
+from offload.planning.budget import shown_bytes
 from offload.planning.slot_sizes import slot_sizes
 from offload.storage import Tier
 from offload.streaming.contract import PendingUpdate
@@ -317,7 +318,7 @@ class Streamer:
 def _warn_of_view(j: int, slot: Tensor) -> None:
     warnings.warn(
         f"a view of the weights of shard {j} outlives their use on the device (stored as an attribute of an "
-        f"autograd function, or by a hook): it occupies {slot.numel():,} bytes, and later changes of the "
+        f"autograd function, or by a hook): it occupies {shown_bytes(slot.numel())}, and later changes of the "
         f"weights do not show in it; use ctx.save_for_backward, or keep the parameter itself",
         RuntimeWarning,
         stacklevel=3,

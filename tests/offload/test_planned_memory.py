@@ -216,7 +216,7 @@ def test_a_batch_that_cannot_fit_is_refused_before_anything_moves(tmp_path: Path
     train(model, optimizer, 2)
     optimizer.synchronize()
     before, loads = copy.deepcopy(model.state_dict()), model.statistics().shard_loads
-    with pytest.raises(ValueError, match=r"100000 rows takes at least [\d,]+ bytes .* pass more memory, fewer rows"):
+    with pytest.raises(ValueError, match=r"100000 rows takes at least .* pass more memory, fewer rows"):
         model(torch.randn(100_000, WIDTH))
     assert model.statistics().shard_loads == loads
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
