@@ -342,7 +342,7 @@ def plan_of(model: Any) -> dict[str, Any] | None:
     return {
         "planned_seconds": told.planned_seconds,
         "seconds": told.predicted.seconds,
-        "bytes": told.process_bytes,
+        "bytes": told.predicted.memory_bytes,
         "measured_bytes": told.measured_bytes,
         "margin": told.margin_bytes,
         "slots": choice.slots,

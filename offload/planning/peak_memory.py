@@ -50,8 +50,12 @@ class OutsideBytes:
         return sum(self.made_before.values()) + sum(self.made_in.values())
 
     def rise(self, j: int, *, several: bool) -> int:
-        """Most bytes that the code before shard ``j`` adds in backward; ``several``: micro-batches."""
-        made, copied = self.made_before.get(j, 0), self.copied_before.get(j, 0)
+        """Most bytes that the code before shard ``j`` adds in backward; ``several``: micro-batches.
+
+        A second gradient of a parameter is there beside the first one and beside their sum, where autograd does not add
+        in place: not to a view, as that of a matrix that a head has transposed.
+        """
+        made, copied = self.made_before.get(j, 0), 2 * self.copied_before.get(j, 0)
         return made + (max(made, copied) if several else copied)
 
     @property

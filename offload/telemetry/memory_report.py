@@ -40,30 +40,10 @@ class MemoryReport:
     parts: Sequence[Part] = ()
     #: What storing fewer bytes would change, where a step waits for copies.
     fewer_bytes: Sequence[FewerBytes] = ()
-    #: Measured bytes at the end of each cell of the last step that was measured so.
-    measured_course: Sequence[int] = ()
     #: What stays on the compute device and belongs to no shard.
     outside: OutsideBytes = field(default_factory=OutsideBytes)
     #: Beside a device, where homes are files: shards that rest in host memory; else None.
     resting: int | None = None
-    #: What steps of the present plan have held whose memory was not measured, with free memory; None before them. It is
-    #: less than predicted where steps of other plans have exceeded their predictions.
-    kept_peak_bytes: int | None = None
-    #: Free memory of the allocator that the process is expected to keep beside the plan, between blocks and for reuse.
-    free_bytes: int = 0
-    #: What the interpreter, libraries and threads have taken since the first step, which is no memory of the model.
-    others_bytes: int = 0
-
-    @property
-    def process_bytes(self) -> int | None:
-        """The most that the process is predicted to hold in a step, above what it held before the first one.
-
-        With free memory, and what is not the model's; None before the first step.
-        """
-        if self.predicted is None:
-            return None
-        kept = self.kept_peak_bytes
-        return self.others_bytes + (self.predicted.memory_bytes + self.free_bytes if kept is None else kept)
 
     def __str__(self) -> str:
         first = f"memory: {_mib(self.limit_bytes)} on {self.device}"
@@ -79,9 +59,7 @@ class MemoryReport:
         return [
             f"step:   {p.seconds:.3g} s predicted ({p.compute_seconds:.3g} s compute, {p.wait_seconds:.3g} s waiting, "
             f"{p.overhead_seconds:.3g} s engine, loss and optimizer){planned}{measured}",
-            f"peak:   {_mib(p.memory_bytes)} predicted, of which {_mib(self.margin_bytes)} by earlier steps{peak}"
-            + (f"; {_mib(self.free_bytes)} more is free memory that is kept for reuse" if self.free_bytes else "")
-            + (f"; interpreter and libraries have grown by {_mib(self.others_bytes)}" if self.others_bytes else ""),
+            f"peak:   {_mib(p.memory_bytes)} predicted, of which {_mib(self.margin_bytes)} by earlier steps{peak}",
         ]
 
     def _kinds(self, p: Prediction) -> list[str]:
@@ -138,7 +116,7 @@ class MemoryReport:
         return lines
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the memory over one step, stacked by kind, with what was measured. Needs matplotlib."""
+        """Draws the memory over one step, stacked by kind. Needs matplotlib."""
         from matplotlib.figure import Figure
 
         if self.predicted is None:
@@ -152,14 +130,6 @@ class MemoryReport:
         axes.stackplot(
             cells, stacked, labels=["running cell" if kind == "cell" else kind for kind in kinds], step="mid"
         )
-        if self.measured_course:
-            axes.plot(
-                range(len(self.measured_course)),
-                [nbytes / _MIB for nbytes in self.measured_course],
-                "k.",
-                markersize=3,
-                label="measured between cells",
-            )
         axes.axhline(self.limit_bytes / _MIB, color="black", linewidth=1, linestyle="--", label="limit")
         axes.set_xlabel("cells of a step, forward and then backward")
         axes.set_ylabel("MiB")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,8 +83,6 @@ class Meter:
         self.memory_profiles, self.kept_profiles = ProfilesBySize(), ProfilesBySize()
         self._steps = 0
         self._disturbed = True
-        #: Whether the memory of this step is measured: cells take pages anew that were returned before.
-        self.measures_memory = False
         #: Whether planning has finished all pending updates, so that the next step runs none of them.
         self.planned_before = False
         self._device = device
@@ -93,11 +91,6 @@ class Meter:
         self.contention = Contention()
         #: What steps take besides cells and waits.
         self.overheads = OverheadMeter(device, lambda: cells.seconds + waits.seconds)
-        #: Called before each cell, with its letter in the plan, shard and micro-batch; and after each.
-        self.before_cell: Callable[[str, int, int], None] | None = None
-        self.after_cell: Callable[[], None] | None = None
-        #: Called with its bytes before a shard gets a buffer of its own.
-        self.before_buffer: Callable[[int], None] | None = None
         #: Bytes that are on the compute device now.
         self.held_bytes = 0
         #: Bytes of weights and optimizer states of shards that rest in host memory although their home is a file.
@@ -138,11 +131,6 @@ class Meter:
         """As :meth:`waiting`, in few calls; an error of the system then says ``what`` was copied."""
         return _Waiting(self, token, what)
 
-    def begin_buffer(self, nbytes: int) -> None:
-        """Called before memory of so many bytes is allocated for a shard."""
-        if self.before_buffer is not None:
-            self.before_buffer(nbytes)
-
     @contextlib.contextmanager
     def cell(
         self, kind: str, shard: int, microbatch: int, rows: float, *, step: int = 0, steps: int = 1
@@ -150,8 +138,6 @@ class Meter:
         """Counts the time of one cell, whose letter in the plan is ``kind``; or of one of its ``steps``, in order."""
         clock = self._clock_of(kind, shard)
         token = f"{kind}{shard}.{microbatch}"
-        if self.before_cell is not None and step == 0:
-            self.before_cell(kind, shard, microbatch)
         self.overheads.cells += step == 0
         began, busy = time.perf_counter(), self.contention.busy_seconds()
         # A visit is one sample, since its first micro-batch always takes longer than the others.
@@ -163,18 +149,15 @@ class Meter:
             overlap = self.contention.busy_seconds() - busy
             seconds = time.perf_counter() - began
             self.contention.add_cell((kind, shard), rows / steps, seconds, overlap, disturbed=self._disturbed)
-        if self.after_cell is not None and step == steps - 1:
-            with self.overheads.excluded():
-                self.after_cell()
 
     def begin_step(self) -> None:
         """Begins a training step.
 
-        Times of the first one, which also makes files and buffers, of those before which a plan was made, and of steps
-        that measure memory are kept apart.
+        Times of the first one, which also makes files and buffers, and of those before which a plan was made are kept
+        apart.
         """
         self._steps += 1
-        self._disturbed = self._steps == 1 or self.measures_memory or self.planned_before
+        self._disturbed = self._steps == 1 or self.planned_before
         self.planned_before = False
         for clock in (*self.cells.values(), *self._lane_clocks.values()):
             clock.begin_step(disturbed=self._disturbed)

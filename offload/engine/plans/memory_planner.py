@@ -6,7 +6,6 @@ step  plan
 1     the leanest: two slots, every cell is recomputed; sizes and times are measured
 2     the fastest that fits, by these measurements
 4     the same with better measurements; another one only for a predicted gain of more than 5 %
-12    the same again, after the first five steps whose memory was not measured: measuring it takes time
 ====  ==============================================================================================================
 
 Until an optimizer has stepped, the bytes of its states are unknown: nothing that stays between steps, such as more
@@ -27,11 +26,11 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from offload.engine.plans.gradients_held import gradient_bytes, gradients_there, unowned_gradients
+from offload.engine.plans.gradients_held import gradients_there, unowned_gradients
 from offload.engine.plans.host_memory import bytes_left, in_host_memory, shards_that_fit
 from offload.engine.plans.least_limit import too_little
 from offload.engine.plans.row_units import shown, split
-from offload.engine.plans.step_memory import StepMemory
+from offload.engine.plans.step_memory import StepMemory, bound_of
 from offload.engine.plans.steps import SIZES_REMEMBERED
 from offload.limits import MemoryLimits
 from offload.planning.budget import FIRST_GAPS_SHARE, GAPS_SHARE, WHOLE_GAPS_SHARE
@@ -51,9 +50,6 @@ __all__ = ["MemoryPlanner"]
 
 #: Steps after which a plan is chosen.
 PLAN_AFTER = (1, 3)
-#: Steps that nothing disturbed after which a plan is chosen for the last time: times of a single one differ by up to a
-#: fifth from those of the next.
-UNDISTURBED_STEPS = 5
 #: Least predicted gain for which a plan is replaced by another.
 LEAST_GAIN = 0.05
 
@@ -96,10 +92,6 @@ class MemoryPlanner:
         #: Whether it is of rows that are longer than all before, with the least memory.
         self._probes = False
         self._choices: dict[tuple[object, ...], Prediction] = {}
-        #: By the same keys, the last choices, whose memory was measured or will be.
-        self._known: dict[tuple[object, ...], Choice] = {}
-        #: Steps that nothing disturbed: they did not measure memory.
-        self._undisturbed = 0
         #: Whether gradients were ever accumulated, or zeroed in place.
         self._accumulates = False
         self._warned: set[Hashable] = set()
@@ -109,13 +101,10 @@ class MemoryPlanner:
         self._rows: tuple[float, ...] | None = None
         #: Sizes of batches that ran: these, and smaller ones, are never refused later.
         self._ran: set[tuple[float, ...]] = set()
-        self._memory = StepMemory(lambda: limits.device_bytes, self._streamer, self._meter, self._device)
-        #: Of this step: gradients there at its predicted begin that updates of the step before free.
-        self._updated_bytes = 0
+        self._memory = StepMemory(self._device)
         self._began = 0.0
         #: Seconds in calls of optimizers until the last step ended, and of those between it and the present one.
         self._optimizers_until, self._optimizers_before = 0.0, 0.0
-        self._streamer.allow_free_bytes(self.limit_bytes // 8)
         self._measured_seconds: float | None = None
 
     @property
@@ -193,12 +182,14 @@ class MemoryPlanner:
             self._plan_again(rows)
         if self._steps_done:
             self._choose(rows, idle=idle)
-        elif self._streamer.heap is not None:
-            self._streamer.heap.return_at_once(True)
-            self._streamer.heap.measure_others_before(self._held_before(rows))
         self._optimizers_before = self._meter.overheads.optimizer_seconds - self._optimizers_until
         self._began = time.perf_counter()
-        self._memory.begin(self._prediction, self._updated_bytes, rows=sum(rows), idle=idle)
+        self.return_excess()
+        self._memory.begin(sum(rows))
+
+    def return_excess(self) -> None:
+        """See :meth:`.StepMemory.return_excess`; called before each cell, and between passes."""
+        self._memory.return_excess(self.limit_bytes)
 
     def end(self, rows: Sequence[float]) -> None:
         """Ends a training step: measures it, and decides whether to plan again before the next."""
@@ -212,8 +203,7 @@ class MemoryPlanner:
         if self._steps_done == 1:
             sizes = self._model(rows).sizes
             self._first_profiles = {name: getattr(sizes, name) for name in PROFILES}
-        if self._steps_done == 1 and self._streamer.heap is not None:
-            self._streamer.heap.return_at_once(self._is_scarce(rows))
+        self.return_excess()
         changed = self._memory.end(predicted, probes=self._probes)
         if self._probes:
             self._warn_of_longer(rows)
@@ -222,24 +212,8 @@ class MemoryPlanner:
             # Where no plan fitted, none does with a larger margin.
             self._due |= predicted.memory_bytes > self.limit_bytes - self._memory.margin_bytes
             self._choices.clear()
-        if self._memory.on_host and self._steps_done > PLAN_AFTER[-1] and not self._memory.measures:
-            self._undisturbed += 1
-            due |= self._undisturbed == UNDISTURBED_STEPS
         if due:
             self._due, self._in_vain = True, None
-
-    def _is_scarce(self, rows: Sequence[float]) -> bool:
-        """Whether even the leanest plan may exceed the limit where what a cell frees is not used again in it."""
-        model = self._model(rows)
-        lean = predict(model, self._leanest(model))
-        return lean.memory_bytes + max((moment.rise for moment in lean.course), default=0) > self.limit_bytes
-
-    def _held_before(self, rows: Sequence[float]) -> int:
-        """Bytes that the model holds before its first step."""
-        homes, slots = self._homes(), self._streamer.slot_pool
-        assert homes is not None
-        sizes = homes.measured(rows).sizes
-        return sizes.constant_bytes + sizes.outside.begins + slots.slots * slots.slot_bytes - slots.unallocated_bytes
 
     def _model(self, rows: Sequence[float]) -> StepModel:
         homes = self._homes()
@@ -354,7 +328,7 @@ class MemoryPlanner:
 
     def _choose(self, rows: Sequence[float], *, idle: bool) -> None:
         """The choice for micro-batches of so many rows, with the present slots and shards in memory if it fits so."""
-        homes, shards = self._homes(), self._streamer.shards
+        homes = self._homes()
         assert homes is not None
         there, outside = self._gradients_there(), homes.outside_bytes().begins
         key = (tuple(rows), *there.values(), outside)
@@ -377,17 +351,11 @@ class MemoryPlanner:
             choice = least if self._probes else choice
             if len(self._choices) >= SIZES_REMEMBERED:
                 self._choices.clear()
-                self._known.clear()
             self._prediction = predict(replace(model, accumulates=False), choice)
-            if not self._undisturbed or self._known.get(key) != choice:
-                self._memory.new_choice()
             if not self._probes:
-                self._choices[key], self._known[key] = self._prediction, choice
+                self._choices[key] = self._prediction
         else:
             self._prediction, self._probes = self._choices[key], False
-        pending = self._prediction.plan.pending - there["held"]
-        self._updated_bytes = sum(gradient_bytes(s) for s in shards if s.index in pending and not s.blocking_io)
-        self._streamer.allow_free_bytes(self.limit_bytes)
         self.choice = self._prediction.choice
         self._streamer.gradient_offload.waiting = self.choice.waiting
 
@@ -435,7 +403,7 @@ class MemoryPlanner:
     def _warn_of_longer(self, rows: Sequence[float]) -> None:
         """Warns if the first step of longer rows than before has taken more memory than there is."""
         peak = self._memory.peak_bytes
-        if peak is not None and peak > self.limit_bytes:
+        if peak is not None and peak > bound_of(self.limit_bytes, self._device):
             self._warn(
                 f"a step of micro-batches of {shown(max(rows))} rows as long as those of the first batch took {peak:,} "
                 f"bytes, {peak - self.limit_bytes:,} more than memory={self.limit_bytes:,}: what rows longer than all "
@@ -479,11 +447,7 @@ class MemoryPlanner:
             fewer_bytes=fewer_bytes(known, predicted, homes.stored()),
             more=more,
             more_limit_bytes=more_limit,
-            measured_course=self._memory.course,
             resting=self._resting(),
-            kept_peak_bytes=self._memory.kept_peak_bytes,
-            free_bytes=0 if predicted is None else self._free_bytes(predicted.memory_bytes),
-            others_bytes=0 if self._streamer.heap is None else self._streamer.heap.others_grown,
         )
 
     def _resting(self) -> int | None:
@@ -492,12 +456,3 @@ class MemoryPlanner:
         assert homes is not None
         in_files = any(shard.blocking_io or shard.file is not None for shard in homes.shards)
         return len(in_host_memory(homes)) if in_files and not self._memory.on_host else None
-
-    def _free_bytes(self, nbytes: int) -> int:
-        """Free memory of the heap beside so many bytes in a step that is not measured, which returns none that fits.
-
-        As much as such steps have kept beside the present choice, else a part of the limit.
-        """
-        if self._memory.kept_peak_bytes is not None:
-            return max(0, self._memory.kept_peak_bytes - nbytes)
-        return max(0, min(self.limit_bytes // GAPS_SHARE, self.limit_bytes - nbytes)) if self._memory.on_host else 0

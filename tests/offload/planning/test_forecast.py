@@ -45,27 +45,6 @@ def test_a_forecast_forgets_the_first_step_as_soon_as_there_is_another() -> None
         assert (meter.cell_seconds_per_row("F", 0), meter.copy_seconds_per_byte("load")) == (0.25, 0.5)
 
 
-def test_a_forecast_forgets_steps_that_measured_memory_as_soon_as_there_is_another() -> None:
-    """Cells take pages anew that were returned before. Of two kinds of cells the one that was not disturbed counts."""
-    meter, cell, _ = metered()
-    kept = meter.cells["K", 0] = Told(CPU)
-    meter.begin_step()
-    cell.took(5.0, 1)
-    meter.measures_memory = True
-    meter.begin_step()
-    kept.took(4.0, 1)
-    assert meter.forward_seconds_per_row(0) == 5.0
-    meter.measures_memory = False
-    meter.begin_step()
-    kept.took(2.0, 1)
-    assert meter.cell_seconds_per_row("K", 0) == 2.0
-    assert meter.forward_seconds_per_row(0) == 2.0
-    meter.measures_memory = True
-    meter.begin_step()
-    kept.took(9.0, 1)
-    assert meter.forward_seconds_per_row(0) == 2.0
-
-
 def test_a_forecast_forgets_the_step_before_which_a_plan_was_made() -> None:
     """All updates are done then, so none runs beside its layers."""
     meter, cell, _ = metered()

@@ -45,35 +45,6 @@ def test_what_a_pass_takes_beside_its_cells_and_waits_is_told_for_each_cell(now:
     assert meter.overheads.seconds_each("loss") == 50.0
 
 
-def test_the_return_of_free_memory_is_an_overhead_and_a_measurement_of_memory_is_none(now: list[float]) -> None:
-    meter = metered()
-
-    def make_room(*cell: object) -> None:
-        now[0] += 3.0
-
-    def measure() -> None:
-        now[0] += 5.0
-
-    meter.before_cell, meter.after_cell = make_room, measure
-    with meter.overheads.in_pass("forward"), meter.cell("F", 0, 0, 2):
-        now[0] += 1.0
-    now[0] += 1.0
-    assert meter.overheads.seconds_each("forward") == 3.0
-
-
-def test_nothing_is_told_of_the_first_step_and_of_steps_that_measure_memory(now: list[float]) -> None:
-    meter = Meter(CPU)
-    for meter.measures_memory, seconds in ((False, 90.0), (True, 80.0), (False, 2.0), (True, 70.0)):
-        assert meter.overheads.seconds_each("forward") == (2.0 if seconds == 70.0 else 0.0)
-        meter.begin_step()
-        with meter.overheads.in_pass("forward"):
-            with meter.cell("F", 0, 0, 2):
-                now[0] += 1.0
-            now[0] += seconds
-        assert meter.overheads.seconds_each("loss") == 0.0
-    assert meter.overheads.seconds_each("forward") == 2.0
-
-
 def test_only_a_forward_right_before_a_backward_tells_how_long_the_loss_takes(now: list[float]) -> None:
     overheads = metered().overheads
     for kind, seconds in (("forward", 4.0), ("forward", 2.0), ("backward", 9.0), ("backward", 0.0)):
