@@ -340,8 +340,7 @@ def plan_of(model: Any) -> dict[str, Any] | None:
         return None
     choice = told.predicted.choice
     return {
-        "planned_seconds": told.planned_seconds,
-        "seconds": told.predicted.seconds,
+        "planned_seconds": told.predicted.seconds,
         "bytes": told.predicted.memory_bytes,
         "measured_bytes": told.measured_bytes,
         "margin": told.margin_bytes,

@@ -176,15 +176,14 @@ class Streamer:
         if self.finish_step is not None:
             self.finish_step()
         errors: list[BaseException] = []
-        with self._meter.updates_alone():
-            started = [(shard, pending.start()) for shard in self.shards if (pending := shard.pending) is not None]
-            for shard, arrival in started:
-                try:
-                    with error_context(f"updating shard {shard.index} in {self._tier.name}"):
-                        # Update lane -> host. Without this, parameters are read while they are written.
-                        arrival.synchronize()
-                except BaseException as error:
-                    errors.append(error)
+        started = [(shard, pending.start()) for shard in self.shards if (pending := shard.pending) is not None]
+        for shard, arrival in started:
+            try:
+                with error_context(f"updating shard {shard.index} in {self._tier.name}"):
+                    # Update lane -> host. Without this, parameters are read while they are written.
+                    arrival.synchronize()
+            except BaseException as error:
+                errors.append(error)
         if errors:
             raise errors[0]
 

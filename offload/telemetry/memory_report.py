@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from offload.planning.explain import FewerBytes, Part, lost_by
+from offload.planning.explain import FewerBytes, Part
 from offload.planning.peak_memory import OutsideBytes
 from offload.planning.step_model import Choice, Prediction
 
@@ -24,16 +24,13 @@ class MemoryReport:
     limit_bytes: int
     shards: int
     cells: int
-    #: The prediction of the present plan, in seconds by all that was measured so far; None before the first step.
+    #: The prediction of the present plan, when it was chosen; None before the first step.
     predicted: Prediction | None
     #: The last step, and the peak of its memory; None where the system does not measure it.
     measured_seconds: float | None
     measured_bytes: int | None
     margin_bytes: int
-    #: The seconds that were predicted when the present plan was chosen, before its steps; None before the first step.
-    planned_seconds: float | None = None
-    #: The fastest other plan; and what more memory would buy.
-    runner_up: Prediction | None = None
+    #: What more memory would buy.
     more: Prediction | None = None
     more_limit_bytes: int = 0
     #: What each choice of the present plan takes and saves.
@@ -54,11 +51,10 @@ class MemoryReport:
     def _totals(self, p: Prediction) -> list[str]:
         seconds, nbytes = self.measured_seconds, self.measured_bytes
         measured = f"; measured {seconds:.3g} s" if seconds is not None else ""
-        planned = f"; {self.planned_seconds:.3g} s when it was chosen" if self.planned_seconds is not None else ""
         peak = f"; measured {_mib(nbytes)}" if nbytes is not None else ""
         return [
-            f"step:   {p.seconds:.3g} s predicted ({p.compute_seconds:.3g} s compute, {p.wait_seconds:.3g} s waiting, "
-            f"{p.overhead_seconds:.3g} s engine, loss and optimizer){planned}{measured}",
+            f"step:   {p.seconds:.3g} s predicted ({p.compute_seconds:.3g} s compute, {p.wait_seconds:.3g} s waiting)"
+            f"{measured}",
             f"peak:   {_mib(p.memory_bytes)} predicted, of which {_mib(self.margin_bytes)} by earlier steps{peak}",
         ]
 
@@ -90,16 +86,10 @@ class MemoryReport:
         )
 
     def _others(self) -> list[str]:
-        """What the choices take and save, why the runner-up lost, and what more memory would buy."""
+        """What the choices take and save, and what more memory would buy."""
         assert self.predicted is not None
         lines = [""] if self.parts else []
         lines += [f"{part.what}: {_mib(part.nbytes)}, {_saves(part.seconds)}" for part in self.parts]
-        if self.runner_up is not None:
-            lines += [
-                "",
-                f"runner-up: {describe(self.runner_up.choice)}: {self.runner_up.seconds:.3g} s, "
-                f"{_mib(self.runner_up.memory_bytes)}; {lost_by(self.predicted, self.runner_up)}",
-            ]
         if self.more is not None:
             gain = self.predicted.seconds - self.more.seconds
             lines.append(

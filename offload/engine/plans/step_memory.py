@@ -75,8 +75,8 @@ class StepMemory:
         """
         if not self.on_host:
             return
-        held = anonymous_bytes()
-        if held - self._began > limit_bytes - limit_bytes // GAPS_SHARE and held > self._returned + limit_bytes // GROWTH_SHARE:
+        held, most = anonymous_bytes(), limit_bytes - limit_bytes // GAPS_SHARE
+        if held - self._began > most and held > self._returned + limit_bytes // GROWTH_SHARE:
             return_freed_memory()
             self._returned = anonymous_bytes()
         else:
