@@ -126,7 +126,6 @@ class Engine:
         self._owner = owner
         #: Forwards so far, with a backward and without, of which the first are observed.
         self._observed = {True: 0, False: 0}
-        self._in_pass: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         self._forwards: Living[list[Any]] = Living()
         #: Of the last forward.
         self._last: weakref.ref[Life] | None = None
@@ -204,7 +203,6 @@ class Engine:
             weights.unbind()
         self._end()
         self._slots.act = None
-        self._in_pass = contextlib.nullcontext()
         self._backward = None
         self._pass = None
 
@@ -266,7 +264,6 @@ class Engine:
                 self._orders[training] = this.forward.uses
             if this.step is not None and this.step.training:
                 this.step.end_forward(result)
-                self._in_pass.__exit__(None, None, None)
             elif this.step is not None:
                 this.step.end()
             if this.forward.graphed and not in_between:
@@ -477,9 +474,6 @@ class Engine:
         self._slots.act = step.act
         if this.boundaries is not None:
             this.boundaries.act = step.act
-        if training:
-            self._in_pass = self._owner.meter.overheads.in_pass("forward")
-            self._in_pass.__enter__()
 
     def _boundaries(self) -> Boundaries | None:
         owner = self._owner
@@ -661,8 +655,6 @@ class Engine:
             if step is not None:
                 step.begin_backward()
                 self._slots.act = step.act
-                self._in_pass = self._owner.meter.overheads.in_pass("backward")
-                self._in_pass.__enter__()
             backward = _Backward(step)
             self._backward = weakref.ref(backward, self._backward_failed)
             at_end_of_backward(partial(self._end_backward, backward))
@@ -690,7 +682,6 @@ class Engine:
             self._backward = None
             if backward.step is not None:
                 self._slots.act = None
-                self._in_pass.__exit__(None, None, None)
                 backward.step.end()
         except BaseException:
             self._cancel()
