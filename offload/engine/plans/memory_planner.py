@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 from offload.engine.plans.gradients_held import gradients_there, unowned_gradients
 from offload.engine.plans.host_memory import bytes_left, in_host_memory, shards_that_fit
 from offload.engine.plans.least_limit import too_little
-from offload.engine.plans.row_units import shown, split
+from offload.engine.plans.row_units import SIZES_REMEMBERED, shown, split
 from offload.engine.plans.step_memory import StepMemory, bound_of
-from offload.engine.plans.steps import SIZES_REMEMBERED
 from offload.limits import MemoryLimits
 from offload.planning.budget import GAPS_SHARE, shown_bytes
 from offload.planning.choose import NothingFitsError, choose, fill, least_bytes
@@ -36,7 +35,7 @@ from offload.streaming.moves import HomeInUseError
 from offload.telemetry.memory_report import MemoryReport, describe
 
 if TYPE_CHECKING:
-    from offload.engine.homes import ModelHomes
+    from offload.engine.plans.contract import PlannedModel
 
 __all__ = ["MemoryPlanner"]
 
@@ -51,7 +50,7 @@ PROFILES = ("memory_profiles", "kept_profiles", "graph_bytes_per_row")
 class MemoryPlanner:
     """Plans the steps of one model within ``limits``; what its ``policy`` fixes is not searched."""
 
-    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes) -> None:
+    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: PlannedModel) -> None:
         self._limits = limits
         self._given = Given(
             policy.slots, policy.resident_bytes, policy.graph_bytes, policy.boundary_bytes, policy.gradient_bytes
@@ -270,7 +269,7 @@ class MemoryPlanner:
         # Loads run ahead of use in two slots at least, if any shard is loaded.
         self._streamer.resize(choice.slots if self._in_memory == choice.in_memory else max(2, choice.slots))
 
-    def _move(self, homes: ModelHomes, wanted: Collection[int]) -> bool:
+    def _move(self, homes: PlannedModel, wanted: Collection[int]) -> bool:
         """Makes these shards rest in memory; warns where they cannot move: the next choice is for those that are."""
         try:
             homes.keep_in_memory(wanted)

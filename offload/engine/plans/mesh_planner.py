@@ -17,7 +17,7 @@ from offload.planning.step_model import Choice
 from offload.policy import MemoryPolicy
 
 if TYPE_CHECKING:
-    from offload.engine.homes import ModelHomes
+    from offload.engine.plans.contract import PlannedModel
 
 __all__ = ["MeshMemoryPlanner", "planner_for"]
 
@@ -26,7 +26,7 @@ __all__ = ["MeshMemoryPlanner", "planner_for"]
 _BUSY, _IDLE, _DUE = 0.0, 1.0, 2.0
 
 
-def planner_for(limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes) -> MemoryPlanner:
+def planner_for(limits: MemoryLimits, policy: MemoryPolicy, homes: PlannedModel) -> MemoryPlanner:
     """The planner of a model."""
     kind = MeshMemoryPlanner if homes.public.sharded else MemoryPlanner
     return kind(limits, policy, homes)
@@ -35,7 +35,7 @@ def planner_for(limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes) -
 class MeshMemoryPlanner(MemoryPlanner):
     """Plans the steps of this rank. All ranks begin and end the same steps."""
 
-    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes) -> None:
+    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: PlannedModel) -> None:
         super().__init__(limits, policy, homes)
         self._public = homes.public
         #: What the search of this rank found.
