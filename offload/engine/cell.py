@@ -50,8 +50,7 @@ class Watch:
     """Functions that are called while a cell runs, for what plans need to know.
 
     ``saved`` with each tensor that autograd saves; ``begins`` when its backward begins or goes on, with the visit;
-    ``entering`` are
-    hooks for what a recomputed cell saves of its input.
+    ``entering`` are hooks for what a recomputed cell saves of its input.
     """
 
     saved: Callable[[Tensor], None] | None = None
