@@ -89,10 +89,11 @@ class ObservedStep:
         self.training = training
         units = homes.row_units
         self.rows = [units.count(each) for each in leaves]
-        rounded = [rounded_up(u, largest_rows(each)) for u, each in zip(self.rows, leaves, strict=True)]
+        samples = [largest_rows(each) for each in leaves]
+        rounded = [*map(rounded_up, self.rows, samples)]
         if training:
             self._meter.begin_step()
-        self.planned = self._steps.begin(self.rows, rounded, training=training, idle=idle)
+        self.planned = self._steps.begin(self.rows, rounded, samples=sum(samples), training=training, idle=idle)
         first = homes.first_trainable()
         self.kept = self._steps.kept_cells(self.rows, first) if training else frozenset()
         self.actions: list[Action] = []

@@ -186,6 +186,7 @@ def test_training_is_that_of_the_plain_model_whatever_memory_allows(
     model.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*a first step takes is not known:RuntimeWarning")
 def test_much_memory_keeps_every_graph_and_every_shard_and_little_keeps_none(tmp_path: Path) -> None:
     choices = {}
     for memory in ("80MiB", "1GiB"):
@@ -250,8 +251,10 @@ def trained_beyond(
     model = OffloadModel(stack(), "cpu", path, memory="30MiB")
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     on_a_device(model, 500 * MIB, monkeypatch)
-    with pytest.warns(RuntimeWarning, match="by which earlier steps exceeded their prediction"):
-        losses = train(model, optimizer, steps)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*a first step takes is not known", RuntimeWarning)
+        with pytest.warns(RuntimeWarning, match="by which earlier steps exceeded their prediction"):
+            losses = train(model, optimizer, steps)
     return model, optimizer, losses
 
 
@@ -278,6 +281,7 @@ def test_no_plan_is_searched_again_in_each_step_of_a_size_that_does_not_fit(
     assert memory.margin_bytes > before
 
 
+@pytest.mark.filterwarnings("ignore:.*a first step takes is not known:RuntimeWarning")
 def test_homes_in_memory_keep_boundaries_whatever_a_choice_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no file to spill them to: neither for a size that ran and no longer fits, nor for ``boundary_bytes``."""
     plain = stack()
@@ -290,6 +294,7 @@ def test_homes_in_memory_keep_boundaries_whatever_a_choice_says(monkeypatch: pyt
         assert train(small, OffloadOptimizer(small, torch.optim.SGD, lr=0.1), 4) == expected
 
 
+@pytest.mark.filterwarnings("ignore:.*a first step takes is not known:RuntimeWarning")
 def test_the_report_of_a_size_that_ran_and_no_longer_fits_is_readable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -684,6 +689,48 @@ def test_rows_longer_than_all_before_have_the_least_memory_and_their_excess_is_t
     assert len(warned) == 1
     assert not planner._memory.margin(80)
     assert graphs_kept(32)
+
+
+def test_a_batch_that_ran_is_not_refused_since_rows_of_its_small_micro_batches_are_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two columns of texts, of which the short one is padded to another length in each step."""
+    model = OffloadModel(Sequences(), "cpu", tmp_path, memory="24MiB", blocks="blocks")
+
+    def step(short: int, rows: int = 8) -> None:
+        outputs = model.forward_chunks([words(rows, short), words(rows, 48)])
+        torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+
+    on_a_device(model, 500 * MIB, monkeypatch)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a step of micro-batches", RuntimeWarning)
+        for short in (9, 11, 10, 12):
+            step(short)
+        with pytest.raises(ValueError, match="takes at least"):
+            step(9, rows=9)
+
+
+def test_a_first_step_that_exceeds_the_limit_says_so(tmp_path: Path) -> None:
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), Squares()) for _ in range(DEPTH)))
+    model = OffloadModel(layers, "cpu", tmp_path, len(layers), memory="4MiB")
+    with pytest.warns(RuntimeWarning, match=r"took .* more than memory=.*a first step takes is not known before"):
+        model(torch.randn(2, 1600, 16)).square().mean().backward()
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_states_of_an_optimizer_of_torch_that_outgrow_the_limit_are_told_once(
+    ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = OffloadModel(stack(), "cpu", tmp_path, memory="30MiB")
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW) if ours else torch.optim.AdamW(model.parameters())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        train(model, optimizer, 1)
+        monkeypatch.setattr(planner_of(model)._memory, "grown_bytes", lambda: 200 * MIB)
+        train(model, optimizer, 2)
+    told = [str(each.message) for each in seen if "OffloadOptimizer(model, torch.optim.AdamW" in str(each.message)]
+    assert len(told) == (not ours)
+    assert all("are states of AdamW, which memory=31,457,280 does not count" in words for words in told)
 
 
 def test_other_arguments_do_not_change_how_long_rows_are(tmp_path: Path) -> None:

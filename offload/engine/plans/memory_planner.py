@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from offload.engine.plans.gradients_held import gradients_there, unowned_gradients
 from offload.engine.plans.host_memory import bytes_left, in_host_memory, shards_that_fit
 from offload.engine.plans.least_limit import too_little
+from offload.engine.plans.other_states import states_of_others
 from offload.engine.plans.row_units import SIZES_REMEMBERED, shown, split
 from offload.engine.plans.step_memory import StepMemory, bound_of
 from offload.limits import MemoryLimits
@@ -84,8 +85,10 @@ class MemoryPlanner:
         self._counts_only = False
         #: Rows of the micro-batches of the last step.
         self._rows: tuple[float, ...] | None = None
-        #: Sizes of batches that ran: these, and smaller ones, are never refused later.
-        self._ran: set[tuple[float, ...]] = set()
+        #: Samples and rows of batches that ran: these, and smaller ones, are never refused later.
+        self._ran: set[tuple[int, tuple[float, ...]]] = set()
+        #: Of the batch of the present step.
+        self._samples = 0
         self._memory = StepMemory(self._device)
         self._began = 0.0
         self._measured_seconds: float | None = None
@@ -137,26 +140,34 @@ class MemoryPlanner:
     def _leanest(self, model: StepModel) -> Choice:
         return Choice(min(self._given.slots or model.least_slots, model.shards))
 
-    def begin_rounded(self, rows: Sequence[float], rounded: Sequence[float], *, idle: bool) -> Sequence[float]:
+    def begin_rounded(
+        self, rows: Sequence[float], rounded: Sequence[float], *, samples: int, idle: bool
+    ) -> Sequence[float]:
         """Begins a training step with the sizes ``rounded`` up, or with ``rows`` where only these fit; returns them.
 
         See :meth:`begin`.
         """
         try:
-            self.begin(rounded, idle=idle)
+            self.begin(rounded, samples=samples, idle=idle)
         except ValueError:
             if [*rows] == [*rounded]:
                 raise
-            self.begin(rows, idle=idle)
+            self.begin(rows, samples=samples, idle=idle)
             return rows
         return rounded
 
-    def begin(self, rows: Sequence[float], *, idle: bool) -> None:
-        """Begins a training step; ``idle``: no earlier forward waits for its backward.
+    def begin(self, rows: Sequence[float], *, samples: int, idle: bool) -> None:
+        """Begins a training step.
+
+        Args:
+            rows: of each micro-batch, as those of the first batch.
+            samples: of the batch, however long each is.
+            idle: no earlier forward waits for its backward.
 
         Raises:
             ValueError: if no plan of this step fits, before anything has moved.
         """
+        self._samples = samples
         awaited, self._awaited = self._awaited, self._streamer.gradient_offload.optimizers.awaits_states()
         if awaited != self._awaited:
             self._due, self._in_vain = True, None
@@ -165,6 +176,7 @@ class MemoryPlanner:
             self._plan_again(rows)
         if self._steps_done:
             self._choose(rows, idle=idle)
+            self._warn_of_others()
         self._began = time.perf_counter()
         self.return_excess()
         self._memory.begin(sum(rows))
@@ -177,7 +189,7 @@ class MemoryPlanner:
         """Ends a training step: measures it, and decides whether to plan again before the next."""
         self._steps_done += 1
         self._rows = tuple(rows)
-        self._ran.add(self._rows)
+        self._ran.add((self._samples, self._rows))
         self._measured_seconds = time.perf_counter() - self._began
         predicted = self._prediction
         if self._steps_done == 1:
@@ -185,8 +197,8 @@ class MemoryPlanner:
             self._first_profiles = {name: getattr(sizes, name) for name in PROFILES}
         self.return_excess()
         changed = self._memory.end(predicted, probes=self._probes)
-        if self._probes:
-            self._warn_of_longer(rows)
+        if self._probes or predicted is None:
+            self._warn_of_excess(rows)
         if changed:
             assert predicted is not None
             # Where no plan fitted, none does with a larger margin.
@@ -324,9 +336,9 @@ class MemoryPlanner:
         margin = self._memory.margin(sum(rows))
         message = too_little(homes, rows, error.least_bytes, self.limit_bytes, margin)
         fits_by_count = self._counts_only and error.least_bytes - margin <= self.limit_bytes
-        if not (fits_by_count or self._has_run(rows) or self._was_cut(rows)):
+        if not (fits_by_count or self._has_run(rows, lengths=False) or self._was_cut(rows)):
             raise TooLargeError(message)
-        self._warn(message, tuple(rows))
+        self._warn(message, (len(rows), max(rows)))
 
     @contextlib.contextmanager
     def by_count(self) -> Iterator[None]:
@@ -340,10 +352,18 @@ class MemoryPlanner:
         finally:
             self._counts_only = False
 
-    def _has_run(self, rows: Sequence[float]) -> bool:
-        """Whether a batch that ran was at least as large: in all, and in its largest micro-batch."""
+    def _has_run(self, rows: Sequence[float], *, lengths: bool = True) -> bool:
+        """Whether a batch that ran was at least as large: in all, and in its largest micro-batch.
+
+        ``lengths``: all rows of a batch count by their lengths, and not only those of its largest micro-batch.
+        """
         adds = len(rows) > 1  # then gradients of one micro-batch exist beside those of another
-        return any(sum(ran) >= sum(rows) and max(ran) >= max(rows) and (len(ran) > 1 or not adds) for ran in self._ran)
+        return any(
+            (sum(ran) >= sum(rows) if lengths else samples >= self._samples)
+            and max(ran) >= max(rows)
+            and (len(ran) > 1 or not adds)
+            for samples, ran in self._ran
+        )
 
     def _was_cut(self, rows: Sequence[float]) -> bool:
         """Whether a batch was cut into these micro-batches because they fit by bytes that are counted."""
@@ -352,18 +372,31 @@ class MemoryPlanner:
             for (_, units, *_), count in self._counts.items()
         )
 
-    def _warn_of_longer(self, rows: Sequence[float]) -> None:
-        """Warns if the first step of longer rows than before has taken more memory than there is."""
+    def _warn_of_excess(self, rows: Sequence[float]) -> None:
+        """Warns if the first step, or the first one of longer rows, has taken more memory than there is."""
         peak = self._memory.peak_bytes
         if peak is not None and peak > bound_of(self.limit_bytes, self._device):
             self._warn(
                 f"a step of micro-batches of {shown(max(rows))} rows as long as those of the first batch took "
                 f"{shown_bytes(peak)}, {shown_bytes(peak - self.limit_bytes)} more than memory={self.limit_bytes:,}: "
-                f"what rows longer than all before take had been predicted from shorter ones; from now on it is known. "
-                f"Begin with the longest rows, or pass more memory, fewer rows, or more micro-batches "
-                f"(num_microbatches)",
+                f"what a first step takes is not known before, and what rows longer than all before take had been "
+                f"predicted from shorter ones; from now on it is known. Begin with the longest rows, or pass more "
+                f"memory, fewer rows, or more micro-batches (num_microbatches)",
                 ("longer", tuple(rows)),
             )
+
+    def _warn_of_others(self) -> None:
+        """Warns if the process has outgrown the limit between two steps by states of an optimizer that is not ours."""
+        steps, ours = self._steps_done, any(self._streamer.gradient_offload.optimizers)
+        grown = 0 if ours or steps & (steps - 1) else self._memory.grown_bytes()  # a search takes a while
+        if grown > bound_of(self.limit_bytes, self._device):
+            for name, nbytes in states_of_others(self._streamer.shards):
+                self._warn(
+                    f"between two steps this process holds {shown_bytes(grown)} more than when the model was made, of "
+                    f"which {shown_bytes(nbytes)} are states of {name}, which memory={self.limit_bytes:,} does not "
+                    f"count; OffloadOptimizer(model, torch.optim.{name}, ...) keeps them within it",
+                    "others",
+                )
 
     def _warn(self, message: str, trouble: Hashable) -> None:
         """Warns once of the same trouble."""

@@ -41,22 +41,25 @@ class MeshMemoryPlanner(MemoryPlanner):
         #: What the search of this rank found.
         self._wanted = Choice(self._streamer.slots)
 
-    def begin_rounded(self, rows: Sequence[float], rounded: Sequence[float], *, idle: bool) -> Sequence[float]:
+    def begin_rounded(
+        self, rows: Sequence[float], rounded: Sequence[float], *, samples: int, idle: bool
+    ) -> Sequence[float]:
         """Begins a training step on all ranks, which try no other sizes after one has refused."""
-        self.begin(rounded, idle=idle)
+        self.begin(rounded, samples=samples, idle=idle)
         return rounded
 
-    def begin(self, rows: Sequence[float], *, idle: bool) -> None:
+    def begin(self, rows: Sequence[float], *, samples: int, idle: bool) -> None:
         """Begins a training step on all ranks.
 
         Raises:
             ValueError: if no plan of this rank's step fits; RuntimeError on the other ranks, with the rank.
         """
+        self._samples = samples
         statuses = self._public.compare("a step with memory=", self._status(rows) if idle else _BUSY)
         self._due = _DUE in statuses and _BUSY not in statuses
         refused: ValueError | None = None
         try:
-            super().begin(rows, idle=_BUSY not in statuses)
+            super().begin(rows, samples=samples, idle=_BUSY not in statuses)
         except ValueError as error:
             refused = error
         failed = self._public.compare("a step with memory=", float(refused is not None))

@@ -59,6 +59,10 @@ class StepMemory:
         larger = min((size for size in self._margins if size >= rows), default=rows)
         return max((nbytes for size, nbytes in self._margins.items() if size <= larger), default=0)
 
+    def grown_bytes(self) -> int:
+        """On the CPU: what the process holds more than when the model was made."""
+        return anonymous_bytes() - self._began if self.on_host else 0
+
     def new_slots(self) -> None:
         """Called when slots or shards in memory have changed: the next step allocates them."""
         self._fresh = True
@@ -89,6 +93,7 @@ class StepMemory:
         """
         rise = self._peak.rise()
         if rise is None or predicted is None:
+            self.peak_bytes = rise
             return False
         # What is made in the first step of a plan is not there at its begin.
         fresh, self._fresh = self._fresh, False

@@ -141,6 +141,7 @@ class Steps:
         rows: Sequence[float],
         rounded: Sequence[float],
         *,
+        samples: int,
         training: bool,
         idle: bool,
     ) -> Sequence[float]:
@@ -148,6 +149,7 @@ class Steps:
 
         Args:
             rows, rounded: of each micro-batch, exactly and rounded up (:mod:`.row_units`).
+            samples: of the batch, however long each is.
             training: whether there is a backward.
             idle: no forward waits for its backward.
 
@@ -155,7 +157,7 @@ class Steps:
         """
         planned = rounded
         if training and self.planner is not None:
-            planned = self.planner.begin_rounded(rows, rounded, idle=idle)
+            planned = self.planner.begin_rounded(rows, rounded, samples=samples, idle=idle)
         return planned
 
     def record_boundary(self, j: int, rows: float, nbytes: int) -> None:
