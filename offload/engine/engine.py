@@ -83,6 +83,8 @@ class _Pass:
         self.nodes: list[Any] = []
         #: Of what its graph saves for the backward.
         self.life = Life()
+        #: Whether its first cell was announced, see :meth:`Engine.expect`.
+        self.announced = False
         #: What observes it, if the memory of the model is planned.
         self.step: ObservedStep | None = None
         #: Where the inputs of its recomputed cells are, if they may leave memory.
@@ -303,7 +305,8 @@ class Engine:
         if call is not None:
             return call(number, args, kwargs)
         if self._pass is not None:
-            self.expect([flatten((args, kwargs))[0]])
+            if not self._pass.announced:
+                self.expect([flatten((args, kwargs))[0]])
             return self.run_numbered(number, args, kwargs)
 
         # Outside of the model's forward: by other code, or again in backward by a checkpoint of the model itself.
@@ -455,16 +458,20 @@ class Engine:
         """Called within :meth:`forward` before the first cell, with the leaves of the input of each micro-batch."""
         this = self._pass
         assert this is not None
-        if this.step is not None or in_backward():
+        if this.announced or in_backward():
             return
+        this.announced = True
         tensors = [x for each in leaves for x in each if isinstance(x, Tensor)]
         trains = any(s.trainable for s in self.streamer.shards) or any(p.requires_grad for p in self._owner.outside)
         training = torch.is_grad_enabled() and (trains or any(x.requires_grad for x in tensors))
+        self._observed[training] += 1
+        watched = self._observed[training] <= STEPS_OBSERVED or self._owner.meter.tracer.is_recording
+        if training and not watched and self._owner.all_stays(tuple(map(self._owner.row_units.count, leaves))):
+            this.keeps = lambda j, i: True
+            return
         if training and self.recompute:
             this.boundaries = self._boundaries()
-        self._observed[training] += 1
-        first = self._observed[training] <= STEPS_OBSERVED
-        if not (self._owner.plans or first or self._owner.meter.tracer.is_recording):
+        if not (self._owner.plans or watched):
             return
         this.step = step = ObservedStep(
             self._owner, leaves, training=training, idle=not any(True for _ in self._forwards)

@@ -267,6 +267,11 @@ class ModelHomes:
         """Whether steps are planned by what they measure, or bounded."""
         return self.steps.planner is not None or bool(self.policy.graph_bytes)
 
+    def all_stays(self, rows: Sequence[float]) -> bool:
+        """Whether it is planned, and nothing moves or is recomputed in a step of micro-batches of so many rows."""
+        planner = self.steps.planner
+        return planner is not None and planner.all_stays(rows)
+
     def check_open(self) -> None:
         """Raises RuntimeError after ``close()``."""
         if self.closed:

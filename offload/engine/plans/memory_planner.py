@@ -85,6 +85,8 @@ class MemoryPlanner:
         self._counts_only = False
         #: Rows of the micro-batches of the last step.
         self._rows: tuple[float, ...] | None = None
+        #: Rows of batches of which nothing moved and nothing was recomputed, since shards have moved.
+        self._stayed: list[tuple[float, ...]] = []
         #: Samples and rows of batches that ran: these, and smaller ones, are never refused later.
         self._ran: set[tuple[int, tuple[float, ...]]] = set()
         #: Of the batch of the present step.
@@ -190,6 +192,8 @@ class MemoryPlanner:
         self._steps_done += 1
         self._rows = tuple(rows)
         self._ran.add((self._samples, self._rows))
+        if self._rows not in self._stayed and self._all_stayed():
+            self._stayed = [*self._stayed[1 - SIZES_REMEMBERED :], self._rows]
         self._measured_seconds = time.perf_counter() - self._began
         predicted = self._prediction
         if self._steps_done == 1:
@@ -206,6 +210,28 @@ class MemoryPlanner:
             self._choices.clear()
         if self._steps_done == 1:
             self._due, self._in_vain = True, None
+
+    def all_stays(self, rows: Sequence[float]) -> bool:
+        """Whether nothing moves or is recomputed in a step of these sizes: one as large has run so since all rests."""
+        known = any(
+            len(ran) == len(rows) and all(most >= count for most, count in zip(ran, rows, strict=True))
+            for ran in self._stayed
+        )
+        return (
+            known
+            and not self._due
+            and len(self._in_memory) == len(self._streamer.shards)
+            and self._awaited == self._streamer.gradient_offload.optimizers.awaits_states()
+        )
+
+    def _all_stayed(self) -> bool:
+        choice, homes = self.choice, self._homes()
+        assert homes is not None
+        return choice is not None and all(
+            shard.index in choice.in_memory
+            and (not shard.trainable or all((shard.index, i) in choice.kept for i in range(len(self._rows or ()))))
+            for shard in homes.shards
+        )
 
     def _model(self, rows: Sequence[float]) -> StepModel:
         homes = self._homes()
@@ -272,6 +298,7 @@ class MemoryPlanner:
         if choice.slots == self._streamer.slots and choice.in_memory == self._in_memory:
             return
         self._memory.new_slots()
+        self._stayed.clear()
         homes = self._homes()
         assert homes is not None
         # Those that leave go first: in one call both would be in memory for a moment.

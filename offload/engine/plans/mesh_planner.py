@@ -71,6 +71,10 @@ class MeshMemoryPlanner(MemoryPlanner):
                 f"error"
             )
 
+    def all_stays(self, rows: Sequence[float]) -> bool:
+        """No step is without a plan: all ranks begin each of them together."""
+        return False
+
     def _status(self, rows: Sequence[float]) -> float:
         """The number that tells the other ranks whether this one needs another plan."""
         stepped = self._awaited != self._streamer.gradient_offload.optimizers.awaits_states()
