@@ -388,6 +388,8 @@ class Engine:
     ) -> Any:
         if not torch.is_grad_enabled():
             return block.run(call, args, kwargs, views)
+        if keeps and watch is UNWATCHED and block.weights.shard.in_place:
+            return block.keep(call, args, kwargs, None, views, None)
         visit, token = self._visit(this, block.weights.shard.index)
         run = block.keep if keeps else block.recompute
         return run(call, args, kwargs, visit, views, token, watch)
@@ -466,12 +468,13 @@ class Engine:
         training = torch.is_grad_enabled() and (trains or any(x.requires_grad for x in tensors))
         self._observed[training] += 1
         watched = self._observed[training] <= STEPS_OBSERVED or self._owner.meter.tracer.is_recording
-        if training and not watched and self._owner.all_stays(tuple(map(self._owner.row_units.count, leaves))):
+        plans = self._owner.plans
+        if training and plans and not watched and self._owner.all_stays(leaves):
             this.keeps = lambda j, i: True
             return
         if training and self.recompute:
             this.boundaries = self._boundaries()
-        if not (self._owner.plans or watched):
+        if not (plans or watched):
             return
         this.step = step = ObservedStep(
             self._owner, leaves, training=training, idle=not any(True for _ in self._forwards)

@@ -267,10 +267,10 @@ class ModelHomes:
         """Whether steps are planned by what they measure, or bounded."""
         return self.steps.planner is not None or bool(self.policy.graph_bytes)
 
-    def all_stays(self, rows: Sequence[float]) -> bool:
-        """Whether it is planned, and nothing moves or is recomputed in a step of micro-batches of so many rows."""
+    def all_stays(self, leaves: Sequence[Sequence[Any]]) -> bool:
+        """Whether it is planned that nothing moves or is recomputed in a step of micro-batches with these leaves."""
         planner = self.steps.planner
-        return planner is not None and planner.all_stays(rows)
+        return planner is not None and planner.all_stays([*map(self.row_units.count, leaves)])
 
     def check_open(self) -> None:
         """Raises RuntimeError after ``close()``."""

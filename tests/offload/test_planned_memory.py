@@ -597,7 +597,7 @@ def test_rows_that_are_longer_than_before_are_planned_or_refused_as_more_rows(tm
     bare = Sequences()
     how = {"blocks": "blocks"} if blocks else {}
     layers = bare if blocks else nn.Sequential(bare.first, *bare.blocks)
-    model = OffloadModel(copy.deepcopy(layers), "cpu", tmp_path, memory="40MiB", **how)
+    model = OffloadModel(copy.deepcopy(layers), "cpu", tmp_path, memory=MemoryPolicy("40MiB", resident_bytes=0), **how)
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     plain = torch.optim.SGD(layers.parameters(), lr=0.1)
     planner, sizes = planner_of(model), []
@@ -636,7 +636,7 @@ def test_rows_count_by_the_tensor_that_grows(shapes: list[list[tuple[int, ...]]]
 
 
 def test_a_single_row_counts_by_its_length_too(tmp_path: Path) -> None:
-    model = OffloadModel(Sequences(), "cpu", tmp_path, memory="40MiB", blocks="blocks")
+    model = OffloadModel(Sequences(), "cpu", tmp_path, memory=MemoryPolicy("40MiB", resident_bytes=0), blocks="blocks")
     sizes, predicted = [], []
     for length in (64, 64, 64, 64, 65, 16, 16):
         model(words(1, length)).square().mean().backward()
@@ -674,7 +674,7 @@ class Squares(nn.Module):
 def test_rows_longer_than_all_before_have_the_least_memory_and_their_excess_is_told_once(tmp_path: Path) -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), Squares()) for _ in range(DEPTH)))
-    model = OffloadModel(layers, "cpu", tmp_path, len(layers), memory="4MiB")
+    model = OffloadModel(layers, "cpu", tmp_path, len(layers), memory=MemoryPolicy("4MiB", resident_bytes=0))
     optimizer, planner = OffloadOptimizer(model, torch.optim.SGD, lr=0.1), planner_of(model)
 
     def graphs_kept(length: int) -> int:
