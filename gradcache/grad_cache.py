@@ -24,17 +24,16 @@ import torch
 from torch import Tensor, nn
 
 from gradcache import chunks as chunking
-from gradcache import representations, two_pass
-from gradcache.chunk_size import ChunkSizes, kept_by_a_shard, kept_bytes
+from gradcache import representations
+from gradcache.chunk_size import StepMemory, kept_by_a_shard, kept_bytes
 from gradcache.context_managers import device_of
 from gradcache.deferred import attach
-from gradcache.distributed.reduction import unwrapped, watch
-from gradcache.distributed.sharded import check_equal_chunks
+from gradcache.distributed.reduction import check_equal_chunks, unwrapped, watch
 from gradcache.loss import SimpleContrastiveLoss
-from gradcache.memory import StepMemory
 from gradcache.nested import map_tensors, tensors_in
 from gradcache.step import Step
 from gradcache.streamed import StreamedModel, Tower
+from gradcache.two_pass import ChunkState, InputGradients, first_pass, is_trainable, repeatable
 from gradcache.used_modules import CallableModel, UsedModules, as_modules
 from offload import MemoryPolicy
 from offload.policy import policy_of
@@ -137,9 +136,8 @@ class GradCache:
         self.broadcast = tuple(broadcast)
         self.audit = audit
         self.memory = StepMemory(policy_of(memory))
-        self.chosen_sizes = ChunkSizes()
         self.step_result: StepResult | None = None
-        self._inputs = two_pass.InputGradients()
+        self._inputs = InputGradients()
         self._wants_gradient: list[bool] = []
         #: Whether the loss of the current step takes nothing but tensors.
         self._only_tensors = False
@@ -185,8 +183,18 @@ class GradCache:
 
     def forward_no_grad(self, model: nn.Module, model_inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
         """The first pass: representations of all chunks together, and one random state per chunk."""
-        joined = self.joined(model_inputs)
-        return two_pass.encode(model, model_inputs, self.encoder_of(model), self.get_input_tensors, self.audit, joined)
+        joined, encoder, layers = self.joined(model_inputs), self.encoder_of(model), repeatable(model)
+        # A frozen model's first chunk runs with a graph, which saves nothing, to find out whether get_reps trains.
+        with_graph = torch.is_grad_enabled() and not is_trainable(model, model_inputs)
+        states: list[ChunkState] = []
+        for chunk in model_inputs:
+            tensors = self.get_input_tensors(chunk)
+            output, state = first_pass(layers, chunk, encoder, tensors, with_graph=with_graph and not states)
+            state.first = output if self.audit else None
+            state.requires_grad = states[0].requires_grad if states else state.requires_grad
+            joined.add(output)
+            states.append(state)
+        return joined.value(), states
 
     def build_cache(self, *reps: Any, **loss_kwargs: Any) -> tuple[list[Any], Tensor]:
         """The loss, and its gradient with respect to each tower's representations (None if unused)."""
@@ -215,10 +223,18 @@ class GradCache:
         no_sync_except_last: bool = False,
     ) -> None:
         """The second pass: runs each chunk again with a graph, and backward from its rows of the gradient cache."""
-        difference = two_pass.backward(
-            model_inputs, cached_gradients, random_states, self.encoder_of(model), self._inputs, self._check
-        )
-        self._difference = max(self._difference, difference)
+        encoder, check = self.encoder_of(model), self._check
+        for chunk, gradient, state in zip(model_inputs, cached_gradients, random_states, strict=True):
+            if not representations.has_gradient(gradient):
+                continue
+            chunk = self._inputs.as_leaves(chunk)
+            if isinstance(state, ChunkState):
+                self._difference = max(self._difference, state.second_pass(chunk, encoder, gradient, check))
+                check = None
+            else:  # a state from a user's own forward_no_grad replays only random states
+                with torch.enable_grad(), state:
+                    output = encoder(chunk)
+                representations.backward([output], [gradient])
 
     @restores_thread_state
     def cache_step(self, *model_inputs: Any, no_sync_except_last: bool = False, **loss_kwargs: Any) -> Tensor:
@@ -327,8 +343,7 @@ class GradCache:
                     return kept_by_a_shard(model, chunk, self.processed, self.representation_of)
             return kept_bytes(model, chunk, self.encoder_of(model))
 
-        budget = self.memory.activation_bytes(model, self.towers)
-        return self.chosen_sizes.rows_for(model, budget, lambda n: self.split_inputs(model_input, n), measure)
+        return self.memory.rows_for(model, self.towers, lambda n: self.split_inputs(model_input, n), measure)
 
     def _loss(self, reps: Sequence[Any], loss_kwargs: dict[str, Any]) -> Tensor:
         with self.autocast(*reps):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradcache.distributed.gather import gather_rows, rows_per_rank
+from gradcache.distributed.gather import gather_rows, over_processes, rows_per_rank
 from gradcache.tiled_loss import tiled, wide
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "SigmoidContrastiveLoss",
     "SimpleContrastiveLoss",
     "chunked_cross_entropy",
-    "over_processes",
 ]
 
 #: Whether torch computes a cross entropy of products in chunks; older ones do not.
@@ -276,16 +275,3 @@ class DistributedContrastiveLoss(SimpleContrastiveLoss):
         mine, dtype = self._total(x, gathered, target)
         total = sum(n for _, _, n in sizes) if local else counted
         return over_processes(mine, total if reduction == "mean" else 1, dtype, self.group)
-
-
-def over_processes(mine: Tensor, count: int, dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The sum of every process's ``mine`` over ``count``, on every process.
-
-    Its gradient is this process's, scaled so that the mean over processes is the gradient of the whole.
-    """
-    world = dist.get_world_size(group)
-    loss = mine * (world / max(count, 1))
-    value = loss.detach().clone()
-    dist.all_reduce(value, group=group)
-    # The difference is exactly zero; it adds this process's gradient to the big batch's value.
-    return (value / world + (loss - loss.detach())).to(dtype)

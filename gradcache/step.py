@@ -137,12 +137,12 @@ class Step:
         for tower, gradient in zip(self.towers, cache, strict=True):
             tower.gradient = gradient
         for tower in self.towers:
-            if tower.states is None or not representations.has_gradient(tower.gradient):
-                continue
-            per_chunk = representations.split_gradients(tower.gradient, self._rows_per_chunk(tower, tower.states))
-            self._owner.forward_backward(
-                tower.model, tower.chunks, per_chunk, tower.states, no_sync_except_last=no_sync_except_last
-            )
+            if tower.states is not None and representations.has_gradient(tower.gradient):
+                tower.rows = self._rows_per_chunk(tower, tower.states)
+                per_chunk = tower.split_gradient()
+                self._owner.forward_backward(
+                    tower.model, tower.chunks, per_chunk, tower.states, no_sync_except_last=no_sync_except_last
+                )
         for shared in self._shared:
             shared.backward()
             self.greatest_difference = max(self.greatest_difference, shared.greatest_difference)

@@ -5,13 +5,19 @@ boundary is the representation, so its second pass *is* the recomputation of a c
 recomputed in addition, and each shard is loaded twice per step for any number of chunks. Towers that are the same model
 pass their chunks in one call, so each shard is loaded for all of them at once.
 
+``process_fn`` runs on each chunk as a part of the first shard. Processed chunks (decoded images, padded tokens) may be
+much larger than raw ones, so only the one that is passed to the first layer exists at a time; the recomputation
+processes its chunk again, with the same random numbers.
+
 ``gradcache`` uses such a model only through the two protocols below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -19,10 +25,9 @@ from torch import nn
 
 from gradcache import representations
 from gradcache.audit import LayerAudit
-from gradcache.chunk_inputs import has_graph, processing
 from gradcache.chunks import call_arguments
+from gradcache.nested import tensors_in
 from gradcache.two_pass import InputGradients, is_trainable
-from pipe.nested import tensors_in
 
 if TYPE_CHECKING:
     from gradcache.contract import StepOwner
@@ -57,9 +62,21 @@ class Tower:
     encoded: Any = None
     #: One per chunk; None if the tower is run together with others.
     states: list[Any] | None = None
+    #: Of each chunk's representation.
+    rows: list[int] = field(default_factory=list)
     #: Whether its representations need a gradient, and that gradient.
     wants_gradient: bool = True
     gradient: Any = None
+
+    def join(self, joined: representations.Joined, parts: Iterable[Any]) -> None:
+        """Writes the representations of all chunks from those of each, detached."""
+        for part in parts:
+            joined.add(part)
+        self.rows, self.encoded = joined.rows, joined.value()
+
+    def split_gradient(self) -> list[Any]:
+        """The gradient of each chunk's representation; None if it has none."""
+        return representations.split_gradients(self.gradient, self.rows)
 
 
 class StreamedTowers:
@@ -73,32 +90,30 @@ class StreamedTowers:
         self._audit = LayerAudit(list(towers[0].model.children()) if owner.audit else (), owner.representation_of)
         self._output_fn = self._audit.output_fn if owner.audit else owner.representation_of
         self._wants_gradient = torch.is_grad_enabled()
-        self._rows: list[list[int]] = []
         #: The representations of all chunks with their graph.
         self._graph: list[Any] = []
 
     def encode(self) -> None:
         """The first pass: writes the representations of each tower."""
         owner, module = self._owner, self._towers[0].model
-        chunks = [tower.chunks for tower in self._towers]
-        lazy = (owner.process_fn is not None or owner.replaced("processed")) and not has_graph(owner.process_fn, chunks)
+        chunks = [chunk for tower in self._towers for chunk in tower.chunks]
+        process = owner.process_fn
+        # What needs a gradient is processed once, and keeps its graph.
+        lazy = (process is not None or owner.replaced("processed")) and not is_trainable(process, chunks)
         if not lazy:
-            chunks = [[self._inputs.as_leaves(owner.processed(chunk)) for chunk in tower] for tower in chunks]
+            chunks = [self._inputs.as_leaves(owner.processed(chunk)) for chunk in chunks]
         trainable = is_trainable(module, () if lazy else chunks)
-        calls = [chunk if lazy else call_arguments(chunk) for tower in chunks for chunk in tower]
-        input_fn = {"input_fn": processing(owner.processed)} if lazy else {}
+        calls = chunks if lazy else [call_arguments(chunk) for chunk in chunks]
+        input_fn = {"input_fn": partial(_first_call, owner.processed)} if lazy else {}
         graph = trainable and self._wants_gradient
         output_fn = self._output_fn if graph else self._without_parameters
         with owner.autocast(module), torch.set_grad_enabled(graph), self._audit.listening(compares=False):
             outputs = self._model.forward_chunks(calls, output_fn=output_fn, **input_fn)
         self._graph = outputs if graph else []
-        remaining = iter(outputs)
+        remaining = map(representations.detached, outputs)
         for tower in self._towers:
-            joined = owner.joined(tower.chunks)
-            for _ in tower.chunks:
-                joined.add(representations.detached(next(remaining)))
-            self._rows.append(joined.rows)
-            tower.encoded, tower.wants_gradient = joined.value(), trainable
+            tower.join(owner.joined(tower.chunks), islice(remaining, len(tower.chunks)))
+            tower.wants_gradient = trainable
 
     def _without_parameters(self, output: Any) -> Any:
         """``output_fn`` of a forward without a second pass; raises ValueError if it has trainable parameters."""
@@ -114,13 +129,23 @@ class StreamedTowers:
     def backward(self) -> None:
         """Runs the model's backward from the gradients of all towers' representations, loading each shard once."""
         graph, self._graph = self._graph, []
-        if not graph or not any(representations.has_gradient(tower.gradient) for tower in self._towers):
-            return
-        split = map(representations.split_gradients, (tower.gradient for tower in self._towers), self._rows)
-        with self._audit.listening(compares=True):
-            representations.backward(graph, (part for parts in split for part in parts))
+        if graph and any(representations.has_gradient(tower.gradient) for tower in self._towers):
+            with self._audit.listening(compares=True):
+                representations.backward(graph, [part for tower in self._towers for part in tower.split_gradient()])
 
     @property
     def greatest_difference(self) -> float:
         """Greatest difference between the passes, of the chunks that ran in both. Only with ``audit``."""
         return self._audit.greatest_difference
+
+
+def _first_call(process: Callable[[Any], Any], chunk: Any) -> Any:
+    """The first layer's (args, kwargs) of a raw chunk; raises ValueError if these need a gradient."""
+    with torch.enable_grad():
+        call = call_arguments(process(chunk))
+    if any(tensor.requires_grad for tensor in tensors_in(call)):
+        raise ValueError(
+            "expected a process_fn without trainable parameters of its own, since it runs again in the second pass "
+            "over layers; make it an nn.Module, or a layer of the model"
+        )
+    return call

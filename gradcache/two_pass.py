@@ -27,7 +27,7 @@ from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.module_state import WatchedModule
 from pipe.recompute.rerun import RepeatableLayers, Rerun
 
-__all__ = ["ChunkState", "InputGradients", "backward", "encode", "first_pass", "is_trainable", "repeatable"]
+__all__ = ["ChunkState", "InputGradients", "first_pass", "is_trainable", "repeatable"]
 
 Encoder = Callable[[Any], Any]
 Check = Callable[[Any, Any], None]
@@ -96,14 +96,14 @@ def repeatable(model: nn.Module) -> RepeatableLayers:
 
 
 def first_pass(
-    layers: RepeatableLayers, chunk: Any, encoder: Encoder, tensors: Any = None, with_graph: bool = False
+    layers: RepeatableLayers, chunk: Any, encoder: Encoder, tensors: Sequence[Tensor], with_graph: bool = False
 ) -> tuple[Any, ChunkState]:
     """One chunk's representation, detached, and the state that its second pass needs.
 
-    ``with_graph``: find out whether the representation needs a gradient.
+    ``tensors``: those of the chunk. ``with_graph``: find out whether the representation needs a gradient.
     """
     # All devices in use, since a wrapper may move the chunk to any of them.
-    layers.devices = devices_in_use(tensors_in(chunk) if tensors is None else tensors) | layers.watched.devices
+    layers.devices = devices_in_use(tensors) | layers.watched.devices
     rerun = layers.rerun()
     with rerun.first(), torch.set_grad_enabled(with_graph):
         output, _ = layers.run(encoder, chunk, rerun=rerun)
@@ -115,59 +115,9 @@ def first_pass(
 
 
 @identities_only()
-def is_trainable(model: nn.Module, chunks: Sequence[Any]) -> bool:
-    """Whether any parameter of the model or any input needs a gradient."""
-    wanted = any(parameter.requires_grad for parameter in model.parameters())
-    return wanted or any(tensor.requires_grad for tensor in tensors_in(list(chunks)))
-
-
-def encode(
-    model: nn.Module,
-    chunks: Sequence[Any],
-    encoder: Encoder,
-    tensors_of: Callable[[Any], list[Tensor]],
-    audit: bool,
-    joined: representations.Joined,
-) -> tuple[Any, list[Any]]:
-    """The first pass: all representations, detached, ``joined``, and one state per chunk.
-
-    A model without trainable parameters runs its first chunk with grad mode on (its graph then saves nothing) to find
-    out whether ``get_rep_fn`` has trainable parameters; if not, ``requires_grad`` is False in all states.
-    """
-    frozen = torch.is_grad_enabled() and not is_trainable(model, chunks)
-    layers = repeatable(model)
-    states: list[Any] = []
-    for i, chunk in enumerate(chunks):
-        output, state = first_pass(layers, chunk, encoder, tensors_of(chunk), with_graph=frozen and i == 0)
-        state.first = output if audit else None
-        state.requires_grad = states[0].requires_grad if states else state.requires_grad
-        joined.add(output)
-        states.append(state)
-    return joined.value(), states
-
-
-def backward(
-    chunks: Sequence[Any],
-    gradients: Sequence[Any],
-    states: Sequence[Any],
-    encoder: Encoder,
-    inputs: InputGradients,
-    check: Check | None = None,
-) -> float:
-    """The second pass over all chunks; ``check`` is called for the first one.
-
-    Returns the greatest difference between the passes, see ``ChunkState``.
-    """
-    difference = 0.0
-    for chunk, gradient, state in zip(chunks, gradients, states, strict=True):
-        if not representations.has_gradient(gradient):
-            continue
-        chunk = inputs.as_leaves(chunk)
-        if isinstance(state, ChunkState):
-            difference = max(difference, state.second_pass(chunk, encoder, gradient, check))
-            check = None
-        else:  # a state from a user's own forward_no_grad replays only random states
-            with torch.enable_grad(), state:
-                output = encoder(chunk)
-            representations.backward([output], [gradient])
-    return difference
+def is_trainable(model: Any, chunks: Sequence[Any]) -> bool:
+    """Whether any parameter of the model, if that is a module, or any input needs a gradient."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    return any(parameter.requires_grad for parameter in parameters) or any(
+        tensor.requires_grad for tensor in tensors_in(list(chunks))
+    )

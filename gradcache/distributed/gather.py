@@ -1,4 +1,4 @@
-"""All-gather of rows with gradients, for processes with different numbers of rows.
+"""All-gather of rows with gradients, and losses over all of them, for processes with different numbers of rows.
 
 The processes first exchange their numbers of rows; shorter tensors are padded for the collective, and the padding is
 removed afterwards. So a last batch that does not divide evenly needs no special treatment.
@@ -6,13 +6,15 @@ removed afterwards. So a last batch that does not divide evenly needs no special
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gradcache.autograd_node import Gradients, with_backward
 
-__all__ = ["gather_own", "gather_rows", "rows_per_rank"]
+__all__ = ["RowsOfAll", "gather_own", "gather_rows", "over_processes", "rows_per_rank"]
 
 
 def rows_per_rank(*rows: int, device: torch.device, group: dist.ProcessGroup | None = None) -> list[tuple[int, ...]]:
@@ -56,3 +58,44 @@ def gather_rows(tensor: Tensor, rows: list[int], group: dist.ProcessGroup | None
         return [summed[start : start + rows[dist.get_rank(group)]].clone()]
 
     return with_backward([torch.cat(_gathered(tensor.detach(), rows, group))], [tensor], backward)[0]
+
+
+def over_processes(mine: Tensor, count: int, dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The sum of every process's ``mine`` over ``count``, on every process.
+
+    Its gradient is this process's, scaled so that the mean over processes is the gradient of the whole.
+    """
+    world = dist.get_world_size(group)
+    loss = mine * (world / max(count, 1))
+    value = loss.detach().clone()
+    dist.all_reduce(value, group=group)
+    # The difference is exactly zero; it adds this process's gradient to the big batch's value.
+    return (value / world + (loss - loss.detach())).to(dtype)
+
+
+class RowsOfAll:
+    """The rows of a batch in columns: those of all processes if ``gathers`` and there are several, else this one's.
+
+    Raises:
+        ValueError: if the ``columns`` of this process, each (rows, width), differ in their rows.
+    """
+
+    def __init__(self, columns: Sequence[Tensor], gathers: bool) -> None:
+        rows, device = columns[0].size(0), columns[0].device
+        if any(column.size(0) != rows for column in columns):
+            sizes = [column.size(0) for column in columns[1:]]
+            raise ValueError(f"expected as many rows in each column as anchors, got {sizes} for {rows} anchors")
+        self._gathers = gathers and dist.is_available() and dist.is_initialized()
+        self._per_rank = [n for (n,) in rows_per_rank(rows, device=device)] if self._gathers else [rows]
+        start = sum(self._per_rank[: dist.get_rank()]) if self._gathers else 0
+        #: The numbers of this process's rows among all.
+        self.own = torch.arange(start, start + rows, device=device)
+
+    def gathered(self, column: Tensor) -> Tensor:
+        """A column of all processes, as :func:`gather_rows` does."""
+        return gather_rows(column, self._per_rank) if self._gathers else column
+
+    def mean(self, mine: Tensor, dtype: torch.dtype) -> Tensor:
+        """The mean over all rows of a loss whose sum over this process's rows is ``mine``, in ``dtype``."""
+        total = sum(self._per_rank)
+        return over_processes(mine, total, dtype) if self._gathers else (mine / max(total, 1)).to(dtype)

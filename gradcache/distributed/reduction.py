@@ -15,6 +15,10 @@ Guarantees
       Other parameters of such a tower, and trainable parts outside that are found, are averaged beside them.
     * The caller's own forward of a wrapper, in the same backward or across a step, is reduced by the wrapper.
 
+Each forward of a tower that FSDP shards, or with tables dealt to ranks, is a collective, so every process must run
+equally many chunks of it, in the same order. With unequal numbers some processes would wait for ever; so the numbers
+are compared before any chunk runs.
+
 Limits: communication hooks registered on DistributedDataParallel are not called. If a process fails inside a step, the
 others wait for it until the process group's timeout.
 """
@@ -22,6 +26,7 @@ others wait for it until the process group's timeout.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,12 +38,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradcache import representations
 from gradcache.used_modules import UsedModules, leaves_of
+from offload import OffloadEmbeddingBag
 from offload.identities import identities_only
 from pipe.nested import tensors_in
 from pipe.recompute.module_hooks import EngineHook
 from pipe.torch_private.autograd import at_end_of_backward
 
-__all__ = ["Reduction", "after_backward", "broadcast_buffers", "unwrapped", "watch", "wrappers_in"]
+__all__ = ["Reduction", "after_backward", "broadcast_buffers", "check_equal_chunks", "unwrapped", "watch"]
 
 _BUCKET_BYTES = 25 << 20
 # For each wrapper, the number of forwards whose backward has not run.
@@ -54,7 +60,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 @identities_only()
-def wrappers_in(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
+def _wrappers_in(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
     """Each DistributedDataParallel among ``modules`` and their submodules, once."""
     if not dist.is_available() or not dist.is_initialized():
         return []
@@ -64,7 +70,7 @@ def wrappers_in(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
 
 def watch(modules: Iterable[nn.Module]) -> None:
     """Starts to count, for each wrapper, the caller's own forwards, whose backward the wrapper reduces itself."""
-    for wrapper in wrappers_in(modules):
+    for wrapper in _wrappers_in(modules):
         if wrapper not in _pending:
             _pending[wrapper] = 0
             wrapper.register_forward_hook(EngineHook(_note_forward))
@@ -95,7 +101,7 @@ def after_backward(function: Callable[[], None]) -> None:
 
 def broadcast_buffers(modules: Iterable[nn.Module]) -> None:
     """Copies rank 0's buffers to every process, as DistributedDataParallel does before a training forward."""
-    for wrapper in wrappers_in(modules):
+    for wrapper in _wrappers_in(modules):
         for buffer in wrapper.module.buffers() if wrapper.broadcast_buffers else ():
             dist.broadcast(buffer, dist.get_global_rank(wrapper.process_group, 0), wrapper.process_group)
 
@@ -113,7 +119,7 @@ class Reduction:
 
     @identities_only()
     def __init__(self, models: Sequence[nn.Module], heads: UsedModules) -> None:
-        self._wrapped = wrappers_in([*models, *heads.modules])
+        self._wrapped = _wrappers_in([*models, *heads.modules])
         groups = {id(model.process_group): model.process_group for model in self._wrapped}
         if len(groups) > 1:
             raise ValueError("expected all towers in one process group, got several; wrap them with the same one")
@@ -226,3 +232,51 @@ def _buckets(indices: list[int], gradients: list[Tensor | None]) -> Iterable[lis
         bucket.append(k)
     if bucket:
         yield bucket
+
+
+@identities_only()
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP, of either kind, shards the module or a part of it, or a table of it is dealt to ranks."""
+    if any(isinstance(inner, OffloadEmbeddingBag) and inner.is_shared for inner in module.modules()):
+        return True
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported here: a sharded module implies that it is imported
+    if fsdp is None:
+        return False
+    kinds = tuple(kind for name in ("FSDPModule", "FullyShardedDataParallel") if (kind := getattr(fsdp, name, None)))
+    return any(isinstance(inner, kinds) for inner in module.modules())
+
+
+@identities_only()
+def check_equal_chunks(models: Sequence[nn.Module], chunks: Sequence[int]) -> None:
+    """Raises ValueError, in every process that shares a sharded tower, if their numbers of chunks differ."""
+    counts = [count for model, count in zip(models, chunks, strict=True) if _is_sharded(model)]
+    if not counts:
+        return
+    for group, device in _groups(models):
+        limits = torch.tensor([*counts, *(-count for count in counts)], device=device)
+        dist.all_reduce(limits, op=dist.ReduceOp.MAX, group=group)
+        most, least = limits.tolist()[: len(counts)], [-limit for limit in limits.tolist()[len(counts) :]]
+        if most != least:
+            raise ValueError(
+                f"expected as many chunks in every process for towers that FSDP shards or that have an "
+                f"OffloadEmbeddingBag with mesh=, since each forward gathers parameters from all of them, got {counts} "
+                f"here, and from {least} to {most} elsewhere; pass equal rows and chunk_sizes, or wrap towers in "
+                f"DistributedDataParallel"
+            )
+
+
+def _groups(models: Sequence[nn.Module]) -> Iterator[tuple[dist.ProcessGroup | None, torch.device]]:
+    """Each process group that a tower is sharded over, once, with a device for its collectives."""
+    seen: list[dist.ProcessGroup | None] = []
+    for model in models:
+        for module in model.modules():
+            group = getattr(module, "process_group", None)  # of FullyShardedDataParallel
+            mine = [group] if _is_sharded(module) and group is not None else []
+            device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+            for parameter in module.parameters(recurse=False):
+                mesh = getattr(parameter, "device_mesh", None)
+                mine += mesh.get_all_groups() if mesh is not None else []
+            for each in mine:
+                if not any(each is other for other in seen):
+                    seen.append(each)
+                    yield each, device

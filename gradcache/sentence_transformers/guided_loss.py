@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradcache.distributed.gather import gather_rows, rows_per_rank
+from gradcache.distributed.gather import RowsOfAll
 from gradcache.distributed.reduction import unwrapped
-from gradcache.loss import over_processes
-from gradcache.sentence_transformers.cached_loss import CachedLoss, Columns, joined
-from gradcache.sentence_transformers.similarity import precise_cos_sim
+from gradcache.sentence_transformers.cached_loss import CachedLoss, Columns, joined, precise_cos_sim
 from gradcache.tiled_loss import tiled
 from pipe.nested import map_tensors
 
@@ -50,6 +47,15 @@ class CachedGISTEmbedLoss(CachedLoss):
     cache.
     """
 
+    citation = """
+@misc{solatorio2024gistembed,
+    title = {GISTEmbed: Guided In-sample Selection of Training Negatives for Text Embedding Fine-tuning},
+    author = {Aivin V. Solatorio},
+    year = {2024},
+    eprint = {2402.16829},
+    archivePrefix = {arXiv}
+}
+"""
     _config = (
         *("guide", "temperature", "mini_batch_size", "mini_batch_num_tokens", "margin_strategy", "margin"),
         *("contrast_anchors", "contrast_positives", "gather_across_devices"),
@@ -82,9 +88,8 @@ class CachedGISTEmbedLoss(CachedLoss):
         self.contrast_positives = contrast_positives
         self.gather_across_devices = gather_across_devices
         #: Whether the guide reads other tokens than the model.
-        self.must_retokenize = _vocabulary(model, "model") != _vocabulary(guide, "guide") or (
-            _longest(guide) < _longest(model)
-        )
+        shorter = _longest(guide) < _longest(model)
+        self.must_retokenize = _vocabulary(model, "model") != _vocabulary(guide, "guide") or shorter
 
     def calculate_loss(self, reps: Columns, reps_guided: Any = None, *, with_backward: bool = False) -> Tensor:
         """The loss of representations of anchors, positives, and hard negatives.
@@ -105,9 +110,8 @@ class CachedGISTEmbedLoss(CachedLoss):
     def _context(self, columns: list[dict[str, Tensor]], labels: Tensor | None) -> list[list[Tensor]]:
         """The guide's representations of each column."""
         with torch.no_grad():
-            return [
-                [rep] for rep in self._encoded(self.guide, columns, self._decoded if self.must_retokenize else None)
-            ]
+            decoded = self._decoded if self.must_retokenize else None
+            return [[rep] for rep in self._encoded(self.guide, columns, decoded)]
 
     def _decoded(self, chunk: Any) -> Any:
         """The texts of a mini-batch, decoded and tokenized again for the guide."""
@@ -122,23 +126,14 @@ class CachedGISTEmbedLoss(CachedLoss):
     def _loss(self, columns: list[Tensor], context: Any) -> Tensor:
         """The mean over anchors; over those of all processes, if they are gathered and there are several."""
         guided = [joined(rep).detach() for rep in context]
-        anchors, candidates, rows = columns[0], columns[1:], columns[0].size(0)
-        if any(column.size(0) != rows for column in (*columns, *guided)):
-            sizes = [column.size(0) for column in (*columns, *guided)]
-            raise ValueError(f"expected as many rows in each column as anchors, got {sizes} for {rows} anchors")
-        own, start, total, by_guide = torch.arange(rows, device=anchors.device), 0, rows, guided[1:]
-        gathers = self.gather_across_devices and dist.is_available() and dist.is_initialized()
-        if gathers:
-            per_rank = [n for (n,) in rows_per_rank(rows, device=anchors.device)]
-            candidates = [gather_rows(column, per_rank) for column in candidates]
-            by_guide = [gather_rows(column, per_rank) for column in by_guide]
-            start, total = sum(per_rank[: dist.get_rank()]), sum(per_rank)
+        rows = RowsOfAll([*columns, *guided], self.gather_across_devices)
+        anchors, candidates = columns[0], [rows.gathered(column) for column in columns[1:]]
+        by_guide = [rows.gathered(column) for column in guided[1:]]
         by_tiles = tiled(self._of_tile, tile_rows=self.mini_batch_size, cut=(1, 2, 3, 4), reduction="sum")
         mine = by_tiles(
-            *(anchors, columns[1], guided[0], guided[1], own + start),
-            *(anchors, candidates, guided[0], by_guide),
+            *(anchors, columns[1], guided[0], guided[1], rows.own), *(anchors, candidates, guided[0], by_guide)
         )
-        return over_processes(mine, total, mine.dtype) if gathers else mine / max(total, 1)
+        return rows.mean(mine, mine.dtype)
 
     def _of_tile(
         self,
@@ -171,20 +166,6 @@ class CachedGISTEmbedLoss(CachedLoss):
         for negatives, guided in zip(candidates[1:], guided_candidates[1:], strict=True):
             found.append(scores(anchors, negatives, precise_cos_sim(guided_anchors, guided)))
         return F.cross_entropy(torch.cat(found, dim=1) / self.temperature, own, reduction="sum")
-
-    @property
-    def citation(self) -> str:
-        """The source in BibTeX, for a model card."""
-        return (
-            "\n@misc{solatorio2024gistembed,\n"
-            "    title = {GISTEmbed: Guided In-sample Selection of Training Negatives for Text Embedding "
-            "Fine-tuning},\n"
-            "    author = {Aivin V. Solatorio},\n"
-            "    year = {2024},\n"
-            "    eprint = {2402.16829},\n"
-            "    archivePrefix = {arXiv}\n"
-            "}\n"
-        )
 
 
 def _vocabulary(model: Any, name: str) -> Any:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradcache.sentence_transformers.cached_loss import CachedLoss, columns_of, embedding_in
-from gradcache.sentence_transformers.similarity import cos_sim
+from gradcache.sentence_transformers.cached_loss import CachedLoss, columns_of, cos_sim, embedding_in
 from gradcache.tiled_loss import tiled
 
 __all__ = ["MegaBatchMarginLoss"]
@@ -36,6 +35,16 @@ class MegaBatchMarginLoss(CachedLoss):
     Source: Wieting and Gimpel, "ParaNMT-50M" (2018).
     """
 
+    citation = """
+@inproceedings{wieting2018paranmt,
+    title = {{P}ara{NMT}-50{M}: Pushing the Limits of Paraphrastic Sentence Embeddings with Millions of Machine
+        Translations},
+    author = {Wieting, John and Gimpel, Kevin},
+    booktitle = {Proceedings of ACL},
+    year = {2018},
+    pages = {451--462}
+}
+"""
     _config = ("positive_margin", "negative_margin", "mini_batch_size", "mini_batch_num_tokens")
 
     def __init__(
@@ -85,17 +94,3 @@ class MegaBatchMarginLoss(CachedLoss):
 
         total = tiled(tile, tile_rows=self.mini_batch_size, cut=(1,), reduction="sum")(anchors, rows, positives)
         return total / max(len(anchors), 1)
-
-    @property
-    def citation(self) -> str:
-        """The source in BibTeX, for a model card."""
-        return (
-            "\n@inproceedings{wieting2018paranmt,\n"
-            "    title = {{P}ara{NMT}-50{M}: Pushing the Limits of Paraphrastic Sentence Embeddings with Millions of "
-            "Machine Translations},\n"
-            "    author = {Wieting, John and Gimpel, Kevin},\n"
-            "    booktitle = {Proceedings of ACL},\n"
-            "    year = {2018},\n"
-            "    pages = {451--462}\n"
-            "}\n"
-        )

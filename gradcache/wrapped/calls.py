@@ -1,77 +1,94 @@
-"""Records the calls of streamed models inside a tower: their inputs, their outputs, and the gradients of both.
+"""The calls of streamed models inside a tower: their state, their inputs and outputs, and the gradients of both.
+
+The calls of many chunks run together, later than each chunk made its own. Other chunks' forwards run in between, so
+state that a chunk set around its call (an attribute of a layer, a disabled adapter, a swapped parameter, a context
+variable) may have changed. Thread settings and ``training`` flags are restored; for other state a change is only
+detected, and the call then runs inside the forward.
 
 The outputs are returned each time the forward around the call is repeated. Each time they begin a new graph, and the
 gradients that are computed there are summed until all users of the outputs have run backward.
+
+Limits: objects that layers refer to are compared one level deep, so a value that changes at a deeper level, or in a
+global or a closure, is taken to be the same for all chunks.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import itertools
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradcache import representations
 from gradcache.autograd_node import Gradients, with_backward
-from gradcache.wrapped.call_state import CallState
+from gradcache.context_managers import device_of
 from pipe.nested import TreeSpec, flatten, unflatten
 from pipe.phony import get_phony
+from pipe.recompute.first_write import FirstWrites
+from pipe.recompute.thread_state import ThreadState
+from pipe.torch_private.autograd import saved_tensor_hooks
+from pipe.torch_private.dispatch import DISPATCH_MODES
+from pipe.torch_private.tracing import transform_of_functions_under_way
 
-__all__ = ["Call", "Receiver"]
+__all__ = ["Call", "Observer", "set_modes", "why_not_deferred"]
 
 
-class Receiver:
-    """An autograd node that stores the gradients of some tensors without changing their memory layout.
+class Observer:
+    """Reads the state that the calls of one streamed model depend on besides their arguments."""
 
-    A leaf would be nearly the same, but autograd copies a leaf's gradient into the leaf's own layout, and the next
-    operation would then sum it in another order than in the plain model.
-    """
+    def __init__(self, model: nn.Module) -> None:
+        # The model's own attributes change whenever it runs; a caller's changes are in its layers.
+        self.modules = [module for child in model.children() for module in child.modules()]
+        #: The device types whose autocast settings matter.
+        self.devices = [device_of(model).type]
+        self._last: list[Any] = []
 
-    def __init__(self) -> None:
-        #: One for each leaf of :meth:`attach`, None for a leaf without a gradient.
-        self.gradients: list[Tensor | None] = []
-
-    def attach(self, leaves: Sequence[Any], wanted: Sequence[bool], *, copy: bool) -> list[Any]:
-        """Detached ``leaves``, of which those that are ``wanted`` become outputs of the node; or copies of them all."""
-        self.gradients = [None] * len(leaves)
-        positions = [k for k, wants in enumerate(wanted) if wants]
-        pairs = zip(leaves, wanted, strict=True)
-        attached = [x.clone() if copy and isinstance(x, Tensor) and not wants else x for x, wants in pairs]
-        values = [leaves[k].clone() if copy else leaves[k].detach() for k in positions]
-
-        def store(gradients: Gradients) -> Gradients:
-            for k, gradient in zip(positions, gradients, strict=True):
-                self.gradients[k] = gradient
-            return (None,)
-
-        if values:
-            with torch.enable_grad():
-                values = with_backward(values, [get_phony(values[0].device, requires_grad=True)], store)
-        for k, value in zip(positions, values, strict=True):
-            attached[k] = value
-        return attached
+    def state(self) -> list[Any]:
+        """The objects that the modules' attributes refer to. Consecutive equal states are the same list."""
+        # The objects themselves, not their ids: the id of a freed object may be reused.
+        state: list[Any] = [torch.get_default_dtype()]
+        state.extend(item for pair in contextvars.copy_context().items() for item in pair)
+        for module in self.modules:
+            for name, value in module.__dict__.items():
+                if name == "training":
+                    continue
+                state.append(value)
+                if isinstance(value, dict):
+                    state.extend(dict.values(value))  # not value.values(): a subclass may record that as a read
+                elif isinstance(value, (list, tuple, set)):
+                    state.extend(value)
+                elif not isinstance(value, (Tensor, nn.Module, type)) and hasattr(value, "__dict__"):
+                    state.extend(vars(value).values())
+        if not _same(state, self._last):
+            self._last = state
+        return self._last
 
 
 class Call:
-    """A call of a streamed model, at which a forward is suspended until it has run.
+    """A call of a streamed model, at which a forward is suspended until it has run."""
 
-    ``inputs`` are the flat arguments of all micro-batches; ``requires`` tells which of them need a gradient.
-    """
-
-    def __init__(self, model: Any, inputs: list[Any], spec: TreeSpec, requires: list[bool], state: CallState) -> None:
+    def __init__(self, model: Any, micro_batches: Sequence[Any], observer: Observer) -> None:
+        inputs, self._input_spec = flatten(list(micro_batches))
         self.model = model
-        self.input_spec = spec
-        self.requires = requires
-        #: The state around the call, until it runs.
-        self.state = state
+        self._requires = _requires(inputs)
         self._inputs = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
-        self._versions = _versions_of(inputs)
+        self._versions = _versions(inputs)
+        self._observer = observer
+        self._thread_state = thread = ThreadState.capture(observer.devices)
+        self._modes = tuple(module.training for module in observer.modules)
+        self._state = observer.state()
+        function_modes = tuple(type(mode) for mode in thread.function_modes)
+        settings = (thread.grad, thread.inference, thread.autocasts, function_modes, thread.hooks is None)
+        #: Equal for calls that can be run together.
+        self.key = (id(model), self._modes, *settings)
         #: Whether it ran with gradients.
-        self.records = False
-        #: Receives the gradients of the inputs.
-        self.entered = Receiver()
+        self._records = False
+        self.input_gradients: list[Tensor | None] = []
         #: The outputs, flat and detached.
         self.outputs: list[Any] = []
         self._spec: TreeSpec | None = None
@@ -80,41 +97,63 @@ class Call:
         self._differentiable: list[bool] = []
         self._gradients: list[Tensor | None] = []
 
+    # --- the run, later -----------------------------------------------------------------------------------------
+
     @property
-    def overwritten(self) -> bool:
-        """Whether an argument was written in place since the call."""
-        return _versions_of(self._inputs) != self._versions
+    def lost(self) -> str:
+        """The reason why it cannot run any more as when it was made; empty if it can."""
+        if not _same(self._observer.state(), self._state):
+            return "the tower changes its state only during the call"
+        return "its arguments are overwritten by the next chunk's" if _versions(self._inputs) != self._versions else ""
+
+    @contextlib.contextmanager
+    def settings(self) -> Iterator[None]:
+        """A context with the thread settings and ``training`` flags of the call."""
+        modules = self._observer.modules
+        before = [module.training for module in modules]
+        try:
+            set_modes(modules, self._modes)
+            with self._thread_state.again():
+                yield
+        finally:
+            set_modes(modules, before)
 
     def enter(self) -> list[Any]:
-        """The micro-batches for the run of the call, which is about to begin."""
-        self.records = torch.is_grad_enabled()
-        del self.state
-        inputs, self._inputs = self._inputs, []
-        micro_batches: list[Any] = unflatten(self.entered.attach(inputs, self.requires, copy=False), self.input_spec)
-        return micro_batches
+        """The micro-batches for the run, which is about to begin in the context of :meth:`settings`."""
+        self._records = torch.is_grad_enabled()
+        inputs, self._inputs, self._state = self._inputs, [], []
+        del self._thread_state
+        self.input_gradients = [None] * len(inputs)
+        entering = _with_graph(inputs, self._requires, self.input_gradients, copy=False)
+        return unflatten(entering, self._input_spec)  # type: ignore[no-any-return]
 
     def fill(self, outputs: Sequence[Any], differentiable: Sequence[bool]) -> None:
-        """Stores the outputs of all micro-batches, and which of their leaves need a gradient."""
+        """Stores the outputs of all micro-batches, detached, and which of their leaves need a gradient."""
         self.outputs, self._spec = flatten(list(outputs))
         self._leaves = [len(flatten(output)[0]) for output in outputs]
         self._differentiable = list(differentiable)
         self._gradients = [None] * len(self.outputs)
 
-    def attach(self) -> tuple[list[Any], Receiver]:
-        """Copies of the outputs, with a new graph if they need a gradient; and the receiver of that gradient."""
-        assert self._spec is not None
-        receiver, records = Receiver(), torch.is_grad_enabled()
-        wanted = [wants and records for wants in self._differentiable]
-        return unflatten(receiver.attach(self.outputs, wanted, copy=True), self._spec), receiver
+    # --- the forward around it ----------------------------------------------------------------------------------
 
-    def collect(self, receiver: Receiver) -> None:
-        """Adds the gradients of a receiver of :meth:`attach`."""
-        for k, gradient in enumerate(receiver.gradients):
-            before = self._gradients[k]
-            self._gradients[k] = gradient if before is None else before if gradient is None else before + gradient
+    def repeats(self, model: Any, micro_batches: Sequence[Any]) -> str:
+        """How a call that was made in its place differs from it; empty if it does not."""
+        inputs, spec = flatten(list(micro_batches))
+        if model is not self.model or spec != self._input_spec:
+            return "in another order, or with other arguments, than"
+        # A call that ran without gradients in the first pass cannot return gradients.
+        same = torch.is_grad_enabled() == self._records and _requires(inputs) == self._requires
+        return "" if same else "with inputs that need other gradients than"
+
+    def attach(self) -> list[Any]:
+        """Copies of the outputs, with a new graph if they need a gradient, which is added to that of other copies."""
+        assert self._spec is not None
+        wanted = [wants and torch.is_grad_enabled() for wants in self._differentiable]
+        copies: list[Any] = unflatten(_with_graph(self.outputs, wanted, self._gradients, copy=True), self._spec)
+        return copies
 
     def take_gradients(self) -> list[Any]:
-        """The collected gradients of the outputs, one per micro-batch (None if it has none). Drops them.
+        """The summed gradients of the outputs, one per micro-batch (None if it has none). Drops them.
 
         A list of the gradient of each leaf: containers of some libraries forget members that are None.
         """
@@ -123,6 +162,57 @@ class Call:
         return [part if representations.has_gradient(part) else None for part in parts]
 
 
-def _versions_of(leaves: Sequence[Any]) -> list[int]:
+def _with_graph(leaves: Sequence[Any], wanted: Sequence[bool], sums: list[Tensor | None], *, copy: bool) -> list[Any]:
+    """Copies of ``leaves``, or detached, with a graph for those ``wanted``, whose gradients are added to ``sums``.
+
+    The graph begins with a node, not with leaves: autograd copies a leaf's gradient into the leaf's own layout, and the
+    next operation would then sum it in another order than in the plain model.
+    """
+    made = [x if not isinstance(x, Tensor) else x.clone() if copy else x.detach() for x in leaves]
+    positions = [k for k, wants in enumerate(wanted) if wants]
+
+    def add(gradients: Gradients) -> Gradients:
+        for k, gradient in zip(positions, gradients, strict=True):
+            before = sums[k]
+            sums[k] = gradient if before is None else before if gradient is None else before + gradient
+        return (None,)
+
+    if positions:
+        values = [made[k] for k in positions]
+        with torch.enable_grad():
+            values = with_backward(values, [get_phony(values[0].device, requires_grad=True)], add)
+        for k, value in zip(positions, values, strict=True):
+            made[k] = value
+    return made
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    return a is b or (len(a) == len(b) and all(map(operator.is_, a, b)))
+
+
+def _requires(leaves: Sequence[Any]) -> list[bool]:
+    return [isinstance(x, Tensor) and x.requires_grad for x in leaves]
+
+
+def _versions(leaves: Sequence[Any]) -> list[int]:
     """The version counters of the tensors that have one (all except inference tensors)."""
     return [x._version for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
+
+
+def why_not_deferred() -> str:
+    """The reason why a call that is made now cannot be run later; empty if it can."""
+    hooks = saved_tensor_hooks()
+    if hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint":
+        return "it is called inside torch.utils.checkpoint, which counts the tensors that its forward saves"
+    if transform_of_functions_under_way():
+        return "it is called inside a transform of torch.func"
+    if any(not isinstance(mode, FirstWrites) for mode in DISPATCH_MODES.active()):
+        return "it is called under a TorchDispatchMode, which sees the operations of the call"
+    return ""
+
+
+def set_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
+    """Sets each module's ``training`` flag, without its children's."""
+    for module, training in zip(modules, modes, strict=True):
+        if module.training != training:
+            module.training = training

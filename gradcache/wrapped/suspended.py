@@ -34,10 +34,9 @@ from torch import Tensor, nn
 from gradcache import representations
 from gradcache.nested import map_tensors, tensors_in
 from gradcache.two_pass import InputGradients, repeatable
-from gradcache.wrapped.call_state import CallState, Observer, set_modes, why_not_deferred
-from gradcache.wrapped.calls import Call, Receiver
+from gradcache.wrapped.calls import Call, Observer, set_modes, why_not_deferred
 from pipe.interception import intercepting
-from pipe.nested import TreeSpec, flatten
+from pipe.nested import flatten
 from pipe.recompute.phase import enable_recomputing
 from pipe.recompute.rerun import Rerun
 from pipe.recompute.thread_state import ThreadState
@@ -70,9 +69,7 @@ class SuspendedForward:
     """The forward of one chunk through a tower, from the raw chunk to its representation."""
 
     def __init__(self, chunk: Any, encoder: Callable[[Any], Any], tower: TowerState) -> None:
-        self._chunk = chunk
-        self._encoder = encoder
-        self.tower = tower
+        self._chunk, self._encoder, self.tower = chunk, encoder, tower
         self._thread_state = ThreadState.capture(device.type for device in tower.layers.devices)
         self._segments: list[Rerun] = []
         #: Those that have run, by number; None if the model runs the call itself, inside the forward.
@@ -86,11 +83,11 @@ class SuspendedForward:
         self._running = False
         self._modes: tuple[bool, ...] | None = None
         self._position = 0
-        self._stop_at: int | None = None
         self._in_backward = False
-        self._suspended = False
+        #: The call before whose run a run in backward stops, and the arguments that this call would get.
+        self._stop_at: int | None = None
         self._entering: list[Any] = []
-        self._given: list[tuple[Call, Receiver]] = []
+        self._suspended = False
         self._segment = contextlib.ExitStack()
 
     # --- the first pass -----------------------------------------------------------------------------------------
@@ -140,17 +137,15 @@ class SuspendedForward:
         """
         call = self.calls[k]
         assert call is not None
-        gradients, call.entered.gradients = call.entered.gradients, []
-        if any(gradient is not None for gradient in gradients):
-            with self._repeated(k):
-                entering, self._entering = self._entering, []
-                pairs = [(x, g) for x, g in zip(entering, gradients, strict=True) if g is not None]
-                torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+        gradients, call.input_gradients = call.input_gradients, []
+        if representations.has_gradient(gradients):
+            with self._repeated(k) as entering:
+                representations.backward([entering], [gradients])
         call.outputs = []
 
     @contextlib.contextmanager
     def _repeated(self, stop_at: int | None) -> Iterator[Any]:
-        """Yields the result of a run with a graph; gradients computed inside are added to those of the calls."""
+        """Yields the representation, or the arguments of call ``stop_at``, with a graph from the outputs of calls."""
         self._stop_at, self._in_backward = stop_at, True
         self._modes = self.tower.layers.modes
         try:
@@ -160,16 +155,15 @@ class SuspendedForward:
                 torch.enable_grad(),
             ):
                 output = self._run(self._chunk)
-                given, self._given = self._given, []
+                if stop_at is not None:
+                    output, self._entering = self._entering, []
                 # Backward may read buffers, or repeat code that writes them: the earliest segments are restored last.
                 for segment in reversed(self._segments):
                     assert segment.module_state is not None
                     self._segment.enter_context(segment.module_state.again(strict=False))
                 yield output
-                for call, receiver in given:
-                    call.collect(receiver)
         finally:
-            self._stop_at, self._in_backward, self._given, self._entering = None, False, [], []
+            self._stop_at, self._in_backward, self._entering = None, False, []
             self.reset()
 
     def reset(self) -> None:
@@ -184,7 +178,7 @@ class SuspendedForward:
 
     def _run(self, chunk: Any) -> Any:
         """Runs from the beginning; None if it was suspended."""
-        self._position, self._suspended, self._given, self._running = 0, False, [], True
+        self._position, self._suspended, self._running = 0, False, True
         try:
             return self.tower.layers.run(self._encode, chunk)[0]
         except _Suspend as suspend:
@@ -212,48 +206,38 @@ class SuspendedForward:
             return None
         if self._suspended:  # the tower caught the exception that suspends it
             raise _Suspend(self)
-        reason = why_not_deferred()
-        if reason:
+        if reason := why_not_deferred():
             self.tower.not_deferred[id(model)] = reason
             return None
         k = self._position
         self._position += 1
-        inputs, spec = flatten(list(micro_batches))
-        requires = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
-        self._end()
+        modes = self.tower.layers.modes
+        self._segment.close()
+        # Closing restores the flags from before the segment; keep those that the tower set in it.
+        set_modes(self.tower.modules, modes)
         if k == self._stop_at:
-            self._entering = inputs
+            self._entering = flatten(list(micro_batches))[0]
         elif k < len(self.calls):
             call = self.calls[k]
             self._begin(k + 1)
             if call is None:
                 return None
-            self._check_repeated(call, model, spec, requires)
-            outputs, receiver = call.attach()
-            self._given.append((call, receiver))
-            return outputs
+            if difference := call.repeats(model, micro_batches):
+                raise self._differs(model, difference)
+            return call.attach()
         elif self._in_backward:
-            raise self._differs(f"calls {type(model).__name__} once more than")
+            raise self._differs(model, "once more than")
         else:
-            self.call = Call(model, inputs, spec, requires, CallState(observer))
+            self.call = Call(model, micro_batches, observer)
         self._suspended = True
         raise _Suspend(self)
 
-    def _check_repeated(self, call: Call, model: Any, spec: TreeSpec, requires: list[bool]) -> None:
-        if model is not call.model or spec != call.input_spec:
-            raise self._differs(f"calls {type(model).__name__} in another order, or with other arguments, than")
-        # A call that ran without gradients in the first pass cannot return gradients.
-        if torch.is_grad_enabled() != call.records or requires != call.requires:
-            raise self._differs(f"calls {type(model).__name__} with inputs that need other gradients than")
-
-    def _differs(self, what: str) -> RuntimeError:
+    def _differs(self, model: Any, how: str) -> RuntimeError:
         return RuntimeError(
-            f"the forward of {self.tower.name}, which is repeated around the call of a streamed model, {what} when it "
-            f"ran first; make it do the same for the same chunk, or override GradCache.model_call, with which chunks "
-            f"run one by one"
+            f"the forward of {self.tower.name}, which is repeated around the call of a streamed model, calls "
+            f"{type(model).__name__} {how} when it ran first; make it do the same for the same chunk, or override "
+            f"GradCache.model_call, with which chunks run one by one"
         )
-
-    # --- one segment --------------------------------------------------------------------------------------------
 
     def _begin(self, k: int = 0) -> None:
         """Begins segment ``k``: the first time it records the state, later it restores that state."""
@@ -263,12 +247,6 @@ class SuspendedForward:
             self._segment.enter_context(self._segments[k].first())
         else:
             self._segment.enter_context(self._segments[k].again(settings=False))
-
-    def _end(self) -> None:
-        modes = self.tower.layers.modes
-        self._segment.close()
-        # Closing restores the flags from before the segment; keep those that the tower set in it.
-        set_modes(self.tower.modules, modes)
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:
