@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from gradcache.chunks import call_arguments
-from gradcache.context_managers import device_of, devices_in_use
 from gradcache.nested import map_tensors, tensors_in
 from gradcache.streamed import StreamedModel
+from gradcache.two_pass import device_of, devices_in_use
 from offload.limits import MemoryLimits, cell_bytes, check_place, limits_of, numbers_of
 from offload.machine import free_bytes
 from offload.policy import MemoryPolicy

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from gradcache import representations
-from gradcache.distributed.gather import gather_own
+from gradcache.distributed import gather_own
 from gradcache.nested import tensors_in
 from gradcache.two_pass import first_pass, repeatable
 from gradcache.used_modules import UsedModules

@@ -26,14 +26,12 @@ from torch import Tensor, nn
 from gradcache import chunks as chunking
 from gradcache import representations
 from gradcache.chunk_size import StepMemory, kept_by_a_shard, kept_bytes
-from gradcache.context_managers import device_of
-from gradcache.deferred import attach
-from gradcache.distributed.reduction import check_equal_chunks, unwrapped, watch
+from gradcache.distributed import check_equal_chunks, unwrapped, watch
 from gradcache.loss import SimpleContrastiveLoss
 from gradcache.nested import map_tensors, tensors_in
 from gradcache.step import Step
 from gradcache.streamed import StreamedModel, Tower
-from gradcache.two_pass import ChunkState, InputGradients, first_pass, is_trainable, repeatable
+from gradcache.two_pass import ChunkState, InputGradients, device_of, first_pass, is_trainable, repeatable
 from gradcache.used_modules import CallableModel, UsedModules, as_modules
 from offload import MemoryPolicy
 from offload.policy import policy_of
@@ -297,7 +295,7 @@ class GradCache:
             return [*(leaves[id(tensor)].grad for tensor in outer), *gradients]
 
         wants = [tower.wants_gradient for tower in step.towers]
-        return attach(encoded, wants, [*outer, *hooked], second_pass)
+        return representations.attach(encoded, wants, [*outer, *hooked], second_pass)
 
     # -- one step -----------------------------------------------------------------------------------------------------
 

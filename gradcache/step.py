@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from gradcache import representations
 from gradcache.accumulation import Accumulation
-from gradcache.distributed.reduction import Reduction, after_backward, broadcast_buffers
+from gradcache.distributed import Reduction, after_backward, broadcast_buffers
 from gradcache.nested import tensors_in
 from gradcache.streamed import StreamedModel, StreamedTowers, Tower
 from gradcache.two_pass import InputGradients

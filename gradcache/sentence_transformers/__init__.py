@@ -11,11 +11,11 @@ Nothing is imported from that package: a model is any module that maps a dict of
 """
 
 from gradcache.sentence_transformers.cached_loss import cos_sim
-from gradcache.sentence_transformers.guided_loss import CachedGISTEmbedLoss
-from gradcache.sentence_transformers.margin_loss import MegaBatchMarginLoss
-from gradcache.sentence_transformers.ranking_loss import (
+from gradcache.sentence_transformers.losses import (
+    CachedGISTEmbedLoss,
     CachedMultipleNegativesRankingLoss,
     CachedMultipleNegativesSymmetricRankingLoss,
+    MegaBatchMarginLoss,
 )
 
 __all__ = [

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gradcache.autograd_node import wide
 from gradcache.grad_cache import GradCache
-from gradcache.tiled_loss import wide, with_known_gradients
+from gradcache.loss import with_known_gradients
 from gradcache.used_modules import leaves_of
 
 __all__ = ["CachedLoss", "Columns", "columns_of", "cos_sim", "embedding_in", "joined", "name_of", "precise_cos_sim"]

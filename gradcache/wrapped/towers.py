@@ -30,11 +30,9 @@ import torch
 from torch import nn
 
 from gradcache import representations
-from gradcache.context_managers import devices_in_use
 from gradcache.streamed import Tower
-from gradcache.two_pass import InputGradients, is_trainable
-from gradcache.wrapped.calls import Call, Observer
-from gradcache.wrapped.suspended import SuspendedForward, TowerState
+from gradcache.two_pass import InputGradients, devices_in_use, is_trainable
+from gradcache.wrapped.suspended import Call, Observer, SuspendedForward, TowerState
 from offload.identities import identities_only
 from pipe.nested import flatten, map_tensors
 
