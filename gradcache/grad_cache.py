@@ -119,11 +119,9 @@ class GradCache:
         if isinstance(broadcast, str):
             raise TypeError(f"expected a collection of names, got broadcast={broadcast!r}; pass ({broadcast!r},)")
         self.models = models
-        self.chunk_sizes: list[Any] = (
-            list(chunk_sizes)
-            if isinstance(chunk_sizes, Iterable) and not isinstance(chunk_sizes, str)
-            else [chunk_sizes] * len(models)
-        )
+        self.chunk_sizes: list[Any] = [chunk_sizes] * len(models)
+        if isinstance(chunk_sizes, Iterable) and not isinstance(chunk_sizes, str):
+            self.chunk_sizes = list(chunk_sizes)
         self.loss_fn = loss_fn
         self.split_input_fn = split_input_fn
         self.get_rep_fn = get_rep_fn
@@ -250,7 +248,8 @@ class GradCache:
         self._only_tensors = own_loss and not self.replaced("compute_loss")
         heads = self._heads("get_reps", "processed", "compute_loss", given=loss_kwargs)
         step = self._step(model_inputs, heads, no_sync_except_last)
-        with step.gradients() as (commit, self._check):
+        self._check = step.check
+        with step.gradients() as commit:
             encoded = step.encode()
             if torch.is_grad_enabled():
                 self._wants_gradient = [tower.wants_gradient for tower in step.towers]
@@ -283,7 +282,7 @@ class GradCache:
 
         @restores_thread_state
         def second_pass(cache: list[Any]) -> list[Tensor | None]:
-            with step.gradients(returned=hooked) as (commit, self._check):
+            with step.gradients(returned=hooked) as commit:
                 self._second_pass(step, cache, False)
                 gradients = commit()
             for k, parameter in enumerate(hooked):
@@ -300,7 +299,7 @@ class GradCache:
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def _second_pass(self, step: Step, cache: Sequence[Any], no_sync_except_last: bool) -> None:
-        self._inputs, self._difference = step.inputs, 0.0
+        self._inputs, self._check, self._difference = step.inputs, step.check, 0.0
         step.backward(cache, no_sync_except_last)
         step.inputs.backward()
 

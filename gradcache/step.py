@@ -56,19 +56,18 @@ class Step:
         tensors = [tensor for module in own if isinstance(module, CallableModel) for tensor in module.tensors]
         self._parameters = [*parameters, *tensors, *heads.tensors]
         self._reduction = Reduction(owner.towers, heads)
+        self.check = self._reduction.check
         self.inputs = InputGradients()
         self._shared: list[StreamedTowers | WrappedTowers] = []
         #: Greatest difference between the two passes of streamed towers, with ``audit``.
         self.greatest_difference = 0.0
 
     @contextlib.contextmanager
-    def gradients(
-        self, returned: Sequence[Tensor] | None = None
-    ) -> Iterator[tuple[Callable[[], list[Tensor | None]], Callable[[Any, Any], None]]]:
+    def gradients(self, returned: Sequence[Tensor] | None = None) -> Iterator[Callable[[], list[Tensor | None]]]:
         """A context that collects the gradients of this step's towers and heads.
 
-        Yields a function that adds them to ``.grad``, averaged over processes (if it is not called, no ``.grad``
-        changes), and :meth:`gradcache.distributed.reduction.Reduction.check`.
+        Yields a function that adds them to ``.grad``, averaged over processes. If it is not called, no ``.grad``
+        changes.
 
         Args:
             returned: within the caller's backward: :meth:`hooked`. The function returns the gradients of these
@@ -87,7 +86,7 @@ class Step:
                     accumulation.commit(average)
                 return taken
 
-            yield commit, reduction.check
+            yield commit
 
     def hooked(self) -> list[Tensor]:
         """The parameters with hooks whose gradients the caller's backward adds to those of its own graph.

@@ -96,8 +96,6 @@ class StreamedTowers:
         self._towers = towers
         self._inputs = inputs
         self._audit = LayerAudit(list(towers[0].model.children()) if owner.audit else (), owner.representation_of)
-        self._output_fn = self._audit.output_fn if owner.audit else owner.representation_of
-        self._wants_gradient = torch.is_grad_enabled()
         #: The representations of all chunks with their graph.
         self._graph: list[Any] = []
 
@@ -110,34 +108,22 @@ class StreamedTowers:
         lazy = (process is not None or owner.replaced("processed")) and not is_trainable(process, chunks)
         if not lazy:
             chunks = [self._inputs.as_leaves(owner.processed(chunk)) for chunk in chunks]
-        trainable = is_trainable(module, () if lazy else chunks)
         calls = chunks if lazy else [call_arguments(chunk) for chunk in chunks]
         input_fn = {"input_fn": partial(_first_call, owner.processed)} if lazy else {}
-        graph = trainable and self._wants_gradient
-        output_fn = self._output_fn if graph else self._without_parameters
-        with owner.autocast(module), torch.set_grad_enabled(graph), self._audit.listening(compares=False):
+        output_fn = self._audit.output_fn if owner.audit else owner.representation_of
+        with owner.autocast(module), self._audit.listening(compares=False):
             outputs = self._model.forward_chunks(calls, output_fn=output_fn, **input_fn)
-        self._graph = outputs if graph else []
+        trainable = any(tensor.requires_grad for tensor in tensors_in(outputs))
+        self._graph = outputs if trainable else []
         remaining = map(representations.detached, outputs)
         for tower in self._towers:
             tower.join(owner.joined(tower.chunks), islice(remaining, len(tower.chunks)))
             tower.wants_gradient = trainable
 
-    def _without_parameters(self, output: Any) -> Any:
-        """``output_fn`` of a forward without a second pass; raises ValueError if it has trainable parameters."""
-        with torch.enable_grad():
-            representation = self._output_fn(output)
-        if any(tensor.requires_grad for tensor in tensors_in(representation)) and self._wants_gradient:
-            raise ValueError(
-                "expected get_rep_fn without trainable parameters over a streamed model that is frozen; make the "
-                "trainable part a layer of the model, or pass it as the loss's"
-            )
-        return representation
-
     def backward(self) -> None:
         """Runs the model's backward from the gradients of all towers' representations, loading each shard once."""
         graph, self._graph = self._graph, []
-        if graph and any(representations.has_gradient(tower.gradient) for tower in self._towers):
+        if graph:
             with self._audit.listening(compares=True):
                 representations.backward(graph, [part for tower in self._towers for part in tower.split_gradient()])
 
@@ -201,9 +187,7 @@ def _difference(first: Sequence[list[Tensor]], second: list[Tensor]) -> float:
 
     The second pass may run chunks in another order, and concatenate neighbours, so several outputs are joined too.
     """
-    if not second:
-        return 0.0
-    nearest = math.inf
+    nearest = math.inf if second else 0.0
     for start in range(len(first)):
         for stop in range(start + 1, len(first) + 1):
             difference = _compared(first[start:stop], second)
@@ -214,18 +198,16 @@ def _difference(first: Sequence[list[Tensor]], second: list[Tensor]) -> float:
 
 
 def _compared(run: Sequence[list[Tensor]], second: list[Tensor]) -> float | None:
-    """The greatest difference from some results; infinite if they have too few rows, None if they have too many."""
+    """The greatest difference from some results; infinite for another shape, None for too many rows."""
     if any(len(result) != len(second) for result in run):
         return None
     worst = 0.0
-    for k, tensor in enumerate(second):
-        parts = [result[k] for result in run]
+    for tensor, *parts in zip(second, *run, strict=True):
         if len(parts) > 1 and any(part.dim() == 0 or part.shape[1:] != tensor.shape[1:] for part in parts):
             return None
-        rows = sum(part.size(0) for part in parts) if tensor.dim() and parts[0].dim() else 0
-        if tensor.dim() and rows > tensor.size(0):
-            return None
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if tensor.dim() and whole.dim() and whole.size(0) > tensor.size(0):
+            return None
         if whole.shape != tensor.shape:
             return math.inf
         if tensor.numel():

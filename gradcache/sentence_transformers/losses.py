@@ -216,17 +216,9 @@ class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRanking
         gather_across_devices: bool = False,
         show_progress_bar: bool = False,
     ) -> None:
-        super().__init__(
-            model,
-            scale,
-            similarity_fct,
-            mini_batch_size,
-            mini_batch_num_tokens,
-            gather_across_devices,
-            directions=("query_to_doc", "doc_to_query"),
-            partition_mode="per_direction",
-            show_progress_bar=show_progress_bar,
-        )
+        options = mini_batch_size, mini_batch_num_tokens, gather_across_devices
+        directions = "query_to_doc", "doc_to_query"
+        super().__init__(model, scale, similarity_fct, *options, directions, "per_direction", show_progress_bar)
 
 
 class CachedGISTEmbedLoss(CachedLoss):

@@ -47,7 +47,7 @@ from torch import Tensor, nn
 
 from gradcache import representations
 from gradcache.autograd_node import Gradients, with_backward
-from gradcache.nested import map_tensors, tensors_in
+from gradcache.nested import tensors_in
 from gradcache.two_pass import InputGradients, device_of, repeatable
 from pipe.interception import intercepting
 from pipe.nested import TreeSpec, flatten, unflatten
@@ -152,12 +152,13 @@ class Call:
         entering = _with_graph(inputs, self._requires, self.input_gradients, copy=False)
         return unflatten(entering, self._input_spec)  # type: ignore[no-any-return]
 
-    def fill(self, outputs: Sequence[Any], differentiable: Sequence[bool]) -> None:
-        """Stores the outputs of all micro-batches, detached, and which of their leaves need a gradient."""
-        self.outputs, self._spec = flatten(list(outputs))
+    def fill(self, outputs: list[Any]) -> None:
+        """Stores the outputs of all micro-batches, without their graph."""
+        leaves, self._spec = flatten(outputs)
+        self.outputs = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
         self._leaves = [len(flatten(output)[0]) for output in outputs]
-        self._differentiable = list(differentiable)
-        self._gradients = [None] * len(self.outputs)
+        self._differentiable = _requires(leaves)
+        self._gradients = [None] * len(leaves)
 
     # --- the forward around it ----------------------------------------------------------------------------------
 
@@ -299,7 +300,8 @@ class SuspendedForward:
         """
         self.call = None
         modes = self.tower.layers.modes
-        output = self._run(map_tensors(_as_leaf, self._chunk))
+        # The graph before the chunk is the caller's; one backward runs through it, after all chunks.
+        output = self._run(InputGradients().as_leaves(self._chunk))
         written = self._segments[-1].written
         early = not (self._suspended or in_turn) and bool(written)
         if early:
@@ -446,8 +448,3 @@ class SuspendedForward:
             self._segment.enter_context(self._segments[k].first())
         else:
             self._segment.enter_context(self._segments[k].again(settings=False))
-
-
-def _as_leaf(tensor: Tensor) -> Tensor:
-    # The graph before the chunk is the caller's; one backward runs through it, after all chunks.
-    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor

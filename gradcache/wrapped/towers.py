@@ -26,7 +26,6 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 
 from gradcache import representations
@@ -34,7 +33,7 @@ from gradcache.streamed import Tower
 from gradcache.two_pass import InputGradients, devices_in_use, is_trainable
 from gradcache.wrapped.suspended import Call, Observer, SuspendedForward, TowerState
 from offload.identities import identities_only
-from pipe.nested import flatten, map_tensors
+from pipe.nested import tensors_in
 
 if TYPE_CHECKING:
     from gradcache.contract import StepOwner
@@ -71,7 +70,7 @@ class WrappedTowers:
         self._inputs = inputs
         self._owner = owner
         #: The outputs of calls that ran together, with their graph; and each forward with the number of its call.
-        self._joint_calls: list[tuple[list[Any], list[tuple[SuspendedForward, int]]]] = []
+        self._joint_calls: list[tuple[list[Any], list[tuple[SuspendedForward, int, Call]]]] = []
         self._visits: dict[int, int] = dict.fromkeys(self._models, 0)
         #: By tower and chunk.
         self._forwards: list[list[SuspendedForward]] = []
@@ -143,33 +142,22 @@ class WrappedTowers:
                 together.append((forward, call))
         if not together:
             return
-        flags: list[list[bool]] = []
-
-        def record_flags(output: Any) -> Any:
-            # Runs as a part of the last shard, where outputs have their graph, and again in backward.
-            flags.append([isinstance(x, torch.Tensor) and x.requires_grad for x in flatten(output)[0]])
-            return output
-
         first = together[0][1]
         with first.settings():
             entering = [call.enter() for _, call in together]
-            outputs = first.model.forward_chunks(list(chain(*entering)), output_fn=record_flags)
+            outputs = first.model.forward_chunks(list(chain(*entering)))
         self._visits[id(first.model)] += 1
-        remaining = iter(zip(outputs, flags[: len(outputs)], strict=True))
+        remaining = iter(outputs)
         for (forward, call), micro_batches in zip(together, entering, strict=True):
-            mine = list(islice(remaining, len(micro_batches)))
-            detached = [map_tensors(torch.Tensor.detach, output) for output, _ in mine]
-            call.fill(detached, [flag for _, row in mine for flag in row])
+            call.fill(list(islice(remaining, len(micro_batches))))
             forward.calls.append(call)
-        if any(map(any, flags)):
-            self._joint_calls.append((outputs, [(forward, len(forward.calls) - 1) for forward, _ in together]))
+        if any(tensor.requires_grad for tensor in tensors_in(outputs)):
+            self._joint_calls.append((outputs, [(f, len(f.calls) - 1, call) for f, call in together]))
 
     # --- backward -----------------------------------------------------------------------------------------------
 
     def backward(self) -> None:
         """The second pass."""
-        if not any(representations.has_gradient(tower.gradient) for tower in self._towers):
-            return
         with self._reset_on_failure():
             for tower, chunks in zip(self._towers, self._forwards, strict=True):
                 for forward, part in zip(chunks, tower.split_gradient(), strict=True):
@@ -178,18 +166,11 @@ class WrappedTowers:
                     if part is not None:
                         self.greatest_difference = max(self.greatest_difference, forward.backward(part, first))
             while self._joint_calls:
-                self._backward_through(*self._joint_calls.pop())
-
-    @staticmethod
-    def _backward_through(outputs: Sequence[Any], members: Sequence[tuple[SuspendedForward, int]]) -> None:
-        """Runs backward through the calls of a model that ran together, and through the code before each call."""
-        calls = [forward.calls[k] for forward, k in members]
-        gradients = [gradient for call in calls if call is not None for gradient in call.take_gradients()]
-        if any(gradient is not None for gradient in gradients):
-            representations.backward(outputs, gradients)
-            gradients.clear()
-        for forward, k in members:
-            forward.backward_from(k)
+                outputs, members = self._joint_calls.pop()
+                representations.backward(outputs, [part for *_, call in members for part in call.take_gradients()])
+                del outputs
+                for forward, k, _ in members:
+                    forward.backward_from(k)
 
     @contextlib.contextmanager
     def _reset_on_failure(self) -> Iterator[list[SuspendedForward]]:
