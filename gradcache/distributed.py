@@ -31,7 +31,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -154,10 +154,7 @@ _pending: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The module inside DistributedDataParallel; any other module itself."""
-    if isinstance(model, DistributedDataParallel):
-        inner: nn.Module = model.module
-        return inner
-    return model
+    return cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
 
 
 @identities_only()

@@ -70,24 +70,20 @@ def tiled(
     @wraps(loss_fn, updated=())
     def by_tiles(x: Tensor, *others: Any, **kwargs: Any) -> Tensor:
         rows = x.size(0)
-        arguments: list[_Argument] = []
-
-        def argument(tensor: Tensor, is_cut: bool = False) -> _Argument:
-            arguments.append(_Argument(tensor, is_cut))
-            return arguments[-1]
 
         def read(name: str | int, value: Any) -> Any:
             if not isinstance(value, Tensor) or (name != 0 and name not in cut):
-                return map_tensors(argument, value)
+                return map_tensors(_Argument, value)
             if value.dim() == 0 or value.size(0) != rows:
                 raise ValueError(
                     f"expected {rows} rows in argument {name!r}, one for each row of the first, got shape "
                     f"{tuple(value.shape)}; pass equal rows, or remove it from cut=..."
                 )
-            return argument(value, is_cut=True)
+            return _Argument(value, is_cut=True)
 
         positional = [read(k, value) for k, value in enumerate((x, *others))]
         leaves, spec = flatten((positional, {name: read(name, value) for name, value in kwargs.items()}))
+        arguments = [leaf for leaf in leaves if isinstance(leaf, _Argument)]
         total: Tensor | None = None
         captured: dict[int, _Argument] = {}
         for start in range(0, max(rows, 1), tile_rows):
@@ -146,18 +142,15 @@ class _Argument:
 def _add_gradients(
     loss: Tensor, arguments: list[_Argument], captured: dict[int, _Argument], start: int, stop: int
 ) -> None:
-    wanted = [argument for argument in arguments if argument.part.requires_grad]
-    known = {id(argument.part) for argument in wanted}
-    others = [leaf for leaf in leaves_of(loss) if id(leaf) not in known]
+    mine = {id(argument.part): argument for argument in arguments}
+    leaves = list(leaves_of(loss))
+    others = [leaf for leaf in leaves if id(leaf) not in mine]
     for leaf in others:
         captured.setdefault(id(leaf), _Argument(leaf))
-    wanted += [captured[id(leaf)] for leaf in others]
     # Tensors that the function captured may have a graph of their own, which the next tile needs again.
-    gradients = torch.autograd.grad(
-        loss, [argument.part for argument in wanted], retain_graph=bool(others), allow_unused=True
-    )
-    for argument, gradient in zip(wanted, gradients, strict=True):
-        argument.add(gradient, start, stop)
+    gradients = torch.autograd.grad(loss, leaves, retain_graph=bool(others), allow_unused=True)
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        (mine.get(id(leaf)) or captured[id(leaf)]).add(gradient, start, stop)
 
 
 def with_known_gradients(value: Tensor, known: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

@@ -333,41 +333,38 @@ class CachedGISTEmbedLoss(CachedLoss):
         anchors, candidates = columns[0], [rows.gathered(column) for column in columns[1:]]
         by_guide = [rows.gathered(column) for column in guided[1:]]
         by_tiles = tiled(self._of_tile, tile_rows=self.mini_batch_size, cut=(1, 2, 3, 4), reduction="sum")
-        mine = by_tiles(
-            *(anchors, columns[1], guided[0], guided[1], rows.own), *(anchors, candidates, guided[0], by_guide)
-        )
+        every = anchors, candidates, guided[0], by_guide
+        mine = by_tiles(anchors, columns[1], guided[0], guided[1], rows.own, every)
         return rows.mean(mine, mine.dtype)
 
     def _of_tile(
-        self,
-        anchors: Tensor,
-        positives: Tensor,
-        guided_anchors: Tensor,
-        guided_positives: Tensor,
-        own: Tensor,
-        every_anchor: Tensor,
-        candidates: Sequence[Tensor],
-        every_guided_anchor: Tensor,
-        guided_candidates: Sequence[Tensor],
+        self, anchors: Tensor, positives: Tensor, by_guide: Tensor, positives_by_guide: Tensor, own: Tensor, every: Any
     ) -> Tensor:
-        """The sum over anchors of a tile; ``own``: the number of each among all anchors."""
+        """The sum over anchors of a tile.
+
+        Args:
+            anchors: of the tile, as are the positives, and both by the guide.
+            own: the number of each anchor among all.
+            every: all anchors and candidates, and both by the guide.
+        """
+        every_anchor, candidates, every_anchor_by_guide, candidates_by_guide = every
         rows = torch.arange(len(anchors), device=anchors.device)
-        by_guide = precise_cos_sim(guided_anchors, guided_candidates[0])
-        threshold = by_guide[rows, own, None]
+        similar = precise_cos_sim(by_guide, candidates_by_guide[0])
+        threshold = similar[rows, own, None]
         less = self.margin if self.margin_strategy == "absolute" else threshold.abs() * self.margin
         threshold = threshold - less
 
-        def scores(a: Tensor, b: Tensor, by_guide: Tensor) -> Tensor:
-            return precise_cos_sim(a, b).masked_fill(by_guide > threshold, -torch.inf)
+        def scores(a: Tensor, b: Tensor, similar: Tensor) -> Tensor:
+            return precise_cos_sim(a, b).masked_fill(similar > threshold, -torch.inf)
 
-        by_guide = by_guide.index_put((rows, own), by_guide.new_tensor(-torch.inf))  # the positive itself always counts
-        found = [scores(anchors, candidates[0], by_guide)]
+        similar = similar.index_put((rows, own), similar.new_tensor(-torch.inf))  # the positive itself always counts
+        found = [scores(anchors, candidates[0], similar)]
         if self.contrast_anchors:
-            found.append(scores(anchors, every_anchor, precise_cos_sim(guided_anchors, every_guided_anchor)))
+            found.append(scores(anchors, every_anchor, precise_cos_sim(by_guide, every_anchor_by_guide)))
         if self.contrast_positives:
-            found.append(scores(positives, candidates[0], precise_cos_sim(guided_positives, guided_candidates[0])))
-        for negatives, guided in zip(candidates[1:], guided_candidates[1:], strict=True):
-            found.append(scores(anchors, negatives, precise_cos_sim(guided_anchors, guided)))
+            found.append(scores(positives, candidates[0], precise_cos_sim(positives_by_guide, candidates_by_guide[0])))
+        for negatives, negatives_by_guide in zip(candidates[1:], candidates_by_guide[1:], strict=True):
+            found.append(scores(anchors, negatives, precise_cos_sim(by_guide, negatives_by_guide)))
         return F.cross_entropy(torch.cat(found, dim=1) / self.temperature, own, reduction="sum")
 
 
