@@ -299,7 +299,7 @@ class GradCache:
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def _second_pass(self, step: Step, cache: Sequence[Any], no_sync_except_last: bool) -> None:
-        self._inputs, self._check, self._difference = step.inputs, step.check, 0.0
+        self._inputs, self._check = step.inputs, step.check
         step.backward(cache, no_sync_except_last)
         step.inputs.backward()
 
@@ -315,7 +315,7 @@ class GradCache:
                 "expected models wrapped in DistributedDataParallel with no_sync_except_last=True, got one that has no "
                 "no_sync(); wrap all models or drop the flag"
             )
-        self._auxiliary = ()
+        self._auxiliary, self._difference = (), 0.0
         # A subclass that overrides model_call gets the model as it was given, including a DDP wrapper.
         models = list(self.towers if self.replaced("model_call") else map(unwrapped, self.towers))
         for model, inner in zip(self.towers, models, strict=True):
