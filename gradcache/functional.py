@@ -122,7 +122,7 @@ def _cat(value: Any) -> Any:
     return torch.cat(value) if is_tensors else value
 
 
-def gather_input_tensor(func: Any = None, axis: int = 0) -> Any:
+def gather_input_tensor(func: Callable[..., Any] | None = None, axis: int = 0) -> Callable[..., Any]:
     """Gathers every tensor argument from all processes along ``axis``, positional or keyword.
 
     Use as ``@gather_input_tensor`` or ``@gather_input_tensor(axis=1)``. Only this process's part gets gradients; a loss
