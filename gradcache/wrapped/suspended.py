@@ -9,8 +9,9 @@ must reach that call before any continues, so that the model runs all their call
 
 A forward is suspended by raising an exception in the call, and resumed by running it again from its beginning, where
 completed calls return their stored outputs. So it needs no thread: it runs in the caller's thread, with its settings,
-and attributes that a tower sets in the prefix and reads in the suffix are those of its own chunk. The repetition is
-cheap, since streamed models do not run again.
+and what a tower sets in the prefix and reads in the suffix (an attribute, an element of a list, a global) is of its own
+chunk. Forwards that wait in threads of their own would find what the last chunk has set there. The repetition is cheap,
+since streamed models do not run again.
 
 Guarantees
     * Together the runs have the side effects of one forward: each segment draws random numbers and writes buffers the

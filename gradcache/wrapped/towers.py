@@ -11,7 +11,7 @@
 
 A call loads each shard once forward and once backward, for any number of chunks, if all chunks make the same calls in
 the same order. Otherwise results are the same, but shards are loaded more often. The same holds for a call that cannot
-be deferred (see ``calls``). Both are reported once, in a RuntimeWarning.
+be deferred (see ``suspended``). Both are reported once, in a RuntimeWarning.
 
 Between the passes it keeps the inputs and outputs of each streamed model, for every chunk. Code around the models,
 ``process_fn`` included, runs once more in each pass for every deferred call: it should be cheap compared to the model.
