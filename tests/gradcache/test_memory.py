@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import offload.limits
 from gradcache import GradCache
+from gradcache.chunk_size import StepMemory
 from gradcache.loss import SimpleContrastiveLoss
-from gradcache.memory import StepMemory
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 
 GRADIENT_BYTES = 3 * 4 * (8 * 8 + 8)
