@@ -8,18 +8,26 @@ run during the next forward.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
 
 __all__ = ["identities_only", "values_may_be_read"]
 
-_IDENTITIES_ONLY: ContextVar[bool] = ContextVar("identities_only", default=False)
+
+class _Context:
+    """Lives as long as the frame of a context."""
+
+
+#: What is dead belongs to a context that an interrupt has left before it could reset the variable.
+_IDENTITIES_ONLY: ContextVar[weakref.ref[_Context] | None] = ContextVar("identities_only", default=None)
 
 
 @contextlib.contextmanager
 def identities_only() -> Iterator[None]:
     """A context, or a decorator, for code that lists modules and parameters but reads no values."""
-    token = _IDENTITIES_ONLY.set(True)
+    here = _Context()
+    token = _IDENTITIES_ONLY.set(weakref.ref(here))
     try:
         yield
     finally:
@@ -28,4 +36,5 @@ def identities_only() -> Iterator[None]:
 
 def values_may_be_read() -> bool:
     """Whether the caller is outside of :func:`identities_only`."""
-    return not _IDENTITIES_ONLY.get()
+    context = _IDENTITIES_ONLY.get()
+    return context is None or context() is None
