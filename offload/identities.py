@@ -8,26 +8,21 @@ run during the next forward.
 from __future__ import annotations
 
 import contextlib
-import weakref
+import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
 
 __all__ = ["identities_only", "values_may_be_read"]
 
-
-class _Context:
-    """Lives as long as the frame of a context."""
-
-
-#: What is dead belongs to a context that an interrupt has left before it could reset the variable.
-_IDENTITIES_ONLY: ContextVar[weakref.ref[_Context] | None] = ContextVar("identities_only", default=None)
+#: The identity of the frame that has entered the context. One that runs no longer has been left by an interrupt before
+#: it could reset the variable.
+_IDENTITIES_ONLY: ContextVar[int | None] = ContextVar("identities_only", default=None)
 
 
 @contextlib.contextmanager
 def identities_only() -> Iterator[None]:
     """A context, or a decorator, for code that lists modules and parameters but reads no values."""
-    here = _Context()
-    token = _IDENTITIES_ONLY.set(weakref.ref(here))
+    token = _IDENTITIES_ONLY.set(id(sys._getframe(2)))  # beyond this one and ``contextlib``'s
     try:
         yield
     finally:
@@ -36,5 +31,12 @@ def identities_only() -> Iterator[None]:
 
 def values_may_be_read() -> bool:
     """Whether the caller is outside of :func:`identities_only`."""
-    context = _IDENTITIES_ONLY.get()
-    return context is None or context() is None
+    entered, frame = _IDENTITIES_ONLY.get(), sys._getframe(1)
+    if entered is None:
+        return True
+    while frame is not None:
+        if id(frame) == entered:
+            return False
+        frame = frame.f_back  # type: ignore[assignment]
+    _IDENTITIES_ONLY.set(None)
+    return True
