@@ -146,6 +146,7 @@ class OffloadModel(nn.Module):
         dtype: torch.dtype | None = None,
         key_map: KeyMap | None = None,
         strict: bool = True,
+        adapt: Callable[[nn.Module], nn.Module] | None = None,
         **options: Any,
     ) -> M:
         """A model whose weights are read from safetensors files straight into their homes.
@@ -166,6 +167,9 @@ class OffloadModel(nn.Module):
             key_map, strict: see :class:`~offload.Pretrained`. Without ``key_map``, names are mapped as transformers
                 maps them: those of older releases, and where only the model or only the files have a head around a
                 base model (``model.layers.0`` and ``layers.0``); the files' head is skipped then.
+            adapt: called with the model before anything is read, returns the model to offload: adapters over a base
+                that is never whole in memory, ``lambda base: get_peft_model(base, lora)``. What it adds is in no file,
+                and is initialised as ``adapt`` does it.
             options: further arguments of the :class:`~offload.OffloadModel`, such as ``blocks``.
 
         Returns:
@@ -179,7 +183,7 @@ class OffloadModel(nn.Module):
             ImportError: if a class of transformers is needed and transformers is not installed.
         """
         make = partial(cls, device=device, offload_device=offload_device, **options)
-        return from_files(make, path, model=model, dtype=dtype, key_map=key_map, strict=strict)
+        return from_files(make, path, model=model, dtype=dtype, key_map=key_map, strict=strict, adapt=adapt)
 
     # --- parts -------------------------------------------------------------------------------------------------------
 

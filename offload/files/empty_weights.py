@@ -21,28 +21,34 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.files.transformers_names import keep_wide
 from offload.storage.buffer import empty_on_host
+from offload.streaming.recipes import record, watch
 
 __all__ = ["build_model", "init_empty_weights"]
 
 
 class _EmptyOnHost(TorchFunctionMode):
-    """Layers make their weights by ``torch.empty`` and drop them once the parameters are on the meta device."""
+    """Layers make their weights by ``torch.empty`` and drop them once the parameters are on the meta device.
+
+    What initialises those is recorded.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not torch.empty or not kwargs.keys() <= {"dtype", "device", "requires_grad"}:
-            return func(*args, **kwargs)
-        if torch.device(kwargs.get("device") or torch.get_default_device()).type != "cpu":
-            return func(*args, **kwargs)
-        meta: Tensor = func(*args, **kwargs | {"device": "meta"})
-        return empty_on_host(meta).requires_grad_(meta.requires_grad)
+        on_host = func is torch.empty and kwargs.keys() <= {"dtype", "device", "requires_grad"}
+        if on_host and torch.device(kwargs.get("device") or torch.get_default_device()).type == "cpu":
+            meta: Tensor = func(*args, **kwargs | {"device": "meta"})
+            return empty_on_host(meta).requires_grad_(meta.requires_grad)
+        result = func(*args, **kwargs)
+        record(func, args, kwargs, result)
+        return result
 
 
 @contextlib.contextmanager
 def init_empty_weights() -> Iterator[None]:
     """A context in which modules are built with parameters on the meta device, and buffers with their values.
 
-    Such a model takes no memory until ``OffloadModel(model, ..., pretrained=path)`` gives it a home. Concerns modules
+    Such a model takes no memory until ``OffloadModel(model, ..., pretrained=path)`` gives it a home. A parameter of
+    which no file has the value is initialised there, by the calls that the code has made here. Concerns modules
     that this thread builds. Parameters of a subclass of ``nn.Parameter`` keep their memory.
 
     Source: accelerate's ``init_empty_weights(include_buffers=False)``.
@@ -55,6 +61,7 @@ def init_empty_weights() -> Iterator[None]:
         if parameter not in made:  # else it is tied
             made[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
             vars(made[parameter]).update(vars(parameter))
+            watch(made[parameter])
         found: nn.Parameter = made[parameter]
         return found
 

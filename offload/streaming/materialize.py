@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.storage.buffer import empty_on_host
+from offload.streaming.recipes import Recipe, recipe_of
 
 __all__ = ["InPlace", "Materializer", "Values", "move_buffers"]
 
@@ -48,8 +49,9 @@ class Materializer:
         self._buffers: dict[Tensor, Tensor] = {}
         #: Parameters without values yet.
         self._empty: set[Tensor] = set()
-        #: Modules to initialise, and tensors to read.
+        #: Modules to initialise, parameters whose values are made by recorded calls, and tensors to read.
         self._uninitialised: list[nn.Module] = []
+        self._recipes: list[tuple[nn.Parameter, Recipe]] = []
         self._unread: list[Tensor] = []
         self._read: set[Tensor] = set()
 
@@ -60,7 +62,7 @@ class Materializer:
 
     def allocate_module(self, path: str, module: nn.Module) -> None:
         """Replaces the meta tensors of one module, but not those of its children; raises as :meth:`allocate` does."""
-        if self._replace(module):
+        if self._replace(path, module):
             if not callable(getattr(module, "reset_parameters", None)):
                 raise ValueError(
                     f"{type(module).__name__} {path!r} is on the meta device and has no reset_parameters() to "
@@ -86,7 +88,7 @@ class Materializer:
     @property
     def idle(self) -> bool:
         """Whether all parameters have their values, so that :meth:`fill` would do nothing."""
-        return not (self._uninitialised or self._unread)
+        return not (self._uninitialised or self._recipes or self._unread)
 
     def fill(self) -> None:
         """Initialises or reads the parameters of the layers so far, which are in storage now.
@@ -97,25 +99,35 @@ class Materializer:
             _initialise(module)
             # A tied parameter may have been read before. Without this, it keeps initial values.
             self._unread += [p for p in module.parameters(recurse=False) if p in self._stored]
+        for parameter, recipe in self._recipes:
+            recipe.repeat(parameter)
         for tensor in dict.fromkeys(self._unread):
             self._stored[tensor].read_into(tensor)
         self._read.update(self._unread)
         self._empty.clear()
         self._uninitialised.clear()
+        self._recipes.clear()
         self._unread.clear()
 
-    def _replace(self, module: nn.Module) -> bool:
-        """Replaces a module's meta tensors; returns whether any has to be initialised."""
+    def _replace(self, path: str, module: nn.Module) -> bool:
+        """Replaces a module's meta tensors; returns whether any has to be initialised by the module."""
         uninitialised = False
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 real = self._parameters.get(parameter)
+                new = real is None
                 if real is None:
                     real = nn.Parameter(empty_on_host(parameter), parameter.requires_grad)
                     self._parameters[parameter] = real
                     self._empty.add(real)
                 module._parameters[key] = real
-                uninitialised |= not self._is_stored(parameter, real)
+                if self._is_stored(parameter, real):
+                    continue
+                if (recipe := recipe_of(parameter)) is None:
+                    uninitialised = True
+                elif new:  # else it is tied
+                    recipe.check(f"{path}.{key}")
+                    self._recipes.append((real, recipe))
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[key] = self._buffers.setdefault(buffer, torch.empty_like(buffer, device="cpu"))

@@ -172,6 +172,40 @@ def test_from_pretrained_computes_what_no_file_holds(tmp_path: Path) -> None:
         assert_equal(bare, model)
 
 
+class Adapted(nn.Module):
+    def __init__(self, base: nn.Linear, up: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features, bias=False)
+        nn.init.ones_(self.down.weight)
+        self.down.weight.data[0].mul_(2)
+        up(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("resident", [None, ["*.up.*", "*.down.*"]])
+def test_adapters_over_a_base_in_files_begin_as_they_were_initialised(resident: Any, tmp_path: Path) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    saved(layers, tmp_path / "w")
+
+    def adapt(up: Callable[[Tensor], object]) -> Any:
+        base = lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))  # noqa: E731
+        adapters = lambda bare: nn.Sequential(*(Adapted(layer, up) for layer in bare))  # noqa: E731
+        return OffloadModel.from_pretrained(
+            tmp_path / "w", "cpu", tmp_path / "home", model=base, adapt=adapters, resident=resident
+        )
+
+    model, x = adapt(nn.init.zeros_), torch.randn(3, 4)
+    assert torch.equal(model(x), layers(x))
+    assert torch.equal(model[0].down.weight, torch.tensor([[2.0] * 4, [1.0] * 4]))
+    model(x).sum().backward()
+    assert all((p.grad is None) == name.startswith(("0.base", "1.base")) for name, p in model.named_parameters())
+    with pytest.raises(ValueError, match=r"no file has a value of 0\.up\.weight, and its initial one was computed"):
+        adapt(lambda weight: weight.data.copy_(torch.eye(4)[:, :2]))
+
+
 def test_from_pretrained_reads_layers_that_are_called_in_order(tmp_path: Path) -> None:
     bare = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     weights = saved(bare, tmp_path / "w")
