@@ -42,7 +42,7 @@ PACKAGES = {
     "build-huge": ("numpy",),
     "fewer-bytes": ("matplotlib", "numpy", "tokenizers"),
 }
-#: Pages with claims, in the order of the README's table.
+#: Pages with claims, in the order of their table in benchmarks/results/README.md.
 CLAIMED = ["optimizer-billion", "optimizer", "build-huge", "qwen-embedding", "offload-step", "memory-latency"]
 CLAIMED += ["retrieval", "gradcache-batch", "pipe-ladder", "train-overlap"]
 
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("usage: python -m benchmarks NAME [--out STEM] [options]\n")
             print("\n".join(f"  {name:<15}  {question}" for name, question in BENCHMARKS.items()))
             print("\npython -m benchmarks NAME --help shows the options of one.")
-            print("python -m benchmarks table prints the README's table of claims from benchmarks/results/*.jsonl.")
+            print("python -m benchmarks table prints the table of claims from benchmarks/results/*.jsonl.")
             print("python -m benchmarks report FILE.jsonl [STEM] makes the page of a run again.")
         elif name == "table":
             print(claims_table())
@@ -131,7 +131,7 @@ def _report(file: str, stem: str = "") -> int:
 
 
 def claims_table() -> str:
-    """The README's table in Markdown: set-up, peer, time ratio with range, memory ratio, link to the page."""
+    """The table of claims in Markdown: set-up, peer, time ratio with range, memory ratio, link to the page."""
     from benchmarks.harness.benchmark import read_header, read_run
 
     rows = [["set-up", "beside", "time, ours to theirs", "memory, ours to theirs", "results"]]
@@ -140,7 +140,7 @@ def claims_table() -> str:
         path = RESULTS / f"{page}.jsonl"
         benchmark = load(read_header(path)["benchmark"])
         for claim in benchmark.claims(read_run(path, benchmark)):
-            rows.append([*claim.cells(), f"[{page}](benchmarks/results/{page}.md)"])
+            rows.append([*claim.cells(), f"[{page}]({page}.md)"])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -14,21 +14,48 @@ ROOT = Path(__file__).parent.parent
 PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if not page.is_symlink()]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 
-# Python, and what it prints where a block without a language follows at once.
+# Of these pages the blocks are one program, in order.
+PROGRAMS = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+
+# Python, and what it prints: the comments at its end, or a block without a language that follows at once.
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\n\n```\n(?P<printed>.*?)^```$)?", re.DOTALL | re.MULTILINE)
+COMMENTS = re.compile(r"(?:^# .*\n)+\Z", re.MULTILINE)
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 
-def blocks() -> list[Any]:
-    found = []
-    for document in DOCUMENTS:
-        text = document.read_text(encoding="utf-8")
-        for match in BLOCK.finditer(text):
-            line = text.count("\n", 0, match.start()) + 1
-            found.append(pytest.param(match["code"], match["printed"], id=f"{document.name}:{line}"))
+def blocks(document: Path) -> list[Any]:
+    """Code, what it prints or None, and the line where it begins."""
+    text, found = document.read_text(encoding="utf-8"), []
+    for match in BLOCK.finditer(text):
+        printed, comments = match["printed"], COMMENTS.search(match["code"])
+        if comments is not None:
+            printed = comments[0].replace("# ", "")
+        found.append((match["code"], printed, text.count("\n", 0, match.start()) + 1))
     return found
 
 
-@pytest.mark.parametrize(("code", "printed"), blocks())
+def near(output: str, printed: str) -> bool:
+    """Whether words are equal, and numbers within a third: they are of another machine. ``...`` stands for lines."""
+    numbers = [[float(each.replace(",", "")) for each in NUMBER.findall(text)] for text in (output, printed)]
+    if "..." in printed:
+        words = re.escape(NUMBER.sub("0", printed)).replace(re.escape("...\n"), r"(?:.*\n)*")
+        begin = len(NUMBER.findall(printed.partition("...")[0]))
+        numbers[0] = numbers[0][:begin] + numbers[0][begin - len(numbers[1]) :]
+    else:
+        words = re.escape(NUMBER.sub("0", printed))
+    same = re.fullmatch(words, NUMBER.sub("0", output)) is not None and len(numbers[0]) == len(numbers[1])
+    return same and all(abs(a - b) <= b / 3 for a, b in zip(*numbers, strict=True))
+
+
+SINGLE = [
+    pytest.param(code, printed, id=f"{document.name}:{line}")
+    for document in DOCUMENTS
+    if document not in PROGRAMS
+    for code, printed, line in blocks(document)
+]
+
+
+@pytest.mark.parametrize(("code", "printed"), SINGLE)
 def test_a_block_of_python_runs_as_it_stands(
     code: str,
     printed: str | None,
@@ -43,10 +70,42 @@ def test_a_block_of_python_runs_as_it_stands(
     assert printed is None or output == printed
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of optional libraries, for each other
+@pytest.mark.parametrize("document", PROGRAMS, ids=lambda path: path.name)
+def test_the_blocks_of_a_page_run_one_after_the_other(
+    document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "document"}
+    lacks: list[str] = []
+    with torch.random.fork_rng():
+        for code, printed, line in blocks(document):
+            try:
+                exec(compile(code, f"{document.name}:{line}", "exec"), names)
+            except ModuleNotFoundError as error:
+                lacks.append(f"{document.name}:{line}: {error}")
+            except NameError:
+                if not lacks:  # else of what the block before would have made
+                    raise
+            else:
+                output = capsys.readouterr().out
+                assert printed is None or near(output, printed), f"{document.name}:{line} printed:\n{output}"
+    if lacks:
+        pytest.skip(lacks[0])
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_between_files_lead_somewhere(document: Path) -> None:
     targets = re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8"))
     assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+def test_a_stranger_can_read_it_all() -> None:
+    reference = {ROOT / "docs" / "api", ROOT / "docs" / "results"}
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if reference.isdisjoint(page.parents)]
+    words = sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
+    assert words <= 14_000
+    assert words + len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 16_000
 
 
 def test_the_tests_that_the_design_names_are_there() -> None:

@@ -55,7 +55,7 @@ class Run:
 
 
 class Claim(NamedTuple):
-    """A row of the README's table: what was measured beside what, the ratios of times, and that of peaks."""
+    """A row of the table of claims: what was measured beside what, the ratios of times, and that of peaks."""
 
     set_up: str
     beside: str
