@@ -30,7 +30,7 @@ setup(
             "safetensors>=0.4",
             "fairscale==0.4.13",
         ],
-        "bench": ["tokenizers>=0.20", "matplotlib>=3.8", "numpy"],
+        "bench": ["tokenizers>=0.20", "matplotlib>=3.8", "numpy", "tqdm"],
         # What the question pipe-ladder measures beside ours.
         "ancestors": ["fairscale==0.4.13", "torchgpipe==0.0.7"],
         # What torchrec needs. It asks for a CUDA build of fbgemm, so it is installed by hand on a machine without one:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import inspect
 import os
@@ -752,6 +753,8 @@ def offload(
             finalizer=finalizer,
         )
         _change(model, kind, offloaded_kind, state, undo.callback)
+        if home.keeps and sharding is None:  # with a mesh, the others might have ended
+            atexit.register(_close_at_exit, weakref.ref(model), os.getpid())
         return_freed_memory()
         # Within the try: an interrupt here is the last one that changes the model back.
         return cast(OffloadModel, model)
@@ -832,6 +835,13 @@ def _check_splitting(num_microbatches: int | None, *, in_order: bool, plans: boo
         if in_order:
             needed = "a memory, whose plan chooses them"
         raise ValueError(f"num_microbatches=None needs {needed}; pass the number of micro-batches")
+
+
+def _close_at_exit(model: weakref.ref[nn.Module], made_in: int) -> None:
+    """Closes a model with a kept home that lives when the program ends."""
+    left = model()
+    if isinstance(left, OffloadModel) and os.getpid() == made_in:
+        left.close()
 
 
 def _release(limits: MemoryLimits | None) -> None:

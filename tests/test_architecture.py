@@ -50,6 +50,7 @@ ORDERS = {
     ],
     "offload": [
         "identities",
+        "progress",
         "machine",
         "storage",
         "planning",

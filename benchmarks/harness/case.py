@@ -78,6 +78,8 @@ class Outcome:
         """Why there is no result, after ``skipped:`` or ``failed:``; empty where there is one."""
         if self.result is not None:
             return ""
+        if self.lacked_memory and self.case.may_lack_memory:
+            return "died for lack of memory, which is an answer here, not a fault"
         return f"failed: {self.failure}" if self.skipped is None else f"skipped: {self.skipped}"
 
     @property

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks.harness.case import Case, Outcome
 from benchmarks.harness.process import CaseProcess
+from offload.progress import progress
 
 MAXIMUM_ERROR = 0.03  # of a median: two runs then rarely differ by a tenth
 MOST_TIMES = 3
@@ -46,7 +47,8 @@ def run_group(
                 processes = first + [_start(case, folder, 0 if first else warmup, inner) for case in lot]
                 _warm_up(processes, warmup if first else 0)
                 ratios = processes[-1].outcome.ratios
-                for k in rounds_until_known(ratios, turns) if first else range(turns):
+                rounds = rounds_until_known(ratios, turns) if first else progress(range(turns), "steps", "round")
+                for k in rounds:
                     if first and not all(process.waiting for process in processes):
                         break  # one of the two has ended; its outcome says why
                     _round(processes, k)

@@ -12,19 +12,18 @@ machine has left.
 """
 
 import itertools
-import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 from benchmarks.harness.benchmark import Benchmark, Claim, Run
 from benchmarks.harness.case import FLOOR, Case, Outcome
-from benchmarks.harness.table import at_most, case_table, limit_columns, markdown_table, mebibytes, spread
-from benchmarks.models.work import adamw_bytes, gradient_bytes
+from benchmarks.harness.table import at_most, case_table, markdown_table, mebibytes, spread
 from benchmarks.retrieval.corpus import build_corpus
-from benchmarks.retrieval.methods import BEFORE, RECALL_AT
+from benchmarks.retrieval.methods import RECALL_AT
 from benchmarks.retrieval.workload import METHODS, OURS, Settings, write_tokens
 
 NAMES = {"whole": "whole batch", "gradcache": "GradCache", OURS: "GradCache + offload"}
+WHEN = ("before", "after")
 TOLERANCE = 1e-4  # of losses
 # Freed blocks are returned at once, in every case: else peaks and cap would depend on what each heap keeps.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "MALLOC_ARENA_MAX": "1"}
@@ -48,6 +47,9 @@ def measure(run: Run) -> None:
         return Case(NAMES[method] + suffix, target, how, GIVE_BACK, work=work, may_lack_memory=dies)
 
     cases = [case(method, "", None) for method in settings.methods]
+    print(
+        f"{len(cases)} methods take {settings.training_steps} steps in turn, then {settings.capped_steps} under a cap"
+    )
     if settings.ranks > 1:
         cases.append(_together(case(OURS, "", None), settings))
     cap_bytes = midway(run.group("free", cases, "rounds", turns=settings.training_steps))
@@ -73,36 +75,29 @@ def report(run: Run) -> list[str]:
     free, settings = run.groups["free"], run.settings
     done = [outcome for outcome in free if outcome.result is not None]
 
-    def copied(outcome: Outcome) -> dict[str, float]:
-        parameters = outcome.result["parameters"] / outcome.case.ranks
-        return {"copied_bytes": gradient_bytes(parameters) + adamw_bytes(parameters)}
-
-    def quarter(losses: list[float], *, last: bool) -> str:
-        size = max(1, len(losses) // 4)  # one batch says little: each is another one
-        return f"{statistics.fmean(losses[-size:] if last else losses[:size]):.4f}"
+    def change(kind: str, show: Callable[[float], str]) -> Callable[[Outcome], str]:
+        """Before and after the training, of held-out pairs. Older runs have the recall alone."""
+        of = {
+            when: lambda o, when=when: o.result.get(when) or {"recall": o.result.get(f"recall_{when}")} for when in WHEN
+        }
+        return lambda o: " -> ".join(show(of[when](o)[kind]) if kind in of[when](o) else "-" for when in WHEN)
 
     columns = {
         "peak memory": lambda o: mebibytes(o.peak_bytes),
-        "memory ratio": lambda o: f"{o.peak_bytes / done[0].peak_bytes:.2f}x",
-        "less torch": lambda o: mebibytes(o.peak_bytes - o.moments[FLOOR]),
-        "before step 1": lambda o: mebibytes(o.moments[BEFORE]),
         "s/step": lambda o: f"{o.median():.2f}",
         "time ratio": lambda o: spread(o.ratios(), 2) if o is not done[0] else "1",
-        **limit_columns(run.rates, copied, files=True),
-        "loss, first quarter": lambda o: quarter(o.values("loss"), last=False),
-        "last quarter": lambda o: quarter(o.values("loss"), last=True),
-        f"recall@{RECALL_AT}": lambda o: f"{o.result['recall_before']:.1%} -> {o.result['recall_after']:.1%}",
+        "held-out loss": change("loss", "{:.3f}".format),
+        f"recall@{RECALL_AT}": change("recall", "{:.1%}".format),
     }
     sections = [case_table(free, columns, "method")]
     if done:
         held_out, parameters = done[0].result["held_out"], done[0].result["parameters"]
         sections.append(
-            f"{parameters / 1e6:.1f} M parameters, {settings.tokens_per_step:,} tokens a step, chunks "
-            f"of {settings.chunk} rows, {settings.slices} shards. The interpreter and torch alone hold "
-            f"{mebibytes(done[0].moments[FLOOR])}. Recall before and after {settings.training_steps} steps; chance "
-            f"finds {RECALL_AT / held_out:.1%} of {held_out} held-out pairs. Methods take their steps in turn; time "
-            "ratios are those of the steps in a round: median (least to greatest). Limits count a forward and a "
-            "backward with nothing recomputed, AdamW's reads and writes, and the bytes of files."
+            f"{parameters / 1e6:.1f} M parameters, {settings.tokens_per_step:,} tokens a step, chunks of "
+            f"{settings.chunk} rows. The interpreter and torch alone hold {mebibytes(done[0].moments[FLOOR])}. Loss "
+            f"and recall are of {held_out} held-out pairs, untrained and after {len(done[0].steps)} steps; "
+            f"chance finds {RECALL_AT / held_out:.1%}. Time ratios are those of steps in turn: median (least to "
+            "greatest)."
         )
     together = run.find(_name_of_ranks(settings), "free")
     if together is not None:
@@ -120,6 +115,15 @@ def report(run: Run) -> list[str]:
     difference = greatest_difference(free)
     if difference is not None:
         sections.append(f"Greatest difference between the methods' losses at any step: {difference:.1e}.")
+    capped = run.groups.get("capped", [])
+    dead = [outcome for outcome in capped if outcome.lacked_memory and not _is_ours(outcome)]
+    alive = next((outcome for outcome in capped if _is_ours(outcome) and outcome.result is not None), None)
+    if dead and alive is not None and difference is not None:
+        cap = mebibytes(alive.case.arguments["cap_bytes"])
+        sections.append(
+            f"Under this cap of {cap} plain training dies, as intended, and {NAMES[OURS]} trains in "
+            f"{mebibytes(alive.peak_bytes)}, with losses equal to {difference:.1e}."
+        )
     return sections
 
 
@@ -162,7 +166,7 @@ def _cap_table(outcomes: Sequence[Outcome]) -> str:
     rows = []
     for outcome in outcomes:
         losses = outcome.values("loss")
-        died = f"died in step {len(losses) + 1}" if outcome.lacked_memory else outcome.reason
+        died = f"died in step {len(losses) + 1}, as intended" if outcome.lacked_memory else outcome.reason
         shown = f"{losses[0]:.4f} -> {losses[-1]:.4f}" if losses and not died else "-"
         rows.append([outcome.name, died or f"trained {len(losses)} steps", shown, mebibytes(outcome.peak_bytes)])
     words = (

@@ -56,12 +56,11 @@ def make(
         return encoder, step
     from gradcache import GradCache
     from gradcache.loss import DistributedContrastiveLoss, SimpleContrastiveLoss
-    from offload import MemoryPolicy, OffloadModel
+    from offload import OffloadModel
 
     model: nn.Module = encoder
-    how: dict[str, Any] = {"offload_device": home, "num_slices": settings.slices, "checkpoint_activation": True}
     if ranks is not None:
-        model = OffloadModel(encoder, "cpu", mesh=ranks.mesh, **how)
+        model = OffloadModel(encoder, "cpu", home, mesh=ranks.mesh, memory=settings.memory)
         one_way = DistributedContrastiveLoss(temperature=TEMPERATURE, tile_rows=settings.loss_rows)
 
         def both_ways(descriptions: Tensor, sources: Tensor) -> Tensor:
@@ -70,11 +69,7 @@ def make(
         together = GradCache([model, model], chunk_sizes=settings.chunk, loss_fn=both_ways)
         return model, lambda descriptions, sources: together(descriptions, sources)
     if method == OURS:
-        # Only one shard's activations exist at a time: several chunks run together where GradCache alone takes one.
-        memory = MemoryPolicy.fixed(
-            boundary_bytes=settings.boundary_bytes, activation_bytes=settings.activation_bytes, join_chunks=True
-        )
-        model = OffloadModel(encoder, "cpu", memory=memory, **how)
+        model = OffloadModel(encoder, "cpu", home, memory=settings.memory)
     # By tiles: the scores of all rows against all rows would outgrow the encoder when the batch is large.
     loss_fn = SimpleContrastiveLoss(temperature=TEMPERATURE, symmetric=True, tile_rows=settings.loss_rows)
     cache = GradCache([model, model], chunk_sizes=settings.chunk, loss_fn=loss_fn)
@@ -113,7 +108,7 @@ def train(
     sizes: dict[str, Any] = {name: getattr(chosen, name) for name in ("dim", "depth", "dropout", "seed")}
     model, step = make(method, build_encoder(chosen.vocabulary, max(LENGTHS), **sizes), chosen, Path("home"), ranks)
     optimizer = make_optimizer(model, chosen)
-    before = recall(model, *batches.held_out()) if evaluate else None
+    before = search(model, *batches.held_out()) if evaluate else None
     report.phase(BEFORE)
     report.phase("training")
     for k in report.turns():
@@ -132,18 +127,19 @@ def train(
     report.phase("evaluation")
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "recall_before": before,
-        "recall_after": recall(model, *batches.held_out()) if evaluate else None,
+        "before": before,
+        "after": search(model, *batches.held_out()) if evaluate else None,
         "held_out": len(batches.held_out()[0]),
         "statistics": counts_of(model) or None,
     }
 
 
 @torch.no_grad()
-def recall(model: nn.Module, descriptions: Tensor, sources: Tensor, at: int = RECALL_AT) -> float:
-    """Share of descriptions whose own source is among the ``at`` nearest of all; chance is ``at / rows``.
+def search(model: nn.Module, descriptions: Tensor, sources: Tensor, at: int = RECALL_AT) -> dict[str, float]:
+    """The loss over all rows, and the share of descriptions whose own source is among the ``at`` nearest of all.
 
-    A source that is as near as the right one counts against it, and so does a score that is not a number.
+    Chance finds ``at / rows``. A source that is as near as the right one counts against it, and so does a score that is
+    not a number.
     """
     was_training = model.training
     model.eval()
@@ -153,4 +149,10 @@ def recall(model: nn.Module, descriptions: Tensor, sources: Tensor, at: int = RE
         model.train(was_training)
     scores = sides[0] @ sides[1].T
     further = (scores < scores.diagonal()[:, None]).sum(dim=1)
-    return (further >= len(scores) - at).double().mean().item()
+    found = (further >= len(scores) - at).double().mean()
+    return {"loss": contrastive_loss(*sides, TEMPERATURE).item(), "recall": found.item()}
+
+
+def recall(model: nn.Module, descriptions: Tensor, sources: Tensor) -> float:
+    """The recall of :func:`search`."""
+    return search(model, descriptions, sources)["recall"]

@@ -48,6 +48,8 @@ class CachedLoss(nn.Module):
         if mini_batch_num_tokens is not None and mini_batch_num_tokens < 1:
             raise ValueError(f"expected mini_batch_num_tokens >= 1 or None, got {mini_batch_num_tokens}")
         self.model = model
+        if mini_batch_size < 1:
+            raise ValueError(f"expected mini-batches of at least 1 row, got mini_batch_size={mini_batch_size!r}")
         self.mini_batch_size = mini_batch_size
         self.mini_batch_num_tokens = mini_batch_num_tokens
         self.show_progress_bar = show_progress_bar

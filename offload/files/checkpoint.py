@@ -44,6 +44,7 @@ from offload.files.state_file import generator_states, read_state, serialized, s
 from offload.files.tensor_file import SAVE, ChecksumError, TensorFile, check_plain, write_tensors
 from offload.files.untrusted import inside
 from offload.optim import OffloadOptimizer
+from offload.progress import progress
 from offload.storage.page_cache import available_bytes
 from offload.streaming.quantised import state_in_parts
 from offload.streaming.stored_values import StoredValues, deferring_values
@@ -218,7 +219,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
 def _read_model(
     files: Mapping[str, TensorFile], places: Mapping[str, str], targets: Mapping[str, Tensor | StoredValues]
 ) -> None:
-    for done, (name, target) in enumerate(targets.items()):
+    for done, (name, target) in enumerate(progress(list(targets.items()), "loading the model")):
         try:
             files[places[name]].read_into(name, target)
         except ChecksumError as error:

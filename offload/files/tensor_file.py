@@ -31,6 +31,7 @@ from torch import Tensor
 
 from offload.files.running_sum import RunningSum
 from offload.files.untrusted import MOST_BYTES, naming, open_regular, parse_object, read_at, shown
+from offload.progress import progress
 from offload.storage.buffer import empty_on_host, view_memory
 from offload.storage.contract import bytes_of
 from offload.storage.transfer import move_all
@@ -128,7 +129,7 @@ def write_tensors(
         try:
             try:
                 write_all(fd, len(text).to_bytes(8, "little") + text)
-                for name in order:
+                for name in progress(order, f"saving {path.name}"):
                     tensor = tensors[name].detach()
                     flat = bytes_of(tensor.resolve_conj().resolve_neg().cpu().contiguous())
                     sums[name] = _write_summed(fd, flat, entries[name].begin_sum(name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import TypeGuard
 
 import torch
@@ -73,5 +74,12 @@ def open_tier(
         raise ValueError(
             f"expected 'cpu' or a directory as offload_device, got {str(offload_device)!r}; write a directory "
             f"as a path with a separator, such as './{offload_device}'"
+        )
+    if device.type == "cpu":
+        warnings.warn(
+            "offload_device 'cpu' is memory of the compute device, so storing shards there saves none; pass a "
+            "directory on a disk, such as './home'",
+            RuntimeWarning,
+            stacklevel=5,
         )
     return HostTier(device)

@@ -24,8 +24,9 @@ class DiskHome(os.PathLike[str]):
         keep: whether the weights and buffers outlive the model. If the directory holds no home yet, one is created
             from the layers' values. If it does, the model uses it as it is and reads only the buffers; the layers must
             then be on the meta device, and may be cut into other shards. With a mesh each rank keeps its part, which as
-            many processes use again. Call ``model.close()`` at the end: a home that
-            was not closed may be incomplete and raises an error. Optimizer states are not stored: a home is no
+            many processes use again. Call ``model.close()`` at the end; a model that
+            lives when the program ends is closed then. The home of one that was killed, or was collected before, may be
+            incomplete and raises an error. Optimizer states are not stored: a home is no
             checkpoint (see :func:`~offload.save_checkpoint`).
         overwrite: with ``keep``, create the home again and remove the one that the directory holds.
         recover: with ``keep``, accept also a home whose model ended without ``close()``, with a warning. Files, sizes,

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.planning.partition import aligned
+from offload.progress import progress
 from offload.storage import Block, Tier
 from offload.storage.buffer import PAGE_BYTES, empty_on_host, whole_pages
 from offload.streaming.formed_weights import formed_values, seal, store_formed
@@ -196,7 +197,7 @@ def make_shards(
     shards: list[Shard] = []
     stored = homes.lent()
     first, places = 0, LayerLayout(elsewhere, pack)  # again, since parameters on the meta device are replaced
-    for index, count in enumerate(cuts):
+    for index, count in enumerate(progress(cuts, "reading weights", "shard") if values else cuts):
         part = layers[first : first + count]
         for name, layer in part:
             materializer.allocate(name, layer)

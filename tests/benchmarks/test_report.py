@@ -63,7 +63,7 @@ def test_a_name_that_is_not_there_is_answered_with_those_that_are(capsys: pytest
     [
         ("retrieval --dim 100", "expected a multiple of 64, got 100"),
         ("retrieval --batch 0", "expected at least 2, got 0"),
-        ("retrieval --depth 2 --slices 9", "at most 4 slices"),
+        ("retrieval --batch 2 --ranks 3", "expected a row for each rank"),
         ("offload-step --shards 4 6", "each a multiple of the one before"),
         ("offload-step --shards 4 4", "each a multiple of the one before"),
         ("pipe-ladder --chunks 4 --rows 2", "from 1 to 2 micro-batches"),

@@ -43,10 +43,10 @@ def pages(stem: str) -> str:
 
 
 def test_retrieval_trains_three_ways_to_the_same_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout on, a last chunk that is smaller, boundaries that are written to disk."""
+    """Dropout on, a last chunk that is smaller."""
     monkeypatch.setattr("benchmarks.retrieval.benchmark.build_corpus", lambda pairs: build_corpus(pairs=400))
-    small = "--dim 64 --depth 2 --batch 10 --chunk 4 --steps 3 --slices 3 --vocabulary 300 --held-out 20"
-    assert run_here("retrieval", f"{small} --boundary-bytes 20000", "r") == 0
+    small = "--dim 64 --depth 2 --batch 10 --chunk 4 --steps 3 --memory 16MiB --vocabulary 300 --held-out 20"
+    assert run_here("retrieval", small, "r") == 0
     assert "Greatest difference between the methods' losses at any step" in pages("r")
     cases = outcomes_of("r")["free"]
     assert [case.name for case in cases] == ["whole batch", "GradCache", "GradCache + offload"]
@@ -54,11 +54,7 @@ def test_retrieval_trains_three_ways_to_the_same_losses(monkeypatch: pytest.Monk
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
     assert losses[2] == pytest.approx(losses[0], abs=1e-5)
     assert len(set(losses[0])) == 3  # it trains
-    assert cases[2].result["statistics"]["bytes_spilled"] > 0
-    assert run_here("retrieval", f"{small} --methods gradcache-offload --chunk 10", "s") == 0
-    loads = [case.result["statistics"]["shard_loads"] for case in (cases[2], *outcomes_of("s")["free"])]
-    # The number of chunks makes no difference, but a trial forward of each kind, of 4 rows and of 2, loads 3 shards.
-    assert loads[0] == loads[1] + 2 * 3
+    assert all({*case.result[when]} == {"loss", "recall"} for case in cases for when in ("before", "after"))
 
 
 def test_offload_step_compares_the_streamed_step_with_the_resident_one() -> None:

@@ -330,6 +330,28 @@ def test_a_home_whose_process_was_killed_is_refused(left: tuple[Path, dict[str, 
         offloaded(layers("meta"), left[0])
 
 
+ENDS = """
+import sys, torch
+from tests.offload.persistent import layers, offloaded, train
+model = offloaded(layers(), sys.argv[1])
+train(model, range(2))
+torch.save({name: p.detach().clone() for name, p in model.named_parameters()}, sys.argv[2])
+if sys.argv[3] == "raises":
+    raise ArithmeticError("in the user's loop")
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "raises"])
+def test_a_home_is_closed_when_the_program_ends(how: str, tmp_path: Path) -> None:
+    ended = run_program(ENDS, tmp_path / "home", tmp_path / "weights.pt", how)
+    assert ended.status == (how == "raises"), ended.errors
+    assert "ended without close" not in ended.errors
+    again = offloaded(layers("meta"), tmp_path / "home")
+    expected = torch.load(tmp_path / "weights.pt")
+    assert all(torch.equal(p, expected[name]) for name, p in again.named_parameters())
+    again.close()
+
+
 def test_a_model_collected_without_close_warns_and_its_home_is_refused(tmp_path: Path) -> None:
     def lose() -> None:
         offloaded(layers(), tmp_path)
