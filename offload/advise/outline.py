@@ -72,11 +72,11 @@ class Outline:
     #: The layers themselves on the meta device, where they can run; and whether neighbours may share a shard.
     modules: Sequence[nn.Module] | None = None
     sequential: bool = False
-    #: Lines of Python that make ``layers``, and a comment on the constructor's line.
+    #: Lines of Python that make ``layers``.
     preparation: Sequence[str] = ()
-    comment: str = ""
-    #: Further arguments of the constructor.
-    arguments: str = ""
+    #: The files of the weights, if there are any; and whether a configuration beside them names the model's class.
+    path: str | None = None
+    has_class: bool = False
     #: Width of boundaries and of the output, where a configuration says so.
     width: int | None = None
 

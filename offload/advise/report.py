@@ -9,7 +9,7 @@ from typing import Any
 from offload.advise.forms import FormAdvice
 from offload.advise.outline import Outline
 from offload.advise.prediction import Advice, Situation, bound_of
-from offload.advise.sources import names_of_layers
+from offload.advise.sources import blocks_of, names_of_layers
 from offload.planning.byte_forms import ByteForm
 from offload.telemetry.memory_report import describe
 
@@ -76,19 +76,26 @@ class Report:
         memory = self.memory if fits else f"{-(-named['least'].limit_bytes >> 20)}MiB"
         preparation = self.outline.preparation or ["from offload import OffloadModel, OffloadOptimizer"]
         lines = [*([] if "import torch" in preparation else ["import torch"]), *preparation]
-        arguments = f'layers, "{self.device}", {self.home!r}, memory={memory!r}'
+        path, make = self.outline.path, "OffloadModel"
+        arguments = f'{"layers" if path is None else repr(path)}, "{self.device}", {self.home!r}, memory={memory!r}'
         if len(self.situation.rows) > 1:
             arguments += f", num_microbatches={len(self.situation.rows)}"
         if self.param_dtype is not None:
             arguments += f", param_dtype={self.param_dtype}"
-        if self.outline.modules is None:
+        if path is not None:
+            make += ".from_pretrained"
+            arguments += f", blocks={blocks_of(self.outline)!r}"
+            if not self.outline.has_class:
+                lines.append("# build: a function without arguments that makes the model of these files")
+                arguments += ", model=build"
+        elif self.outline.modules is None:
             lines.append(f"# layers: a list of {len(self.outline.layers)}: {names_of_layers(self.outline)}")
         if not fits:
             lines.append(f"# {self.memory} is too little: this is the least")
         of_model, of_optimizer = (
             f", {text}" if text else "" for text in (form.model_arguments, form.optimizer_arguments)
         )
-        lines.append(f"model = OffloadModel({arguments}{self.outline.arguments}{of_model})")
+        lines.append(f"model = {make}({arguments}{of_model})")
         lines.append(f"optimizer = OffloadOptimizer(model, torch.optim.{self.optimizer}{of_optimizer}, lr=1e-3)")
         return lines
 

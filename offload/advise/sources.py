@@ -20,7 +20,7 @@ from offload.advise.outline import Layer, Outline, ParameterShape
 from offload.arguments import layers_of
 from offload.files.pretrained import Pretrained
 
-__all__ = ["names_of_layers", "outline_of"]
+__all__ = ["blocks_of", "names_of_layers", "outline_of"]
 
 _KINDS = "a safetensors file or index, a config.json, a directory of one of these, or module:function"
 
@@ -70,11 +70,11 @@ def _outline_of_files(path: Path, folder: Path, dtype: torch.dtype) -> Outline:
         raise ValueError(f"expected floating-point tensors, got none in {path}")
     name = str(dtype).removeprefix("torch.")
     outline = Outline(layers, [f"all tensors are parameters that train, stored as {name} (--stored-dtype)"])
-    outline.arguments = f", pretrained=Pretrained({str(path)!r}, key_map={_key_map(layers)})"
-    outline.preparation = ["from offload import OffloadModel, OffloadOptimizer, Pretrained"]
+    outline.path = str(path)
     config = folder / "config.json"
     if config.is_file():
         fields = read_config(config)
+        outline.has_class = path.is_dir() and bool(fields.get("architectures"))
         width = fields.get("hidden_size", fields.get("n_embd"))
         outline.width = width if isinstance(width, int) else None
         if not any("head" in layer.name for layer in layers):
@@ -96,20 +96,12 @@ def _runs(layers: Sequence[Layer]) -> Iterator[tuple[int, str, int, int]]:
         k += count
 
 
-def _key_map(layers: Sequence[Layer]) -> str:
-    """Python that maps the names of layers to their numbers; runs of numbered blocks are comprehensions."""
-    parts = []
-    for k, name, number, count in _runs(layers):
-        if count == 1:
-            inside = {part: f"{k}.{part.rpartition('.')[2]}" for part in layers[k].parts} or {name: str(k)}
-            parts.append(repr({f"{old}.": f"{new}." for old, new in inside.items()}))
-        else:
-            parts.append(f'{{f"{name}{{k{_plus(number)}}}.": f"{{k{_plus(k)}}}." for k in range({count})}}')
-    return " | ".join(parts)
-
-
-def _plus(number: int) -> str:
-    return f" + {number}" if number else ""
+def blocks_of(outline: Outline) -> list[str]:
+    """The names of all layers as ``blocks`` takes them: numbered ones by their list."""
+    names = []
+    for k, name, _, count in _runs(outline.layers):
+        names += [name.rstrip(".")] if count > 1 else outline.layers[k].parts or [name]
+    return names
 
 
 def _outline_of_function(module_name: str, function_name: str) -> Outline:
