@@ -60,7 +60,7 @@ def make(
 
     model: nn.Module = encoder
     if ranks is not None:
-        model = OffloadModel(encoder, "cpu", home, mesh=ranks.mesh, memory=settings.memory)
+        model = OffloadModel(encoder, "cpu", home, mesh=ranks.mesh, checkpoint_activation=True)
         one_way = DistributedContrastiveLoss(temperature=TEMPERATURE, tile_rows=settings.loss_rows)
 
         def both_ways(descriptions: Tensor, sources: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ LENGTHS = (12, 28)  # tokens of a description and of a source
 TEMPERATURE = 0.05
 WEIGHT_DECAY = 0.01
 WARMUP_STEPS = 4
-PAIRS_SEEN = 1024  # by default: larger batches take fewer steps
+PAIRS_SEEN = 768  # by default: larger batches take fewer steps
 MINIMUM_STEPS = 2
 SIDES = ("descriptions", "sources")
 LAYOUT = "words of a byte-level BPE, 1"  # change it with the training below: it is part of the key
@@ -53,7 +53,7 @@ class Settings:
     chunk: int = option(8, "rows in a GradCache chunk")
     steps: int | None = option(None, f"training steps; by default as many as see {PAIRS_SEEN} pairs", kind=int)
     seed: int = option(0, "of parameters, batches and dropout", least=0)
-    memory: str = option("96MiB", "of the OffloadModel and its steps", kind=str)
+    memory: str = option("96MiB", "of the OffloadModel and its steps, in one process", kind=str)
     vocabulary: int = option(4096, "tokens of the BPE: one for each byte, and more", least=257)
     pairs: int = option(12_000, "of the corpus, training and held-out together")
     held_out: int = option(256, "held-out pairs to search, from modules that are not trained on")
@@ -61,7 +61,7 @@ class Settings:
     learning_rate: float = option(5e-4, "of AdamW, after the warm-up", least=0)
     loss_rows: int = option(512, "rows of the batch whose scores exist at a time, with GradCache")
     methods: tuple[str, ...] = option(METHODS, "which methods to run", choices=METHODS)
-    capped_steps: int = option(4, "steps under the cap; 0: no such cases", least=0)
+    capped_steps: int = option(2, "steps under the cap; 0: no such cases", least=0)
     ranks: int = option(RANKS, "processes that train one more case together, as many as torchrun starts; 1: no such")
 
     def wrong(self) -> str:

@@ -98,7 +98,7 @@ def _runs(layers: Sequence[Layer]) -> Iterator[tuple[int, str, int, int]]:
 
 def blocks_of(outline: Outline) -> list[str]:
     """The names of all layers as ``blocks`` takes them: numbered ones by their list."""
-    names = []
+    names: list[str] = []
     for k, name, _, count in _runs(outline.layers):
         names += [name.rstrip(".")] if count > 1 else outline.layers[k].parts or [name]
     return names

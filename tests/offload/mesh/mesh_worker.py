@@ -489,7 +489,7 @@ def loads_wait_for_updates_that_are_late(world: World) -> None:
 def retrieval_over_ranks_has_the_losses_of_one_process(world: World) -> None:
     """What ``torchrun -m benchmarks retrieval`` trains: unequal numbers of rows, chunks and dropout on each rank."""
     sizes: dict[str, Any] = {"dim": 64, "depth": 1, "dropout": 0.1, "seed": 0}
-    one = Settings(batch=7, chunk=2, memory="64MiB", vocabulary=300, learning_rate=0.01, ranks=1, **sizes)
+    one = Settings(batch=7, chunk=2, vocabulary=300, learning_rate=0.01, ranks=1, **sizes)
     tokens = torch.randint(1, 300, (20, max(LENGTHS)), generator=torch.Generator().manual_seed(1)).int()
     arrays = {
         f"{split}_{side}": tokens[:, :n]
