@@ -31,7 +31,6 @@ BENCHMARKS = {  # name -> the question
     "mesh": "several ranks train one model, beside FSDP2 and DeepSpeed: memory of a rank, time, bytes from others?",
     "scale": "a step of N ranks predicted from one process; on paper, what bounds 70 B parameters on 1,024 ranks?",
     "host-time": "what does the host do beside layers: Python calls a block, and processor time?",
-    "transfers": "does the kernel's asynchronous I/O beat threads on this disk, and do huge pages beat small ones?",
     "gpu-train": "up to 7B parameters with full Adam on one GPU: what memory does each method need?",
     "gpu": "all that needs a GPU, in under ten minutes: the CUDA tests, memory-latency, gpu-train small to 7B",
 }

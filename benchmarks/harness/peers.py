@@ -25,8 +25,6 @@ PEERS = {
     "diffusers": "diffusers accelerate",
     "deepspeed": "deepspeed",
     "torchao": "torchao",
-    "libaio": "libaio==0.9.5",  # needs the system's libaio.so.1
-    "liburing": "liburing==2026.3.30",
 }
 
 

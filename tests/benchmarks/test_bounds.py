@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +26,6 @@ from benchmarks.pipe_ladder import benchmark as pipe_ladder
 from benchmarks.plan_grid import benchmark as plan_grid
 from benchmarks.retrieval import benchmark as retrieval
 from benchmarks.train_overlap import benchmark as train_overlap
-from benchmarks.transfers import benchmark as transfers
 from tests.benchmarks.here import RATES, outcome
 
 TORCH = "interpreter and torch"
@@ -412,7 +410,7 @@ def test_the_cap_is_midway_between_ours_and_the_least_of_the_others() -> None:
     assert retrieval.midway([ours]) is None
 
 
-# --- train-overlap, transfers, gpu-train -----------------------------------------------------------------------------
+# --- train-overlap, gpu-train ----------------------------------------------------------------------------------------
 
 
 def overlapped(ratio: float, undistributed: dict[str, str] | None = None, peer: str = "") -> Outcome:
@@ -429,20 +427,6 @@ def test_train_overlap() -> None:
     broken(overlapped(1.11), complaints=["is 1.110"])
     broken(overlapped(1.0, {"bag": "no call"}), complaints=["rows did not run ahead"])
     assert train_overlap.more_work(overlapped(1.0))["seconds"] == 0.005  # no machine shortens a latency
-
-
-def test_transfers() -> None:
-    def broken(reads: float, writes: float, *complaints: str) -> None:
-        groups = {}
-        for group, ratio in (("read shards", reads), ("write shards", writes)):
-            groups[group] = [outcome("small pages", {}), outcome("libaio", {}, steps=[{"ratio": ratio}] * 3)]
-            for case in groups[group]:
-                case.case = replace(case.case, target=transfers.FILE)
-        check_bounds(transfers.BENCHMARK, groups, *complaints)
-
-    broken(transfers.WORTH, transfers.WORTH)
-    broken(0.8, 1.2)  # in one of them only
-    broken(0.9, 0.94, "libaio to ours must be at least 0.950, is 0.920")
 
 
 def test_gpu_train() -> None:

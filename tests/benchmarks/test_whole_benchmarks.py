@@ -262,21 +262,6 @@ def test_train_overlap_runs_every_balance() -> None:
     assert 0 < result["rows_refreshed"] < result["rows_read"]
 
 
-def test_transfers_moves_files_and_memory_in_our_ways() -> None:
-    sizes = "--file-bytes 98304 --request-bytes 4096 --block-bytes 8192 --memory-bytes 8192 --rounds 2"
-    assert run_here("transfers", sizes, "t") == 0
-    groups = outcomes_of("t")
-    assert [*groups] == [
-        *(f"{direction} {size}" for size in ("shards", "blocks") for direction in ("read", "write")),
-        "fill memory",
-        "copy memory",
-    ]
-    for group, outcomes in groups.items():
-        assert outcomes[0].result is not None, outcomes[0].reason
-        assert [len(outcome.steps) for outcome in outcomes if outcome.result] == 2 * [2], group
-    assert "page faults" in pages("t")
-
-
 def test_gpu_train_begins_with_the_same_loss_in_every_way() -> None:
     sizes = "--device cpu --layers 3 --dim 64 --rows 4 --positions 4 --steps 5"
     assert run_here("gpu-train", sizes, "t") == 0
@@ -369,7 +354,7 @@ def test_a_part_that_fails_or_hangs_is_told_and_leaves_no_process() -> None:
 def test_a_part_that_is_not_done_in_time_has_a_page_of_the_cases_that_ended() -> None:
     from benchmarks.gpu.benchmark import run_part
 
-    results = ROOT / "benchmarks" / "results" / "transfers.jsonl"
+    results = ROOT / "benchmarks" / "results" / "host-time.jsonl"
     program = f"import shutil, signal; shutil.copy({str(results)!r}, 'part.jsonl'); signal.pause()"
     part = python(program, 5)
     part.arguments["words"] += ["--out", "part"]
