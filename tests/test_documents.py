@@ -35,7 +35,10 @@ def blocks(document: Path) -> list[Any]:
 
 
 def near(output: str, printed: str) -> bool:
-    """Whether words are equal, and numbers within a third: they are of another machine. ``...`` stands for lines."""
+    """Whether words are equal, and numbers within a third: they are of another machine. ``...`` stands for lines.
+
+    A peak may be lower by more: the plan follows from times.
+    """
     numbers = [[float(each.replace(",", "")) for each in NUMBER.findall(text)] for text in (output, printed)]
     if "..." in printed:
         words = re.escape(NUMBER.sub("0", printed)).replace(re.escape("...\n"), r"(?:.*\n)*")
@@ -44,7 +47,10 @@ def near(output: str, printed: str) -> bool:
     else:
         words = re.escape(NUMBER.sub("0", printed))
     same = re.fullmatch(words, NUMBER.sub("0", output)) is not None and len(numbers[0]) == len(numbers[1])
-    return same and all(abs(a - b) <= b / 3 for a, b in zip(*numbers, strict=True))
+    peaks = [text.startswith(" MiB") for text in NUMBER.split(printed)[1:]]
+    return same and all(
+        (b / 2 if peak else b * 2 / 3) <= a <= b * 4 / 3 for a, b, peak in zip(*numbers, peaks, strict=True)
+    )
 
 
 SINGLE = [
@@ -71,6 +77,7 @@ def test_a_block_of_python_runs_as_it_stands(
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of optional libraries, for each other
+@pytest.mark.filterwarnings("ignore:a step of micro-batches:RuntimeWarning")  # this process does other things as well
 @pytest.mark.parametrize("document", PROGRAMS, ids=lambda path: path.name)
 def test_the_blocks_of_a_page_run_one_after_the_other(
     document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -36,7 +36,7 @@ LENGTHS = (12, 28)  # tokens of a description and of a source
 TEMPERATURE = 0.05
 WEIGHT_DECAY = 0.01
 WARMUP_STEPS = 4
-PAIRS_SEEN = 768  # by default: larger batches take fewer steps
+PAIRS_SEEN = 576  # by default: larger batches take fewer steps
 MINIMUM_STEPS = 2
 SIDES = ("descriptions", "sources")
 LAYOUT = "words of a byte-level BPE, 1"  # change it with the training below: it is part of the key
@@ -47,9 +47,9 @@ SOURCE_CHARACTERS = 1_500  # of each function: more than enough to fill the posi
 class Settings:
     """The sizes of a run. Rows are pairs; every row is a description and a source."""
 
-    dim: int = option(384, "channels of the encoder", multiple=64)
+    dim: int = option(512, "channels of the encoder", multiple=64)
     depth: int = option(4, "transformer blocks")
-    batch: int = option(64, "pairs in a batch", least=2)
+    batch: int = option(48, "pairs in a batch", least=2)
     chunk: int = option(8, "rows in a GradCache chunk")
     steps: int | None = option(None, f"training steps; by default as many as see {PAIRS_SEEN} pairs", kind=int)
     seed: int = option(0, "of parameters, batches and dropout", least=0)
