@@ -36,7 +36,7 @@ LENGTHS = (12, 28)  # tokens of a description and of a source
 TEMPERATURE = 0.05
 WEIGHT_DECAY = 0.01
 WARMUP_STEPS = 4
-PAIRS_SEEN = 576  # by default: larger batches take fewer steps
+PAIRS_SEEN = 480  # by default: larger batches take fewer steps
 MINIMUM_STEPS = 2
 SIDES = ("descriptions", "sources")
 LAYOUT = "words of a byte-level BPE, 1"  # change it with the training below: it is part of the key
@@ -48,12 +48,12 @@ class Settings:
     """The sizes of a run. Rows are pairs; every row is a description and a source."""
 
     dim: int = option(512, "channels of the encoder", multiple=64)
-    depth: int = option(4, "transformer blocks")
+    depth: int = option(6, "transformer blocks")
     batch: int = option(48, "pairs in a batch", least=2)
     chunk: int = option(8, "rows in a GradCache chunk")
     steps: int | None = option(None, f"training steps; by default as many as see {PAIRS_SEEN} pairs", kind=int)
     seed: int = option(0, "of parameters, batches and dropout", least=0)
-    memory: str = option("96MiB", "of the OffloadModel and its steps, in one process", kind=str)
+    memory: str = option("128MiB", "of the OffloadModel and its steps, in one process", kind=str)
     vocabulary: int = option(4096, "tokens of the BPE: one for each byte, and more", least=257)
     pairs: int = option(12_000, "of the corpus, training and held-out together")
     held_out: int = option(256, "held-out pairs to search, from modules that are not trained on")
