@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pipe.nested import tensors_in
-from pipe.recompute.module_hooks import EngineHook
+from pipe.recompute.module_contents import EngineHook
 from pipe.recompute.phase import recomputing_to_the_end
 
 __all__ = ["LayerAudit"]

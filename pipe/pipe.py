@@ -46,6 +46,7 @@ from pipe.schedule import Schedule, StageAction, fill_drain, one_forward_one_bac
 from pipe.skip.skippable import verify_skippables
 from pipe.step import PipelineStep, split_target
 from pipe.stream import AbstractStream, new_stream
+from pipe.torch_private.tracing import outside_of_compiled_graphs
 from pipe.turn import TakesTurns, frozen_weights, share_places, takers_in
 
 __all__ = ["BalanceError", "Pipe"]
@@ -205,7 +206,6 @@ class Pipe(nn.Module):
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
-    @restores_thread_state
     def forward(self, input: Any = None, *others: Any, **named: Any) -> Any:
         """Runs the mini-batch, micro-batch by micro-batch.
 
@@ -223,9 +223,18 @@ class Pipe(nn.Module):
             TypeError: if there is no tensor in ``input``, several inputs, or a tensor in an object that is no pytree
                 node.
             ValueError: if tensors differ in dimension 0, or outputs cannot be concatenated.
-            RuntimeError: if layers were added or removed since wrapping; if a stage is updated in backward, or a
-                parameter has hooks on its gradient, which the backward of each checkpointed micro-batch would run.
+            RuntimeError: if layers were added or removed since wrapping; if a stage is updated in backward.
         """
+        if torch.compiler.is_compiling():
+            return self._uncompiled(Pipe.forward, input, *others, **named)
+        return self._forward(input, *others, **named)
+
+    @outside_of_compiled_graphs
+    def _uncompiled(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return method(self, *args, **kwargs)
+
+    @restores_thread_state
+    def _forward(self, input: Any, *others: Any, **named: Any) -> Any:
         if others or named:
             raise TypeError(
                 f"expected one input, got {1 + len(others)} positional ones and {sorted(named)} by name; pass one "
@@ -262,7 +271,6 @@ class Pipe(nn.Module):
         rows = microbatch.rows_of_micro_batches(input, len(batches))
         return microbatch.gather(batches, microbatch.RowsOfOutputs(self, rows, self._selected))
 
-    @restores_thread_state
     def train_step(
         self,
         input: Any,
@@ -300,6 +308,17 @@ class Pipe(nn.Module):
         that were already offloaded stay added. Hooks of parameters, and optimizers that step in such a hook, run once,
         at the end of the step.
         """
+        if torch.compiler.is_compiling():
+            loss: Tensor = self._uncompiled(
+                Pipe.train_step, input, target, loss_fn, schedule=schedule, reduction=reduction
+            )
+            return loss
+        return self._train_step(input, target, loss_fn, schedule, reduction)
+
+    @restores_thread_state
+    def _train_step(
+        self, input: Any, target: Any, loss_fn: LossFn, schedule: str | Schedule, reduction: str | None
+    ) -> Tensor:
         microbatch.check(input)
         self._follow()
         if not self._stages:

@@ -35,7 +35,7 @@ from gradcache import representations
 from gradcache.used_modules import UsedModules, leaves_of
 from offload.identities import identities_only
 from pipe.nested import tensors_in
-from pipe.recompute.module_hooks import EngineHook
+from pipe.recompute.module_contents import EngineHook
 from pipe.torch_private.autograd import at_end_of_backward
 
 __all__ = ["Reduction", "after_backward", "broadcast_buffers", "unwrapped", "watch", "wrappers_in"]

@@ -144,13 +144,12 @@ class BufferBefore:
         return True
 
     def take_back(self) -> None:
-        """Restores the buffer after a trial forward: its old value, in the same tensor object."""
-        if self.copied_ahead:
-            self.owner._buffers[self.name] = self.tensor
-        elif self.was_written(set()):
-            self.owner._buffers[self.name] = self.tensor
-            with torch.no_grad():
-                self.tensor.copy_(self.value)
+        """Restores the buffer after a forward: its old value, in the same tensor object."""
+        if self.was_written(set()):
+            self.owner._buffers[self.name] = self.value if self.version is None else self.tensor
+            if self.version is not None:
+                with torch.no_grad():
+                    self.tensor.copy_(self.value)
 
 
 def _memory_of(tensor: Tensor) -> int | None:

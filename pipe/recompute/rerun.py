@@ -27,7 +27,7 @@ from pipe.nested import map_distinct
 from pipe.recompute.generators import generators_in
 from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.module_state import ModuleState, WatchedModule
-from pipe.recompute.phase import enable_checkpointing
+from pipe.recompute.phase import enable_checkpointing, enable_recomputing
 from pipe.recompute.replay import Replay, autocast_without_cache
 from pipe.torch_private.modules import caches_parametrizations
 
@@ -56,8 +56,8 @@ class Rerun:
     Args:
         watched: the modules that run; None if not known.
         devices: the devices that they run on.
-        attributes: whether plain attributes of the modules are restored as well.
         value: the input of the modules, which may hold random generators.
+        attributes: False for a part of a forward, whose attributes the next part reads.
     """
 
     __slots__ = ("copies_input", "copy", "module_state", "replay")
@@ -66,8 +66,8 @@ class Rerun:
         self,
         watched: WatchedModule | None,
         devices: Collection[torch.device],
-        attributes: bool = True,
         value: Any = None,
+        attributes: bool = True,
     ) -> None:
         if watched is not None:
             refuse_cached_parametrizations(module for _, module in watched.modules)
@@ -145,12 +145,17 @@ def trial(watched: Sequence[WatchedModule], devices: Collection[torch.device]) -
 
     ``is_recomputing`` is True in it, for layers that count forwards in Python.
     """
+    reruns = [Rerun(each, devices) for each in watched]
     with contextlib.ExitStack() as stack:
-        for each in watched:
-            stack.enter_context(ModuleState(each, attributes=True).trial())
-        held = [generator for each in watched for generator in each.generators]
-        stack.enter_context(Replay.capture(devices, held).again())
-        yield
+        for rerun in reruns:
+            if rerun.module_state is not None:
+                stack.enter_context(rerun.module_state.running())
+        stack.enter_context(enable_recomputing())
+        try:
+            yield
+        finally:
+            for rerun in reruns:
+                rerun.take_back()
 
 
 class RepeatableLayers:
@@ -165,7 +170,7 @@ class RepeatableLayers:
 
     def rerun(self, value: Any = None, *, attributes: bool = True) -> Rerun:
         """To be called just before a first run that is to be repeated; the arguments: see :class:`Rerun`."""
-        rerun = Rerun(self.watched, self.devices, attributes, value)
+        rerun = Rerun(self.watched, self.devices, value, attributes)
         rerun.copy = self.inputs.copy
         return rerun
 

@@ -27,10 +27,12 @@ from pipe.torch_private.autograd import SavedTensorHooks, pop_saved_tensor_hooks
 from pipe.torch_private.dispatch import DISPATCH_MODES, FUNCTION_MODES, ModeStack
 
 __all__ = [
+    "PACKAGES",
     "Autocast",
     "ThreadState",
     "close_contexts",
     "lasting_hooks",
+    "no_autocast",
     "restores_thread_state",
     "with_variables",
 ]
@@ -172,6 +174,15 @@ def with_variables(then: contextvars.Context) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def no_autocast(kinds: Iterable[str]) -> Iterator[None]:
+    """A context without autocast on these types of devices."""
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
 _UNSET: Any = object()
 
 
@@ -207,7 +218,7 @@ def restores_thread_state(function: Callable[P, R]) -> Callable[P, R]:
 
 def _is_control_flow(error: BaseException) -> bool:
     """Whether an exception of the packages' own ends a call that is suspended, and leaves its contexts as it should."""
-    return not isinstance(error, Exception) and type(error).__module__.partition(".")[0] in _PACKAGES
+    return not isinstance(error, Exception) and type(error).__module__.partition(".")[0] in PACKAGES
 
 
 def close_contexts(error: BaseException) -> None:
@@ -229,7 +240,7 @@ def close_contexts(error: BaseException) -> None:
 
 def _contexts_in(frame: FrameType) -> Iterator[Any]:
     """Contexts that a frame of an interrupted call may have left open; those that have ended can be closed again."""
-    ours = frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES
+    ours = frame.f_globals.get("__name__", "").partition(".")[0] in PACKAGES
     if frame.f_code not in _ENDS and not ours:
         return
     code = frame.f_code
@@ -242,7 +253,8 @@ def _contexts_in(frame: FrameType) -> Iterator[Any]:
             yield each
 
 
-_PACKAGES = ("pipe", "offload", "gradcache")
+#: Those whose objects and modules keep their own state.
+PACKAGES = ("pipe", "offload", "gradcache")
 _Generator = contextlib._GeneratorContextManager
 _ENDS = {
     _Generator.__enter__.__code__,

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from pipe.recompute.module_state import ModuleState, WatchedModule
+from pipe.recompute.rerun import trial
 
 
 class Counter(nn.Module):
@@ -211,7 +212,7 @@ def test_a_large_buffer_that_is_only_read_is_never_copied() -> None:
                 assert not module_state.moved
                 with module_state.again():
                     assert module() == value
-                with ModuleState(watched).trial():
+                with trial([watched], []):
                     module()
         assert clones.elements == 0
 
@@ -229,7 +230,7 @@ def test_a_large_buffer_that_forwards_write_is_copied_once_for_each() -> None:
 def test_a_trial_leaves_no_trace_in_a_large_buffer(how: Any) -> None:
     module = Table(WRITES[how], range(10))
     table = module.table
-    with ModuleState(WatchedModule(module)).trial():
+    with trial([WatchedModule(module)], []):
         module()
     assert module.table is table
     assert torch.equal(table, torch.zeros(LARGE))
