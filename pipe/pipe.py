@@ -9,6 +9,7 @@ names in ``state_dict()`` are those of the bare module.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -45,7 +46,7 @@ from pipe.refusals import (
 from pipe.schedule import Schedule, StageAction, fill_drain, one_forward_one_backward
 from pipe.skip.skippable import verify_skippables
 from pipe.step import PipelineStep, split_target
-from pipe.stream import AbstractStream, new_stream
+from pipe.stream import AbstractStream, new_stream, use_device
 from pipe.torch_private.tracing import outside_of_compiled_graphs
 from pipe.turn import TakesTurns, frozen_weights, share_places, takers_in
 
@@ -250,6 +251,9 @@ class Pipe(nn.Module):
         if torch.is_grad_enabled() and len(batches) > 1:
             check_updates(takers)
         record = self._record if self._recorders else None
+        if len(batches) == len(self._stages) == 1 and record is None and not (self._checkpoint_stop(1) or takers):
+            with arguments_explained(self), mini_batch(1), use_device(self.devices[0]):
+                return self._stages[0]((batches[0].value, ()))[0]
         kind = ("forward", torch.is_grad_enabled(), *self._modes())
         with (
             arguments_explained(self),
@@ -410,7 +414,7 @@ class Pipe(nn.Module):
         if not isinstance(schedule, Schedule):
             if schedule not in SCHEDULES:
                 raise ValueError(f"expected a schedule among {sorted(SCHEDULES)}, got {schedule!r}")
-            return SCHEDULES[schedule](count, stages, self._places)
+            return _made(schedule, count, stages, tuple(self._places))
         schedule.validate()
         if (schedule.stages, schedule.micro_batches) != (stages, count):
             raise ValueError(
@@ -440,6 +444,11 @@ class Pipe(nn.Module):
         for device, streams in zip(self.devices, self._copy_streams, strict=True):
             streams += [new_stream(device) for _ in range(self.chunks - len(streams))]
         return self._copy_streams
+
+
+@functools.lru_cache(maxsize=64)
+def _made(schedule: str, count: int, stages: int, places: tuple[Hashable, ...]) -> Schedule:
+    return SCHEDULES[schedule](count, stages, places)
 
 
 def _denied(call: str) -> TypeError:
