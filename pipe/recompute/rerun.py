@@ -94,11 +94,6 @@ class Rerun:
         """The buffers that the first forward certainly wrote, by owner and name."""
         return [] if self.module_state is None else self.module_state.written
 
-    @property
-    def buffers_written_since(self) -> list[str]:
-        """Names of buffers that the first forward read, and that other code has written in place since."""
-        return [] if self.module_state is None else self.module_state.written_since
-
     def take_back(self) -> None:
         """Undoes what the first forward, which has just ended, drew and wrote into buffers."""
         self.replay.rewind()
