@@ -5,10 +5,12 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+# Read, since an import needs torch.
+VERSION = (HERE / "offload" / "__init__.py").read_text(encoding="utf-8").split('__version__ = "')[1].split('"')[0]
 
 setup(
     name="gradstream",
-    version="0.1.0",
+    version=VERSION,
     description="Train models and batches larger than memory: streamed shards, micro-batches, gradient caching",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

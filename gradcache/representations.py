@@ -8,7 +8,7 @@ another number of rows than it was given is refused, unless a split function of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -230,18 +230,20 @@ def split_gradients(gradient: Any, rows: Sequence[int]) -> list[Any]:
     return [with_leaves([column[i] for column in columns], spec) for i in range(len(rows))]
 
 
-def backward(representation: Any, gradient: Any) -> None:
-    """Runs backward from ``representation`` with ``gradient``, which has the same structure.
+def backward(outputs: Iterable[Any], gradients: Iterable[Any]) -> None:
+    """Runs one backward from representations, with a gradient of the structure of each (None: it has none).
 
-    The gradient is passed to autograd directly. A surrogate loss (the dot product of the two) would round it once more,
+    Gradients are passed to autograd directly. A surrogate loss (the dot product of the two) would round them once more,
     and fail if their types differ.
     """
     pairs = [
-        (output, grad)
-        for output, grad in zip(flatten(representation)[0], flatten(gradient)[0], strict=True)
-        if isinstance(grad, Tensor) and isinstance(output, Tensor) and output.requires_grad
+        (output, gradient)
+        for representation, given in zip(outputs, gradients, strict=True)
+        if given is not None
+        for output, gradient in zip(flatten(representation)[0], flatten(given)[0], strict=True)
+        if isinstance(gradient, Tensor) and isinstance(output, Tensor) and output.requires_grad
     ]
-    push([output for output, _ in pairs], [grad for _, grad in pairs])
+    push([output for output, _ in pairs], [gradient for _, gradient in pairs])
 
 
 _past_hooks: ContextVar[bool] = ContextVar("past_accumulation_hooks", default=False)

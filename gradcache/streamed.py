@@ -27,14 +27,7 @@ from pipe.nested import tensors_in
 if TYPE_CHECKING:
     from gradcache.grad_cache import GradCache
 
-__all__ = ["StreamedModel", "StreamedTowers", "Tape", "Tower"]
-
-
-class Tape(Protocol):
-    """The state of one streamed forward that its backward needs."""
-
-    def backward(self, output_gradients: Sequence[Any]) -> None:
-        """Runs the model's backward from one gradient per chunk (None: no gradient), in chunk order; usable once."""
+__all__ = ["StreamedModel", "StreamedTowers", "Tower"]
 
 
 @runtime_checkable
@@ -46,8 +39,8 @@ class StreamedModel(Protocol):
         chunks: Sequence[Any],
         output_fn: Callable[[Any], Any] | None = None,
         input_fn: Callable[[Any], Any] | None = None,
-    ) -> tuple[list[Any], Tape]:
-        """Detached outputs in chunk order, and the tape.
+    ) -> list[Any]:
+        """Outputs in chunk order, with one graph, through which a backward from all of them loads each shard once.
 
         A chunk is a tensor or ``(args, kwargs)``; or any value that ``input_fn`` converts to one of these, as part of
         the first shard. ``output_fn`` is applied to each chunk's output as part of the last shard, so it is recomputed
@@ -81,7 +74,8 @@ class StreamedTowers:
         self._output_fn = self._audit.output_fn if owner.audit else owner.representation_of
         self._wants_gradient = torch.is_grad_enabled()
         self._rows: list[list[int]] = []
-        self._tape: Tape | None = None
+        #: The representations of all chunks with their graph.
+        self._graph: list[Any] = []
 
     def encode(self) -> None:
         """The first pass: writes the representations of each tower."""
@@ -93,11 +87,11 @@ class StreamedTowers:
         trainable = is_trainable(module, () if lazy else chunks)
         calls = [chunk if lazy else call_arguments(chunk) for tower in chunks for chunk in tower]
         input_fn = {"input_fn": processing(owner.processed)} if lazy else {}
-        keeps_tape = trainable and self._wants_gradient
-        output_fn = self._output_fn if keeps_tape else self._without_parameters
-        with owner.autocast(module), torch.set_grad_enabled(keeps_tape), self._audit.listening(compares=False):
-            outputs, tape = self._model.forward_chunks(calls, output_fn=output_fn, **input_fn)
-        self._tape = tape if keeps_tape else None
+        graph = trainable and self._wants_gradient
+        output_fn = self._output_fn if graph else self._without_parameters
+        with owner.autocast(module), torch.set_grad_enabled(graph), self._audit.listening(compares=False):
+            outputs = self._model.forward_chunks(calls, output_fn=output_fn, **input_fn)
+        self._graph = outputs if graph else []
         remaining = iter(outputs)
         for tower in self._towers:
             joined = owner.joined(tower.chunks)
@@ -119,12 +113,12 @@ class StreamedTowers:
 
     def backward(self) -> None:
         """Runs the model's backward from the gradients of all towers' representations, loading each shard once."""
-        tape, self._tape = self._tape, None
-        if tape is None or not any(representations.has_gradient(tower.gradient) for tower in self._towers):
+        graph, self._graph = self._graph, []
+        if not graph or not any(representations.has_gradient(tower.gradient) for tower in self._towers):
             return
         split = map(representations.split_gradients, (tower.gradient for tower in self._towers), self._rows)
         with self._audit.listening(compares=True):
-            tape.backward([part for parts in split for part in parts])
+            representations.backward(graph, (part for parts in split for part in parts))
 
     @property
     def greatest_difference(self) -> float:

@@ -85,7 +85,7 @@ class ChunkState(RandContext):
             self.first = None
             if check is not None:
                 check(output, chunk)
-            representations.backward(output, gradient)
+            representations.backward([output], [gradient])
         return difference
 
 
@@ -169,5 +169,5 @@ def backward(
         else:  # a state from a user's own forward_no_grad replays only random states
             with torch.enable_grad(), state:
                 output = encoder(chunk)
-            representations.backward(output, gradient)
+            representations.backward([output], [gradient])
     return difference

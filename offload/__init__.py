@@ -2,7 +2,6 @@
 
 from offload.embedding.bag import OffloadEmbeddingBag
 from offload.embedding.rowwise import RowWiseAdagrad
-from offload.engine.tape import ChunksTape as Tape
 from offload.files.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from offload.files.empty_weights import init_empty_weights
 from offload.files.pretrained import Pretrained, load_pretrained
@@ -12,6 +11,8 @@ from offload.planning.plan import Plan
 from offload.policy import MemoryPolicy
 from offload.storage import DiskHome, HomeError
 from offload.telemetry.statistics import Statistics
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Checkpoint",
@@ -25,7 +26,6 @@ __all__ = [
     "Pretrained",
     "RowWiseAdagrad",
     "Statistics",
-    "Tape",
     "init_empty_weights",
     "load_checkpoint",
     "load_pretrained",

@@ -15,7 +15,7 @@ from offload.limits import HOST, MemoryLimits, check_place, limits_of, numbers_o
 from offload.mesh.device_bytes import least_exchange_bytes
 from offload.mesh.sharding import least_of_ranks
 from offload.mesh.traffic import bytes_beside_one_process
-from offload.planning.budget import SMALLEST_BOUNDARIES, Layout, requirement
+from offload.planning.budget import SMALLEST_BOUNDARIES, Layout, requirement, shown_bytes
 from offload.planning.partition import cut_layers, cut_within
 from offload.policy import DEFAULT_MEMORY, PLACES, MemoryPolicy, policy_of
 from offload.streaming.weight_forms import WeightForm
@@ -193,8 +193,8 @@ def layout_of(
     elif cuts is None:
         cuts = cut_layers(needs.in_slot, min(DEFAULT_SHARDS, len(layers)) if num_slices is None else num_slices)
     least, finest = needs(cuts), needs.finest()
-    finer = f"; num_slices={len(finest)} needs {needs(finest):,}" if needs(finest) < least else ""
-    stays = f", {outside:,} bytes of them for parameters in no shard and their gradients" if outside else ""
+    finer = f"; num_slices={len(finest)} needs {shown_bytes(needs(finest))}" if needs(finest) < least else ""
+    stays = f", {shown_bytes(outside)} of them for parameters in no shard and their gradients" if outside else ""
     check_place(device, on_device, least, f" with {len(cuts)} shards and {slots} slots{stays}{finer}")
     if not needs.on_host:
         check_place(torch.device("cpu"), on_host, needs.stored, " with homes in host memory; or pass a directory")

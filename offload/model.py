@@ -22,7 +22,6 @@ from offload.blocks.own_forward import OwnForward
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
 from offload.engine.plans.outside import bytes_staying
-from offload.engine.tape import ChunksTape
 from offload.files.pretrained import KeyMap, Pretrained
 from offload.identities import identities_only
 from offload.limits import MemoryLimits
@@ -41,6 +40,7 @@ from offload.module import (
 )
 from offload.optim.access import OptimizerAccess
 from offload.persistence import PersistentHome
+from offload.planning.budget import shown_bytes
 from offload.planning.estimate import Estimate
 from offload.planning.plan import Plan
 from offload.policy import MemoryPolicy
@@ -246,20 +246,21 @@ class OffloadModel(nn.Module):
         *,
         output_fn: Callable[[Any], Any] | None = None,
         input_fn: Callable[[Any], Any] | None = None,
-    ) -> tuple[list[Any], ChunksTape]:
-        """Runs many chunks through each shard while it is loaded, and leaves the backward to the caller.
+    ) -> list[Any]:
+        """Runs many chunks through each shard while it is loaded, in a pass that loads each shard once.
 
         Args:
             chunks: each a tensor, or (args, kwargs) for the model. Each chunk is one micro-batch.
-            output_fn: applied to each chunk's output, and recomputed with it: the gradients are then those of its
-                result.
+            output_fn: applied to each chunk's output, and recomputed with it.
             input_fn: makes a tensor or (args, kwargs) of each chunk, which then may be any object. Where layers are
                 called one after the other its result is recomputed for the backward, gets no gradient, and its chunks
                 do not run together.
 
         Returns:
-            The outputs, detached, in the order of the chunks; and the tape, whose ``backward(output_gradients)``
-            accumulates the parameters' gradients. Whatever the number of chunks, a pass loads each shard once.
+            The outputs in the order of the chunks, with one graph. A backward from all of them at once, of a loss of
+            them or ``torch.autograd.backward(outputs, gradients)``, loads each shard once more and stores its
+            gradients once, whatever the number of chunks; one for each chunk needs ``retain_graph=True`` of layers
+            that the chunks share, and loads shards for each.
         """
         if isinstance(chunks, Tensor) or not isinstance(chunks, Sequence) or not chunks:
             raise ValueError(
@@ -348,7 +349,7 @@ class OffloadModel(nn.Module):
         """One line about the shards."""
         shards = self._homes.shards
         largest = max(shard.slot_bytes for shard in shards)
-        return f"{len(shards)} shards of at most {largest:,} bytes at home in {self._offloaded.tier.name}"
+        return f"{len(shards)} shards of at most {shown_bytes(largest)} at home in {self._offloaded.tier.name}"
 
     # --- slots -------------------------------------------------------------------------------------------------------
 

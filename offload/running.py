@@ -27,7 +27,6 @@ from offload.engine.plans.regroup import (
 from offload.engine.raw_chunk import as_call
 from offload.engine.sequential import measured_activations, run_layers
 from offload.engine.structure import Structure
-from offload.engine.tape import ChunksTape, with_tape
 from offload.limits import cell_bytes
 from offload.planning.residency import TooLargeError
 from offload.policy import MemoryPolicy
@@ -113,12 +112,12 @@ class LayersInOrder:
         chunks: Sequence[Any],
         output_fn: Callable[[Any], Any] | None,
         input_fn: Callable[[Any], Any] | None,
-    ) -> tuple[list[Any], ChunksTape]:
+    ) -> list[Any]:
         """See :meth:`offload.OffloadModel.forward_chunks`."""
         self.homes.check_open()
         output_fns = [output_fn] * len(chunks)
         if input_fn is not None:
-            return with_tape(self._run_layers(chunks, output_fns, partial(_made, input_fn)))
+            return self._run_layers(chunks, output_fns, partial(_made, input_fn))
         calls = [as_call(i, chunk) for i, chunk in enumerate(chunks)]
         runs = runs_together(calls, partial(self._most_rows_together, model)) if self._joins_chunks else []
         if any(len(run) > 1 for run in runs):
@@ -126,7 +125,7 @@ class LayersInOrder:
                 return self._forward_joined(calls, runs, output_fn)
         # What fits apart only stays apart, however much fits later.
         self._rows_together.update((self._kind_of_chunk(model, calls[run[0]]), 0) for run in runs if len(run) > 1)
-        return with_tape(self._run_layers(calls, output_fns))
+        return self._run_layers(calls, output_fns)
 
     def _run_layers(
         self,
@@ -140,7 +139,7 @@ class LayersInOrder:
 
     def _forward_joined(
         self, calls: Sequence[Any], runs: Sequence[Sequence[int]], output_fn: Callable[[Any], Any] | None
-    ) -> tuple[list[Any], ChunksTape]:
+    ) -> list[Any]:
         """Runs the chunks of each run together. Raises TooLargeError, before anything moves, if they do not fit.
 
         By counted bytes, which are the same in every process: chunks that run together may have other bits.
@@ -154,7 +153,7 @@ class LayersInOrder:
             return [piece for output, sizes in zip(outputs, rows, strict=True) for piece in split_output(output, sizes)]
 
         with contextlib.nullcontext() if planner is None else planner.by_count():
-            return with_tape(apart(self._run_layers(groups, output_fns)))
+            return apart(self._run_layers(groups, output_fns))
 
     @property
     def _joins_chunks(self) -> bool:

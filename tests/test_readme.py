@@ -17,7 +17,7 @@ MOST_WORDS = 900
 MOST_LINES = 10
 GLOSSARY = [
     *("layer", "home", "tier", "lane", "slot", "shard", "cell"),
-    *("tape", "boundary", "replay", "drain", "plan", "chunk", "micro-batch"),
+    *("boundary", "replay", "drain", "plan", "chunk", "micro-batch"),
 ]
 
 

@@ -49,7 +49,7 @@ MAX_NORM = 1.0
 #: Numbers of bytes that the search for the least tries: what the allocator keeps drifts from one to the next.
 MOST_TRIES = 30
 #: What errors tell of the least memory: of the model, of its steps; and of its optimizer.
-LEAST = re.compile(r"pass memory=([\d,]+), the least|takes at least ([\d,]+) bytes")
+LEAST = re.compile(r"pass memory=([\d,]+), the least|memory=([\d,]+)(?: and num_slices=\d+)? works with it")
 LACKS = re.compile(r"make the model with memory=([\d,]+) or more")
 
 Batch = tuple[Any, Tensor]

@@ -1,7 +1,7 @@
 """``transfers``: whether the kernel's asynchronous I/O moves files faster than threads, and huge pages memory.
 
 Cases of a group take turns, so that they share each moment of the disk. From :data:`WORTH` on a library is worth a
-trial in whole steps, where its gain may be lost (docs/design.md, "Transfers"). caio, which is kept best, is not among
+trial in whole steps, where its gain may be lost. caio, which is kept best, is not among
 them: it reads into memory of its own that does not begin on a page, so the kernel refuses to move bytes there past the
 page cache.
 """

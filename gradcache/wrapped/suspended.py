@@ -130,7 +130,7 @@ class SuspendedForward:
         """
         with self._repeated(None) as output:
             difference = 0.0 if first is None else representations.greatest_difference(first, output)
-            representations.backward(output, gradient)
+            representations.backward([output], [gradient])
         return difference
 
     def backward_from(self, k: int) -> None:

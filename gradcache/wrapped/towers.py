@@ -30,12 +30,12 @@ from torch import nn
 
 from gradcache import representations
 from gradcache.context_managers import devices_in_use
-from gradcache.streamed import Tape, Tower
+from gradcache.streamed import Tower
 from gradcache.two_pass import InputGradients, is_trainable
 from gradcache.wrapped.call_state import Observer
 from gradcache.wrapped.suspended import SuspendedForward, TowerState
 from offload.identities import identities_only
-from pipe.nested import flatten
+from pipe.nested import flatten, map_tensors
 
 if TYPE_CHECKING:
     from gradcache.grad_cache import GradCache
@@ -72,7 +72,7 @@ class WrappedTowers:
         self._inputs = inputs
         self._owner = owner
         #: The tapes of calls that ran together, and the forwards of each with the number of its call.
-        self._joint_calls: list[tuple[Tape, list[tuple[SuspendedForward, int]]]] = []
+        self._joint_calls: list[tuple[list[Any], list[tuple[SuspendedForward, int]]]] = []
         self._visits: dict[int, int] = dict.fromkeys(self._models, 0)
         #: By tower and chunk.
         self._forwards: list[list[SuspendedForward]] = []
@@ -167,15 +167,18 @@ class WrappedTowers:
         with state.again():
             entering = [call.enter() for call in calls]
             chunks = [micro_batch for micro_batches in entering for micro_batch in micro_batches]
-            outputs, tape = model.forward_chunks(chunks, output_fn=record_flags)
+            outputs = model.forward_chunks(chunks, output_fn=record_flags)
         self._visits[id(model)] += 1
         remaining = iter(zip(outputs, flags[: len(outputs)], strict=True))
         for forward, call, micro_batches in zip(group, calls, entering, strict=True):
             mine = [next(remaining) for _ in micro_batches]
-            call.fill([output for output, _ in mine], [flag for _, row in mine for flag in row])
+            call.fill(
+                [map_tensors(torch.Tensor.detach, output) for output, _ in mine],
+                [flag for _, row in mine for flag in row],
+            )
             forward.calls.append(call)
         if any(any(row) for row in flags):
-            self._joint_calls.append((tape, [(forward, len(forward.calls) - 1) for forward in group]))
+            self._joint_calls.append((outputs, [(forward, len(forward.calls) - 1) for forward in group]))
 
     # --- backward -----------------------------------------------------------------------------------------------
 
@@ -194,12 +197,12 @@ class WrappedTowers:
                 self._backward_through(*self._joint_calls.pop())
 
     @staticmethod
-    def _backward_through(tape: Tape, members: Sequence[tuple[SuspendedForward, int]]) -> None:
+    def _backward_through(outputs: Sequence[Any], members: Sequence[tuple[SuspendedForward, int]]) -> None:
         """Runs backward through the calls of a model that ran together, and through the code before each call."""
         calls = [forward.calls[k] for forward, k in members]
         gradients = [gradient for call in calls if call is not None for gradient in call.take_gradients()]
         if any(gradient is not None for gradient in gradients):
-            tape.backward(gradients)
+            representations.backward(outputs, gradients)
             gradients.clear()
         for forward, k in members:
             forward.backward_from(k)

@@ -24,7 +24,6 @@ from offload.engine.inputs import refuse_transforms
 from offload.engine.plans.outside import bytes_staying
 from offload.engine.raw_chunk import as_call
 from offload.engine.structure import Structure
-from offload.engine.tape import ChunksTape, with_tape
 from offload.memory import MemoryArguments, least_bytes
 from offload.planning.budget import FIRST_GAPS_SHARE
 from offload.policy import MemoryPolicy
@@ -216,7 +215,7 @@ class OwnForward:
         chunks: Sequence[Any],
         output_fn: Callable[[Any], Any] | None,
         input_fn: Callable[[Any], Any] | None,
-    ) -> tuple[list[Any], ChunksTape]:
+    ) -> list[Any]:
         """See :meth:`offload.OffloadModel.forward_chunks`."""
         self._check_model()
 
@@ -231,7 +230,7 @@ class OwnForward:
             with self._computing():
                 return run_chunks(engine, forward, chunks, self._modules_around())
 
-        return with_tape(engine.forward(run))
+        return engine.forward(run)
 
     def activation_bytes(self, chunk: Any, output_fn: Callable[[Any], Any] | None) -> int:
         """Not known for a model with blocks: raises ValueError."""

@@ -50,8 +50,7 @@ class Watch:
     """Functions that are called while a cell runs, for what plans need to know.
 
     ``saved`` with each tensor that autograd saves; ``begins`` when its backward begins or goes on, with the visit;
-    ``entering`` are
-    hooks for what a recomputed cell saves of its input.
+    ``entering`` are hooks for what a recomputed cell saves of its input.
     """
 
     saved: Callable[[Tensor], None] | None = None
@@ -299,7 +298,7 @@ class Block:
         finally:
             # Also after an exception: writes into weights are as durable as those into buffers.
             if before != [view._version for view in views] or at != [weight.data_ptr() for weight in weights]:
-                self._note_writes(visit, views, weights, before)
+                self._note_writes(visit, views, weights, before, at)
 
     def _noted_in_place(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], visit: Visit | None) -> Any:
         """The same for a shard that is used where it rests, or has no weights."""
@@ -328,7 +327,12 @@ class Block:
         return self._runs.get(self.region.settings, 0) >= RUNS_NOTED
 
     def _note_writes(
-        self, visit: Visit | None, views: Sequence[Tensor], weights: Sequence[Tensor], before: list[int]
+        self,
+        visit: Visit | None,
+        views: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        before: Sequence[int],
+        at: Sequence[int],
     ) -> None:
         """Stores the weights that the block has written.
 
@@ -337,11 +341,14 @@ class Block:
         """
         written = []
         for k, (view, weight) in enumerate(zip(views, weights, strict=True)):
-            assigned = weight.data_ptr() != view.data_ptr()
+            assigned = weight.data_ptr() != at[k]
             if assigned:  # by another view, since the weight has the version counter of this one
                 s = self.weights.shard.slices[k]
                 s.check_data(view.shape, weight)
-                s.view(self.weights.shard.slot).copy_(weight.detach())
+                place = s.view(self.weights.shard.slot)
+                place.copy_(weight.detach())
+                if weight is view:  # it is frozen
+                    view.data = place
             if assigned or view._version != before[k]:
                 written.append(k)
         if written:

@@ -22,7 +22,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
@@ -45,7 +45,7 @@ from offload.streaming.shard import Shard
 from offload.streaming.stored_gradients import set_gradient
 from offload.streaming.streamer import Streamer
 from pipe.freed import Life, Living
-from pipe.nested import flatten
+from pipe.nested import flatten, tensors_in
 from pipe.process import check_process
 from pipe.recompute.phase import is_recomputing
 from pipe.recompute.region import Region
@@ -158,8 +158,8 @@ class Engine:
         self._visited: Visit | None = None
         self._visited_slot: Tensor | None = None
         self._visited_views: Sequence[Tensor] = []
-        #: By the number of its shard: gradients that belong to parameters again when the backward ends.
-        self._leaving: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
+        #: Gradients that belong to their parameters again when the backward ends.
+        self._leaving: dict[nn.Parameter, Tensor] = {}
         #: Whether shards are updated in the running backward.
         self._updates = False
 
@@ -271,6 +271,8 @@ class Engine:
                 this.step.end()
             if this.forward.graphed and not in_between:
                 self._forwards.add(this.life, this.nodes)
+                if any(p.requires_grad for p in self._owner.outside):
+                    self._check_before_outside(result, weakref.ref(this.life))
             self._pass = self._slots.act = None
             return result
         except BaseException as error:
@@ -507,7 +509,9 @@ class Engine:
             return self._visited_views
         self._enter_backward(visit.step, visit.uses, visit.life)
         if visit.checked != (number := backward_number()):
-            self._check_all_unchanged(visit, number)
+            visit.checked = number
+            self._check_unchanged(visit)
+            self._check_all_unchanged(visit.life())
         self._use_in_backward(visit)
         self._visited, self._visited_slot = visit, shard._slot
         self._visited_views = [] if shard.in_place else visit.weights.views(self.streamer.slot_pool)
@@ -519,19 +523,26 @@ class Engine:
     def _leave_order(self, block: Block) -> None:
         """Called before a cell that begins another shard than the forward before."""
 
-    def _check_all_unchanged(self, visit: Visit, number: int) -> None:
-        """Compares the weights of all visits that a backward reaches with those of their forward.
+    def _check_before_outside(self, outputs: Any, life: weakref.ref[Life]) -> None:
+        """Makes a backward from the outputs compare weights before parameters outside of the blocks get gradients."""
+
+        def check(_: Any) -> None:
+            self._check_all_unchanged(life())
+
+        for node in {x.grad_fn for x in tensors_in(outputs) if x.grad_fn is not None}:
+            node.register_prehook(check)
+
+    def _check_all_unchanged(self, life: Life | None) -> None:
+        """Compares the weights of all visits of a pass that a backward reaches with those of their forward.
 
         When it reaches the first one: a refusal must not come after gradients of others were stored.
         """
-        visit.checked = number
-        self._check_unchanged(visit)
-        life = visit.life()
+        number = backward_number()
         for node in (None if life is None else self._forwards.get(life)) or ():
-            other: Visit = node.visit
-            if other.checked != number and will_run(node):
-                other.checked = number
-                self._check_unchanged(other)
+            visit: Visit = node.visit
+            if visit.checked != number and will_run(node):
+                visit.checked = number
+                self._check_unchanged(visit)
 
     def _check_unchanged(self, visit: Visit) -> None:
         shard = visit.weights.shard
@@ -594,6 +605,7 @@ class Engine:
                 )
             self._offload(shard, home)
         if self._updates:
+            visit.checked = backward_number()  # from now on its weights are others
             self.streamer.update_in_backward(shard.index)
             if step is not None:
                 step.act(Kind.UPDATE_IN_BACKWARD, shard.index)
@@ -606,26 +618,23 @@ class Engine:
 
         Without that, autograd would add a gradient of code outside of the blocks while a lane writes.
         """
-        owners = dict.fromkeys(shard.owner_of(k)[0] for k, g in enumerate(gradients) if g is not None)
-        for owner in owners:
-            self._give_back(self._leaving.pop(owner.index, ()))
+        parameters = [shard.owner_of(k)[1].parameter for k, g in enumerate(gradients) if g is not None]
+        for parameter in parameters:
+            self._give_back(parameter)
         self.streamer.gradient_offload.drain(shard, gradients)
         if self._updates:
             return
-        for owner in owners:
-            self._leaving[owner.index] = taken = []
-            for s in owner.own:
-                if (gradient := s.parameter.grad) is not None:
-                    taken.append((s.parameter, gradient))
-                    s.parameter.grad = None
+        for parameter in parameters:
+            if (gradient := parameter.grad) is not None:
+                self._leaving[parameter] = gradient
+                parameter.grad = None
 
-    def _give_back(self, taken: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-        """Gives parameters their gradients back; no copy writes these."""
-        for parameter, gradient in taken:
+    def _give_back(self, parameter: nn.Parameter) -> None:
+        if (gradient := self._leaving.pop(parameter, None)) is not None:
             by_autograd = parameter.grad
             set_gradient(parameter, gradient)
             if by_autograd is not None:
-                gradient.add_(by_autograd.to(gradient.device))
+                self.streamer.gradient_offload.add(parameter, gradient, by_autograd)
 
     def _enter_backward(self, step: ObservedStep | None, uses: Sequence[int] | None, life: weakref.ref[Life]) -> None:
         """Begins a backward, unless it runs already. It ends with autograd's, or when that fails.
@@ -707,8 +716,8 @@ class Engine:
                         set_gradient(s.parameter, gradient.to(types.of(s)))
 
     def _end(self) -> None:
-        while self._leaving:
-            self._give_back(self._leaving.popitem()[1])
+        for parameter in list(self._leaving):
+            self._give_back(parameter)
         self._visited, self._visited_slot, self._visited_views = None, None, []
 
     def _backward_failed(self, backward: weakref.ref[_Backward]) -> None:

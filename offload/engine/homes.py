@@ -43,8 +43,7 @@ from offload.streaming.layer_homes import make_shards
 from offload.streaming.materialize import Values, move_buffers
 from offload.streaming.moves import Move, move_homes
 from offload.streaming.resident import resident_shard
-from offload.streaming.shard import Shard
-from offload.streaming.stored_gradients import regions_of
+from offload.streaming.shard import Shard, regions_of
 from offload.streaming.streamer import Streamer
 from offload.streaming.weight_forms import WeightForm
 from offload.telemetry.memory_report import MemoryReport

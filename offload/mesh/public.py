@@ -19,8 +19,8 @@ from offload.streaming.slices import Slice
 if TYPE_CHECKING:
     from offload.mesh.device_bytes import ExchangeBytes
     from offload.mesh.ranks import Ranks
-    from offload.optim.optimizer import OffloadOptimizer
     from offload.planning.plan import Plan
+    from offload.streaming.contract import ModelOptimizer
 
 __all__ = ["PublicParameters"]
 
@@ -100,7 +100,7 @@ class PublicParameters:
         """Whether other code holds what users see; None: the engine's own references tell."""
         return None
 
-    def check_optimizer(self, optimizer: OffloadOptimizer) -> None:
+    def check_optimizer(self, optimizer: ModelOptimizer) -> None:
         """Raises TypeError for a class that needs whole parameters, where they are updated in parts."""
         factory = optimizer.factory
         for options in optimizer.options() if factory.form is not None else ():
@@ -112,10 +112,10 @@ class PublicParameters:
                 instead="leave out states=",
             )
 
-    def begin_step(self, optimizer: OffloadOptimizer) -> None:
+    def begin_step(self, optimizer: ModelOptimizer) -> None:
         """Called at the beginning of a step."""
 
-    def note_step(self, optimizer: OffloadOptimizer) -> None:
+    def note_step(self, optimizer: ModelOptimizer) -> None:
         """Called when a step can no longer fail, before its updates become pending."""
 
     def local(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -35,7 +35,7 @@ from offload.streaming.slices import Slice, layout
 from pipe.torch_private.autograd import set_versions
 
 if TYPE_CHECKING:
-    from offload.optim.update import Update
+    from offload.streaming.contract import PendingUpdate
 
 __all__ = ["MeshHomes", "MeshShard", "layout_of_parts", "make_mesh_shards", "without_memory"]
 
@@ -87,7 +87,7 @@ class MeshShard(Shard):
         shown: Any = self.shown.get(stored)
         return stored._version + (0 if shown is None else shown._version + shown.to_local()._version)
 
-    def fill(self, slot: Tensor, update: Update | None = None) -> None:
+    def fill(self, slot: Tensor, update: PendingUpdate | None = None) -> None:
         """Reads this rank's part, gathers those of the others, and copies all into ``slot``. On the lane of ranks."""
         for k, here in enumerate(self.slices):
             if isinstance(self.parts[k], WholePart):

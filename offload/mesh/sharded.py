@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from offload.mesh.parts import Part
     from offload.mesh.ranks import Ranks
     from offload.mesh.shard import MeshShard
-    from offload.optim.optimizer import OffloadOptimizer
+    from offload.streaming.contract import ModelOptimizer
 
 __all__ = ["ShardedParameters", "ShownParameter"]
 
@@ -341,7 +341,7 @@ class ShardedParameters(PublicParameters):
 
     # --- optimizers -----------------------------------------------------------------------------------------------
 
-    def check_optimizer(self, optimizer: OffloadOptimizer) -> None:
+    def check_optimizer(self, optimizer: ModelOptimizer) -> None:
         """Raises TypeError for a class that needs whole parameters, ValueError for states of fewer bytes."""
         factory = optimizer.factory
         if factory.form is not None and factory.form.together > 1:
@@ -352,7 +352,7 @@ class ShardedParameters(PublicParameters):
         for options in optimizer.options():
             check_elementwise(factory.kind, options, factory.arguments)
 
-    def begin_step(self, optimizer: OffloadOptimizer) -> None:
+    def begin_step(self, optimizer: ModelOptimizer) -> None:
         """Takes over gradients, and what a ``GradScaler`` found in them: all ranks skip a step, or none."""
         if self._sums:
             raise RuntimeError(
@@ -365,7 +365,7 @@ class ShardedParameters(PublicParameters):
             optimizer.found_inf = torch.full_like(found, max(everywhere))  # type: ignore[attr-defined]
         self.take_gradients()
 
-    def note_step(self, optimizer: OffloadOptimizer) -> None:
+    def note_step(self, optimizer: ModelOptimizer) -> None:
         """Notes class, options, and how many parameters have gradients: ranks compare them at the next pass."""
         counts = [sum(self._has_gradient(self._by_shown[p]) for p in g["params"]) for g in optimizer.param_groups]
         self._steps.append(described_step(optimizer, counts))

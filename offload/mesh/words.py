@@ -9,7 +9,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from offload.mesh.parts import Part
-    from offload.optim.optimizer import OffloadOptimizer
+    from offload.streaming.contract import ModelOptimizer
 
 __all__ = ["described", "described_step"]
 
@@ -19,7 +19,7 @@ def described(part: Part) -> str:
     return f"{part.name}{list(part.shape)}{str(part.dtype).removeprefix('torch.')}".replace(" ", "")
 
 
-def described_step(optimizer: OffloadOptimizer, gradients: Sequence[int]) -> str:
+def described_step(optimizer: ModelOptimizer, gradients: Sequence[int]) -> str:
     """Class and options of a step in one word; ``gradients``: of each group, how many parameters have one."""
     words = [optimizer.factory.kind.__name__, f"max_norm={optimizer.max_norm}"]
     for group, count in zip(optimizer.param_groups, gradients, strict=True):

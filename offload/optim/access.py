@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from offload.engine.homes import ModelHomes
-    from offload.optim.moves import MovableStates
-    from offload.optim.optimizer import OffloadOptimizer
     from offload.storage import Tier
+    from offload.streaming.contract import ModelOptimizer
     from offload.telemetry.statistics import Meter
 
 __all__ = ["OptimizerAccess"]
@@ -48,7 +47,7 @@ class OptimizerAccess:
         """Bytes of gradients that may wait in host memory until their update, where homes are on disk."""
         return self._homes.policy.gradient_bytes or 0
 
-    def add(self, optimizer: OffloadOptimizer) -> None:
+    def add(self, optimizer: ModelOptimizer) -> None:
         """Registers the optimizer with the model, by a weak reference: see :mod:`offload.streaming.optimizers`."""
         self.public.check_optimizer(optimizer)
         self._streamer.gradient_offload.optimizers.add(optimizer)
@@ -62,7 +61,7 @@ class OptimizerAccess:
         """Bytes that the model's memory leaves to an optimizer; infinite without a limit."""
         return self._homes.steps.spare_bytes()
 
-    def reserve(self, optimizer: MovableStates, nbytes: int) -> None:
+    def reserve(self, optimizer: object, nbytes: int) -> None:
         """Notes the bytes of buffers of an optimizer, as long as the optimizer lives."""
         self._homes.steps.reserve(optimizer, nbytes)
 
@@ -82,7 +81,7 @@ class OptimizerAccess:
         if self.tier.keeps:
             self._homes.write_back()
 
-    def held_elsewhere(self, optimizer: OffloadOptimizer) -> bool:
+    def held_elsewhere(self, optimizer: ModelOptimizer) -> bool:
         """Whether other code holds parameters of the optimizer, and so can read them without asking the model."""
         references = self._streamer.gradient_offload.optimizers.references(optimizer)
         held = self.public.held_elsewhere(*references)

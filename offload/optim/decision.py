@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,12 +18,13 @@ from offload.optim.update import Update
 from offload.streaming.formed_weights import seal
 from offload.streaming.grad_norm import detach_norm
 from offload.streaming.shard import Shard
+from offload.streaming.slices import Slice
 
 if TYPE_CHECKING:
-    from offload.optim.optimizer import OffloadOptimizer
-    from offload.optim.param_block import UpdateJob
+    from offload.optim.access import OptimizerAccess
+    from offload.optim.param_block import ParamBlock, UpdateJob
 
-__all__ = ["StepDecision", "mark"]
+__all__ = ["StepDecision", "Stepping", "mark"]
 
 
 def mark(shard: Shard, update: Update) -> None:
@@ -39,6 +40,33 @@ def mark(shard: Shard, update: Update) -> None:
     shard.pending = update
 
 
+class Stepping(Protocol):
+    """What a step needs of its optimizer."""
+
+    access: OptimizerAccess
+    param_groups: list[dict[str, Any]]
+    param_blocks: dict[Shard, list[ParamBlock]]
+
+    @property
+    def steps(self) -> int:
+        """Steps so far."""
+
+    def count_step(self, number: int) -> None:
+        """Notes that a step of this number is decided."""
+
+    def options(self) -> list[dict[str, Any]]:
+        """The hyperparameters of each group."""
+
+    def update(
+        self,
+        shard: Shard,
+        options: list[dict[str, Any]],
+        coefficient: Tensor | None = None,
+        kept: dict[Slice, Tensor] | None = None,
+    ) -> Update | None:
+        """The update of a shard; None if it has no gradient."""
+
+
 class StepDecision:
     """One step of an optimizer.
 
@@ -52,7 +80,7 @@ class StepDecision:
 
     def __init__(
         self,
-        optimizer: OffloadOptimizer,
+        optimizer: Stepping,
         updates: Sequence[tuple[Shard, Update]],
         resident: Sequence[UpdateJob],
         run_resident: Callable[[], None],
@@ -104,8 +132,6 @@ class StepDecision:
         for (_, update), (_, following) in itertools.pairwise(self._updates):
             update.following = following
         self._optimizer.count_step(self.number)
-        if self._optimizer.in_backward is not None:
-            self._optimizer.in_backward.close()
 
     def note_gradients(self) -> None:
         """Called when the step has raised."""

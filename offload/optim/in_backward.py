@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from offload.optim.decision import mark
+from offload.optim.decision import Stepping, mark
 from offload.optim.groups import GroupChanges
 from offload.streaming.lane import Arrival
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
-
-if TYPE_CHECKING:
-    from offload.optim.optimizer import OffloadOptimizer
 
 __all__ = ["InBackward"]
 
@@ -30,13 +27,13 @@ __all__ = ["InBackward"]
 class InBackward:
     """The updater that the gradient offload calls during a backward. Belongs to one optimizer."""
 
-    def __init__(self, optimizer: OffloadOptimizer) -> None:
+    def __init__(self, optimizer: Stepping) -> None:
         # Weak: a cycle would keep an optimizer alive that no other code refers to.
         self._optimizer = weakref.ref(optimizer)
         self.accumulating = 0
         self._updated: list[int] | None = None  # shards that this step has updated; None between steps
         #: The optimizer while a backward updates: it must not be collected between a kept gradient and its update.
-        self._updating: OffloadOptimizer | None = None
+        self._updating: Stepping | None = None
         self._failure: str | None = None
         self._options: list[dict[str, Any]] = []
 

@@ -284,6 +284,8 @@ class OffloadOptimizer(MovableStates):
     def count_step(self, number: int) -> None:
         """Counts the step of this number, which is decided."""
         self._steps = number
+        if self.in_backward is not None:
+            self.in_backward.close()
 
     def synchronize(self) -> None:
         """Finishes the pending updates: afterwards parameters, gradients and states have their values of the last step.

@@ -15,6 +15,7 @@ from offload.mesh.shard import MeshShard
 from offload.optim.io_buffers import MOST_STATES, buffer_pool_bytes
 from offload.optim.param_block import ELEMENTWISE
 from offload.optim.state_forms import StateForm
+from offload.planning.budget import shown_bytes
 from offload.storage.buffer import PAGE_BYTES, whole_pages
 from offload.storage.thread_memory import PIECE
 from offload.streaming.shard import Shard
@@ -116,8 +117,8 @@ def update_block_bytes_of(largest: int, limit_bytes: float = math.inf, stored: S
     least = stored.buffer_bytes(update_block)
     if least > limit_bytes:
         raise ValueError(
-            f"optimizer states are on disk: their buffers take at least {least:,} bytes, but the model's memory leaves "
-            f"{max(0, int(limit_bytes)):,} for them; make the model with memory={2 * least} or more, of which they may "
-            f"take half"
+            f"optimizer states are on disk: their buffers take at least {shown_bytes(least)}, but the model's memory "
+            f"leaves {shown_bytes(max(0, int(limit_bytes)))} for them; make the model with memory={2 * least} or more, "
+            f"of which they may take half"
         )
     return update_block

@@ -19,7 +19,7 @@ from offload.planning.planner import plan_step
 from offload.planning.residency import MOVING
 from offload.planning.slot_sizes import slot_sizes
 
-__all__ = ["FIRST_GAPS_SHARE", "GAPS_SHARE", "WHOLE_GAPS_SHARE", "Layout", "parse_bytes", "requirement"]
+__all__ = ["FIRST_GAPS_SHARE", "GAPS_SHARE", "WHOLE_GAPS_SHARE", "Layout", "parse_bytes", "requirement", "shown_bytes"]
 
 _UNITS = {"": 1, "b": 1} | {
     prefix + suffix: base**power
@@ -50,6 +50,11 @@ def parse_bytes(value: int | str, name: str = "memory", *, least: int = 1) -> in
             f"expected {'a positive number of' if least else 'no fewer than 0'} bytes, got {name}={value!r}"
         )
     return number
+
+
+def shown_bytes(nbytes: float) -> str:
+    """Bytes in words: MiB where they have eight digits."""
+    return f"{nbytes:,.0f} bytes" if nbytes < 10**7 else f"{nbytes / (1 << 20):,.1f} MiB"
 
 
 @dataclass(frozen=True)

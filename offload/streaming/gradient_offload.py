@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from offload.storage import Block, Tier
 from offload.storage.contract import bytes_of
+from offload.streaming.contract import UpdaterInBackward
 from offload.streaming.grad_norm import attach_norm, norm_of, norm_of_pieces, pieces_of
 from offload.streaming.lane import Arrival, CopyLane
 from offload.streaming.optimizers import Optimizers
@@ -29,9 +29,6 @@ from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 from offload.streaming.stored_gradients import GradientTypes, set_gradient
 from offload.telemetry.statistics import DRAIN_TO_MEMORY, Meter
-
-if TYPE_CHECKING:
-    from offload.optim.in_backward import InBackward
 
 __all__ = ["GradientOffload"]
 
@@ -55,9 +52,9 @@ class GradientOffload:
         #: Of this backward: whether an optimizer needs norms, and bytes of gradients that stay in host memory.
         self._clips, self._kept_bytes = False, 0
         #: Norms of gradients that are being copied.
-        self._norms: list[tuple[nn.Parameter, Tensor]] = []
+        self._norms: dict[nn.Parameter, Tensor] = {}
         #: The optimizer that updates shards in this backward, if any, and the gradients of shards not yet updated.
-        self._updater: InBackward | None = None
+        self._updater: UpdaterInBackward | None = None
         self._updates = False
         self._unfinished: dict[Shard, dict[Slice, Tensor]] = {}
         #: The updates of this backward that write to a slot, by its address, until another shard fills it.
@@ -147,11 +144,18 @@ class GradientOffload:
         self.settle()
         self._in_slots.clear()
         # Only now: a norm is valid until the next write, and all gradients in a block share one version counter.
-        for parameter, norm in self._norms:
+        for parameter, norm in self._norms.items():
             if parameter.grad is not None:
                 attach_norm(parameter.grad, norm)
         self._norms.clear()
         self._end_backward()
+
+    def add(self, parameter: nn.Parameter, stored: Tensor, gradient: Tensor) -> None:
+        """Adds what autograd computed elsewhere to a gradient that was sent home in this backward."""
+        # Drain lane -> host. Without this, both add to it at once.
+        self.settle()
+        stored.add_(gradient.to(stored.device))
+        self._norms.pop(parameter, None)
 
     def pop_returned(self) -> dict[nn.Parameter, Tensor]:
         """Gradients of the last backward's ``to_return`` parameters, on the parameters' device, in their type."""
@@ -265,7 +269,7 @@ class GradientOffload:
                     parameter, move = moves.popleft()
                     each = [norm_of(stored) if norms else None for stored in move()]
                     if norms:
-                        self._norms.append((parameter, norm_of_pieces(norm for norm in each if norm is not None)))
+                        self._norms[parameter] = norm_of_pieces(norm for norm in each if norm is not None)
                     del move
 
         arrival = self._lane.submit(f"D{shard.index}", copy)
@@ -288,7 +292,8 @@ class GradientOffload:
         elif stored is not None:
             yield partial(_add, stored, gradient)
         elif in_memory and gradient.device == parameter.device and gradient.dtype == dtype:
-            set_gradient(parameter, gradient)
+            # A view cannot be detached in place.
+            set_gradient(parameter, gradient if gradient._base is None else gradient.detach())
             # Nothing is copied beside layers that use the shard in place: ``step()`` computes these norms.
             if norms and not owner.in_place:
                 yield lambda: (gradient,)

@@ -8,16 +8,12 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from offload.planning.planner import Updates
-
-if TYPE_CHECKING:
-    from offload.optim.in_backward import InBackward
-    from offload.optim.optimizer import OffloadOptimizer
-    from offload.streaming.shard import Shard
+from offload.streaming.contract import ModelOptimizer, UpdaterInBackward
+from offload.streaming.shard import Shard
 
 __all__ = ["Optimizers"]
 
@@ -26,22 +22,22 @@ class Optimizers:
     """The live optimizers of one model, and what they need of its steps."""
 
     def __init__(self) -> None:
-        self._alive: weakref.WeakSet[OffloadOptimizer] = weakref.WeakSet()
+        self._alive: weakref.WeakSet[ModelOptimizer] = weakref.WeakSet()
         #: How many backwards have begun that add to stored gradients.
         self.backwards = 0
 
-    def __iter__(self) -> Iterator[OffloadOptimizer]:
+    def __iter__(self) -> Iterator[ModelOptimizer]:
         """Iterates over the live optimizers."""
         return iter(self._alive)
 
-    def add(self, optimizer: OffloadOptimizer) -> None:
+    def add(self, optimizer: ModelOptimizer) -> None:
         """Registers an optimizer. Raises ValueError if two would update in backward."""
         if optimizer.update_in_backward and self.in_backward is not None:
             raise ValueError("this model has an optimizer with update_in_backward=True already; use that one")
         self._alive.add(optimizer)
 
     @property
-    def in_backward(self) -> InBackward | None:
+    def in_backward(self) -> UpdaterInBackward | None:
         """The object that updates shards during backward; None if no optimizer does so."""
         return next((o.in_backward for o in self if o.in_backward is not None), None)
 
@@ -80,7 +76,7 @@ class Optimizers:
             "clips": self.clip,
         }
 
-    def references(self, optimizer: OffloadOptimizer) -> tuple[Counter[nn.Parameter], Counter[int]]:
+    def references(self, optimizer: ModelOptimizer) -> tuple[Counter[nn.Parameter], Counter[int]]:
         """References of all optimizers to the parameters of one of them, and to the home of each shard by index."""
         known = Counter(p for group in optimizer.param_groups for p in group["params"])
         for other in self:

@@ -10,24 +10,21 @@ their gradients are added to the owner's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from offload.storage import Block, Tier
 from offload.streaming.casts import Casts
+from offload.streaming.contract import PendingUpdate
 from offload.streaming.slices import Slice, read_converted
 from offload.streaming.stored_gradients import GradientRegion, GradientTypes
 from pipe.torch_private.autograd import outside_inference_mode, set_versions
 from pipe.torch_private.tensors import storage_uses
 
-if TYPE_CHECKING:
-    from offload.optim.update import Update
-
-__all__ = ["Shard"]
+__all__ = ["Shard", "regions_of"]
 
 
 @dataclass(eq=False)
@@ -61,7 +58,7 @@ class Shard:
     #: In which types they are stored.
     gradient_types: GradientTypes = field(default_factory=GradientTypes)
     #: The update to run before the stored bytes may be read or written; None again when it is done.
-    pending: Update | None = None
+    pending: PendingUpdate | None = None
     #: Whether a slot holds the shard; the copy is done or queued.
     loaded: bool = False
     slot_bytes: int = 0
@@ -186,7 +183,7 @@ class Shard:
         self._slot, self.loaded, self.written = slot, True, False
         self.loaded_versions = self.versions()
 
-    def fill(self, slot: Tensor, update: Update | None = None) -> None:
+    def fill(self, slot: Tensor, update: PendingUpdate | None = None) -> None:
         """Copies the stored bytes into ``slot``. Runs on the load lane and changes no state.
 
         ``update`` was pending when the load was submitted; it may have filled the slot already.
@@ -299,3 +296,8 @@ class Shard:
 def _widens(there: Slice, here: Slice) -> bool:
     """Whether a slot holds bfloat16 values of a form as float32."""
     return there.form is not None and here.dtype == torch.float32
+
+
+def regions_of(shards: Iterable[Shard]) -> Iterator[GradientRegion]:
+    """The regions of gradients of some shards, each once."""
+    return iter(dict.fromkeys(region for shard in shards for region in shard.gradient_regions))

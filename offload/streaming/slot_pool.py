@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,8 +27,45 @@ from offload.telemetry.statistics import Meter
 from pipe.torch_private.autograd import outside_inference_mode
 from pipe.torch_private.tensors import storage_uses
 
-if TYPE_CHECKING:
-    from offload.streaming.streamer import Streamer
+
+class SlotUser(Protocol):
+    """What uses slots: the streamer of a model."""
+
+    @property
+    def shards(self) -> Sequence[Any]:
+        """Those of the model."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its slots are."""
+
+    @property
+    def most_slots(self) -> int:
+        """Slots that it may use."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of its largest shard in a slot."""
+
+    @property
+    def backward_order(self) -> Sequence[int]:
+        """The shards, last first."""
+
+    def in_pass(self) -> bool:
+        """Whether a pass is running."""
+
+    def evict_one(self) -> bool:
+        """Evicts a shard that is not used; returns whether there was one."""
+
+    def reset(self) -> None:
+        """Resets all state after a failure."""
+
+    def prefetch(self, order: Sequence[int]) -> None:
+        """Starts to load shards in this order."""
+
+    def use_slots(self, slot_pool: SlotPool) -> None:
+        """Computes in slots of this pool from now on."""
+
 
 __all__ = ["SlotPool", "share_slots"]
 
@@ -39,13 +76,13 @@ class SlotPool:
     ``slot_users``: of models that share them, in the order of their forward turns; empty for one model alone.
     """
 
-    def __init__(self, device: torch.device, slots: int, slot_bytes: int, slot_users: Sequence[Streamer] = ()) -> None:
+    def __init__(self, device: torch.device, slots: int, slot_bytes: int, slot_users: Sequence[SlotUser] = ()) -> None:
         self.slots = slots
         self.slot_bytes = slot_bytes
         self._device = device
         self.slot_users = list(slot_users)
         self._recent = list(slot_users)  # least recently used first
-        self._computing: Streamer | None = None
+        self._computing: SlotUser | None = None
         self._all: list[Tensor] = []
         self._free: list[Tensor] | None = None
         #: Buffers of single shards, with the meter that counts each.
@@ -65,7 +102,7 @@ class SlotPool:
         return self.slots * self.slot_bytes if self._free is None else 0
 
     @contextlib.contextmanager
-    def turn(self, slot_user: Streamer) -> Iterator[None]:
+    def turn(self, slot_user: SlotUser) -> Iterator[None]:
         """``slot_user`` computes inside the context. Raises RuntimeError if another one computes."""
         if not self.shared:
             yield
@@ -80,7 +117,7 @@ class SlotPool:
         finally:
             self._computing = before
 
-    def computes(self, slot_user: Streamer) -> None:
+    def computes(self, slot_user: SlotUser) -> None:
         """Called when ``slot_user`` computes next, where models share the pool."""
         self._computing = slot_user
         if self._recent[-1] is not slot_user:
@@ -112,7 +149,7 @@ class SlotPool:
         self._own.append((slot, meter))
         return slot
 
-    def acquire_unneeded(self, slot_user: Streamer) -> Tensor | None:
+    def acquire_unneeded(self, slot_user: SlotUser) -> Tensor | None:
         """Acquires a slot that the current turn does not need, for a prefetch; None if there is none."""
         if self._free is None:
             return None
@@ -185,14 +222,14 @@ class SlotPool:
                     self.replace(slot)
             self._free = list(self._all)
 
-    def prefetch_previous(self, slot_user: Streamer) -> None:
+    def prefetch_previous(self, slot_user: SlotUser) -> None:
         """Lets the model whose backward turn is next prefetch."""
         if self.slot_users and self.slot_users[0] is not slot_user:
             following = self.slot_users[self.slot_users.index(slot_user) - 1]
             following.prefetch(following.backward_order)
 
 
-def share_slots(stages: Sequence[Sequence[Streamer]]) -> None:
+def share_slots(stages: Sequence[Sequence[SlotUser]]) -> None:
     """Gives streamers of one device a common pool: those of a stage compute together, stages in turns.
 
     Its size is that of the largest turn, plus one slot for the next turn if that turn holds all its shards.

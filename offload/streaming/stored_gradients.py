@@ -7,9 +7,9 @@ are: a shard then has parts of other shards' regions, until their gradients are 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,7 @@ from offload.streaming.quantised import stored_tensors
 from offload.streaming.slices import Slice
 from pipe.torch_private.tensors import storage_uses
 
-if TYPE_CHECKING:
-    from offload.streaming.shard import Shard
-
-__all__ = ["GradientRegion", "GradientTypes", "regions_of", "set_gradient"]
+__all__ = ["GradientRegion", "GradientTypes", "set_gradient"]
 
 
 def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
@@ -132,8 +129,3 @@ class GradientRegion:
     def in_use(self) -> bool:
         """Whether other code refers to its memory: a gradient from before, which was not freed."""
         return storage_uses(self.block.tensor) > 1 + len(self.stored())
-
-
-def regions_of(shards: Iterable[Shard]) -> Iterator[GradientRegion]:
-    """The regions of some shards, each once."""
-    return iter(dict.fromkeys(region for shard in shards for region in shard.gradient_regions))

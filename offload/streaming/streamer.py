@@ -18,22 +18,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from offload.planning.budget import shown_bytes
 from offload.planning.slot_sizes import slot_sizes
 from offload.storage import Tier
+from offload.streaming.contract import PendingUpdate
 from offload.streaming.gradient_offload import GradientOffload
 from offload.streaming.heap import Heap
 from offload.streaming.lane import Arrival, CopyLanes, error_context
 from offload.streaming.shard import Shard
 from offload.streaming.slot_pool import SlotPool
 from offload.telemetry.statistics import LOAD_FROM_MEMORY, Meter
-
-if TYPE_CHECKING:
-    from offload.optim.update import Update
 
 __all__ = ["Streamer"]
 
@@ -138,7 +136,7 @@ class Streamer:
             self.await_load(j)
         self.gradient_offload.update(shard, shard.slot if in_slot else None)
 
-    def _start_update(self, j: int, slot: Tensor | None = None) -> tuple[Tensor, Update | None, list[Arrival]]:
+    def _start_update(self, j: int, slot: Tensor | None = None) -> tuple[Tensor, PendingUpdate | None, list[Arrival]]:
         if slot is None:
             slot = self.slot_pool.acquire_slot(self._meter, self.shards[j].slot_bytes)
         pending = self.shards[j].pending  # read once: a thread may reset it at any time
@@ -149,7 +147,7 @@ class Streamer:
         """Starts to copy shard ``j`` into a free slot."""
         self._fill(j, *self._start_update(j))
 
-    def _fill(self, j: int, slot: Tensor, pending: Update | None, arrivals: list[Arrival]) -> None:
+    def _fill(self, j: int, slot: Tensor, pending: PendingUpdate | None, arrivals: list[Arrival]) -> None:
         shard = self.shards[j]
         shard.load(slot)
         self._meter.shard_loads += 1
@@ -320,7 +318,7 @@ class Streamer:
 def _warn_of_view(j: int, slot: Tensor) -> None:
     warnings.warn(
         f"a view of the weights of shard {j} outlives their use on the device (stored as an attribute of an "
-        f"autograd function, or by a hook): it occupies {slot.numel():,} bytes, and later changes of the "
+        f"autograd function, or by a hook): it occupies {shown_bytes(slot.numel())}, and later changes of the "
         f"weights do not show in it; use ctx.save_for_backward, or keep the parameter itself",
         RuntimeWarning,
         stacklevel=3,

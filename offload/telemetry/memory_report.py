@@ -10,7 +10,7 @@ from offload.planning.explain import FewerBytes, Part, lost_by
 from offload.planning.peak_memory import OutsideBytes
 from offload.planning.step_model import Choice, Prediction
 
-__all__ = ["MemoryReport"]
+__all__ = ["MemoryReport", "describe"]
 
 _MIB = 1 << 20
 

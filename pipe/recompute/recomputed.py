@@ -23,7 +23,7 @@ Source: ``torch.utils.checkpoint`` without reentrant autograd, which keeps a hol
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class Call:
 
     __slots__ = (
         "again", "begins", "count", "ended", "kinds", "leaves", "made", "name", "number", "on_save", "places",
-        "references", "saved", "settings", "sources", "spec", "state", "to_the_end",
+        "references", "repeated", "saved", "settings", "spec", "state", "to_the_end",
     )  # fmt: skip
 
     def __init__(self, name: str, again: Callable[..., Any], state: RunState, references: References | None) -> None:
@@ -99,20 +99,25 @@ class Call:
         else:
             leaves = list(args)
         self.places = [k for k, x in enumerate(leaves) if isinstance(x, Tensor)]
+        self.repeated: Sequence[tuple[int, int]] = ()
+        if self.places[1:]:
+            # One tensor at several places is one in the second run, too: a write to it is seen at all of them.
+            first = {id(leaves[k]): k for k in reversed(self.places)}
+            self.repeated = [(k, first[id(leaves[k])]) for k in self.places if first[id(leaves[k])] != k]
+            self.places = sorted(first.values())
         tensors = [leaves[k] for k in self.places]
         if any(x.is_nested and x.layout is torch.strided for x in tensors):
             raise TypeError(
                 f"expected dense, sparse or jagged tensors, got a nested tensor of the strided layout that enters "
                 f"{self.name}, which autograd cannot save; use layout=torch.jagged, or compute without recomputation"
             )
-        distinct = {id(x): x for x in tensors}
-        self.saved = _Inputs.apply(_PHONY, *distinct.values()).grad_fn  # type: ignore[no-untyped-call]
-        indices = {number: k for k, number in enumerate(distinct)}
-        self.sources = [indices[id(x)] for x in tensors]
+        self.saved = _Inputs.apply(_PHONY, *tensors).grad_fn  # type: ignore[no-untyped-call]
         for k in self.places:
             x = leaves[k]
             # What autograd returns of a subclass is a plain tensor, unless that has a ``__torch_dispatch__``.
             leaves[k] = x.requires_grad if type(x) in _PLAIN else (x.requires_grad, type(x), dict(vars(x)))
+        for k, _ in self.repeated:
+            leaves[k] = None
         self.leaves = leaves
         return tensors
 
@@ -151,18 +156,14 @@ class Call:
                 f"an input of {self.name} was changed in place between the forward and its backward; clone it before "
                 f"changing it"
             ) from error
-        given: dict[int, Tensor] = {}
-        for k, source in zip(self.places, self.sources, strict=True):
-            if source in given:  # a tensor at several places is one object
-                leaves[k] = given[source]
-                continue
-            tensor = entered[source]
+        for k, tensor in zip(self.places, entered, strict=True):
             if type(leaves[k]) is tuple:
                 requires_grad, kind, attributes = leaves[k]
                 leaves[k] = _as_kind(tensor.detach(), kind, attributes).requires_grad_(requires_grad)
             else:
                 leaves[k] = tensor.detach().requires_grad_(leaves[k])
-            given[source] = leaves[k]
+        for k, at in self.repeated:
+            leaves[k] = leaves[at]
         args, kwargs = (leaves, {}) if self.spec is None else unflatten(leaves, self.spec)
         made: list[Any] = []
         left = self.count

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from pipe.nested import flatten, map_tensors, tensors_in
-from pipe.recompute.replay import Replay, devices_of
+from pipe.nested import tensors_in
 
 
 class FakeStreamed(nn.Module):
@@ -25,52 +26,35 @@ class FakeStreamed(nn.Module):
     def forward(self, x: Tensor) -> Any:
         return self.layers(x)
 
-    def forward_chunks(
-        self, chunks: Sequence[Any], output_fn: Callable[[Any], Any] | None = None
-    ) -> tuple[list[Any], FakeTape]:
+    def forward_chunks(self, chunks: Sequence[Any], output_fn: Callable[[Any], Any] | None = None) -> list[Any]:
         values = [chunk if isinstance(chunk, Tensor) else chunk[0][0] for chunk in chunks]
-        cells: list[list[tuple[Any, Replay]]] = []
-        with torch.no_grad():
-            for j, layer in enumerate(self.layers):
-                self.loads[j] += 1
-                cells.append([])
-                for i, value in enumerate(values):
-                    self.events.append(f"F{j}.{i}")
-                    replay = Replay.capture(devices_of(value))
-                    cells[-1].append((value, replay))
-                    values[i] = self.cell(layer, j, output_fn)(value)
-                    replay.record_changes()
-        return values, FakeTape(self, cells if torch.is_grad_enabled() else None, output_fn)
+        for j, layer in enumerate(self.layers):
+            self.loads[j] += 1
+            returned: set[int] = set()
+            for i, value in enumerate(values):
+                self.events.append(f"F{j}.{i}")
+                values[i] = self.cell(layer, output_fn if j == len(self.layers) - 1 else None)(value)
+                for tensor in tensors_in(values[i]):
+                    if tensor.requires_grad:
+                        tensor.register_hook(partial(self.note, j, i, returned))
+        return values
 
-    def cell(self, layer: nn.Module, j: int, output_fn: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
-        last = j == len(self.layers) - 1
-        return lambda x: output_fn(layer(x)) if last and output_fn is not None else layer(x)
+    def note(self, j: int, i: int, returned: set[int], gradient: Tensor) -> None:
+        """Called when the backward of a cell begins: the first one loads the shard for all chunks."""
+        self.loads[j] += not returned
+        if i not in returned:
+            returned.add(i)
+            self.events.append(f"B{j}.{i}")
 
+    def cell(self, layer: nn.Module, output_fn: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+        def run(x: Any) -> Any:
+            return layer(x) if output_fn is None else output_fn(layer(x))
 
-class FakeTape:
-    def __init__(self, model: FakeStreamed, cells: list[Any] | None, output_fn: Any) -> None:
-        self.model, self.cells, self.output_fn = model, cells, output_fn
+        def recomputed(x: Any) -> Any:
+            with set_checkpoint_early_stop(False):
+                return checkpoint(run, x, use_reentrant=False)
 
-    def backward(self, output_gradients: Sequence[Any]) -> None:
-        if self.cells is None:
-            raise RuntimeError("no tape under no_grad, or used twice")
-        cells, self.cells = self.cells, None
-        gradients = list(output_gradients)
-        for j in reversed(range(len(self.model.layers))):
-            self.model.loads[j] += 1
-            for i, (value, replay) in enumerate(cells[j]):
-                if gradients[i] is None:
-                    continue
-                self.model.events.append(f"B{j}.{i}")
-                leaf = value
-                if isinstance(value, Tensor) and value.is_floating_point() and j > 0:
-                    leaf = value.detach().requires_grad_()
-                with replay.again(), torch.enable_grad():
-                    output = self.model.cell(self.model.layers[j], j, self.output_fn)(leaf)
-                pairs = zip(tensors_in(output), flatten(gradients[i])[0], strict=True)
-                pairs = [(o, g) for o, g in pairs if isinstance(g, Tensor) and o.requires_grad]
-                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-                gradients[i] = leaf.grad if isinstance(leaf, Tensor) else map_tensors(lambda t: t.grad, leaf)
+        return recomputed if torch.is_grad_enabled() else run
 
 
 @pytest.fixture(scope="session")

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import cProfile
-import gc
-import pstats
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.host_time.methods import calls_in
 from offload import OffloadModel
 
-BLOCKS, WARM_UP, COUNTED = 16, 14, 3
+BLOCKS, WARM_UP = 16, 14
 
 
 def blocks() -> nn.Sequential:
@@ -28,18 +25,7 @@ def calls_of(step: Callable[[], object]) -> float:
     """Calls in a step for each block."""
     for _ in range(WARM_UP):
         step()
-    profile = cProfile.Profile()
-    gc.collect()
-    gc.disable()  # finalizers of other tests would count
-    try:
-        profile.enable()
-        for _ in range(COUNTED):
-            step()
-        profile.disable()
-    finally:
-        gc.enable()
-    counted: Any = pstats.Stats(profile)
-    return float(counted.total_calls) / COUNTED / BLOCKS
+    return calls_in(step) / BLOCKS
 
 
 @pytest.fixture(scope="module")

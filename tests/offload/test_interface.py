@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import offload
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
 from offload.files.checkpoint import INDEX
 
@@ -148,3 +151,9 @@ def test_sparse_parameters_are_refused_before_anything_moves() -> None:
     layer.weight = nn.Parameter(torch.eye(3).to_sparse())
     with pytest.raises(TypeError, match=r"layout torch\.sparse_coo \(0\.weight\)"):
         OffloadModel([layer], "cpu", checkpoint_activation=False)
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    setup = Path(__file__).parents[2] / "setup.py"
+    told = subprocess.run([sys.executable, setup, "--version"], cwd=setup.parent, capture_output=True, text=True)
+    assert told.stdout.split()[-1:] == [offload.__version__]

@@ -179,8 +179,8 @@ def test_chunks_cost_no_loads_and_two_forwards_of_each_layer() -> None:
         model = OffloadModel(layers, "cpu", num_slices=4, checkpoint_activation=True)
         calls = [0]
         layers[2].register_forward_pre_hook(lambda *_, c=calls: c.__setitem__(0, c[0] + 1))
-        outputs, tape = model.forward_chunks(list(batch(64).split(64 // count)))
-        tape.backward([torch.ones_like(y) for y in outputs])
+        outputs = model.forward_chunks(list(batch(64).split(64 // count)))
+        torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
         loads[count] = model.statistics().shard_loads
         assert calls[0] == 2 * count
     assert loads[1] == loads[64] <= 2 * 4
@@ -223,10 +223,10 @@ def test_the_peak_is_a_formula_without_the_number_of_shards(tmp_path: Path) -> N
     assert peaks[64][0] <= peaks[16][0] + cell
 
 
-# --- two-phase face -------------------------------------------------------------------------------------------------
+# --- chunks ---------------------------------------------------------------------------------------------------------
 
 
-def test_forward_chunks_and_tape_backward_equal_one_graph(home: str) -> None:
+def test_forward_chunks_and_a_backward_equal_one_graph(home: str) -> None:
     bare = build(["dropout", "batchnorm", "nested"])
     model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=3, checkpoint_activation=True)
     chunks = list(batch(9).split(3))
@@ -241,11 +241,9 @@ def test_forward_chunks_and_tape_backward_equal_one_graph(home: str) -> None:
     loss = expected.t() @ expected
     loss.sum().backward()
     torch.manual_seed(1)
-    outputs, tape = model.forward_chunks(chunks)
-    assert not any(y.requires_grad for y in outputs)
-    whole = torch.cat(outputs).requires_grad_()
+    outputs = model.forward_chunks(chunks)
+    whole = torch.cat(outputs)
     (whole.t() @ whole).sum().backward()
-    tape.backward(list(whole.grad.split(3)))
     for p, q in zip(bare.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
     assert at_home(model)
@@ -261,9 +259,9 @@ def test_output_fn_belongs_to_the_last_shard_and_is_replayed() -> None:
         return dropout(y[:, 0] * scale)
 
     torch.manual_seed(0)
-    outputs, tape = model.forward_chunks([batch(3), batch(4)], output_fn=first_column)
+    outputs = model.forward_chunks([batch(3), batch(4)], output_fn=first_column)
     assert [y.shape for y in outputs] == [(3,), (4,)]
-    tape.backward([torch.ones(3), torch.ones(4)])
+    torch.autograd.backward(outputs, [torch.ones(3), torch.ones(4)])
     got = scale.grad.clone()
     scale.grad = None
     torch.manual_seed(0)
@@ -277,29 +275,28 @@ def test_chunks_that_need_a_gradient_pass_it_on() -> None:
     bare = build(["linear"])
     model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True)
     source = torch.randn(6, WIDTH, requires_grad=True)
-    outputs, tape = model.forward_chunks(list((source * 2).split(3)))
-    tape.backward([torch.ones_like(y) for y in outputs])
+    outputs = model.forward_chunks(list((source * 2).split(3)))
+    torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
     got, source.grad = source.grad, None
     bare(source * 2).sum().backward()
     torch.testing.assert_close(got, source.grad)
 
 
-def test_a_tape_is_used_once_and_checks_what_it_is_given() -> None:
-    model = OffloadModel(build(["linear"]), "cpu", checkpoint_activation=True, num_slices=3)
-    outputs, tape = model.forward_chunks([batch(), batch()])
-    with pytest.raises(ValueError, match="each of the 2 chunks, got 1"):
-        tape.backward([outputs[0]])
-    with pytest.raises(ValueError, match="chunk 1: expected gradients"):
-        tape.backward([outputs[0], (outputs[1], outputs[1])])
-    with pytest.raises(ValueError, match=r"chunk 0: expected .* shape \(6, 8\), got \(5, 8\)"):
-        tape.backward([outputs[0][:5], outputs[1]])
-    tape.backward([outputs[0], None])
-    with pytest.raises(RuntimeError, match="used before"):
-        tape.backward(outputs)
+def test_chunks_of_which_one_has_no_gradient_have_those_of_the_others() -> None:
+    bare = build(["linear"])
+    model = OffloadModel(copy.deepcopy(bare), "cpu", checkpoint_activation=True, num_slices=3)
+    first, second = batch(), batch()
+    outputs = model.forward_chunks([first, second])
+    outputs[1].sum().backward()
+    bare(second).sum().backward()
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
     with torch.no_grad():
-        outputs, tape = model.forward_chunks([batch()])
-    with pytest.raises(RuntimeError, match="no_grad"):
-        tape.backward(outputs)
+        assert not model.forward_chunks([first])[0].requires_grad
+
+
+def test_chunks_that_are_none_are_refused() -> None:
+    model = OffloadModel(build(["linear"]), "cpu", checkpoint_activation=True, num_slices=3)
     for chunks in (batch(), [], [3]):
         with pytest.raises((ValueError, TypeError), match="chunk"):
             model.forward_chunks(chunks)  # type: ignore[arg-type]

@@ -216,7 +216,7 @@ def test_a_batch_that_cannot_fit_is_refused_before_anything_moves(tmp_path: Path
     train(model, optimizer, 2)
     optimizer.synchronize()
     before, loads = copy.deepcopy(model.state_dict()), model.statistics().shard_loads
-    with pytest.raises(ValueError, match=r"100000 rows takes at least [\d,]+ bytes .* pass more memory, fewer rows"):
+    with pytest.raises(ValueError, match=r"100000 rows takes at least .* pass more memory, fewer rows"):
         model(torch.randn(100_000, WIDTH))
     assert model.statistics().shard_loads == loads
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -593,8 +593,8 @@ def test_chunks_run_together_in_bytes_that_are_given_for_them(given: str | None,
     x = torch.randn(24, WIDTH)
     cells, losses = [], []
     for _ in range(3):
-        outputs, tape = model.forward_chunks(list(x.split(2)))
-        tape.backward([2 * y for y in outputs])
+        outputs = model.forward_chunks(list(x.split(2)))
+        torch.autograd.backward(outputs, [2 * y.detach() for y in outputs])
         cells.append(len([a for a in str(model.plan()).split() if a[0] in "FK"]))
         losses.append(sum(y.square().sum().item() for y in outputs))
     assert cells == [12 // together * DEPTH] * 3
@@ -842,7 +842,7 @@ def test_rows_longer_than_all_before_have_the_least_memory_and_their_excess_is_t
         return 0 if planner.choice is None else len(planner.choice.kept)
 
     assert [graphs_kept(32) for _ in range(14)][-1]
-    with pytest.warns(RuntimeWarning, match=r"took [\d,]+ bytes, .* Begin with the longest rows") as warned:
+    with pytest.warns(RuntimeWarning, match=r"took .* more than memory=.* Begin with the longest rows") as warned:
         assert not graphs_kept(900)
     assert len(warned) == 1
     assert planner._memory.margin(2) == planner._memory.margin(80) < 4 * MIB  # it was predicted from others
@@ -877,8 +877,8 @@ def test_fewer_or_smaller_micro_batches_than_ran_are_not_refused(
     model = OffloadModel(stack(), "cpu", tmp_path, memory="30MiB")
 
     def step(sizes: list[int]) -> None:
-        outputs, tape = model.forward_chunks([torch.randn(rows, WIDTH) for rows in sizes])
-        tape.backward(outputs)
+        outputs = model.forward_chunks([torch.randn(rows, WIDTH) for rows in sizes])
+        torch.autograd.backward(outputs, [y.detach() for y in outputs])
 
     monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 500 * MIB)
     with warnings.catch_warnings():

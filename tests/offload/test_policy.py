@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import itertools
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import offload.memory
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.limits import Grant, MemoryLimits, grant
 from offload.memory import layout_of, limits_for, memory_of
+from offload.planning.budget import shown_bytes
 from offload.planning.partition import cut_within, merge_small_layers
 from offload.telemetry.statistics import Meter
 from tests.offload.zoo import WIDTH, build
@@ -203,11 +205,11 @@ def test_a_memory_that_is_too_small_says_the_least_that_works(
     home = tmp_path if on_disk else "cpu"
     layer = 4 * 512 * 513
     bare = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
-    with pytest.raises(ValueError, match=r"expected at least .* bytes of host memory, got memory=1,000") as raised:
+    with pytest.raises(ValueError, match=r"expected at least .* of host memory, got memory=1,000") as raised:
         OffloadModel(bare, "cpu", home, num_slices, memory=1000)
     message = str(raised.value)
     least = int(message.split("pass memory=")[1].split(",")[0])
-    assert f"which is {least - 1000:,} bytes short" in message
+    assert f"which is {shown_bytes(least - 1000)} short" in message
     shard = layer if num_slices is None else 2 * layer
     # Two slots, and two sets of gradients on their way to files, or all weights and gradients at home.
     assert least == (4 * shard if on_disk else 2 * shard + 8 * layer) + 8
@@ -230,7 +232,7 @@ def test_a_small_memory_makes_finer_shards_than_the_usual_ones(tmp_path: Path) -
 def test_more_memory_than_the_machine_has_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload.limits, "_warned", set())
     monkeypatch.setattr(offload.limits, "capacity", lambda place: 64 * MIB)
-    with pytest.warns(RuntimeWarning, match="more than the 67,108,864 bytes of host memory that this machine has"):
+    with pytest.warns(RuntimeWarning, match="more than the 64.0 MiB of host memory that this machine has"):
         model_of(memory="65MiB")
     model_of(memory="65MiB")
 
@@ -344,3 +346,13 @@ def test_an_accelerator_and_the_host_have_limits_of_their_own(
     else:
         with pytest.raises(ValueError, match=f"at least {8 * layer:,} bytes of host memory.* pass a directory"):
             limits_of({"host": 1000})
+
+
+def test_the_log_has_the_plan_that_was_chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    model = OffloadModel(layers, "cpu", tmp_path / "home", memory="64MiB")
+    with caplog.at_level("INFO", "offload"):
+        for _ in range(2):
+            model(torch.randn(8, 64)).sum().backward()
+    (plan,) = caplog.messages
+    assert re.fullmatch(r"memory=64\.0 MiB: \d slots, \d shards in memory, .* s a step predicted", plan)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from offload.engine.plans.row_units import shown
+from offload.planning.budget import shown_bytes
 from offload.planning.partition import smallest_shard
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def too_little(homes: ModelHomes, rows: Sequence[float], least: int, limit: int,
         (margin, "by which earlier steps exceeded their prediction"),
         (outside.begins + outside.gradients - outside.held, "for parameters in no shard, their gradients and states"),
     ]
-    said = ", ".join(f"{nbytes:,} of them {what}" for nbytes, what in parts if nbytes)
+    said = ", ".join(f"{shown_bytes(nbytes)} of them {what}" for nbytes, what in parts if nbytes)
     # With more memory, small layers would share a shard, which needs more.
     sizes = [shard.slot_bytes for shard in homes.shards]
     merges = len(sizes) > 1 and not homes.layers_apart and min(sizes) < smallest_shard(sum(sizes), works)
@@ -52,8 +53,8 @@ def too_little(homes: ModelHomes, rows: Sequence[float], least: int, limit: int,
     differ = homes.row_units.differ
     as_long, or_shorter = (" as long as those of the first batch", " or shorter") if differ else ("", "")
     return (
-        f"a step of micro-batches of {shown(max(rows))} rows{as_long} takes at least {least:,} bytes on "
-        f"{homes.device}, {least - limit:,} more than memory={limit:,}"
+        f"a step of micro-batches of {shown(max(rows))} rows{as_long} takes at least {shown_bytes(least)} on "
+        f"{homes.device}, {shown_bytes(least - limit)} more than memory={limit:,}"
         + (f" ({said})" if said else "")
         + f"; memory={works}{cuts} works with it; pass more memory, fewer{or_shorter} rows, or more "
         f"micro-batches (num_microbatches)"

@@ -19,6 +19,7 @@ a smaller plan. Rows longer than all before begin with the least memory, since t
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 import warnings
@@ -34,7 +35,7 @@ from offload.engine.plans.row_units import shown, split
 from offload.engine.plans.step_memory import StepMemory
 from offload.engine.plans.steps import SIZES_REMEMBERED
 from offload.limits import MemoryLimits
-from offload.planning.budget import FIRST_GAPS_SHARE, GAPS_SHARE, WHOLE_GAPS_SHARE
+from offload.planning.budget import FIRST_GAPS_SHARE, GAPS_SHARE, WHOLE_GAPS_SHARE, shown_bytes
 from offload.planning.explain import explain, fewer_bytes
 from offload.planning.filling import NothingFitsError, least_bytes
 from offload.planning.residency import TooLargeError
@@ -42,12 +43,14 @@ from offload.planning.search import Found, fill, search
 from offload.planning.step_model import Choice, Given, Prediction, StepModel, in_seconds_of, predict
 from offload.policy import MemoryPolicy
 from offload.streaming.moves import HomeInUseError
-from offload.telemetry.memory_report import MemoryReport
+from offload.telemetry.memory_report import MemoryReport, describe
 
 if TYPE_CHECKING:
     from offload.engine.homes import ModelHomes
 
 __all__ = ["MemoryPlanner"]
+
+_logger = logging.getLogger("offload")
 
 #: Steps after which a plan is chosen.
 PLAN_AFTER = (1, 3)
@@ -299,6 +302,8 @@ class MemoryPlanner:
         self._found = found
         self._choices.clear()
         self._switch(found.best.choice)
+        best, limit = found.best, shown_bytes(self.limit_bytes)
+        _logger.info("memory=%s: %s; %.3g s a step predicted", limit, describe(best.choice), best.seconds)
 
     @property
     def _whole_limit_bytes(self) -> int:
@@ -437,10 +442,11 @@ class MemoryPlanner:
         peak = self._memory.peak_bytes
         if peak is not None and peak > self.limit_bytes:
             self._warn(
-                f"a step of micro-batches of {shown(max(rows))} rows as long as those of the first batch took {peak:,} "
-                f"bytes, {peak - self.limit_bytes:,} more than memory={self.limit_bytes:,}: what rows longer than all "
-                f"before take had been predicted from shorter ones; from now on it is known. Begin with the longest "
-                f"rows, or pass more memory, fewer rows, or more micro-batches (num_microbatches)",
+                f"a step of micro-batches of {shown(max(rows))} rows as long as those of the first batch took "
+                f"{shown_bytes(peak)}, {shown_bytes(peak - self.limit_bytes)} more than memory={self.limit_bytes:,}: "
+                f"what rows longer than all before take had been predicted from shorter ones; from now on it is known. "
+                f"Begin with the longest rows, or pass more memory, fewer rows, or more micro-batches "
+                f"(num_microbatches)",
                 ("longer", tuple(rows)),
             )
 

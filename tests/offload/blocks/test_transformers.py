@@ -210,8 +210,8 @@ def test_chunks_of_different_lengths_take_one_visit(family: Family, tmp_path: Pa
     bare = make(family).eval()  # dropout would be drawn block by block
     model = wrap(bare, family.blocks, tmp_path)
     chunks = [((), family.inputs(k)) for k in range(3)]
-    outputs, tape = model.forward_chunks(chunks, output_fn=loss_of)
-    tape.backward([torch.tensor(k + 1.0) for k in range(3)])
+    outputs = model.forward_chunks(chunks, output_fn=loss_of)
+    torch.autograd.backward(outputs, [torch.tensor(k + 1.0) for k in range(3)])
     for k, output in enumerate(outputs):
         loss = loss_of(bare(**family.inputs(k)))
         assert torch.equal(loss, output)
@@ -232,8 +232,8 @@ def test_experts_that_no_row_of_a_chunk_uses_are_as_in_the_plain_model(tmp_path:
     bare = make(FAMILIES["mixtral"]).eval()
     model = wrap(bare, "layers", tmp_path)
     chunks = [{key: value[:1, -2:] for key, value in text(0).items()}, text(1)]
-    outputs, tape = model.forward_chunks([((), chunk) for chunk in chunks], output_fn=loss_of)
-    tape.backward([torch.ones(())] * 2)
+    outputs = model.forward_chunks([((), chunk) for chunk in chunks], output_fn=loss_of)
+    torch.autograd.backward(outputs, [torch.ones(())] * 2)
     losses = [loss_of(bare(**chunk)) for chunk in chunks]
     losses[0].backward()
     unused = [p.grad.flatten(1).abs().sum(1) == 0 for name, p in bare.named_parameters() if "experts" in name]
@@ -282,8 +282,8 @@ def test_chunks_of_different_lengths_train_adapters_as_the_plain_model() -> None
         family = FAMILIES[name]
         bare = lora(make(family)).eval()
         model = wrap(bare, _blocks_in(bare, family.blocks))
-        outputs, tape = model.forward_chunks([((), family.inputs(k)) for k in range(3)], output_fn=loss_of)
-        tape.backward([torch.ones(())] * 3)
+        outputs = model.forward_chunks([((), family.inputs(k)) for k in range(3)], output_fn=loss_of)
+        torch.autograd.backward(outputs, [torch.ones(())] * 3)
         losses = torch.stack([loss_of(bare(**family.inputs(k))) for k in range(3)])
         losses.sum().backward()
         assert torch.equal(losses.detach(), torch.stack(outputs))
@@ -378,7 +378,7 @@ def test_attentions_of_all_chunks_are_captured() -> None:
     model = wrap(bare, "encoder.layer")
     chunks = [((), {**text(k), "output_attentions": True}) for k in range(2)]
     with torch.no_grad():
-        outputs, _ = model.forward_chunks(chunks)
+        outputs = model.forward_chunks(chunks)
         for (_, inputs), output in zip(chunks, outputs, strict=True):
             expected = bare(**inputs).attentions
             assert len(output.attentions) == 3

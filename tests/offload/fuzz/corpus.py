@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.offload.fuzz.around import AuxiliaryLoss, ChunkedStep, Regularised, SetAside
+from tests.offload.fuzz.around import AuxiliaryLoss, ChunkedStep, Regularised, SetAside, TiedAround
 from tests.offload.fuzz.gradients import KeepGradients, NewOptimizer, Step, TrainStep, UseKept, ZeroGrad
 from tests.offload.fuzz.hooks import Hook, RemoveHooks
 from tests.offload.fuzz.passes import (
@@ -14,7 +14,7 @@ from tests.offload.fuzz.passes import (
     Penalty,
 )
 from tests.offload.fuzz.program import Program, Setup, Statement
-from tests.offload.fuzz.weights import Average, Copy, LoadState, Reopen, SaveState, Swap, Write
+from tests.offload.fuzz.weights import Average, Copy, Freeze, LoadState, Reopen, SaveState, Swap, Write
 
 __all__ = ["CORPUS"]
 
@@ -171,7 +171,34 @@ CORPUS: dict[str, Program] = {
     "a_parameter_around_blocks_that_gets_other_memory_before_the_backward_gets_its_gradient": program(
         Forward(), Write("set", at=0), Backward(), model="blocks"
     ),
+    "a_backward_that_is_refused_leaves_no_gradient_around_blocks": program(
+        Forward(), Write("data"), Backward(), model="blocks", slices=1
+    ),
+    "a_frozen_weight_to_which_a_layer_assigns_data_is_stored": program(
+        Freeze(at=2), Forward(rows=6), Forward(), model="renormed", checkpoint=True
+    ),
+    "a_pair_of_one_tensor_that_layers_write_is_one_when_they_run_again": program(
+        *TRAIN, model="double", checkpoint=True, slices=3
+    ),
+    "a_hook_after_accumulation_in_files_sees_the_sum_of_two_backwards": program(
+        Hook("accumulated", "scale", at=2), *TRAIN, *TRAIN, model="dropout", home="disk"
+    ),
+    "a_gradient_that_rests_in_memory_is_no_view": program(
+        Penalty(with_loss=False),
+        ZeroGrad("loop", set_to_none=False),
+        model="queries",
+        home="disk",
+        checkpoint=True,
+        planned=(0, 1 << 20),
+        updates="offload",
+    ),
     # Optimizers.
+    "a_weight_that_is_also_used_around_the_model_is_clipped_by_its_whole_gradient": program(
+        TiedAround(at=1), Step(), updates="offload", max_norm=0.5
+    ),
+    "an_update_in_backward_is_no_write_between_forward_and_backward": program(
+        *[TrainStep()] * 4, model="custom", updates="backward", optimizer="adamw"
+    ),
     "an_optimizer_may_count_in_its_groups": program(TrainStep(), TrainStep(), optimizer="averaging", updates="offload"),
     "an_optimizer_counts_a_step_once_if_its_backward_updates_all_but_the_parameters_outside_of_blocks": program(
         TrainStep(), TrainStep(), model="blocks_glued", optimizer="averaging", updates="backward"

@@ -236,10 +236,16 @@ def allowed(setup: Setup, behind: Sequence[Statement], statement: Statement, wai
         return False
     if setup.updates == "backward" and not isinstance(statement, WITH_UPDATES):
         return isinstance(statement, Forward) and statement.mode in ("no_grad", "eval", "inference")
+    # The first run that writes weights is taken back, and repeated with its graph: these layers run twice there.
+    twice = setup.checkpoint and setup.model in WRITERS
     if isinstance(statement, Interrupt):
-        # Whether a recomputation repeats what layers write is tried out in the first forward: they run twice there.
-        twice = setup.checkpoint and setup.model in WRITERS and statement.where == "forward"
-        return setup.trips and setup.microbatches == 1 and not twice
+        return setup.trips and setup.microbatches == 1 and not (twice and statement.where == "forward")
+    if twice and (isinstance(statement, Checkpointed) or (isinstance(statement, Hook) and "forward" in statement.on)):
+        return False
+    if isinstance(statement, KeepInMemory) and setup.planned:
+        return False  # a plan decides it
+    if isinstance(statement, Write) and setup.planned and waiting:
+        return False  # a shard that rests in memory is compared when backward reaches it, after others have gradients
     if isinstance(statement, Hook) and setup.microbatches > 1:
         # Layers see one micro-batch at a time.
         return statement.on in ("parameter", "accumulated", "output") or statement.at is None
