@@ -32,6 +32,12 @@ _hooks_of: Callable[[dict[str, Any]], tuple[dict[int, Any], ...]] = itemgetter(*
 _NO_HOOKS: tuple[dict[int, Any], ...] = ({},) * len(HOOKS_OF_MODULES)
 
 
+def _keeps_its_own(module: nn.Module) -> bool:
+    """Whether attributes of a module are those of the present run, as ``no_sync()`` of a wrapper around a backward."""
+    defined = type(module).__module__
+    return defined.partition(".")[0] in PACKAGES or defined.startswith(("torch.nn.parallel.", "torch.distributed."))
+
+
 class EngineHook:
     """A hook of these packages, which does not change the result of a recomputation: it is left where it is."""
 
@@ -58,7 +64,7 @@ class ModuleContents:
             (
                 own := module.__dict__,
                 {**own}
-                if (whole := attributes and type(module).__module__.partition(".")[0] not in PACKAGES)
+                if (whole := attributes and not _keeps_its_own(module))
                 else {"training": own["training"]},
                 tuple([{**kind} for kind in hooks]) if any(hooks := _hooks_of(own)) else None,
                 {**own["_buffers"]} if own["_buffers"] else None,
