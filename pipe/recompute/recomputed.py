@@ -33,8 +33,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipe.nested import LEAVES, TreeSpec, flatten, unflatten
 from pipe.recompute.phase import phase
 from pipe.recompute.region import RunState, Settings
-from pipe.recompute.thread_state import close_contexts
+from pipe.recompute.thread_state import close_contexts, holds_generators, release_generators
 from pipe.torch_private.autograd import at_end_of_backward, backward_number
+from pipe.torch_private.dispatch import with_subclasses
 from pipe.torch_private.tracing import uncompiled_hooks
 
 __all__ = ["Call", "Stop", "recomputed"]
@@ -181,9 +182,9 @@ class Call:
             return detached
 
         hooks = saved_tensors_hooks(*uncompiled_hooks(pack, _same))
-        state = self.state.again()
+        state, held = self.state.again(), holds_generators()
         try:
-            with self.state.lock, state, self.settings.again(), torch.enable_grad(), hooks:
+            with self.state.lock, state, self.settings.again(), with_subclasses(), torch.enable_grad(), hooks:
                 self.again(*args, **kwargs)
         except Stop:
             pass
@@ -191,6 +192,8 @@ class Call:
             # An interrupt may keep the ``with`` statement from ending them.
             close_contexts(error)
             state.restore()
+            if not held:
+                release_generators()
             raise
         found = [kind for _, _, kind in made]
         if found != self.kinds:

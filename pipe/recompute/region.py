@@ -34,8 +34,7 @@ from pipe.recompute.module_contents import ModuleContents
 from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.objects import Objects, Present
 from pipe.recompute.phase import phase
-from pipe.recompute.replay import shared_generators
-from pipe.recompute.thread_state import ThreadState, no_autocast, with_variables
+from pipe.recompute.thread_state import ThreadState, no_autocast, shared_generators, with_variables
 from pipe.torch_private.dispatch import modes_active
 
 __all__ = ["Region", "RegionState", "RunState", "Settings", "Settled"]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType, MethodType
@@ -33,9 +34,28 @@ __all__ = [
     "close_contexts",
     "lasting_hooks",
     "no_autocast",
+    "holds_generators",
+    "release_generators",
     "restores_thread_state",
+    "shared_generators",
     "with_variables",
 ]
+
+#: Generators of the process belong to all threads; two recomputations that rewind them must not overlap.
+shared_generators = threading.RLock()
+
+
+def holds_generators() -> bool:
+    """Whether this thread holds :data:`shared_generators`."""
+    held: bool = shared_generators._is_owned()  # type: ignore[attr-defined]
+    return held
+
+
+def release_generators() -> None:
+    """Releases :data:`shared_generators` where an interrupt kept ``with`` statements of this thread from it."""
+    while holds_generators():
+        shared_generators.release()
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,6 +109,7 @@ class ThreadState:
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
     phase: tuple[bool, bool]
+    holds_generators: bool
     #: Of :mod:`contextvars`. Not compared: a copy differs from every other one.
     variables: contextvars.Context = field(compare=False)
 
@@ -105,6 +126,7 @@ class ThreadState:
             function_modes=tuple(FUNCTION_MODES.active()),
             dispatch_modes=tuple(DISPATCH_MODES.active()),
             phase=(phase.checkpointing, phase.recomputing),
+            holds_generators=holds_generators(),
             variables=contextvars.copy_context(),
         )
 
@@ -157,6 +179,8 @@ class ThreadState:
         torch.set_autocast_cache_enabled(self.cache_casts)
         set_grad_enabled(self.grad)
         phase.checkpointing, phase.recomputing = self.phase
+        if not self.holds_generators:
+            release_generators()
 
 
 def _enter(stack: contextlib.ExitStack, kind: ModeStack, modes: tuple[Any, ...]) -> None:
