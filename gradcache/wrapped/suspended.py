@@ -163,8 +163,7 @@ class SuspendedForward:
                 given, self._given = self._given, []
                 # Backward may read buffers, or repeat code that writes them: the earliest segments are restored last.
                 for segment in reversed(self._segments):
-                    assert segment.module_state is not None
-                    self._segment.enter_context(segment.module_state.again(strict=False))
+                    self._segment.enter_context(segment.module_state.again())
                 yield output
                 for call, receiver in given:
                     call.collect(receiver)
@@ -186,7 +185,7 @@ class SuspendedForward:
         """Runs from the beginning; None if it was suspended."""
         self._position, self._suspended, self._given, self._running = 0, False, [], True
         try:
-            return self.tower.layers.run(self._encode, chunk)[0]
+            return self.tower.layers.run(self._encode, chunk)
         except _Suspend as suspend:
             if suspend.forward is not self:
                 raise

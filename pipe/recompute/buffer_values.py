@@ -74,18 +74,9 @@ class BufferBefore:
     """One buffer before a forward: a copy of it, or the buffer itself, to be copied before the first write."""
 
     __slots__ = (
-        "copied",
-        "copied_ahead",
-        "counted",
-        "known",
-        "memory",
-        "name",
-        "owner",
-        "tensor",
-        "training",
-        "value",
+        "copied", "copied_ahead", "counted", "known", "memory", "name", "owner", "tensor", "training", "value",
         "version",
-    )
+    )  # fmt: skip
 
     def __init__(self, owner: nn.Module, name: str, known: BufferHabits, tensor: Tensor, compiled: bool) -> None:
         self.owner, self.name, self.known, self.tensor = owner, name, known, tensor

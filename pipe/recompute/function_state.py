@@ -66,8 +66,6 @@ class FunctionState(RunState):
             return
         if self._module_state is not None:
             self._module_state.check()
-        if self._objects is not None:
-            self._objects.check_unchanged()
         if self._captured is None:
             return
         for tensor, version in zip(self._captured.tensors, self._versions, strict=False):

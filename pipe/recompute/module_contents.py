@@ -63,9 +63,7 @@ class ModuleContents:
         self._before = [
             (
                 own := module.__dict__,
-                {**own}
-                if (whole := attributes and not _keeps_its_own(module))
-                else {"training": own["training"]},
+                {**own} if (whole := attributes and not _keeps_its_own(module)) else {"training": own["training"]},
                 tuple([{**kind} for kind in hooks]) if any(hooks := _hooks_of(own)) else None,
                 {**own["_buffers"]} if own["_buffers"] else None,
                 [(value, content_of(value)) for value in own_attributes(module).values()] if whole else [],

@@ -104,11 +104,6 @@ class WatchedModule:
             if id(member) not in before and not _is_sharded(member)
         ]
 
-    def tensors(self) -> list[Tensor]:
-        """The present parameters and buffers."""
-        buffers = (owner._buffers[name] for owner, name, _ in self.buffers)
-        return [*(p for _, p in self.parameters), *(b for b in buffers if b is not None)]
-
     def changing(self) -> list[Tensor]:
         """Buffers that forwards may write before a backward: small ones, and others that an earlier forward wrote."""
         found = [(owner._buffers[name], owner.training, habits) for owner, name, habits in self.buffers]
@@ -130,19 +125,9 @@ class ModuleState:
     """
 
     __slots__ = (
-        "_attributes",
-        "_before",
-        "_buffers",
-        "_contents",
-        "_global",
-        "_members",
-        "_modes",
-        "_shared",
-        "_wanted",
-        "_watched",
-        "changed",
-        "written",
-    )
+        "_attributes", "_before", "_buffers", "_contents", "_global", "_members", "_modes", "_shared", "_wanted",
+        "_watched", "changed", "written",
+    )  # fmt: skip
 
     def __init__(self, watched: WatchedModule, *, attributes: bool = True) -> None:
         self._watched, self._attributes = watched, attributes
@@ -186,11 +171,6 @@ class ModuleState:
         self._members = self._watched.members()
         self._wanted = [(p._version, p.requires_grad) for _, p in self._watched.parameters]
         return self
-
-    @property
-    def moved(self) -> bool:
-        """After :meth:`record_changes`: whether the forward wrote any buffer."""
-        return bool(self._buffers)
 
     @property
     def written_since(self) -> list[str]:
@@ -238,14 +218,8 @@ class ModuleState:
         return changed
 
     @contextlib.contextmanager
-    def again(self, *, strict: bool = True) -> Iterator[None]:
-        """A context in which modules have their state from before the forward; changes of it are undone.
-
-        Args:
-            strict: whether changes of modes, parameters and modules are refused (:meth:`check`).
-        """
-        if strict:
-            self.check()
+    def again(self) -> Iterator[None]:
+        """A context in which modules have their state from before the forward; changes of it are undone."""
         present = self.present()
         try:
             self.put()

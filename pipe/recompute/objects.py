@@ -37,7 +37,6 @@ __all__ = ["Objects", "Present", "content_of", "differs", "put"]
 _CONTAINERS = list, dict, set, deque
 #: Packages of classes whose objects are not followed.
 _OTHERS = sys.stdlib_module_names - {"__main__"} | {"torch", *PACKAGES}
-_MISSING = object()
 
 
 def content_of(value: Any) -> Any:
@@ -98,12 +97,11 @@ def put(value: Any, content: Any) -> None:
 class Objects:
     """What can be reached from some objects, and what each of it holds now."""
 
-    __slots__ = ("_before", "_changed", "_roots")
+    __slots__ = ("_before", "_roots")
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self._roots = list(roots)
         self._before = _reachable(self._roots)
-        self._changed: set[int] = set()
 
     @property
     def found(self) -> list[Any]:
@@ -113,24 +111,6 @@ class Objects:
     def record_changes(self) -> None:
         """To be called after the first run. Raises RuntimeError if it changed a tensor in place."""
         self._check("the first run, which got it")
-        self._changed = {k for k, (value, content) in enumerate(self._before) if differs(value, content)}
-
-    def check_unchanged(self) -> None:
-        """Raises RuntimeError if other code has changed what the first run left as it was."""
-        self._check("other code since the forward")
-        for k, (value, content) in enumerate(self._before):
-            if k in self._changed or type(content) is not tuple or not differs(value, content):
-                continue
-            elements, attributes = content
-            now = content_of(value)
-            changed = [name for name, x in (attributes or {}).items() if (now[1] or {}).get(name, _MISSING) is not x]
-            if changed or not _same(now[0], elements):
-                what = f"attribute {changed[0]!r}" if changed else "elements"
-                raise RuntimeError(
-                    f"expected a {type(value).__name__} that is an argument of a checkpointed function to be the same "
-                    f"in backward, got one with other {what}: the recomputation would read the new value; pass tensors "
-                    f"as arguments instead of the object, or change it after backward"
-                )
 
     def _check(self, who: str) -> None:
         for value, content in self._before:

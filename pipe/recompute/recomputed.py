@@ -35,7 +35,7 @@ from pipe.recompute.phase import phase
 from pipe.recompute.region import RunState, Settings
 from pipe.recompute.thread_state import close_contexts, holds_generators, release_generators
 from pipe.torch_private.autograd import at_end_of_backward, backward_number
-from pipe.torch_private.dispatch import with_subclasses
+from pipe.torch_private.dispatch import subclasses_enabled, with_subclasses
 from pipe.torch_private.tracing import uncompiled_hooks
 
 __all__ = ["Call", "Stop", "recomputed"]
@@ -183,9 +183,10 @@ class Call:
 
         hooks = saved_tensors_hooks(*uncompiled_hooks(pack, _same))
         state, held = self.state.again(), holds_generators()
+        again = self.again if subclasses_enabled() else with_subclasses(self.again)
         try:
-            with self.state.lock, state, self.settings.again(), with_subclasses(), torch.enable_grad(), hooks:
-                self.again(*args, **kwargs)
+            with self.state.lock, state, self.settings.again(), torch.enable_grad(), hooks:
+                again(*args, **kwargs)
         except Stop:
             pass
         except BaseException as error:

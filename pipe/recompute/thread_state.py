@@ -32,9 +32,9 @@ __all__ = [
     "Autocast",
     "ThreadState",
     "close_contexts",
+    "holds_generators",
     "lasting_hooks",
     "no_autocast",
-    "holds_generators",
     "release_generators",
     "restores_thread_state",
     "shared_generators",
@@ -45,10 +45,8 @@ __all__ = [
 shared_generators = threading.RLock()
 
 
-def holds_generators() -> bool:
-    """Whether this thread holds :data:`shared_generators`."""
-    held: bool = shared_generators._is_owned()  # type: ignore[attr-defined]
-    return held
+#: Whether this thread holds them.
+holds_generators: Callable[[], bool] = shared_generators._is_owned  # type: ignore[attr-defined]
 
 
 def release_generators() -> None:

@@ -17,7 +17,6 @@ __all__ = [
     "BatchOrInstanceNorm",
     "caches_parametrizations",
     "global_module_hooks",
-    "has_backward_hooks",
 ]
 
 
@@ -37,11 +36,6 @@ def global_module_hooks() -> list[dict[int, Any]]:
     """The hooks that run for every module."""
     names = "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks"
     return [getattr(torch.nn.modules.module, name) for name in names]
-
-
-def has_backward_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether hooks of one of these modules see gradients of its inputs or outputs."""
-    return any(m._backward_hooks or m._backward_pre_hooks for m in modules)
 
 
 def caches_parametrizations(modules: Iterable[nn.Module]) -> bool:
