@@ -33,7 +33,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipe.nested import LEAVES, TreeSpec, flatten, unflatten
 from pipe.recompute.phase import phase
 from pipe.recompute.region import RunState, Settings
-from pipe.recompute.thread_state import close_contexts, holds_generators, release_generators
+from pipe.recompute.thread_state import (
+    close_contexts,
+    holds_generators,
+    release_generators,
+    shared_generators,
+)
 from pipe.torch_private.autograd import at_end_of_backward, backward_number
 from pipe.torch_private.dispatch import subclasses_enabled, with_subclasses
 from pipe.torch_private.tracing import uncompiled_hooks
@@ -182,10 +187,11 @@ class Call:
             return detached
 
         hooks = saved_tensors_hooks(*uncompiled_hooks(pack, _same))
-        state, held = self.state.again(), holds_generators()
+        state, lock = self.state.again(), self.state.lock
+        held = lock is not shared_generators or holds_generators()
         again = self.again if subclasses_enabled() else with_subclasses(self.again)
         try:
-            with self.state.lock, state, self.settings.again(), torch.enable_grad(), hooks:
+            with lock, state, self.settings.again(), torch.enable_grad(), hooks:
                 again(*args, **kwargs)
         except Stop:
             pass

@@ -196,7 +196,7 @@ class Region:
     def begin(self, settings: Settled | None = None) -> RegionState:
         """The state before a first run; ``settings``: the present :attr:`settings`, if they are known."""
         settings = self.settings if settings is None else settings
-        stateful = bool(self.watched.buffers) or self.changes or not all(plain for _, plain in settings)
+        stateful = bool(self.watched.buffers) or self.changes or False in [plain for _, plain in settings]
         if self._begun < RUNS_NOTED:  # generators may be assigned at any time before
             self._begun += 1
             self.watched.find_generators()
