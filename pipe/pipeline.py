@@ -60,7 +60,7 @@ from pipe.stream import AbstractStream, current_stream, use_device
 from pipe.torch_private.autograd import in_backward
 from pipe.worker import Task, task_runner
 
-__all__ = ["Pipeline", "clock_cycles", "copy", "depend", "wait"]
+__all__ = ["Pipeline", "clock_cycles", "copy", "wait"]
 
 
 def copy(batch: Batch, prev_stream: AbstractStream, next_stream: AbstractStream) -> None:
@@ -91,12 +91,6 @@ def _join(batch: Batch, phony: Tensor | None) -> None:
     k = _anchor(batch)
     if k is not None and phony is not None:
         batch[k] = join(batch[k], phony)
-
-
-def depend(fork_from: Batch, join_to: Batch) -> None:
-    """Orders the backward of ``join_to`` before that of ``fork_from``, if both need a gradient."""
-    if _anchor(join_to) is not None:
-        _join(join_to, _fork(fork_from))
 
 
 class Pipeline:

@@ -104,7 +104,7 @@ class SuspendedForward:
         self.call = None
         modes = self.tower.layers.modes
         output = self._run(map_tensors(_as_leaf, self._chunk))
-        written = self._segments[-1].written
+        written = self._segments[-1].module_state.written
         early = not (self._suspended or in_turn) and bool(written)
         if early:
             self._segments.pop().take_back()

@@ -23,7 +23,7 @@ from pipe.recompute.objects import content_of, differs, put
 from pipe.recompute.thread_state import PACKAGES
 from pipe.torch_private.modules import HOOKS_OF_MODULES, global_module_hooks
 
-__all__ = ["PLAIN", "EngineHook", "ModuleContents", "global_hooks", "own_attributes"]
+__all__ = ["EngineHook", "ModuleContents", "global_hooks"]
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 #: Types of attributes that hold nothing that can change.
@@ -49,11 +49,6 @@ class EngineHook:
         return self._hook(*arguments)
 
 
-def own_attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module besides those of every module, without numbers and text."""
-    return {k: v for k, v in module.__dict__.items() if type(v) not in PLAIN and k not in _OF_TORCH}
-
-
 class ModuleContents:
     """What modules hold now; only modes, hooks and buffers, if not ``attributes``, and of modules of these packages."""
 
@@ -66,7 +61,7 @@ class ModuleContents:
                 {**own} if (whole := attributes and not _keeps_its_own(module)) else {"training": own["training"]},
                 tuple([{**kind} for kind in hooks]) if any(hooks := _hooks_of(own)) else None,
                 {**own["_buffers"]} if own["_buffers"] else None,
-                [(value, content_of(value)) for value in own_attributes(module).values()] if whole else [],
+                [(v, content_of(v)) for k, v in own.items() if whole and type(v) not in PLAIN and k not in _OF_TORCH],
             )
             for module in modules
         ]

@@ -33,12 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipe.nested import LEAVES, TreeSpec, flatten, unflatten
 from pipe.recompute.phase import phase
 from pipe.recompute.region import RunState, Settings
-from pipe.recompute.thread_state import (
-    close_contexts,
-    holds_generators,
-    release_generators,
-    shared_generators,
-)
+from pipe.recompute.thread_state import close_contexts, holds_generators, release_generators, shared_generators
 from pipe.torch_private.autograd import at_end_of_backward, backward_number
 from pipe.torch_private.dispatch import subclasses_enabled, with_subclasses
 from pipe.torch_private.tracing import uncompiled_hooks

@@ -74,11 +74,6 @@ class Rerun:
         self.replay.record_changes()
         self.module_state.record_changes()
 
-    @property
-    def written(self) -> list[tuple[nn.Module, str]]:
-        """The buffers that the first forward certainly wrote, by owner and name."""
-        return self.module_state.written
-
     def take_back(self) -> None:
         """Undoes what the first forward, which has just ended, drew and wrote into buffers."""
         self.replay.rewind()

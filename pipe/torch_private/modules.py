@@ -22,14 +22,10 @@ __all__ = [
 
 #: The attributes of a module that hold its hooks by number, and options of some of these hooks.
 HOOKS_OF_MODULES = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks",
+    "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_backward_pre_hooks", "_backward_hooks",
+)  # fmt: skip
 
 
 def global_module_hooks() -> list[dict[int, Any]]:

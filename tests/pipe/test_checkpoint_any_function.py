@@ -476,3 +476,22 @@ def test_several_arguments_by_position_and_name_in_nested_values() -> None:
         results.append([a.grad, layer.weight.grad])
     assert_same(results[1], results[0])
     assert_same(results[2], results[0])
+
+
+class Doubling(Tensor):
+    """Whose sines are twice as large."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = super().__torch_function__(func, types, args, kwargs or {})
+        return output * 2 if func is torch.sin else output
+
+
+def test_under_a_loss_of_a_tensor_subclass_the_recomputation_runs_with_subclasses() -> None:
+    """The backward of such a loss disables them."""
+    gradients = []
+    for run in (lambda function, x: function(x), checkpoint):
+        w = torch.linspace(1, 2, 4, requires_grad=True)
+        run(lambda x, w=w: torch.sin(torch.sin(x * w)), torch.ones(4).as_subclass(Doubling)).sum().backward()
+        gradients.append(w.grad)
+    assert_same(*gradients)
