@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from gradcache.autograd_node import with_backward
+from gradcache.autograd_node import wide, with_backward
 from offload.streaming.stored_gradients import set_gradient
 from pipe.torch_private.autograd import HiddenHooks, has_hooks
 
@@ -75,7 +75,7 @@ class Accumulation:
                 if has_hooks(parameter):
                     self._hidden[id(parameter)] = hidden = HiddenHooks(parameter)
                     hidden.hide()
-                if parameter.dtype in (torch.bfloat16, torch.float16):
+                if wide(parameter.dtype) != parameter.dtype:
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(self._add_to_sum))
         except BaseException:
             self.__exit__()
@@ -84,11 +84,9 @@ class Accumulation:
 
     def _add_to_sum(self, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
-        if gradient is None:
-            return
-        if id(parameter) in self._sums:
+        if gradient is not None and id(parameter) in self._sums:
             self._sums[id(parameter)].add_(gradient)
-        else:
+        elif gradient is not None:
             self._sums[id(parameter)] = gradient.float()
 
     def take(self, parameter: Tensor) -> Tensor | None:
@@ -124,8 +122,7 @@ class Accumulation:
             gradients = reduce(gradients)
         hooked: list[tuple[Tensor, Tensor]] = []
         for k, parameter in enumerate(self.parameters):
-            gradient = gradients[k]
-            gradients[k] = None  # a sum of 32 bits is freed as soon as it is rounded
+            gradient, gradients[k] = gradients[k], None  # a sum of 32 bits is freed as soon as it is rounded
             if gradient is None:
                 continue
             if hidden[k] is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipe.torch_private.autograd import keeps_graph
 
-__all__ = ["Gradients", "with_backward"]
+__all__ = ["Gradients", "wide", "with_backward"]
 
 Gradients = Sequence[Tensor | None]
 
@@ -32,6 +32,11 @@ def with_backward(
         writable: if False, torch refuses to write the results in place.
     """
     return list(_Node.apply(backward, values, writable, *inputs))  # type: ignore[no-untyped-call]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which values of a type are summed."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 class _Node(torch.autograd.Function):
@@ -56,17 +61,14 @@ class _Node(torch.autograd.Function):
         with torch.no_grad():
             found = function(gradients)
         if torch.is_grad_enabled():  # create_graph=True: without a graph, a penalty on gradients would train nothing
-            found = [x if x is None else _once(x.detach().requires_grad_()) for x in found]
+            once: Callable[[Tensor], Tensor] = _Once.apply
+            found = [x if x is None else once(x.detach().requires_grad_()) for x in found]
         return None, None, None, *found
 
 
-def _once(gradient: Tensor) -> Tensor:
-    """A gradient that raises where it is differentiated."""
-    result: Tensor = _Once.apply(gradient)  # type: ignore[no-untyped-call]
-    return result
-
-
 class _Once(torch.autograd.Function):
+    """A gradient that raises where it is differentiated."""
+
     @staticmethod
     def forward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.view_as(gradient)

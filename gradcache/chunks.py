@@ -19,6 +19,7 @@ from gradcache.nested import tensors_in
 __all__ = ["call_arguments", "check_rows_kept", "chunk_size_of", "rows_in_input", "split_input"]
 
 Name = str | int
+Part = Callable[[int, int], Any]
 
 
 def call_arguments(chunk: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -84,8 +85,8 @@ def split_input(
         ValueError: if members differ in their number of rows.
         TypeError: if a member cannot be split and is not declared in ``broadcast``.
     """
-    rows: dict[str, int] = {}
-    cut = _input_splitter(model_input, broadcast, rows, lists_are_rows)
+    splitter = _Splitter(broadcast, lists_are_rows)
+    cut, rows = splitter.of_input(model_input), splitter.rows
     if len(set(rows.values())) > 1:
         hint = "; with process_fn, the members of a list are rows" if isinstance(model_input, list) else ""
         raise ValueError(
@@ -99,10 +100,10 @@ def split_input(
 
 def rows_in_input(model_input: Any, broadcast: Collection[Name] = (), *, lists_are_rows: bool = False) -> int | None:
     """Rows of a model input or a chunk, as :func:`split_input` counts them; None where members differ, or have none."""
-    rows: dict[str, int] = {}
+    splitter = _Splitter(broadcast, lists_are_rows)
     try:
-        _input_splitter(model_input, broadcast, rows, lists_are_rows)
-        counts = set(rows.values())
+        splitter.of_input(model_input)
+        counts = set(splitter.rows.values())
     except TypeError:  # a member that only the user's own function can split
         counts = {tensor.size(0) for tensor in tensors_in(model_input) if tensor.dim()}
     return counts.pop() if len(counts) == 1 else None
@@ -127,78 +128,69 @@ def check_rows_kept(model_input: Any, chunks: Sequence[Any], *, lists_are_rows: 
 
 def _can_only_be_rows(value: Any) -> bool:
     """Whether a list or tuple holds strings, or mappings without tensors, alone."""
-    return (
-        isinstance(value, (list, tuple))
-        and bool(value)
-        and all(isinstance(x, str) or (isinstance(x, Mapping) and not tensors_in(x)) for x in value)
-    )
+    if not isinstance(value, (list, tuple)) or not value:
+        return False
+    return all(isinstance(x, str) or (isinstance(x, Mapping) and not tensors_in(x)) for x in value)
 
 
 def _is_arguments_and_keywords(value: Any) -> bool:
-    return (
-        isinstance(value, tuple)
-        and len(value) == 2
-        and isinstance(value[0], (list, tuple))
-        and isinstance(value[1], Mapping)
-    )
+    is_pair = isinstance(value, tuple) and len(value) == 2
+    return is_pair and isinstance(value[0], (list, tuple)) and isinstance(value[1], Mapping)
 
 
-def _input_splitter(
-    value: Any, broadcast: Collection[Name], rows: dict[str, int], lists_are_rows: bool
-) -> Callable[[int, int], Any]:
-    if _can_only_be_rows(value):
-        rows["input"] = len(value)
-        return lambda start, stop: value[start:stop]
-    lists_are_rows = lists_are_rows and not any(isinstance(name, int) for name in broadcast)
-    return _splitter(value, "input", broadcast, rows, lists_are_rows)
+class _Splitter:
+    """Makes functions from a range of rows to that part of a value; see :func:`split_input` for the arguments."""
 
+    def __init__(self, broadcast: Collection[Name], lists_are_rows: bool) -> None:
+        self._broadcast = broadcast
+        self._lists_are_rows = lists_are_rows and not any(isinstance(name, int) for name in broadcast)
+        #: Of each tensor or list that is split, by its path.
+        self.rows: dict[str, int] = {}
 
-def _splitter(
-    value: Any, path: str, broadcast: Collection[Name], rows: dict[str, int], lists_are_rows: bool
-) -> Callable[[int, int], Any]:
-    """A function from a range of rows to that part of ``value``. Writes the rows of each tensor or list to ``rows``."""
-    if isinstance(value, Tensor):
-        if value.dim() == 0:
-            return lambda start, stop: value
-        rows[path] = value.size(0)
+    def of_input(self, value: Any) -> Part:
+        """The function for a model input."""
+        return self._sliced(value, len(value), "input") if _can_only_be_rows(value) else self._of(value, "input")
+
+    def _sliced(self, value: Any, rows: int, path: str) -> Part:
+        self.rows[path] = rows
         return lambda start, stop: value[start:stop]
 
-    def member(item: Any, name: Name, of: str = path) -> Callable[[int, int], Any]:
-        return _member(item, name, f"{of}[{name!r}]", broadcast, rows, lists_are_rows)
-
-    if isinstance(value, Mapping):
-        members = {key: member(item, key) for key, item in value.items()}
-        return lambda start, stop: {key: part(start, stop) for key, part in members.items()}
-    if _is_arguments_and_keywords(value):
-        args = tuple(member(item, k, f"{path}[0]") for k, item in enumerate(value[0]))
-        kwargs = {key: member(item, key, f"{path}[1]") for key, item in value[1].items()}
-        return lambda start, stop: (
-            tuple(part(start, stop) for part in args),
-            {key: part(start, stop) for key, part in kwargs.items()},
-        )
-    if lists_are_rows and (isinstance(value, list) or _can_only_be_rows(value)):
-        rows[path] = len(value)
-        return lambda start, stop: value[start:stop]
-    if isinstance(value, (list, tuple)):
-        parts = [member(item, k) for k, item in enumerate(value)]
-        make = list if isinstance(value, list) else tuple
-        return lambda start, stop: make(part(start, stop) for part in parts)
-    raise TypeError(
-        f"expected tensors to split into chunks, got {type(value).__name__} ({path}); pass split_input_fn, or declare "
-        f"the member with broadcast=(...) if every chunk is to receive it whole"
-    )
-
-
-def _member(
-    item: Any, name: Name, path: str, broadcast: Collection[Name], rows: dict[str, int], lists_are_rows: bool
-) -> Callable[[int, int], Any]:
-    if name in broadcast or item is None or isinstance(item, (bool, int, float, complex, str)):
-        return lambda start, stop: item
-    is_rows = lists_are_rows and (isinstance(item, list) or _can_only_be_rows(item))
-    if isinstance(item, (list, tuple)) and not is_rows and any(isinstance(x, (bool, int, float, str)) for x in item):
-        # Ambiguous: one value per row, or one option for all rows. A wrong guess would repeat or lose rows.
+    def _of(self, value: Any, path: str) -> Part:
+        if isinstance(value, Tensor):
+            return self._sliced(value, value.size(0), path) if value.dim() else lambda start, stop: value
+        if isinstance(value, Mapping):
+            members = {key: self._of_member(item, key, path) for key, item in value.items()}
+            return lambda start, stop: {key: part(start, stop) for key, part in members.items()}
+        if _is_arguments_and_keywords(value):
+            args = [self._of_member(item, k, f"{path}[0]") for k, item in enumerate(value[0])]
+            kwargs = {key: self._of_member(item, key, f"{path}[1]") for key, item in value[1].items()}
+            return lambda start, stop: (
+                tuple(part(start, stop) for part in args),
+                {key: part(start, stop) for key, part in kwargs.items()},
+            )
+        if self._are_rows(value):
+            return self._sliced(value, len(value), path)
+        if isinstance(value, (list, tuple)):
+            parts = [self._of_member(item, k, path) for k, item in enumerate(value)]
+            make = list if isinstance(value, list) else tuple
+            return lambda start, stop: make(part(start, stop) for part in parts)
         raise TypeError(
-            f"expected tensors to split into chunks, got a {type(item).__name__} of plain values ({path}); pass a "
-            f"tensor or split_input_fn, or declare it with broadcast=(...) if every chunk is to receive it whole"
+            f"expected tensors to split into chunks, got {type(value).__name__} ({path}); pass split_input_fn, or "
+            f"declare the member with broadcast=(...) if every chunk is to receive it whole"
         )
-    return _splitter(item, path, broadcast, rows, lists_are_rows)
+
+    def _of_member(self, item: Any, name: Name, of: str) -> Part:
+        if name in self._broadcast or item is None or isinstance(item, (bool, int, float, complex, str)):
+            return lambda start, stop: item
+        is_list = isinstance(item, (list, tuple)) and not self._are_rows(item)
+        if is_list and any(isinstance(x, (bool, int, float, str)) for x in item):
+            # Ambiguous: one value per row, or one option for all rows. A wrong guess would repeat or lose rows.
+            raise TypeError(
+                f"expected tensors to split into chunks, got a {type(item).__name__} of plain values "
+                f"({of}[{name!r}]); pass a tensor or split_input_fn, or declare it with broadcast=(...) if every chunk "
+                f"is to receive it whole"
+            )
+        return self._of(item, f"{of}[{name!r}]")
+
+    def _are_rows(self, value: Any) -> bool:
+        return self._lists_are_rows and (isinstance(value, list) or _can_only_be_rows(value))

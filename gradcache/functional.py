@@ -23,13 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from gradcache import representations
-from gradcache.distributed.gather import gather_own
+from gradcache.distributed import gather_own
+from gradcache.nested import tensors_in
 from gradcache.two_pass import first_pass, repeatable
 from gradcache.used_modules import UsedModules
 from pipe.nested import flatten
@@ -62,7 +63,7 @@ def cached(func: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
 
         # The arguments are treated as a chunk: copied if func writes into them in place.
         layers = repeatable(nn.ModuleList(UsedModules(args, kwargs, func).modules))
-        output, state = first_pass(layers, (args, kwargs), call)
+        output, state = first_pass(layers, (args, kwargs), call, tensors_in((args, kwargs)))
         leaves = representations.as_leaves(output)
 
         @wraps(func)
@@ -80,14 +81,14 @@ def cached(func: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
 
 def _matching_gradient(output: Any, given: Any) -> Any:
     """The gradients of the leaves that were passed to the closure, in the structure of the function's output."""
-    mine, theirs = flatten(output)[0], flatten(given)[0]
+    (mine, spec), theirs = flatten(output), flatten(given)[0]
     shapes = [[tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves] for leaves in (mine, theirs)]
     if shapes[0] != shapes[1]:
         raise ValueError(
             f"expected the representations that the first pass returned, of shapes {shapes[0]}, got {shapes[1]}; "
             f"call each closure with the leaves of the same call"
         )
-    return representations.with_leaves([t.grad if isinstance(t, Tensor) else None for t in theirs], flatten(output)[1])
+    return representations.with_leaves([t.grad if isinstance(t, Tensor) else None for t in theirs], spec)
 
 
 def cat_input_tensor(func: Callable[..., Result]) -> Callable[..., Result]:
@@ -96,10 +97,12 @@ def cat_input_tensor(func: Callable[..., Result]) -> Callable[..., Result]:
     For a loss over the representations of several cached calls: their leaves are collected in lists.
     """
 
+    concatenates = _of_changed(func, _cat)
+
     @wraps(func)
     def joined(*args: Any, **kwargs: Any) -> Result:
         try:
-            return func(*map(_cat, args), **{name: _cat(value) for name, value in kwargs.items()})
+            return concatenates(*args, **kwargs)
         except (AttributeError, KeyError, TypeError) as error:
             lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list)]
             kinds = {type(item).__name__: None for value in lists for item in value if isinstance(item, Mapping)}
@@ -119,17 +122,7 @@ def _cat(value: Any) -> Any:
     return torch.cat(value) if is_tensors else value
 
 
-@overload
-def gather_input_tensor(func: Callable[..., Result], axis: int = 0) -> Callable[..., Result]: ...
-
-
-@overload
-def gather_input_tensor(
-    func: None = None, axis: int = 0
-) -> Callable[[Callable[..., Result]], Callable[..., Result]]: ...
-
-
-def gather_input_tensor(func: Any = None, axis: int = 0) -> Any:
+def gather_input_tensor(func: Callable[..., Any] | None = None, axis: int = 0) -> Callable[..., Any]:
     """Gathers every tensor argument from all processes along ``axis``, positional or keyword.
 
     Use as ``@gather_input_tensor`` or ``@gather_input_tensor(axis=1)``. Only this process's part gets gradients; a loss
@@ -139,11 +132,14 @@ def gather_input_tensor(func: Any = None, axis: int = 0) -> Any:
     if func is None:
         return partial(gather_input_tensor, axis=axis)
 
-    def gathered(value: Any) -> Any:
-        return gather_own(value, axis) if isinstance(value, Tensor) else value
+    return _of_changed(func, lambda value: gather_own(value, axis) if isinstance(value, Tensor) else value)
+
+
+def _of_changed(func: Callable[..., Result], change: Callable[[Any], Any]) -> Callable[..., Result]:
+    """The function of its arguments, each changed."""
 
     @wraps(func)
-    def on_all(*args: Any, **kwargs: Any) -> Any:
-        return func(*map(gathered, args), **{name: gathered(value) for name, value in kwargs.items()})
+    def changed(*args: Any, **kwargs: Any) -> Result:
+        return func(*map(change, args), **{name: change(value) for name, value in kwargs.items()})
 
-    return on_all
+    return changed

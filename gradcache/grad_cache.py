@@ -24,17 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from gradcache import chunks as chunking
-from gradcache import representations, two_pass
-from gradcache.chunk_size import ChunkSizes, kept_by_a_shard, kept_bytes
-from gradcache.context_managers import device_of
-from gradcache.deferred import attach
-from gradcache.distributed.reduction import unwrapped, watch
-from gradcache.distributed.sharded import check_equal_chunks
+from gradcache import representations
+from gradcache.chunk_size import StepMemory, kept_by_a_shard, kept_bytes
+from gradcache.distributed import check_equal_chunks, unwrapped, watch
 from gradcache.loss import SimpleContrastiveLoss
-from gradcache.memory import StepMemory
 from gradcache.nested import map_tensors, tensors_in
 from gradcache.step import Step
 from gradcache.streamed import StreamedModel, Tower
+from gradcache.two_pass import ChunkState, InputGradients, device_of, first_pass, is_trainable, repeatable
 from gradcache.used_modules import CallableModel, UsedModules, as_modules
 from offload import MemoryPolicy
 from offload.policy import policy_of
@@ -122,11 +119,9 @@ class GradCache:
         if isinstance(broadcast, str):
             raise TypeError(f"expected a collection of names, got broadcast={broadcast!r}; pass ({broadcast!r},)")
         self.models = models
-        self.chunk_sizes: list[Any] = (
-            list(chunk_sizes)
-            if isinstance(chunk_sizes, Iterable) and not isinstance(chunk_sizes, str)
-            else [chunk_sizes] * len(models)
-        )
+        self.chunk_sizes: list[Any] = [chunk_sizes] * len(models)
+        if isinstance(chunk_sizes, Iterable) and not isinstance(chunk_sizes, str):
+            self.chunk_sizes = list(chunk_sizes)
         self.loss_fn = loss_fn
         self.split_input_fn = split_input_fn
         self.get_rep_fn = get_rep_fn
@@ -137,9 +132,8 @@ class GradCache:
         self.broadcast = tuple(broadcast)
         self.audit = audit
         self.memory = StepMemory(policy_of(memory))
-        self.chosen_sizes = ChunkSizes()
         self.step_result: StepResult | None = None
-        self._inputs = two_pass.InputGradients()
+        self._inputs = InputGradients()
         self._wants_gradient: list[bool] = []
         #: Whether the loss of the current step takes nothing but tensors.
         self._only_tensors = False
@@ -185,8 +179,18 @@ class GradCache:
 
     def forward_no_grad(self, model: nn.Module, model_inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
         """The first pass: representations of all chunks together, and one random state per chunk."""
-        joined = self.joined(model_inputs)
-        return two_pass.encode(model, model_inputs, self.encoder_of(model), self.get_input_tensors, self.audit, joined)
+        joined, encoder, layers = self.joined(model_inputs), self.encoder_of(model), repeatable(model)
+        # A frozen model's first chunk runs with a graph, which saves nothing, to find out whether get_reps trains.
+        with_graph = torch.is_grad_enabled() and not is_trainable(model, model_inputs)
+        states: list[ChunkState] = []
+        for chunk in model_inputs:
+            tensors = self.get_input_tensors(chunk)
+            output, state = first_pass(layers, chunk, encoder, tensors, with_graph=with_graph and not states)
+            state.first = output if self.audit else None
+            state.requires_grad = states[0].requires_grad if states else state.requires_grad
+            joined.add(output)
+            states.append(state)
+        return joined.value(), states
 
     def build_cache(self, *reps: Any, **loss_kwargs: Any) -> tuple[list[Any], Tensor]:
         """The loss, and its gradient with respect to each tower's representations (None if unused)."""
@@ -215,10 +219,18 @@ class GradCache:
         no_sync_except_last: bool = False,
     ) -> None:
         """The second pass: runs each chunk again with a graph, and backward from its rows of the gradient cache."""
-        difference = two_pass.backward(
-            model_inputs, cached_gradients, random_states, self.encoder_of(model), self._inputs, self._check
-        )
-        self._difference = max(self._difference, difference)
+        encoder, check = self.encoder_of(model), self._check
+        for chunk, gradient, state in zip(model_inputs, cached_gradients, random_states, strict=True):
+            if not representations.has_gradient(gradient):
+                continue
+            chunk = self._inputs.as_leaves(chunk)
+            if isinstance(state, ChunkState):
+                self._difference = max(self._difference, state.second_pass(chunk, encoder, gradient, check))
+                check = None
+            else:  # a state from a user's own forward_no_grad replays only random states
+                with torch.enable_grad(), state:
+                    output = encoder(chunk)
+                representations.backward([output], [gradient])
 
     @restores_thread_state
     def cache_step(self, *model_inputs: Any, no_sync_except_last: bool = False, **loss_kwargs: Any) -> Tensor:
@@ -236,7 +248,8 @@ class GradCache:
         self._only_tensors = own_loss and not self.replaced("compute_loss")
         heads = self._heads("get_reps", "processed", "compute_loss", given=loss_kwargs)
         step = self._step(model_inputs, heads, no_sync_except_last)
-        with step.gradients() as (commit, self._check):
+        self._check = step.check
+        with step.gradients() as commit:
             encoded = step.encode()
             if torch.is_grad_enabled():
                 self._wants_gradient = [tower.wants_gradient for tower in step.towers]
@@ -269,7 +282,7 @@ class GradCache:
 
         @restores_thread_state
         def second_pass(cache: list[Any]) -> list[Tensor | None]:
-            with step.gradients(returned=hooked) as (commit, self._check):
+            with step.gradients(returned=hooked) as commit:
                 self._second_pass(step, cache, False)
                 gradients = commit()
             for k, parameter in enumerate(hooked):
@@ -281,12 +294,12 @@ class GradCache:
             return [*(leaves[id(tensor)].grad for tensor in outer), *gradients]
 
         wants = [tower.wants_gradient for tower in step.towers]
-        return attach(encoded, wants, [*outer, *hooked], second_pass)
+        return representations.attach(encoded, wants, [*outer, *hooked], second_pass)
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def _second_pass(self, step: Step, cache: Sequence[Any], no_sync_except_last: bool) -> None:
-        self._inputs, self._difference = step.inputs, 0.0
+        self._inputs, self._check = step.inputs, step.check
         step.backward(cache, no_sync_except_last)
         step.inputs.backward()
 
@@ -302,7 +315,7 @@ class GradCache:
                 "expected models wrapped in DistributedDataParallel with no_sync_except_last=True, got one that has no "
                 "no_sync(); wrap all models or drop the flag"
             )
-        self._auxiliary = ()
+        self._auxiliary, self._difference = (), 0.0
         # A subclass that overrides model_call gets the model as it was given, including a DDP wrapper.
         models = list(self.towers if self.replaced("model_call") else map(unwrapped, self.towers))
         for model, inner in zip(self.towers, models, strict=True):
@@ -327,8 +340,7 @@ class GradCache:
                     return kept_by_a_shard(model, chunk, self.processed, self.representation_of)
             return kept_bytes(model, chunk, self.encoder_of(model))
 
-        budget = self.memory.activation_bytes(model, self.towers)
-        return self.chosen_sizes.rows_for(model, budget, lambda n: self.split_inputs(model_input, n), measure)
+        return self.memory.rows_for(model, self.towers, lambda n: self.split_inputs(model_input, n), measure)
 
     def _loss(self, reps: Sequence[Any], loss_kwargs: dict[str, Any]) -> Tensor:
         with self.autocast(*reps):

@@ -31,8 +31,6 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """The same structure with ``function`` applied to every tensor; a mapping that cannot be copied becomes a dict."""
-    if isinstance(value, Tensor):
-        return function(value)
 
     def mapped(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

@@ -8,13 +8,14 @@ another number of rows than it was given is refused, unless a split function of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradcache.autograd_node import Gradients, with_backward
 from gradcache.used_modules import leaves_of
 from pipe.microbatch import gather_nested
 from pipe.nested import TreeSpec, flatten, map_tensors, tensors_in, unflatten
@@ -22,6 +23,7 @@ from pipe.nested import TreeSpec, flatten, map_tensors, tensors_in, unflatten
 __all__ = [
     "Joined",
     "as_leaves",
+    "attach",
     "backward",
     "check",
     "detached",
@@ -201,7 +203,11 @@ def as_leaves(representation: Any) -> Any:
 
 def _as_leaf(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
-    return tensor.requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
+    return tensor.requires_grad_() if _is_differentiable(tensor) else tensor
+
+
+def _is_differentiable(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def gradients(representation: Any) -> Any:
@@ -270,7 +276,6 @@ def push(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         torch.autograd.backward(list(outputs), list(gradients))
         return
     leaves = list({id(leaf): leaf for leaf in leaves_of(*outputs)}.values())
-    leaves += [output for output in outputs if output.is_leaf]
     found = torch.autograd.grad(list(outputs), leaves, list(gradients), allow_unused=True)
     for leaf, gradient in zip(leaves, found, strict=True):
         if gradient is None:
@@ -289,3 +294,52 @@ def greatest_difference(first: Any, second: Any) -> float:
     """The greatest absolute difference between two representations of the same structure."""
     pairs = zip(tensors_in(first), tensors_in(second), strict=True)
     return max((float((a.detach() - b.detach()).abs().max()) for a, b in pairs if a.numel()), default=0.0)
+
+
+def attach(
+    encoded: Sequence[Any],
+    differentiable: Sequence[bool],
+    inputs: Sequence[Tensor],
+    second_pass: Callable[[Any], Gradients] | None,
+) -> tuple[Any, ...]:
+    """The representations ``encoded``, one nested value per tower, with a graph if the tower is ``differentiable``.
+
+    They are the outputs of one autograd node, whose backward runs the second pass, for training loops that call
+    ``loss.backward()`` themselves::
+
+        inputs --> [encoded in chunks] --> representations --> any loss, any further graph --> loss.backward()
+                         |                                                                         |
+                         '---- second pass, chunk by chunk  <---- gradient of the representations -'
+
+    The node keeps the states of the first pass; backward through it may run once, as with ``retain_graph=False``.
+
+    ``second_pass`` gets the gradient of ``encoded`` (None where there is none), and returns those of ``inputs``.
+    """
+    towers = [flatten(tower) for tower in encoded]
+    structures = [structure for _, structure in towers]
+    marked = [
+        [(leaf, wants and _is_differentiable(leaf)) for leaf in leaves]
+        for (leaves, _), wants in zip(towers, differentiable, strict=True)
+    ]
+    wanted = [[wants for _, wants in tower] for tower in marked]
+    chosen = [leaf.detach() for tower in marked for leaf, wants in tower if wants]
+    if not chosen:
+        return tuple(encoded)
+
+    def backward(gradients: Gradients) -> Gradients:
+        nonlocal second_pass
+        if second_pass is None:
+            raise RuntimeError("expected one backward through representations in chunks; encode the batch again")
+        run, second_pass = second_pass, None  # frees the states of the first pass
+        given = iter(gradients)
+        # By structures, not from the representations: a loss that is kept would keep these.
+        parts = [[next(given) if wants else None for wants in row] for row in wanted]
+        return None, *run(list(map(with_leaves, parts, structures)))
+
+    # An input that needs a gradient, so that the node is in a graph even if no other input needs one.
+    root = torch.empty(0, requires_grad=True)
+    # Several tensors of one tower may have shared memory, which those of all chunks together do not.
+    writable = sum(map(len, wanted)) == len(encoded)
+    attached = iter(with_backward(chosen, [root, *inputs], backward, writable=writable))
+    values = [[next(attached) if wants else leaf for leaf, wants in tower] for tower in marked]
+    return tuple(map(unflatten, values, structures))

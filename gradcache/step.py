@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from gradcache import representations
 from gradcache.accumulation import Accumulation
-from gradcache.distributed.reduction import Reduction, after_backward, broadcast_buffers
+from gradcache.distributed import Reduction, after_backward, broadcast_buffers
 from gradcache.nested import tensors_in
 from gradcache.streamed import StreamedModel, StreamedTowers, Tower
 from gradcache.two_pass import InputGradients
@@ -33,7 +33,7 @@ from pipe.microbatch import rows_of
 from pipe.torch_private.autograd import has_hooks
 
 if TYPE_CHECKING:
-    from gradcache.grad_cache import GradCache
+    from gradcache.contract import StepOwner
 
 __all__ = ["Step"]
 
@@ -44,7 +44,7 @@ _CHUNK_HOOKS = ("model_call", "forward_no_grad", "forward_backward")
 class Step:
     """Both passes over all towers. ``heads``: what is trained besides them."""
 
-    def __init__(self, owner: GradCache, towers: list[Tower], heads: UsedModules) -> None:
+    def __init__(self, owner: StepOwner, towers: list[Tower], heads: UsedModules) -> None:
         self._owner = owner
         self.towers = towers
         own = [tower.model for tower in towers] + heads.modules
@@ -56,19 +56,18 @@ class Step:
         tensors = [tensor for module in own if isinstance(module, CallableModel) for tensor in module.tensors]
         self._parameters = [*parameters, *tensors, *heads.tensors]
         self._reduction = Reduction(owner.towers, heads)
+        self.check = self._reduction.check
         self.inputs = InputGradients()
         self._shared: list[StreamedTowers | WrappedTowers] = []
         #: Greatest difference between the two passes of streamed towers, with ``audit``.
         self.greatest_difference = 0.0
 
     @contextlib.contextmanager
-    def gradients(
-        self, returned: Sequence[Tensor] | None = None
-    ) -> Iterator[tuple[Callable[[], list[Tensor | None]], Callable[[Any, Any], None]]]:
+    def gradients(self, returned: Sequence[Tensor] | None = None) -> Iterator[Callable[[], list[Tensor | None]]]:
         """A context that collects the gradients of this step's towers and heads.
 
-        Yields a function that adds them to ``.grad``, averaged over processes (if it is not called, no ``.grad``
-        changes), and :meth:`gradcache.distributed.reduction.Reduction.check`.
+        Yields a function that adds them to ``.grad``, averaged over processes. If it is not called, no ``.grad``
+        changes.
 
         Args:
             returned: within the caller's backward: :meth:`hooked`. The function returns the gradients of these
@@ -87,7 +86,7 @@ class Step:
                     accumulation.commit(average)
                 return taken
 
-            yield commit, reduction.check
+            yield commit
 
     def hooked(self) -> list[Tensor]:
         """The parameters with hooks whose gradients the caller's backward adds to those of its own graph.
@@ -137,12 +136,12 @@ class Step:
         for tower, gradient in zip(self.towers, cache, strict=True):
             tower.gradient = gradient
         for tower in self.towers:
-            if tower.states is None or not representations.has_gradient(tower.gradient):
-                continue
-            per_chunk = representations.split_gradients(tower.gradient, self._rows_per_chunk(tower, tower.states))
-            self._owner.forward_backward(
-                tower.model, tower.chunks, per_chunk, tower.states, no_sync_except_last=no_sync_except_last
-            )
+            if tower.states is not None and representations.has_gradient(tower.gradient):
+                tower.rows = self._rows_per_chunk(tower, tower.states)
+                per_chunk = tower.split_gradient()
+                self._owner.forward_backward(
+                    tower.model, tower.chunks, per_chunk, tower.states, no_sync_except_last=no_sync_except_last
+                )
         for shared in self._shared:
             shared.backward()
             self.greatest_difference = max(self.greatest_difference, shared.greatest_difference)

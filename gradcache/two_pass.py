@@ -8,26 +8,99 @@
 
 Invariant: pass 2 computes the results of pass 1. It has the same random numbers (also those drawn after the model, in
 ``get_rep_fn``), the same autocast, the same buffers and the same input, even if the model writes into its input.
+
+A second forward is the same function only if every generator that the first one drew from is rewound: the CPU's, each
+device's (a wrapper may move CPU inputs to an accelerator, so the devices of inputs are not enough), Python's and
+NumPy's. :class:`RandContext` is the interface of the package ``GradCache`` for that.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradcache import representations
-from gradcache.context_managers import RandContext, devices_in_use
 from gradcache.nested import map_tensors, tensors_in
 from offload.identities import identities_only
 from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.module_state import WatchedModule
+from pipe.recompute.replay import Replay, devices_of
 from pipe.recompute.rerun import RepeatableLayers, Rerun
 
-__all__ = ["ChunkState", "InputGradients", "backward", "encode", "first_pass", "is_trainable", "repeatable"]
+__all__ = [
+    "ChunkState",
+    "InputGradients",
+    "RandContext",
+    "device_of",
+    "devices_in_use",
+    "first_pass",
+    "is_trainable",
+    "repeatable",
+]
+
+
+def device_of(*owners: Any) -> torch.device:
+    """The device that the first module computes on, or that the first tensor is on; the CPU if there is neither."""
+    for owner in owners:
+        stated = getattr(owner, "device", None) if isinstance(owner, nn.Module) else None
+        if isinstance(stated, (torch.device, str)):  # an offloaded model's parameters are on another device
+            return torch.device(stated)
+        for tensor in owner.parameters() if isinstance(owner, nn.Module) else tensors_in(owner):
+            return tensor.device
+    return torch.device("cpu")
+
+
+def devices_in_use(*values: Any) -> set[torch.device]:
+    """Devices of the tensors in ``values``, and every device of an accelerator that this process has initialized.
+
+    Saving the state of an unused generator costs a copy on the host; omitting one that is used gives another dropout
+    mask in the second pass.
+    """
+    devices = devices_of(*values)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None:
+        module = torch.get_device_module(accelerator)
+        if not hasattr(module, "is_initialized") or module.is_initialized():
+            devices |= {torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())}
+    return devices
+
+
+class RandContext:
+    """The present random states and autocast settings, to be entered as a context around a second forward.
+
+    Args:
+        *tensors: inputs of the forward that is about to run; their devices are included besides those in use.
+        generators: random generators that the model holds itself.
+        replay: states that were saved already, to be used instead.
+
+    Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (2021), section 3.
+    """
+
+    def __init__(self, *tensors: Any, generators: Iterable[Any] = (), replay: Replay | None = None) -> None:
+        self._replay = Replay.capture(devices_in_use(*tensors), generators) if replay is None else replay
+        self._entered = ExitStack()
+
+    def record_changes(self) -> RandContext:
+        """Drops generators whose state has not changed; call it after the first forward. Returns itself."""
+        self._replay.record_changes()
+        return self
+
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """Names of the generators that a second forward rewinds."""
+        return self._replay.drawn
+
+    def __enter__(self) -> None:
+        self._entered.enter_context(self._replay.again())
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
+
 
 Encoder = Callable[[Any], Any]
 Check = Callable[[Any, Any], None]
@@ -96,14 +169,14 @@ def repeatable(model: nn.Module) -> RepeatableLayers:
 
 
 def first_pass(
-    layers: RepeatableLayers, chunk: Any, encoder: Encoder, tensors: Any = None, with_graph: bool = False
+    layers: RepeatableLayers, chunk: Any, encoder: Encoder, tensors: Sequence[Tensor], with_graph: bool = False
 ) -> tuple[Any, ChunkState]:
     """One chunk's representation, detached, and the state that its second pass needs.
 
-    ``with_graph``: find out whether the representation needs a gradient.
+    ``tensors``: those of the chunk. ``with_graph``: find out whether the representation needs a gradient.
     """
     # All devices in use, since a wrapper may move the chunk to any of them.
-    layers.devices = devices_in_use(tensors_in(chunk) if tensors is None else tensors) | layers.watched.devices
+    layers.devices = devices_in_use(tensors) | layers.watched.devices
     rerun = layers.rerun()
     with rerun.first(), torch.set_grad_enabled(with_graph):
         output = layers.run(encoder, chunk, rerun)
@@ -115,59 +188,9 @@ def first_pass(
 
 
 @identities_only()
-def is_trainable(model: nn.Module, chunks: Sequence[Any]) -> bool:
-    """Whether any parameter of the model or any input needs a gradient."""
-    wanted = any(parameter.requires_grad for parameter in model.parameters())
-    return wanted or any(tensor.requires_grad for tensor in tensors_in(list(chunks)))
-
-
-def encode(
-    model: nn.Module,
-    chunks: Sequence[Any],
-    encoder: Encoder,
-    tensors_of: Callable[[Any], list[Tensor]],
-    audit: bool,
-    joined: representations.Joined,
-) -> tuple[Any, list[Any]]:
-    """The first pass: all representations, detached, ``joined``, and one state per chunk.
-
-    A model without trainable parameters runs its first chunk with grad mode on (its graph then saves nothing) to find
-    out whether ``get_rep_fn`` has trainable parameters; if not, ``requires_grad`` is False in all states.
-    """
-    frozen = torch.is_grad_enabled() and not is_trainable(model, chunks)
-    layers = repeatable(model)
-    states: list[Any] = []
-    for i, chunk in enumerate(chunks):
-        output, state = first_pass(layers, chunk, encoder, tensors_of(chunk), with_graph=frozen and i == 0)
-        state.first = output if audit else None
-        state.requires_grad = states[0].requires_grad if states else state.requires_grad
-        joined.add(output)
-        states.append(state)
-    return joined.value(), states
-
-
-def backward(
-    chunks: Sequence[Any],
-    gradients: Sequence[Any],
-    states: Sequence[Any],
-    encoder: Encoder,
-    inputs: InputGradients,
-    check: Check | None = None,
-) -> float:
-    """The second pass over all chunks; ``check`` is called for the first one.
-
-    Returns the greatest difference between the passes, see ``ChunkState``.
-    """
-    difference = 0.0
-    for chunk, gradient, state in zip(chunks, gradients, states, strict=True):
-        if not representations.has_gradient(gradient):
-            continue
-        chunk = inputs.as_leaves(chunk)
-        if isinstance(state, ChunkState):
-            difference = max(difference, state.second_pass(chunk, encoder, gradient, check))
-            check = None
-        else:  # a state from a user's own forward_no_grad replays only random states
-            with torch.enable_grad(), state:
-                output = encoder(chunk)
-            representations.backward([output], [gradient])
-    return difference
+def is_trainable(model: Any, chunks: Sequence[Any]) -> bool:
+    """Whether any parameter of the model, if that is a module, or any input needs a gradient."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    return any(parameter.requires_grad for parameter in parameters) or any(
+        tensor.requires_grad for tensor in tensors_in(list(chunks))
+    )

@@ -16,6 +16,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 __all__ = ["CallableModel", "UsedModules", "as_modules", "leaves_of"]
 
@@ -106,9 +107,9 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def leaves_of(*outputs: Tensor) -> Iterator[Tensor]:
-    """Each trainable leaf that the graph of ``outputs`` reaches."""
+    """Each trainable leaf that the graph of ``outputs`` reaches, one of them included."""
     seen: set[Any] = set()
-    queue: list[Any] = [output.grad_fn for output in outputs]
+    queue: list[Any] = [get_gradient_edge(output).node for output in outputs if output.requires_grad]
     while queue:
         node = queue.pop()
         if node is None or node in seen:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -78,24 +79,17 @@ ORDERS = {
         "autograd_node",
         "used_modules",
         "accumulation",
-        "context_managers",
-        "features",
         "jax",
-        "audit",
         "chunks",
         "representations",
-        "tiled_loss",
-        "chunk_inputs",
-        "deferred",
         "distributed",
         "two_pass",
         "streamed",
         "loss",
         "functional",
+        "contract",
         "chunk_size",
-        "memory",
         "wrapped",
-        "ranking",
         "step",
         "grad_cache",
         "__init__",
@@ -157,6 +151,28 @@ def test_parts_of_a_package_import_only_parts_below_them(floor: str) -> None:
     order = ORDERS[floor]
     assert {part_of(path, ROOT / floor) for path in modules(floor)} == set(order)
     assert not [*upward_imports(ROOT / floor, order)]
+
+
+def imported_modules(path: Path, names: Collection[str]) -> set[str]:
+    """The modules of this project that a file imports anywhere, also for types only."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parts = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= parts & set(names) or {node.module or ""}
+    return found & set(names)
+
+
+def test_no_module_imports_itself_over_others_even_for_types() -> None:
+    paths = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for floor in FLOORS
+        for path in modules(floor)
+    }
+    graph = {name: imported_modules(path, paths) - {name} for name, path in paths.items()}
+    assert len([*graphlib.TopologicalSorter(graph).static_order()]) == len(paths)
 
 
 def test_the_test_of_order_sees_an_upward_import_at_run_time_only(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gradcache import GradCache
 from gradcache.functional import cached
+from offload.identities import values_may_be_read
 from pipe import Pipe
 from pipe.recompute.thread_state import ThreadState
 from tests.offload.interrupts import interrupted, lines_of
@@ -69,6 +70,7 @@ def test_after_an_interrupt_at_any_line_settings_are_as_before_and_the_next_step
         raised += interrupted(run, line, contexts=contexts) == "raised"
         assert ThreadState.capture() == before, line
         assert all(module.training for module in model.modules()), line
+        assert values_may_be_read(), line
     assert raised > 0.9 * len(chosen) - 5
     run()
     for p, gradient in zip(model.parameters(), expected, strict=True):

@@ -203,7 +203,6 @@ def report(run: Run) -> list[str]:
         "time": lambda o: spread(o.ratios()) if o is not reference else "1",
         "goal": lambda o: f"{goal_of(o):.2f}" if goal_of(o) else "-",
         "predicted s": lambda o: seconds(o, "planned_seconds", planned_off),
-        "by all steps": lambda o: seconds(o, "seconds", lambda o: o.result["plan"]["seconds"] / o.median() - 1),
         "slots": lambda o: plan(o, "{slots}"),
         "shards in memory": lambda o: plan(o, "{in_memory} of {shards}"),
         "graphs kept": lambda o: plan(o, "{kept} of {cells}"),

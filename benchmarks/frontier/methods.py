@@ -340,9 +340,8 @@ def plan_of(model: Any) -> dict[str, Any] | None:
         return None
     choice = told.predicted.choice
     return {
-        "planned_seconds": told.planned_seconds,
-        "seconds": told.predicted.seconds,
-        "bytes": told.process_bytes,
+        "planned_seconds": told.predicted.seconds,
+        "bytes": told.predicted.memory_bytes,
         "measured_bytes": told.measured_bytes,
         "margin": told.margin_bytes,
         "slots": choice.slots,

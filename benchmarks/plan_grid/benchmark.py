@@ -26,7 +26,7 @@ MODELS = {  #: blocks, channels, rows, tokens of a row
 }
 SMALLEST = (3, 64, 4, 8)  # for tests
 TRAIN = "benchmarks.frontier.methods:train"
-LEAST_SHARE = 1.5
+LEAST_SHARE = 2.0
 LEAST = "benchmarks.frontier.methods:least"
 WALK = "benchmarks.plan_grid.methods:walk"
 CHOSEN = "chosen by memory="
@@ -139,7 +139,7 @@ def report(run: Run) -> list[str]:
 
     def predicted(outcome: Outcome) -> str:
         plan = outcome.result.get("plan")
-        return f"{plan['seconds']:.3f} ({plan['seconds'] / outcome.median() - 1:+.1%})" if plan else "-"
+        return f"{plan['planned_seconds']:.3f} ({plan['planned_seconds'] / outcome.median() - 1:+.1%})" if plan else "-"
 
     for name, outcomes in _timed(run):
         walked = run.groups[f"{name}: grid"][0]

@@ -1,5 +1,6 @@
 """The case that walks a grid of plans, one after the other in one process."""
 
+import warnings
 from typing import Any
 
 from benchmarks.frontier.methods import OURS, Work, folder, ours, plan_of, tidy, warm
@@ -17,12 +18,13 @@ def walk(report: Reporter, work: dict[str, Any], memory: int, points: list[dict[
     for fields in points:
         made, seconds, told, plan = None, [], "", None
         try:
-            made = ours(chosen, folder(), memory, fields)
-            for k in range(STEPS):
-                batch = chosen.batch(k)
-                seconds.append(measure(lambda made=made, batch=batch: made.step(*batch))[1]["seconds"])
+            with warnings.catch_warnings(action="error", category=RuntimeWarning):
+                made = ours(chosen, folder(), memory, fields)
+                for k in range(STEPS):
+                    batch = chosen.batch(k)
+                    seconds.append(measure(lambda made=made, batch=batch: made.step(*batch))[1]["seconds"])
             plan = plan_of(made.model)
-        except ValueError as error:  # it does not fit
+        except (ValueError, RuntimeWarning) as error:  # it does not fit
             told = str(error)
         finally:
             if made is not None:

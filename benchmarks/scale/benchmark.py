@@ -27,8 +27,6 @@ from offload.planning.simulate import Costs, simulate
 
 ONE = "one process"
 TOLERANCE = 0.15  # of a predicted time
-#: What a cell loses to a second of a lane while a core is free: bandwidth of memory.
-FREE_CORE = 0.25
 COUNTED = ("bytes_gathered", "bytes_reduced", "bytes_agreed")
 GIGA = 1e9
 
@@ -110,7 +108,7 @@ def predicted(run: Run, outcome: Outcome) -> float:
     """Seconds of a step of one of N ranks, from one process and from collectives beside compute."""
     (alone,), settings = run.groups["alone"], run.settings
     ranks, cores = outcome.case.ranks, int(run.facts["cores"])
-    costs = replace(_costs_of(alone, settings.blocks), contention=FREE_CORE)
+    costs = _costs_of(alone, settings.blocks)
     if ranks == 1:
         return simulate(_plan_of(alone), costs).seconds
     slower = max(1.0, ranks / cores)
@@ -119,7 +117,7 @@ def predicted(run: Run, outcome: Outcome) -> float:
     measured = run.groups[f"{ranks} ranks"][0].result
     costs = costs_of_rank(costs, _sent(settings, ranks), ranks, Link(float("inf")))
     collectives = {name: [seconds] * settings.blocks for name, seconds in measured["seconds"].items()}
-    costs = replace(costs, **collectives, contention=measured["lost"])
+    costs = replace(costs, **collectives)
     plan = _plan_of(outcome)
     return simulate(plan if plan.pending else with_updates(plan), costs).seconds
 

@@ -94,12 +94,10 @@ def exchange(report: Reporter, training: dict[str, Any], repeats: int) -> dict[s
         "reduce": lambda: means_of_parts(parts, [each.clone() for each in parameters], engine),
     }
     found: dict[str, float] = {}
-    with _Computing(chosen) as computing:
+    with _Computing(chosen):
         for exchanged in ways.values():
             exchanged()
         dist.barrier()
-        before = computing.rate(lambda: time.sleep(2.0))
-        lost = []
         for name, exchanged in ways.items():
             seconds = []
 
@@ -110,10 +108,10 @@ def exchange(report: Reporter, training: dict[str, Any], repeats: int) -> dict[s
                     seconds.append(time.perf_counter() - started)
 
             dist.barrier()
-            lost.append(1 - computing.rate(several) / before)
+            several()
             found[name] = statistics.median(seconds)
         dist.barrier()
-    return {"seconds": found, "lost": ranks.mean(max(0.0, statistics.mean(lost)))}
+    return {"seconds": found}
 
 
 class _Computing:
@@ -131,12 +129,6 @@ class _Computing:
     def __exit__(self, *error: object) -> None:
         self._ended = True
         self._thread.join()
-
-    def rate(self, action: Callable[[], object]) -> float:
-        """Backwards a second while ``action`` runs."""
-        count, started = self._count, time.perf_counter()
-        action()
-        return (self._count - count) / (time.perf_counter() - started)
 
     def _run(self) -> None:
         while not self._ended:

@@ -10,13 +10,13 @@ Nothing is imported from that package: a model is any module that maps a dict of
 ``"sentence_embedding"``.
 """
 
-from gradcache.sentence_transformers.guided_loss import CachedGISTEmbedLoss
-from gradcache.sentence_transformers.margin_loss import MegaBatchMarginLoss
-from gradcache.sentence_transformers.ranking_loss import (
+from gradcache.sentence_transformers.cached_loss import cos_sim
+from gradcache.sentence_transformers.losses import (
+    CachedGISTEmbedLoss,
     CachedMultipleNegativesRankingLoss,
     CachedMultipleNegativesSymmetricRankingLoss,
+    MegaBatchMarginLoss,
 )
-from gradcache.sentence_transformers.similarity import cos_sim
 
 __all__ = [
     "CachedGISTEmbedLoss",

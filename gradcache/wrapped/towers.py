@@ -11,7 +11,7 @@
 
 A call loads each shard once forward and once backward, for any number of chunks, if all chunks make the same calls in
 the same order. Otherwise results are the same, but shards are loaded more often. The same holds for a call that cannot
-be deferred (see ``call_state``). Both are reported once, in a RuntimeWarning.
+be deferred (see ``suspended``). Both are reported once, in a RuntimeWarning.
 
 Between the passes it keeps the inputs and outputs of each streamed model, for every chunk. Code around the models,
 ``process_fn`` included, runs once more in each pass for every deferred call: it should be cheap compared to the model.
@@ -22,23 +22,21 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 
 from gradcache import representations
-from gradcache.context_managers import devices_in_use
 from gradcache.streamed import Tower
-from gradcache.two_pass import InputGradients, is_trainable
-from gradcache.wrapped.call_state import Observer
-from gradcache.wrapped.suspended import SuspendedForward, TowerState
+from gradcache.two_pass import InputGradients, devices_in_use, is_trainable
+from gradcache.wrapped.suspended import Call, Observer, SuspendedForward, TowerState
 from offload.identities import identities_only
-from pipe.nested import flatten, map_tensors
+from pipe.nested import tensors_in
 
 if TYPE_CHECKING:
-    from gradcache.grad_cache import GradCache
+    from gradcache.contract import StepOwner
 
 __all__ = ["WrappedTowers", "streamed_inside", "warn_once"]
 
@@ -65,18 +63,17 @@ class WrappedTowers:
     """Runs the two passes of all towers of a step that contain streamed models."""
 
     @identities_only()
-    def __init__(self, owner: GradCache, towers: Sequence[Tower], inputs: InputGradients) -> None:
+    def __init__(self, owner: StepOwner, towers: Sequence[Tower], inputs: InputGradients) -> None:
         self._models = {id(part): part for tower in towers for part in streamed_inside(tower.model)}
         observers = {key: Observer(part) for key, part in self._models.items()}
         self._towers = towers
         self._inputs = inputs
         self._owner = owner
-        #: The tapes of calls that ran together, and the forwards of each with the number of its call.
-        self._joint_calls: list[tuple[list[Any], list[tuple[SuspendedForward, int]]]] = []
+        #: The outputs of calls that ran together, with their graph; and each forward with the number of its call.
+        self._joint_calls: list[tuple[list[Any], list[tuple[SuspendedForward, int, Call]]]] = []
         self._visits: dict[int, int] = dict.fromkeys(self._models, 0)
         #: By tower and chunk.
         self._forwards: list[list[SuspendedForward]] = []
-        self._rows: list[list[int]] = []
         self._tower_states: dict[int, TowerState] = {}
         for tower in towers:
             model, chunks = tower.model, tower.chunks
@@ -84,9 +81,8 @@ class WrappedTowers:
                 inside = {id(part): observers[id(part)] for part in streamed_inside(model)}
                 self._tower_states[id(model)] = TowerState(model, inside)
             state = self._tower_states[id(model)]
-            state.layers.devices = devices_in_use(
-                list(model.parameters()), [list(owner.get_input_tensors(chunk)) for chunk in chunks]
-            ).union(state.layers.devices)
+            given = [list(owner.get_input_tensors(chunk)) for chunk in chunks]
+            state.layers.devices = {*state.layers.devices, *devices_in_use(list(model.parameters()), given)}
             self._forwards.append([SuspendedForward(chunk, owner.encoder_of(model), state) for chunk in chunks])
         self.greatest_difference = 0.0
 
@@ -107,18 +103,14 @@ class WrappedTowers:
                         if writers.setdefault(buffer, places[forward]) > places[forward]:
                             _warn_of_order(*buffer, forward.tower.name)
                         writers[buffer] = max(writers[buffer], places[forward])
-                if waiting := [forward for forward in forwards if forward.call is not None]:
-                    group = self._next(waiting)
+                if any(forward.call is not None for forward in forwards):
+                    group = self._next(forwards)
                     self._run_calls(group)
                 else:  # those whose turn to finish had not come
                     group = [forward for forward in forwards if not forward.finished]
         self._warn()
         for tower, chunks in zip(self._towers, self._forwards, strict=True):
-            joined = self._owner.joined(tower.chunks)
-            for forward in chunks:
-                joined.add(forward.representation)
-            self._rows.append(joined.rows)
-            tower.encoded = joined.value()
+            tower.join(self._owner.joined(tower.chunks), [forward.representation for forward in chunks])
             requires_grad = any(forward.requires_grad for forward in chunks)
             tower.wants_gradient = requires_grad or is_trainable(tower.model, tower.chunks)
             if not self._owner.audit:
@@ -126,86 +118,59 @@ class WrappedTowers:
                     forward.representation = None
 
     @staticmethod
-    def _next(waiting: Sequence[SuspendedForward]) -> list[SuspendedForward]:
+    def _next(forwards: Sequence[SuspendedForward]) -> list[SuspendedForward]:
         """The forwards whose calls run together next: preferably a group that no other forward can still join."""
+        waiting = [(forward, forward.call) for forward in forwards if forward.call is not None]
         groups: dict[Any, list[SuspendedForward]] = {}
-        for forward in waiting:
-            assert forward.call is not None
-            groups.setdefault((id(forward.call.model), forward.call.state.key), []).append(forward)
-        for (model, _), group in groups.items():
-            if sum(model in forward.tower.observers for forward in waiting) == len(group):
+        for forward, call in waiting:
+            groups.setdefault(call.key, []).append(forward)
+        for (model, *_), group in groups.items():
+            if sum(model in forward.tower.observers for forward, _ in waiting) == len(group):
                 return group
         return max(groups.values(), key=len)
 
     def _run_calls(self, group: Sequence[SuspendedForward]) -> None:
-        """Runs the calls of a group, which are calls of one model."""
-        together: list[SuspendedForward] = []
+        """Runs the calls of a group, which are calls of one model, except those that run inside their forwards."""
+        together: list[tuple[SuspendedForward, Call]] = []
         for forward in group:
-            assert forward.call is not None
-            if forward.call.state.changed:
-                reason = "the tower changes its state only during the call"
-            elif forward.call.overwritten:
-                reason = "its arguments are overwritten by the next chunk's"
+            call = forward.call
+            assert call is not None
+            if reason := call.lost:
+                forward.tower.not_deferred[id(call.model)] = reason
+                forward.calls.append(None)
             else:
-                together.append(forward)
-                continue
-            forward.tower.not_deferred[id(forward.call.model)] = reason
-            forward.calls.append(None)
-        if together:
-            self._run_together(together)
-
-    def _run_together(self, group: Sequence[SuspendedForward]) -> None:
-        calls = [forward.call for forward in group if forward.call is not None]
-        model, state = calls[0].model, calls[0].state
-        flags: list[list[bool]] = []
-
-        def record_flags(output: Any) -> Any:
-            # Runs as a part of the last shard, where outputs have their graph, and again in backward.
-            flags.append([isinstance(x, torch.Tensor) and x.requires_grad for x in flatten(output)[0]])
-            return output
-
-        with state.again():
-            entering = [call.enter() for call in calls]
-            chunks = [micro_batch for micro_batches in entering for micro_batch in micro_batches]
-            outputs = model.forward_chunks(chunks, output_fn=record_flags)
-        self._visits[id(model)] += 1
-        remaining = iter(zip(outputs, flags[: len(outputs)], strict=True))
-        for forward, call, micro_batches in zip(group, calls, entering, strict=True):
-            mine = [next(remaining) for _ in micro_batches]
-            call.fill(
-                [map_tensors(torch.Tensor.detach, output) for output, _ in mine],
-                [flag for _, row in mine for flag in row],
-            )
+                together.append((forward, call))
+        if not together:
+            return
+        first = together[0][1]
+        with first.settings():
+            entering = [call.enter() for _, call in together]
+            outputs = first.model.forward_chunks(list(chain(*entering)))
+        self._visits[id(first.model)] += 1
+        remaining = iter(outputs)
+        for (forward, call), micro_batches in zip(together, entering, strict=True):
+            call.fill(list(islice(remaining, len(micro_batches))))
             forward.calls.append(call)
-        if any(any(row) for row in flags):
-            self._joint_calls.append((outputs, [(forward, len(forward.calls) - 1) for forward in group]))
+        if any(tensor.requires_grad for tensor in tensors_in(outputs)):
+            self._joint_calls.append((outputs, [(f, len(f.calls) - 1, call) for f, call in together]))
 
     # --- backward -----------------------------------------------------------------------------------------------
 
     def backward(self) -> None:
         """The second pass."""
-        if not any(representations.has_gradient(tower.gradient) for tower in self._towers):
-            return
         with self._reset_on_failure():
-            for tower, chunks, rows in zip(self._towers, self._forwards, self._rows, strict=True):
-                for forward, part in zip(chunks, representations.split_gradients(tower.gradient, rows), strict=True):
+            for tower, chunks in zip(self._towers, self._forwards, strict=True):
+                for forward, part in zip(chunks, tower.split_gradient(), strict=True):
                     forward.begin_backward(self._inputs)
                     first, forward.representation = forward.representation, None
                     if part is not None:
                         self.greatest_difference = max(self.greatest_difference, forward.backward(part, first))
             while self._joint_calls:
-                self._backward_through(*self._joint_calls.pop())
-
-    @staticmethod
-    def _backward_through(outputs: Sequence[Any], members: Sequence[tuple[SuspendedForward, int]]) -> None:
-        """Runs backward through the calls of a model that ran together, and through the code before each call."""
-        calls = [forward.calls[k] for forward, k in members]
-        gradients = [gradient for call in calls if call is not None for gradient in call.take_gradients()]
-        if any(gradient is not None for gradient in gradients):
-            representations.backward(outputs, gradients)
-            gradients.clear()
-        for forward, k in members:
-            forward.backward_from(k)
+                outputs, members = self._joint_calls.pop()
+                representations.backward(outputs, [part for *_, call in members for part in call.take_gradients()])
+                del outputs
+                for forward, k, _ in members:
+                    forward.backward_from(k)
 
     @contextlib.contextmanager
     def _reset_on_failure(self) -> Iterator[list[SuspendedForward]]:

@@ -16,16 +16,14 @@ from offload.advise.work import Work
 from offload.engine.plans.steps import BUFFERS_SHARE
 from offload.optim.update_blocks import update_block_bytes_of
 from offload.planning.byte_forms import ByteForm
-from offload.planning.filling import NothingFitsError
+from offload.planning.choose import NothingFitsError, choose
 from offload.planning.memory_profile import MemoryProfile
 from offload.planning.partition import cut_within
 from offload.planning.peak_memory import StepBytes
 from offload.planning.plan import Kind
 from offload.planning.planner import Updates
-from offload.planning.search import search
 from offload.planning.simulate import Costs
-from offload.planning.step_model import Prediction, StepModel
-from offload.telemetry.contention import PRIOR
+from offload.planning.step_model import Prediction, StepModel, predict
 
 __all__ = ["Advice", "Moved", "Shards", "Situation", "advise", "bound_of", "moved_by", "shards_of"]
 
@@ -204,7 +202,6 @@ class Situation:
             update=[self._update_seconds(j) for j in range(count)],
             resting_update=[nbytes / self.optimizer.bytes_per_second for nbytes in gradient_bytes],
             boundary=[share * nbytes * slowest_back for nbytes in boundaries],
-            contention=PRIOR if self.on_host else 0.0,
             updates_fill_slots=self._fills_slots,
             updated_at_step=frozenset(resting),
         )
@@ -271,7 +268,7 @@ class Situation:
         """The fastest plan that fits in a limit."""
         try:
             model = self.step_model(limit_bytes)
-            prediction = search(model, limit_bytes).best
+            prediction = predict(model, choose(model, limit_bytes))
         except ValueError:  # also NothingFitsError, and buffers that do not fit
             return Advice(limit_bytes, None)
         return Advice(limit_bytes, prediction, prediction.seconds, prediction.memory_bytes)
@@ -298,14 +295,16 @@ class Situation:
 
     def _needed(self, limit_bytes: int) -> int:
         try:
-            return search(self.step_model(limit_bytes), 0).best.memory_bytes
+            choose(self.step_model(limit_bytes), 0)
         except NothingFitsError as error:
             return error.least_bytes
+        return 0
 
     def most_bytes(self) -> int:
         """Bytes that the fastest plan takes if memory has no limit."""
         limit = 1 << 62
-        return search(self.step_model(limit), limit).best.memory_bytes
+        model = self.step_model(limit)
+        return predict(model, choose(model, limit)).memory_bytes
 
 
 def advise(situation: Situation, limit_bytes: int) -> list[tuple[str, Advice]]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from offload.engine.engine import Engine
-from pipe.torch_private.tracing import outside_of_compiled_graphs
+from pipe.torch_private.tracing import compiled_alike, outside_of_compiled_graphs
 
 __all__ = ["Body", "StreamedForward", "run_of"]
 
@@ -28,17 +28,25 @@ class Body(nn.Module):
     """
 
     #: ``reset_parameters`` is there if the block has it: for a block on the meta device.
-    __slots__ = ("_run", "reset_parameters")
+    __slots__ = ("_block", "_run", "reset_parameters")
 
     def __init__(self, block: nn.Module) -> None:
         own = vars(block).get("forward")
         object.__setattr__(self, "__dict__", vars(block))
-        # Not the bound method: a block would refer to itself.
         function, this = type(block).forward, weakref.ref(block)
-        object.__setattr__(self, "_run", own or (lambda *args, **kwargs: function(this(), *args, **kwargs)))
+        object.__setattr__(self, "_block", this)
+        if block._compiled_call_impl is not None:
+            run = compiled_alike(block._compiled_call_impl, own or types.MethodType(function, block))
+        else:  # not the bound method: a block would refer to itself
+            run = own or (lambda *args, **kwargs: function(this(), *args, **kwargs))
+        object.__setattr__(self, "_run", run)
         reset = getattr(type(block), "reset_parameters", None)
         if reset is not None:
             object.__setattr__(self, "reset_parameters", lambda: reset(this()))
+
+    def __getattr__(self, name: str) -> Any:
+        """What is no attribute of the instance, as ``training`` of a module that ``torch.compile`` returned."""
+        return getattr(object.__getattribute__(self, "_block")(), name)
 
     def __call__(self, call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Any:
         """Runs the forward of the block."""
@@ -61,6 +69,8 @@ class StreamedForward:
         self._block = weakref.ref(block)
         self._j = j
         self._own = vars(block).get("forward")
+        #: Of a block that was compiled in place: the :class:`Body` runs compiled, and what calls the engine does not.
+        self._compiled, block._compiled_call_impl = block._compiled_call_impl, None
         #: For code that looks at the arguments that a block takes.
         self.__signature__ = inspect.signature(block.forward)
         block.forward = self
@@ -103,6 +113,7 @@ class StreamedForward:
             del block.forward
             if self._own is not None:
                 block.forward = self._own
+            block._compiled_call_impl = self._compiled
 
 
 def _same(value: Any) -> Any:

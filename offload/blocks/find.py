@@ -159,16 +159,10 @@ def _check_apart(blocks: Mapping[str, nn.Module]) -> None:
 
 
 def _check_plain(blocks: Mapping[str, nn.Module]) -> None:
-    """Raises ValueError for a block whose forward is compiled or scripted: it could not run with weights in slots."""
+    """Raises ValueError for a scripted block: it could not run with weights in slots."""
     for name, block in blocks.items():
         if isinstance(block, torch.jit.ScriptModule):
             raise ValueError(f"block {name} is scripted by torch.jit, which fixes its weights; pass the plain module")
-        if "_orig_mod" in block._modules or block._compiled_call_impl is not None:
-            raise ValueError(
-                f"block {name} is compiled, which would have no effect: the engine runs the forward of a block, with "
-                f"weights that are loaded and evicted. Pass the plain block; layers of an nn.Sequential without "
-                f"blocks= may be compiled"
-            )
 
 
 def parameters_outside(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:

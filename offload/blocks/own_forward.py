@@ -25,7 +25,7 @@ from offload.engine.plans.outside import bytes_staying
 from offload.engine.raw_chunk import as_call
 from offload.engine.structure import Structure
 from offload.memory import MemoryArguments, least_bytes
-from offload.planning.budget import FIRST_GAPS_SHARE
+from offload.planning.budget import GAPS_SHARE
 from offload.policy import MemoryPolicy
 from offload.reports import MicroBatches
 from offload.storage import DiskHome, is_directory
@@ -122,7 +122,7 @@ class OwnForward:
             return least_bytes(memory, list(blocks.values()), device=self.device, outside=outside, **given)
 
         patterns = [resident] if isinstance(resident, str) else resident or ()
-        room = limit - limit // FIRST_GAPS_SHARE
+        room = limit - limit // GAPS_SHARE
         found = with_rest(model, self._blocks, room, needed, patterns)
         rest = [name for name in found if name not in self._blocks]
         # Without states, as the limit is checked, what stays may take less.

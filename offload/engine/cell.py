@@ -114,12 +114,12 @@ class Block:
         call: Call,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        visit: Visit,
+        visit: Visit | None,
         views: Sequence[Tensor],
         token: Tensor | None,
         watch: Watch = UNWATCHED,
     ) -> Any:
-        """The output with its graph, in which weights are references."""
+        """The output with its graph, in which weights are references; ``visit``: None for weights where they rest."""
         first = Replay.capture(self.region.devices, self.region.watched.generators) if self.draws is None else None
         output = self._keep(call, args, kwargs, visit, views, token, watch)
         if first is not None:
@@ -131,12 +131,12 @@ class Block:
         call: Call,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        visit: Visit,
+        visit: Visit | None,
         views: Sequence[Tensor],
         token: Tensor | None,
         watch: Watch,
     ) -> Any:
-        if not views and watch is UNWATCHED:
+        if visit is None or (not views and watch is UNWATCHED):
             return self._noted(call, views, views, args, kwargs, visit)
         outer = lasting_hooks()
         casts = self._find_casts(views)
@@ -302,6 +302,8 @@ class Block:
 
     def _noted_in_place(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], visit: Visit | None) -> Any:
         """The same for a shard that is used where it rests, or has no weights."""
+        if visit is None and self.is_known and torch.is_grad_enabled():
+            return self._call(call, (), args, kwargs)  # autograd compares what its graph has saved
         shard = self.weights.shard
         before = shard.versions()
         try:

@@ -83,6 +83,8 @@ class _Pass:
         self.nodes: list[Any] = []
         #: Of what its graph saves for the backward.
         self.life = Life()
+        #: Whether its first cell was announced, see :meth:`Engine.expect`.
+        self.announced = False
         #: What observes it, if the memory of the model is planned.
         self.step: ObservedStep | None = None
         #: Where the inputs of its recomputed cells are, if they may leave memory.
@@ -126,7 +128,6 @@ class Engine:
         self._owner = owner
         #: Forwards so far, with a backward and without, of which the first are observed.
         self._observed = {True: 0, False: 0}
-        self._in_pass: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         self._forwards: Living[list[Any]] = Living()
         #: Of the last forward.
         self._last: weakref.ref[Life] | None = None
@@ -204,7 +205,6 @@ class Engine:
             weights.unbind()
         self._end()
         self._slots.act = None
-        self._in_pass = contextlib.nullcontext()
         self._backward = None
         self._pass = None
 
@@ -266,7 +266,6 @@ class Engine:
                 self._orders[training] = this.forward.uses
             if this.step is not None and this.step.training:
                 this.step.end_forward(result)
-                self._in_pass.__exit__(None, None, None)
             elif this.step is not None:
                 this.step.end()
             if this.forward.graphed and not in_between:
@@ -306,7 +305,8 @@ class Engine:
         if call is not None:
             return call(number, args, kwargs)
         if self._pass is not None:
-            self.expect([flatten((args, kwargs))[0]])
+            if not self._pass.announced:
+                self.expect([flatten((args, kwargs))[0]])
             return self.run_numbered(number, args, kwargs)
 
         # Outside of the model's forward: by other code, or again in backward by a checkpoint of the model itself.
@@ -388,6 +388,8 @@ class Engine:
     ) -> Any:
         if not torch.is_grad_enabled():
             return block.run(call, args, kwargs, views)
+        if keeps and watch is UNWATCHED and block.weights.shard.in_place:
+            return block.keep(call, args, kwargs, None, views, None)
         visit, token = self._visit(this, block.weights.shard.index)
         run = block.keep if keeps else block.recompute
         return run(call, args, kwargs, visit, views, token, watch)
@@ -459,16 +461,21 @@ class Engine:
         this = self._pass
         assert this is not None
         # What a checkpoint around the model saves is dropped at once; its second run must save the same.
-        if this.step is not None or in_backward() or is_checkpointing():
+        if this.announced or in_backward() or is_checkpointing():
             return
+        this.announced = True
         tensors = [x for each in leaves for x in each if isinstance(x, Tensor)]
         trains = any(s.trainable for s in self.streamer.shards) or any(p.requires_grad for p in self._owner.outside)
         training = torch.is_grad_enabled() and (trains or any(x.requires_grad for x in tensors))
+        self._observed[training] += 1
+        watched = self._observed[training] <= STEPS_OBSERVED or self._owner.meter.tracer.is_recording
+        plans = self._owner.plans
+        if training and plans and not watched and self._owner.all_stays(leaves):
+            this.keeps = lambda j, i: True
+            return
         if training and self.recompute:
             this.boundaries = self._boundaries()
-        self._observed[training] += 1
-        first = self._observed[training] <= STEPS_OBSERVED
-        if not (self._owner.plans or first or self._owner.meter.tracer.is_recording):
+        if not (plans or watched):
             return
         this.step = step = ObservedStep(
             self._owner, leaves, training=training, idle=not any(True for _ in self._forwards)
@@ -478,9 +485,6 @@ class Engine:
         self._slots.act = step.act
         if this.boundaries is not None:
             this.boundaries.act = step.act
-        if training:
-            self._in_pass = self._owner.meter.overheads.in_pass("forward")
-            self._in_pass.__enter__()
 
     def _boundaries(self) -> Boundaries | None:
         owner = self._owner
@@ -662,8 +666,6 @@ class Engine:
             if step is not None:
                 step.begin_backward()
                 self._slots.act = step.act
-                self._in_pass = self._owner.meter.overheads.in_pass("backward")
-                self._in_pass.__enter__()
             backward = _Backward(step)
             self._backward = weakref.ref(backward, self._backward_failed)
             at_end_of_backward(partial(self._end_backward, backward))
@@ -691,7 +693,6 @@ class Engine:
             self._backward = None
             if backward.step is not None:
                 self._slots.act = None
-                self._in_pass.__exit__(None, None, None)
                 backward.step.end()
         except BaseException:
             self._cancel()

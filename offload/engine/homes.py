@@ -11,12 +11,13 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from offload.engine.plans.contract import ShardBytes
 from offload.engine.plans.measured import step_model
 from offload.engine.plans.mesh_planner import planner_for
 from offload.engine.plans.outside import LeafBytes, outside_bytes
@@ -51,30 +52,29 @@ from offload.telemetry.statistics import Meter
 from pipe.process import check_process
 from pipe.torch_private.autograd import outside_inference_mode
 
-if TYPE_CHECKING:
-    from offload.engine.engine import Engine
-
-__all__ = ["ModelHomes", "ShardBytes"]
+__all__ = ["ModelHomes"]
 
 
 #: Of a limit of memory, staging buffers of transfers take at most one part in so many.
 STAGING_SHARE = 16
 
 
-@dataclass(frozen=True)
-class ShardBytes:
-    """Host memory that a shard takes while it rests there."""
-
-    weights: int
-    #: From backward until they are set to None, or a pending update has used them.
-    gradients: int
-    #: Of all optimizers; 0 before the first update.
-    states: int
+class Running(Protocol):
+    """What runs the blocks of a model."""
 
     @property
-    def total(self) -> int:
-        """The sum of all three."""
-        return self.weights + self.gradients + self.states
+    def in_forward(self) -> bool:
+        """Whether a forward is running."""
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward or backward is running."""
+
+    def clean_up(self) -> None:
+        """Cancels what an interrupt has left."""
+
+    def held(self) -> Sequence[nn.Parameter]:
+        """The parameters to which it refers."""
 
 
 class ModelHomes:
@@ -182,7 +182,7 @@ class ModelHomes:
         """The lane that moves boundaries."""
         return self._lanes.boundary
 
-    def run_by(self, engine: Engine) -> None:
+    def run_by(self, engine: Running) -> None:
         """Notes the engine that runs the blocks, and counts the references to parameters."""
         self._engine = weakref.ref(engine)  # it refers to this object
         this = weakref.ref(engine)
@@ -266,6 +266,11 @@ class ModelHomes:
     def plans(self) -> bool:
         """Whether steps are planned by what they measure, or bounded."""
         return self.steps.planner is not None or bool(self.policy.graph_bytes)
+
+    def all_stays(self, leaves: Sequence[Sequence[Any]]) -> bool:
+        """Whether it is planned that nothing moves or is recomputed in a step of micro-batches with these leaves."""
+        planner = self.steps.planner
+        return planner is not None and planner.all_stays([*map(self.row_units.count, leaves)])
 
     def check_open(self) -> None:
         """Raises RuntimeError after ``close()``."""

@@ -89,10 +89,11 @@ class ObservedStep:
         self.training = training
         units = homes.row_units
         self.rows = [units.count(each) for each in leaves]
-        rounded = [rounded_up(u, largest_rows(each)) for u, each in zip(self.rows, leaves, strict=True)]
+        samples = [largest_rows(each) for each in leaves]
+        rounded = [*map(rounded_up, self.rows, samples)]
         if training:
             self._meter.begin_step()
-        self.planned = self._steps.begin(self.rows, rounded, training=training, idle=idle)
+        self.planned = self._steps.begin(self.rows, rounded, samples=sum(samples), training=training, idle=idle)
         first = homes.first_trainable()
         self.kept = self._steps.kept_cells(self.rows, first) if training else frozenset()
         self.actions: list[Action] = []
@@ -116,6 +117,8 @@ class ObservedStep:
             self.act(Kind.UPDATE, j)
         if kind is Kind.UPDATE:
             self._to_update.discard(j)
+        if kind is Kind.DRAIN:
+            self._return_excess()
         self.actions.append(Action(kind, j, i))
 
     def enter(self, j: int, k: int, i: int, value: Any) -> None:
@@ -205,10 +208,15 @@ class ObservedStep:
             if j in self._to_update:  # a shard in memory that was updated when its parameters were read
                 self.act(Kind.UPDATE, j)
             self.act(kind, j, i)
+        self._return_excess()
         cell: contextlib.AbstractContextManager[None] = self._meter.cell(
             kind.value, j, i, self.rows[i], step=k, steps=blocks
         )
         return cell
+
+    def _return_excess(self) -> None:
+        if self.training and self._steps.planner is not None:
+            self._steps.planner.return_excess()
 
     def begin_backward(self) -> None:
         """Adds to the plan what other passes since the forward have done to the slots."""
@@ -225,6 +233,7 @@ class ObservedStep:
         if k == blocks - 1:
             self.act(kind, j, i)
         self._cell = kind.value, j, k, i
+        self._return_excess()
         self._open = self._meter.cell(kind.value, j, i, self.rows[i], step=blocks - 1 - k, steps=blocks)
         self._open.__enter__()
 

@@ -12,7 +12,6 @@ from offload.streaming.grad_norm import attached_norm, norm_of, total_norm
 
 if TYPE_CHECKING:
     from offload.mesh.public import PublicParameters
-    from offload.telemetry.overheads import OverheadMeter
 
 __all__ = ["clip_coefficient"]
 
@@ -24,19 +23,16 @@ def clip_coefficient(
     scale: Tensor | None,
     *,
     trusted: bool,
-    overheads: OverheadMeter,
 ) -> tuple[Tensor, Tensor | None]:
     """The global norm of the gradients, before clipping; and their factor, None for 1.
 
     ``scale`` multiplies the gradients as they are. ``trusted``: whether the norms that came with them are still theirs.
-    ``overheads`` counts the time of norms that are computed here.
     """
     stored = public.local(p for group in groups for p in group["params"])
     grads = [p.grad for p in stored if p.grad is not None]
     trusted &= not public.sharded  # a write to a DTensor does not increment the version of what it shows
     attached = [attached_norm(grad) if trusted else None for grad in grads]
-    with overheads.norms(sum(g.nbytes for g, norm in zip(grads, attached, strict=True) if norm is None)):
-        norms = [norm_of(g) if norm is None else norm for g, norm in zip(grads, attached, strict=True)]
+    norms = [norm_of(g) if norm is None else norm for g, norm in zip(grads, attached, strict=True)]
     total = public.total_norm(total_norm(norms))
     if scale is not None:
         total = total / scale.to(total)

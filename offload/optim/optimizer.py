@@ -199,7 +199,7 @@ class OffloadOptimizer(MovableStates):
                 self._runs_closures = True
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad(), self.access.meter.overheads.optimizer():
+        with torch.no_grad():
             self._step()
         return loss
 
@@ -265,10 +265,9 @@ class OffloadOptimizer(MovableStates):
         """Clears all gradients; a pending update keeps its own. ``set_to_none=False`` first finishes it."""
         if not set_to_none:
             self._synchronize()
-        with self.access.meter.overheads.optimizer(continues=True):
-            super().zero_grad(set_to_none)
-            self.access.public.take_gradients()
-            self.access.public.drop_sums(p for group in self.param_groups for p in group["params"])
+        super().zero_grad(set_to_none)
+        self.access.public.take_gradients()
+        self.access.public.drop_sums(p for group in self.param_groups for p in group["params"])
         self._raised = None
 
     @property
@@ -300,8 +299,7 @@ class OffloadOptimizer(MovableStates):
         self.access.write_back()
 
     def _synchronize(self) -> None:
-        with self.access.meter.overheads.excluded():
-            self.access.apply_pending_updates()
+        self.access.apply_pending_updates()
         self._group_changes.check()
 
     @contextlib.contextmanager
@@ -386,10 +384,7 @@ class OffloadOptimizer(MovableStates):
         if self.max_norm is None:
             return None if scale is None else 1 / scale.to("cpu")
         public, groups = self.access.public, self.param_groups
-        overheads = self.access.meter.overheads
-        self.last_norm, coefficient = clip_coefficient(
-            public, groups, self.max_norm, scale, trusted=trusted, overheads=overheads
-        )
+        self.last_norm, coefficient = clip_coefficient(public, groups, self.max_norm, scale, trusted=trusted)
         return coefficient
 
     def update(

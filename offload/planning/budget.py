@@ -19,17 +19,15 @@ from offload.planning.planner import plan_step
 from offload.planning.residency import MOVING
 from offload.planning.slot_sizes import slot_sizes
 
-__all__ = ["FIRST_GAPS_SHARE", "GAPS_SHARE", "WHOLE_GAPS_SHARE", "Layout", "parse_bytes", "requirement", "shown_bytes"]
+__all__ = ["GAPS_SHARE", "Layout", "parse_bytes", "requirement", "shown_bytes"]
 
 _UNITS = {"": 1, "b": 1} | {
     prefix + suffix: base**power
     for base, suffix in ((1000, "b"), (1024, "ib"))
     for power, prefix in enumerate("kmgt", start=1)
 }
-#: Of a limit of memory, one part in so many is left to gaps between the blocks that the allocator has given out; and
-#: before a step of a plan was measured. Less where all shards rest in memory and nothing is recomputed: each step then
-#: takes and frees the same blocks as the one before it, and they fit again.
-GAPS_SHARE, FIRST_GAPS_SHARE, WHOLE_GAPS_SHARE = 8, 6, 16
+#: Of a limit of memory, one part in so many is left to gaps between the blocks of the allocator of a process.
+GAPS_SHARE = 8
 #: Minimum for boundaries and their gradients, with the output's: each has at least one byte.
 SMALLEST_BOUNDARIES = 2 * MOVING
 

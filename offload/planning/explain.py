@@ -10,12 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload.planning.byte_forms import ByteForm
-from offload.planning.filling import NothingFitsError
-from offload.planning.search import search
+from offload.planning.choose import NothingFitsError, choose
 from offload.planning.simulate import Costs
-from offload.planning.step_model import Choice, Prediction, StepModel, predicted_seconds
+from offload.planning.step_model import Choice, Prediction, StepModel, predict, predicted_seconds
 
-__all__ = ["FewerBytes", "Part", "Stored", "explain", "fewer_bytes", "lost_by"]
+__all__ = ["FewerBytes", "Part", "Stored", "explain", "fewer_bytes"]
 
 #: Share of a step that waits for copies and updates, from which on fewer bytes are offered.
 WAITS = 0.1
@@ -102,7 +101,7 @@ def explain(
     more = None
     # A size of batch that ran goes on although it takes more than memory, and may take more than this, too.
     with contextlib.suppress(NothingFitsError):
-        more = search(model, more_bytes).best
+        more = predict(model, choose(model, more_bytes))
     now = predicted_seconds(model, predicted.choice)
     parts = [
         Part(what, nbytes, predicted_seconds(model, without) - now)
@@ -135,17 +134,5 @@ def _choices(model: StepModel, predicted: Prediction) -> Iterator[tuple[str, int
         yield "boundaries that stay", nbytes, replace(choice, boundary_bytes=0)
 
 
-def lost_by(best: Prediction, other: Prediction) -> str:
-    """Why a plan lost to a faster one: the seconds that it takes more, by what they are spent on."""
-    kinds = {
-        "computing": other.compute_seconds - best.compute_seconds,
-        "waiting for copies and updates": other.wait_seconds - best.wait_seconds,
-        "in the engine, the loss and the optimizer's step": other.overhead_seconds - best.overhead_seconds,
-        "after the last cell": _tail(other) - _tail(best),
-    }
-    shown = [f"{seconds:+.3g} s {kind}" for kind, seconds in kinds.items() if abs(seconds) >= 1e-3 * best.seconds]
-    return ", ".join(shown) or "as fast"
-
-
 def _tail(one: Prediction) -> float:
-    return one.seconds - one.compute_seconds - one.wait_seconds - one.overhead_seconds
+    return one.seconds - one.compute_seconds - one.wait_seconds

@@ -50,8 +50,12 @@ class OutsideBytes:
         return sum(self.made_before.values()) + sum(self.made_in.values())
 
     def rise(self, j: int, *, several: bool) -> int:
-        """Most bytes that the code before shard ``j`` adds in backward; ``several``: micro-batches."""
-        made, copied = self.made_before.get(j, 0), self.copied_before.get(j, 0)
+        """Most bytes that the code before shard ``j`` adds in backward; ``several``: micro-batches.
+
+        A second gradient of a parameter is there beside the first one and beside their sum, where autograd does not add
+        in place: not to a view, as that of a matrix that a head has transposed.
+        """
+        made, copied = self.made_before.get(j, 0), 2 * self.copied_before.get(j, 0)
         return made + (max(made, copied) if several else copied)
 
     @property
@@ -100,6 +104,14 @@ class StepBytes:
     #: Of what is in no shard.
     outside: OutsideBytes = field(default_factory=OutsideBytes)
 
+    def bytes_of_graph(self, cell: Key) -> int:
+        """Bytes of a kept graph, without the cell's input where only recomputed cells were measured."""
+        j, i = cell
+        if j not in self.kept_profiles and j in self.graph_bytes_per_row:
+            return int(self.graph_bytes_per_row[j] * self.rows[i])
+        profile = self.kept_profiles.get(j) or self.memory_profiles.get(j)
+        return 0 if profile is None else profile.kept_bytes(self.rows[i])
+
 
 @dataclass
 class PeakMemory:
@@ -132,8 +144,6 @@ class Moment:
     others: int
     #: Of what is in no shard: parameters, their gradients and optimizer states.
     outside: int
-    #: Of all these: what is not there yet when the cell begins.
-    rise: int
 
     @property
     def nbytes(self) -> int:
@@ -249,7 +259,7 @@ class _Replay:
         if profile is not None:
             self._count_memory(position, profile.kept_bytes(sizes.rows[i]), following)
         if keeps and profile is not None:
-            self._graphs[cell] = self._bytes_of_graph(cell, profile)
+            self._graphs[cell] = self._bytes_of_graph(cell)
             self._graph_bytes += self._graphs[cell]
         if cell not in self._recomputed:
             self._drop((False, j, i))
@@ -271,9 +281,7 @@ class _Replay:
             adds = i + 1 < len(sizes.rows)  # autograd runs the last micro-batch first
             inside = profile.peak_bytes(sizes.rows[i], sizes.gradient_bytes[j], adds=adds)
             self._graph_bytes -= kept or 0
-            there = 0 if kept is None else own + profile.kept_bytes(sizes.rows[i])
-            there += sizes.gradient_bytes[j] if adds else 0
-            self._count_memory(position, own + inside, onward, there)
+            self._count_memory(position, own + inside, onward)
             graphs = self._graph_bytes + own + profile.peak_bytes(sizes.rows[i], 0)
             self.peak.activation_bytes = max(self.peak.activation_bytes, graphs)
         self._drop((True, j + 1, i))
@@ -301,13 +309,11 @@ class _Replay:
             known, others = others, known
         return known.get(j) or others.get(j)
 
-    def _bytes_of_graph(self, cell: Key, profile: MemoryProfile) -> int:
+    def _bytes_of_graph(self, cell: Key) -> int:
         (j, i), sizes = cell, self._sizes
-        if j not in sizes.kept_profiles and j in sizes.graph_bytes_per_row:
-            return int(sizes.graph_bytes_per_row[j] * sizes.rows[i])
         # The profile of a recomputed cell does not include its boundary.
-        own = 0 if j in sizes.kept_profiles else self._held.get((False, j, i), 0)
-        return own + profile.kept_bytes(sizes.rows[i])
+        apart = j not in sizes.kept_profiles and j not in sizes.graph_bytes_per_row
+        return sizes.bytes_of_graph(cell) + (self._held.get((False, j, i), 0) if apart else 0)
 
     def _put_output_gradients(self, count: int) -> None:
         """Stores the gradients of the output one by one; each may be spilled before the next is stored."""
@@ -378,12 +384,12 @@ class _Replay:
         if now > self.peak.device_bytes:
             self.peak.device_bytes = now
 
-    def _count_memory(self, position: int, inside: int, following: int, there: int = 0) -> None:
-        """Counts a cell at its peak, with the boundary or gradient that it makes; ``there`` of it before it begins."""
+    def _count_memory(self, position: int, inside: int, following: int) -> None:
+        """Counts a cell at its peak, with the boundary or gradient that it makes."""
         parts = self._parts(position, following, inside)
         self.peak.memory_bytes = max(self.peak.memory_bytes, sum(parts))
         if self._course is not None:
-            self._course.append(Moment(position, *parts, rise=max(0, inside - there) + following))
+            self._course.append(Moment(position, *parts))
 
     def _parts(self, position: int, following: int = 0, inside: int = 0) -> tuple[int, int, int, int, int, int, int]:
         """The bytes of each kind at a position of the plan, in the order of :class:`Moment`."""

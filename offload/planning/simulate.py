@@ -5,33 +5,14 @@ This module knows nothing of tensors or torch.
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from offload.planning.plan import BACKWARD_CELLS, CELLS, Action, Kind, Plan, validate
 from offload.planning.residency import WRITES_IN_FLIGHT
 
-__all__ = ["Costs", "Forecast", "Overheads", "simulate", "simulate_valid"]
-
-
-@dataclass(frozen=True)
-class Overheads:
-    """Seconds in which no cell computes and compute waits for no copy, but copies and updates may run."""
-
-    #: Beside each cell of a forward, and of a backward.
-    forward: float = 0.0
-    backward: float = 0.0
-    #: Between the last cell of the forward and the first of the backward: the loss.
-    loss: float = 0.0
-    #: In the optimizer's step; and there, of each shard that rests in memory, computing the norm of its gradients.
-    step: float = 0.0
-    norm: Sequence[float] = ()
-
-    def before(self, in_memory: Iterable[int]) -> float:
-        """Seconds of the optimizer's step, before a forward."""
-        return self.step + (sum(self.norm[j] for j in in_memory) if self.norm else 0.0)
+__all__ = ["Costs", "Forecast", "simulate", "simulate_valid"]
 
 
 @dataclass(frozen=True)
@@ -62,23 +43,16 @@ class Costs:
     #: stores. All of them, and the reads, are on one lane in the order of the plan.
     gather: Sequence[float] = ()
     reduce: Sequence[float] = ()
-    #: Seconds that a cell loses to each second of a busy lane, where these share the cores.
-    contention: float = 0.0
-    #: The same of updates for the time that they take in memory, since they compute as layers do, on all cores. Counts
-    #: where ``contention`` is not 0.
-    update_contention: float = 1.0
-    overheads: Overheads = Overheads()
 
 
 @dataclass(frozen=True)
 class Forecast:
     """What :func:`simulate` predicts."""
 
-    #: Until compute and all copies are done; of these, waiting for copies, computing, and what is beside both.
+    #: Until compute and all copies are done; of these, waiting for copies, and computing.
     seconds: float
     wait_seconds: float
     compute_seconds: float
-    overhead_seconds: float
     #: Shard -> position in the plan of the first backward cell that begins after the gradients of that shard were
     #: stored; a recomputed cell begins when its recomputation is done. Missing if there is no such cell.
     drained: Mapping[int, int]
@@ -96,9 +70,7 @@ def simulate(plan: Plan, costs: Costs) -> Forecast:
 def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
     """As :func:`simulate`, without validation: :func:`~offload.planning.planner.plan_step` made the plan."""
     loading = filling = draining = moving = waited = computed = 0.0
-    overheads = costs.overheads
-    compute = updating = other = overheads.before(plan.in_memory)
-    loss = overheads.loss
+    compute = updating = 0.0
     arrival = dict.fromkeys(plan.resident, 0.0)
     home: dict[int, float] = {}  # when gradients are home
     storing: deque[tuple[int, float]] = deque()  # the same of shards that are not in ``drained`` yet
@@ -107,7 +79,6 @@ def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
     back: dict[tuple[bool, int, int | None], float] = {}  # when gradients, or not, of boundaries are read back
     drained: dict[int, int] = {}
     reduced: dict[int, float] = {}  # with several ranks: when gradients can be stored
-    lanes = _Lanes(costs)
     filled: set[int] = set()  # slots that the update before a load has filled
     empty = plan.slots - len(plan.resident)
     held: dict[int, float] = {}  # when updates in backward end that write to the slot of their shard
@@ -116,7 +87,7 @@ def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
     for action in plan.actions:
         if action.kind is Kind.UPDATE and action.shard in at_step:
             begin, seconds = updating, _update_seconds(plan, costs, action.shard)
-            updating = updated[action.shard] = lanes.updates(begin, begin + seconds, seconds)
+            updating = updated[action.shard] = begin + seconds
     if len(plan.in_memory) == len(costs.load):
         # Nothing is loaded beside them: the optimizer's step waits for its updates.
         waited, compute = updating - compute, updating
@@ -131,16 +102,16 @@ def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
             seconds = 0.0 if shard in filled else costs.load[shard]
             seconds += costs.gather[shard] if costs.gather else 0.0
             filled.discard(shard)
-            loading = arrival[shard] = lanes.busy(begin, begin + seconds, _LOAD)
+            loading = arrival[shard] = begin + seconds
         elif kind is Kind.DRAIN and costs.reduce and shard not in reduced:
             begin = max(loading, compute)
-            loading = reduced[shard] = lanes.busy(begin, begin + costs.reduce[shard], _LOAD)
+            loading = reduced[shard] = begin + costs.reduce[shard]
         elif kind is Kind.DRAIN:
             arrived = reduced.pop(shard, compute)
             waited += max(0.0, arrived - compute)
             compute = max(compute, arrived)
             begin = max(draining, compute)
-            draining = home[shard] = lanes.busy(begin, begin + costs.drain[shard], _DRAIN)
+            draining = home[shard] = begin + costs.drain[shard]
             storing.append((shard, draining))
         elif kind is Kind.UPDATE:
             if shard in at_step:
@@ -148,15 +119,13 @@ def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
             begin = max(updating, compute)
             if costs.updates_fill_slots:  # while the update before this one runs
                 read = max(filling, compute)
-                filling = lanes.busy(read, read + costs.load[shard], _FILL)
+                filling = read + costs.load[shard]
                 begin = max(begin, filling)
                 filled.add(shard)
-            resting = (costs.resting_update or costs.update)[shard]
-            updating = updated[shard] = lanes.updates(begin, begin + costs.update[shard], resting)
+            updating = updated[shard] = begin + costs.update[shard]
         elif kind is Kind.UPDATE_IN_BACKWARD:
             begin, seconds = max(updating, compute, home.get(shard, 0.0)), _update_seconds(plan, costs, shard)
-            resting = (costs.resting_update or costs.update)[shard]
-            updating = updated[shard] = lanes.updates(begin, begin + seconds, resting)
+            updating = updated[shard] = begin + seconds
             home[shard] = updating  # the gradients are kept until then
             if costs.updates_fill_slots and shard not in plan.in_memory:
                 held[shard] = updating
@@ -178,25 +147,21 @@ def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
             if shard in plan.in_memory:
                 arrival[shard] = updated.get(shard, 0.0)
             backward = kind in BACKWARD_CELLS
-            if backward and loss:
-                compute, other, loss = compute + loss, other + loss, 0.0
             entered = 0.0 if kind is Kind.BACKWARD_KEPT else back.pop((False, shard, action.microbatch), 0.0)
             if backward:
                 entered = max(entered, back.pop((True, shard + 1, action.microbatch), 0.0))
             there = updated.get(shard, 0.0) if shard in plan.in_memory else arrival[shard]
             start = max(compute, there, entered)
-            seconds = lanes.slowed(start, _seconds(costs, kind)[shard])
+            seconds = _seconds(costs, kind)[shard]
             if backward:
                 full = start + (costs.forward[shard] if kind is Kind.BACKWARD else 0.0)
                 while storing and storing[0][1] <= full:
                     drained[storing.popleft()[0]] = position
             waited += start - compute
-            beside = overheads.backward if backward else overheads.forward
             computed += seconds
-            other += beside
-            compute = start + seconds + beside
+            compute = start + seconds
     end = max(compute, loading, draining, updating, moving)
-    return Forecast(end, waited, computed, other, drained)
+    return Forecast(end, waited, computed, drained)
 
 
 def _with_reductions(plan: Plan) -> Iterator[tuple[int, Action]]:
@@ -215,52 +180,6 @@ def _with_reductions(plan: Plan) -> Iterator[tuple[int, Action]]:
         else:
             yield position, action
     yield from deferred
-
-
-#: The lanes that share cores with compute; weights to be updated are read by a thread of their own.
-_LOAD, _DRAIN, _UPDATE, _FILL = range(4)
-
-
-class _Lanes:
-    """The spans in which lanes are busy, and how much longer cells take beside them."""
-
-    def __init__(self, costs: Costs) -> None:
-        self._costs = costs
-        #: Begin, end and share of what each lane does, in order.
-        self._spans: tuple[deque[tuple[float, float, float]], ...] = (deque(), deque(), deque(), deque())
-
-    def busy(self, begin: float, end: float, lane: int, share: float | None = None) -> float:
-        """Records a span in which a lane is busy, after its earlier ones; returns the end of the span."""
-        if self._costs.contention and end > begin:
-            self._spans[lane].append((begin, end, self._costs.contention if share is None else share))
-        return end
-
-    def updates(self, begin: float, end: float, resting: float) -> float:
-        """Records an update in the same way; ``resting``: its seconds in memory, in which it computes as layers do."""
-        share = self._costs.update_contention
-        if share and end > begin:
-            share *= min(1.0, resting / (end - begin))
-        return self.busy(begin, end, _UPDATE, max(share, self._costs.contention))
-
-    def slowed(self, start: float, seconds: float) -> float:
-        """Seconds of a cell that takes ``seconds`` alone; cells are asked for in their order."""
-        if not self._costs.contention:
-            return seconds
-        now, left = start, seconds
-        while True:
-            lost, until = 0.0, math.inf
-            for spans in self._spans:
-                while spans and spans[0][1] <= now:
-                    spans.popleft()
-                if spans:
-                    begin, end, share = spans[0]
-                    lost += share if begin <= now else 0.0
-                    until = min(until, end if begin <= now else begin)
-            rate = max(0.0, 1.0 - lost)
-            if left <= rate * (until - now):
-                return now + (left / rate if left else 0.0) - start
-            left -= rate * (until - now)
-            now = until
 
 
 def _update_seconds(plan: Plan, costs: Costs, shard: int) -> float:

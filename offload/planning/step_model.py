@@ -23,7 +23,6 @@ __all__ = [
     "Prediction",
     "StepModel",
     "costs_of",
-    "in_seconds_of",
     "predict",
     "predict_plan",
     "predicted_bytes",
@@ -44,8 +43,6 @@ class Choice:
     boundary_bytes: float = math.inf
     #: Shards whose gradients wait in memory for their update.
     waiting: frozenset[int] = frozenset()
-    #: Whether kept graphs hold recipes of cheap results instead of the results.
-    cheap_recompute: bool = True
 
 
 @dataclass(frozen=True)
@@ -126,15 +123,8 @@ class Prediction:
     #: The memory while each cell runs.
     course: Sequence[Moment]
     outside: OutsideBytes = field(default_factory=OutsideBytes)
-    #: Of :attr:`seconds`, what the engine, the loss and the optimizer's step take beside computing and waiting.
-    overhead_seconds: float = 0.0
     #: Of :attr:`memory_bytes`, what measured steps took more.
     margin_bytes: int = 0
-
-    def cells(self) -> dict[tuple[str, int, int | None], Moment]:
-        """:attr:`course` by letter, shard and micro-batch of the cell."""
-        actions = ((self.plan.actions[moment.position], moment) for moment in self.course)
-        return {(action.kind.value, action.shard, action.microbatch): moment for action, moment in actions}
 
 
 def predict_plan(
@@ -161,20 +151,7 @@ def predict(model: StepModel, choice: Choice) -> Prediction:
         peak,
         course,
         model.sizes.outside,
-        forecast.overhead_seconds,
         model.margin_bytes,
-    )
-
-
-def in_seconds_of(model: StepModel, prediction: Prediction) -> Prediction:
-    """The same plan with its seconds by the costs of ``model``."""
-    forecast = simulate_valid(prediction.plan, costs_of(model, prediction.choice))
-    return replace(
-        prediction,
-        seconds=forecast.seconds,
-        wait_seconds=forecast.wait_seconds,
-        compute_seconds=forecast.compute_seconds,
-        overhead_seconds=forecast.overhead_seconds,
     )
 
 
@@ -211,19 +188,17 @@ def costs_of(model: StepModel, choice: Choice) -> Costs:
 def _sizes(model: StepModel, choice: Choice, forecast: Forecast | None) -> StepBytes:
     resting = sum(model.resting_bytes[j] for j in choice.in_memory)
     buffers = model.buffer_bytes if len(choice.in_memory) < model.shards else 0
-    # Without recipes a graph holds what a recomputed cell saves, and its input.
     waiting = choice.in_memory | (choice.waiting if model.host_bytes is None else frozenset())
-    smaller = model.sizes if choice.cheap_recompute else replace(model.sizes, kept_profiles={}, graph_bytes_per_row={})
     slot, own = model.slot_sizes(choice)
     return replace(
-        smaller,
+        model.sizes,
         slot_bytes=slot,
         own_slots=own,
         waiting=waiting,
-        held=smaller.held | (waiting | smaller.gradients_stay if model.accumulates else frozenset()),
+        held=model.sizes.held | (waiting | model.sizes.gradients_stay if model.accumulates else frozenset()),
         constant_bytes=model.sizes.constant_bytes + resting + buffers,
         # What ranks have reduced is kept until the next drain, whenever it was copied.
-        drained={} if forecast is None or smaller.draining_bytes else forecast.drained,
+        drained={} if forecast is None or model.sizes.draining_bytes else forecast.drained,
     )
 
 

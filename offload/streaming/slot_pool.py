@@ -96,11 +96,6 @@ class SlotPool:
         """Whether models share the pool."""
         return bool(self.slot_users)
 
-    @property
-    def unallocated_bytes(self) -> int:
-        """Bytes of slots that their first use will allocate."""
-        return self.slots * self.slot_bytes if self._free is None else 0
-
     @contextlib.contextmanager
     def turn(self, slot_user: SlotUser) -> Iterator[None]:
         """``slot_user`` computes inside the context. Raises RuntimeError if another one computes."""
@@ -142,7 +137,6 @@ class SlotPool:
         return self._free.pop()
 
     def _allocate_own(self, meter: Meter, nbytes: int) -> Tensor:
-        meter.begin_buffer(nbytes)
         with outside_inference_mode():
             slot = device_buffer(nbytes, self._device)
         meter.hold(nbytes)

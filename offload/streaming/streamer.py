@@ -27,7 +27,6 @@ from offload.planning.slot_sizes import slot_sizes
 from offload.storage import Tier
 from offload.streaming.contract import PendingUpdate
 from offload.streaming.gradient_offload import GradientOffload
-from offload.streaming.heap import Heap
 from offload.streaming.lane import Arrival, CopyLanes, error_context
 from offload.streaming.shard import Shard
 from offload.streaming.slot_pool import SlotPool
@@ -64,8 +63,6 @@ class Streamer:
         #: The slots, of this model alone or shared with models that compute in turns.
         self.slot_pool = SlotPool(device, self.slots, self.slot_bytes)
         self._loads: dict[int, Arrival] = {}
-        #: Of the process, if layers compute in host memory.
-        self.heap = Heap() if device.type == "cpu" else None
         #: True while slots are filled or evicted outside a pass. If an exception leaves it True, call :meth:`cancel`.
         self.must_cancel = False
         #: Returns whether the model is inside a pass.
@@ -81,11 +78,6 @@ class Streamer:
         if slots != self.most_slots and not self.slot_pool.shared:
             self.most_slots = slots
             self.homes_moved()
-
-    def allow_free_bytes(self, nbytes: int) -> None:
-        """Sets how much freed heap memory the process may keep."""
-        if self.heap is not None:
-            self.heap.allow(nbytes)
 
     def resident(self) -> frozenset[int]:
         """The shards in slots, with current values. Evicts those whose stored weights were written since the load."""
@@ -168,14 +160,6 @@ class Streamer:
         # while the shard that was in it before is updated there.
         self._loads[j] = self._lanes.load.submit(f"L{j}", fill, arrivals + others)
 
-    def finish_updates_in_memory(self) -> None:
-        """Waits for the pending updates of shards that rest in memory. Raises what they raise."""
-        for shard in self.shards:
-            if (pending := shard.pending) is not None and not shard.blocking_io:
-                with self._meter.updates_alone(), error_context(f"updating shard {shard.index} in memory"):
-                    # Update lane -> host. Without this, their gradients count as held in one measurement of two.
-                    pending.start().synchronize()
-
     def is_unfinished(self, pending: bool) -> bool:
         """Whether updates are to be applied before parameters are read, some of which are ``pending``."""
         self.clean_up()
@@ -190,15 +174,14 @@ class Streamer:
         if self.finish_step is not None:
             self.finish_step()
         errors: list[BaseException] = []
-        with self._meter.updates_alone():
-            started = [(shard, pending.start()) for shard in self.shards if (pending := shard.pending) is not None]
-            for shard, arrival in started:
-                try:
-                    with error_context(f"updating shard {shard.index} in {self._tier.name}"):
-                        # Update lane -> host. Without this, parameters are read while they are written.
-                        arrival.synchronize()
-                except BaseException as error:
-                    errors.append(error)
+        started = [(shard, pending.start()) for shard in self.shards if (pending := shard.pending) is not None]
+        for shard, arrival in started:
+            try:
+                with error_context(f"updating shard {shard.index} in {self._tier.name}"):
+                    # Update lane -> host. Without this, parameters are read while they are written.
+                    arrival.synchronize()
+            except BaseException as error:
+                errors.append(error)
         if errors:
             raise errors[0]
 

@@ -77,20 +77,6 @@ class Clock:
         """Begins a step; the spans of one that is ``disturbed`` are stored separately. Does not wait."""
         self._disturbed = disturbed
 
-    @contextlib.contextmanager
-    def disturbed(self) -> Iterator[None]:
-        """Spans that end inside are stored with those of disturbed steps."""
-        before, self._disturbed = self._disturbed, True
-        try:
-            yield
-        finally:
-            self._disturbed = before
-
-    @property
-    def counts(self) -> bool:
-        """Whether it has spans of a step that nothing disturbed."""
-        return bool(self._samples[False])
-
     @property
     def seconds(self) -> float:
         """Seconds so far."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from offload.planning.explain import FewerBytes, Part, lost_by
+from offload.planning.explain import FewerBytes, Part
 from offload.planning.peak_memory import OutsideBytes
 from offload.planning.step_model import Choice, Prediction
 
@@ -24,46 +24,23 @@ class MemoryReport:
     limit_bytes: int
     shards: int
     cells: int
-    #: The prediction of the present plan, in seconds by all that was measured so far; None before the first step.
+    #: The prediction of the present plan, when it was chosen; None before the first step.
     predicted: Prediction | None
     #: The last step, and the peak of its memory; None where the system does not measure it.
     measured_seconds: float | None
     measured_bytes: int | None
     margin_bytes: int
-    #: The seconds that were predicted when the present plan was chosen, before its steps; None before the first step.
-    planned_seconds: float | None = None
-    #: The fastest other plan; and what more memory would buy.
-    runner_up: Prediction | None = None
+    #: What more memory would buy.
     more: Prediction | None = None
     more_limit_bytes: int = 0
     #: What each choice of the present plan takes and saves.
     parts: Sequence[Part] = ()
     #: What storing fewer bytes would change, where a step waits for copies.
     fewer_bytes: Sequence[FewerBytes] = ()
-    #: Measured bytes at the end of each cell of the last step that was measured so.
-    measured_course: Sequence[int] = ()
     #: What stays on the compute device and belongs to no shard.
     outside: OutsideBytes = field(default_factory=OutsideBytes)
     #: Beside a device, where homes are files: shards that rest in host memory; else None.
     resting: int | None = None
-    #: What steps of the present plan have held whose memory was not measured, with free memory; None before them. It is
-    #: less than predicted where steps of other plans have exceeded their predictions.
-    kept_peak_bytes: int | None = None
-    #: Free memory of the allocator that the process is expected to keep beside the plan, between blocks and for reuse.
-    free_bytes: int = 0
-    #: What the interpreter, libraries and threads have taken since the first step, which is no memory of the model.
-    others_bytes: int = 0
-
-    @property
-    def process_bytes(self) -> int | None:
-        """The most that the process is predicted to hold in a step, above what it held before the first one.
-
-        With free memory, and what is not the model's; None before the first step.
-        """
-        if self.predicted is None:
-            return None
-        kept = self.kept_peak_bytes
-        return self.others_bytes + (self.predicted.memory_bytes + self.free_bytes if kept is None else kept)
 
     def __str__(self) -> str:
         first = f"memory: {_mib(self.limit_bytes)} on {self.device}"
@@ -74,14 +51,11 @@ class MemoryReport:
     def _totals(self, p: Prediction) -> list[str]:
         seconds, nbytes = self.measured_seconds, self.measured_bytes
         measured = f"; measured {seconds:.3g} s" if seconds is not None else ""
-        planned = f"; {self.planned_seconds:.3g} s when it was chosen" if self.planned_seconds is not None else ""
         peak = f"; measured {_mib(nbytes)}" if nbytes is not None else ""
         return [
-            f"step:   {p.seconds:.3g} s predicted ({p.compute_seconds:.3g} s compute, {p.wait_seconds:.3g} s waiting, "
-            f"{p.overhead_seconds:.3g} s engine, loss and optimizer){planned}{measured}",
-            f"peak:   {_mib(p.memory_bytes)} predicted, of which {_mib(self.margin_bytes)} by earlier steps{peak}"
-            + (f"; {_mib(self.free_bytes)} more is free memory that is kept for reuse" if self.free_bytes else "")
-            + (f"; interpreter and libraries have grown by {_mib(self.others_bytes)}" if self.others_bytes else ""),
+            f"step:   {p.seconds:.3g} s predicted ({p.compute_seconds:.3g} s compute, {p.wait_seconds:.3g} s waiting)"
+            f"{measured}",
+            f"peak:   {_mib(p.memory_bytes)} predicted, of which {_mib(self.margin_bytes)} by earlier steps{peak}",
         ]
 
     def _kinds(self, p: Prediction) -> list[str]:
@@ -112,16 +86,10 @@ class MemoryReport:
         )
 
     def _others(self) -> list[str]:
-        """What the choices take and save, why the runner-up lost, and what more memory would buy."""
+        """What the choices take and save, and what more memory would buy."""
         assert self.predicted is not None
         lines = [""] if self.parts else []
         lines += [f"{part.what}: {_mib(part.nbytes)}, {_saves(part.seconds)}" for part in self.parts]
-        if self.runner_up is not None:
-            lines += [
-                "",
-                f"runner-up: {describe(self.runner_up.choice)}: {self.runner_up.seconds:.3g} s, "
-                f"{_mib(self.runner_up.memory_bytes)}; {lost_by(self.predicted, self.runner_up)}",
-            ]
         if self.more is not None:
             gain = self.predicted.seconds - self.more.seconds
             lines.append(
@@ -138,7 +106,7 @@ class MemoryReport:
         return lines
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the memory over one step, stacked by kind, with what was measured. Needs matplotlib."""
+        """Draws the memory over one step, stacked by kind. Needs matplotlib."""
         from matplotlib.figure import Figure
 
         if self.predicted is None:
@@ -152,14 +120,6 @@ class MemoryReport:
         axes.stackplot(
             cells, stacked, labels=["running cell" if kind == "cell" else kind for kind in kinds], step="mid"
         )
-        if self.measured_course:
-            axes.plot(
-                range(len(self.measured_course)),
-                [nbytes / _MIB for nbytes in self.measured_course],
-                "k.",
-                markersize=3,
-                label="measured between cells",
-            )
         axes.axhline(self.limit_bytes / _MIB, color="black", linewidth=1, linestyle="--", label="limit")
         axes.set_xlabel("cells of a step, forward and then backward")
         axes.set_ylabel("MiB")

@@ -39,13 +39,13 @@ def _forget_peak() -> tuple[int, int]:
 
 
 class PeakMeter:
-    """How far memory rises above its begin; on the CPU also in parts of that time, one after the other."""
+    """How far memory rises above its begin."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._began: int | None = None
-        #: On the CPU: the peak of the parts that have ended, and the begin of the present one, with its mapped files.
-        self._highest = self._part_began = self._files = 0
+        #: On the CPU: the mapped files at the begin.
+        self._files = 0
 
     def begin(self) -> None:
         """Begins to measure."""
@@ -53,30 +53,10 @@ class PeakMeter:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._began = torch.cuda.memory_allocated(self._device)
             return
-        self._highest = 0
         try:
-            self._part_began, self._files = _forget_peak()
+            self._began, self._files = _forget_peak()
         except OSError:
             self._began = None  # not permitted here
-        else:
-            self._began = self._part_began
-
-    def begin_part(self) -> None:
-        """Begins the next part, on the CPU."""
-        if self._began is not None:
-            self._highest = max(self._highest, self._peak_bytes())
-            self._part_began, self._files = _forget_peak()
-
-    def part_rise(self) -> int | None:
-        """Bytes of the peak of the present part above its begin, on the CPU; None where it cannot be measured."""
-        return None if self._began is None else max(0, self._peak_bytes() - self._part_began)
-
-    def now(self) -> int | None:
-        """Bytes above the begin now; None where it cannot be measured."""
-        if self._began is None:
-            return None
-        cuda = self._device.type == "cuda"
-        return (torch.cuda.memory_allocated(self._device) if cuda else anonymous_bytes()) - self._began
 
     def rise(self) -> int | None:
         """Bytes of the peak since :meth:`begin` above the begin; None where it cannot be measured."""
@@ -84,9 +64,6 @@ class PeakMeter:
             return None
         if self._device.type == "cuda":
             return max(0, torch.cuda.max_memory_allocated(self._device) - self._began)
-        return max(0, max(self._highest, self._peak_bytes()) - self._began)
-
-    def _peak_bytes(self) -> int:
-        """The peak of anonymous and shared memory in the present part."""
         status = _status()
-        return status.get("VmHWM", 0) - max(self._files, status.get("RssFile", 0))
+        peak = status.get("VmHWM", 0) - max(self._files, status.get("RssFile", 0))
+        return max(0, peak - self._began)

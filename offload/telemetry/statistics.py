@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,6 @@ import torch
 
 from offload.planning.memory_profile import MemoryProfile, ProfilesBySize
 from offload.telemetry.clock import Clock
-from offload.telemetry.contention import Contention
-from offload.telemetry.overheads import OverheadMeter
 from offload.telemetry.trace import Tracer
 
 __all__ = ["DRAIN_TO_MEMORY", "LOAD_FROM_MEMORY", "REDUCTION", "UPDATE_IN_MEMORY", "Meter", "Statistics"]
@@ -75,29 +73,16 @@ class Meter:
         self.update_bytes_read = 0
         self.update_bytes_written = 0
         self.bytes_gathered = self.bytes_reduced = self.bytes_agreed = 0
-        self.wait = waits = Clock(device)
-        self.compute = cells = Clock(device)
+        self.wait = Clock(device)
+        self.compute = Clock(device)
         #: (letter of the cell in a plan, shard) -> time of its cells, by rows.
         self.cells: dict[tuple[str, int], Clock] = {}
         #: Shard -> tensors that a recomputed cell saves for backward; the same of one that keeps its graph.
         self.memory_profiles, self.kept_profiles = ProfilesBySize(), ProfilesBySize()
         self._steps = 0
         self._disturbed = True
-        #: Whether the memory of this step is measured: cells take pages anew that were returned before.
-        self.measures_memory = False
-        #: Whether planning has finished all pending updates, so that the next step runs none of them.
-        self.planned_before = False
         self._device = device
         self.tracer = Tracer()
-        #: How much copies and updates slow down layers that compute on the same cores.
-        self.contention = Contention()
-        #: What steps take besides cells and waits.
-        self.overheads = OverheadMeter(device, lambda: cells.seconds + waits.seconds)
-        #: Called before each cell, with its letter in the plan, shard and micro-batch; and after each.
-        self.before_cell: Callable[[str, int, int], None] | None = None
-        self.after_cell: Callable[[], None] | None = None
-        #: Called with its bytes before a shard gets a buffer of its own.
-        self.before_buffer: Callable[[int], None] | None = None
         #: Bytes that are on the compute device now.
         self.held_bytes = 0
         #: Bytes of weights and optimizer states of shards that rest in host memory although their home is a file.
@@ -115,17 +100,7 @@ class Meter:
 
         ``kind``: of the copy, where the lane has several that take different times.
         """
-        self.contention.lane_begins()
-        try:
-            with self._lane_clocks[kind or lane].span(nbytes), self.tracer.span(f"{lane} lane", token):
-                yield
-        finally:
-            self.contention.lane_ends()
-
-    @contextlib.contextmanager
-    def updates_alone(self) -> Iterator[None]:
-        """A context for updates that run while no layer computes. Forecasts use others if there are any."""
-        with self._lane_clocks["update"].disturbed(), self._lane_clocks[UPDATE_IN_MEMORY].disturbed():
+        with self._lane_clocks[kind or lane].span(nbytes), self.tracer.span(f"{lane} lane", token):
             yield
 
     @contextlib.contextmanager
@@ -138,11 +113,6 @@ class Meter:
         """As :meth:`waiting`, in few calls; an error of the system then says ``what`` was copied."""
         return _Waiting(self, token, what)
 
-    def begin_buffer(self, nbytes: int) -> None:
-        """Called before memory of so many bytes is allocated for a shard."""
-        if self.before_buffer is not None:
-            self.before_buffer(nbytes)
-
     @contextlib.contextmanager
     def cell(
         self, kind: str, shard: int, microbatch: int, rows: float, *, step: int = 0, steps: int = 1
@@ -150,35 +120,18 @@ class Meter:
         """Counts the time of one cell, whose letter in the plan is ``kind``; or of one of its ``steps``, in order."""
         clock = self._clock_of(kind, shard)
         token = f"{kind}{shard}.{microbatch}"
-        if self.before_cell is not None and step == 0:
-            self.before_cell(kind, shard, microbatch)
-        self.overheads.cells += step == 0
-        began, busy = time.perf_counter(), self.contention.busy_seconds()
         # A visit is one sample, since its first micro-batch always takes longer than the others.
         continues = microbatch > 0 or step > 0
         with self.compute.span(), clock.span(rows / steps, continues=continues), self.tracer.span("compute", token):
             with torch.profiler.record_function(token):
                 yield
-        if self._steps > 1:
-            overlap = self.contention.busy_seconds() - busy
-            seconds = time.perf_counter() - began
-            self.contention.add_cell((kind, shard), rows / steps, seconds, overlap, disturbed=self._disturbed)
-        if self.after_cell is not None and step == steps - 1:
-            with self.overheads.excluded():
-                self.after_cell()
 
     def begin_step(self) -> None:
-        """Begins a training step.
-
-        Times of the first one, which also makes files and buffers, of those before which a plan was made, and of steps
-        that measure memory are kept apart.
-        """
+        """Begins a training step. Times of the first one, which also makes files and buffers, are kept apart."""
         self._steps += 1
-        self._disturbed = self._steps == 1 or self.measures_memory or self.planned_before
-        self.planned_before = False
+        self._disturbed = self._steps == 1
         for clock in (*self.cells.values(), *self._lane_clocks.values()):
             clock.begin_step(disturbed=self._disturbed)
-        self.overheads.begin_step(disturbed=self._disturbed)
 
     def _clock_of(self, kind: str, shard: int) -> Clock:
         if (kind, shard) not in self.cells:
@@ -186,38 +139,24 @@ class Meter:
             self.cells[kind, shard].begin_step(disturbed=self._disturbed)
         return self.cells[kind, shard]
 
-    def _only_counts(self, kind: str, other: str, shard: int) -> bool:
-        """Whether ``kind`` was measured in a step that nothing disturbed, and the ``other`` kind of cell was not."""
-        clocks = self.cells.get((kind, shard)), self.cells.get((other, shard))
-        return [clock is not None and clock.counts for clock in clocks] == [True, False]
-
-    def cell_seconds_per_row(self, kind: str, shard: int, share: float = 0.0) -> float:
-        """Predicted seconds of a cell per row; 0 if none was measured.
-
-        ``share``: what a cell loses to one second of a busy lane, which is subtracted.
-        """
+    def cell_seconds_per_row(self, kind: str, shard: int) -> float:
+        """Predicted seconds of a cell per row; 0 if none was measured."""
         clock = self.cells.get((kind, shard))
-        seconds = 0.0 if clock is None else clock.seconds_each()
-        return max(0.1 * seconds, seconds - share * self.contention.mean_overlap((kind, shard))) if share else seconds
+        return 0.0 if clock is None else clock.seconds_each()
 
-    def forward_seconds_per_row(self, shard: int, share: float = 0.0) -> float:
+    def forward_seconds_per_row(self, shard: int) -> float:
         """Predicted seconds of a forward per row."""
-        alone, kept = self.cell_seconds_per_row("F", shard, share), self.cell_seconds_per_row("K", shard, share)
-        return kept if self._only_counts("K", "F", shard) else alone or kept
+        return self.cell_seconds_per_row("K", shard) or self.cell_seconds_per_row("F", shard)
 
-    def kept_backward_seconds_per_row(self, shard: int, share: float = 0.0) -> float:
+    def kept_backward_seconds_per_row(self, shard: int) -> float:
         """Predicted seconds of the backward of a cell that kept its graph."""
-        recomputed, forward = self.cell_seconds_per_row("B", shard, share), self.forward_seconds_per_row(shard, share)
-        kept = self.cell_seconds_per_row("G", shard, share)
-        return max(0.0, recomputed - forward) if not kept or self._only_counts("B", "G", shard) else kept
+        recomputed = self.cell_seconds_per_row("B", shard)
+        return self.cell_seconds_per_row("G", shard) or max(0.0, recomputed - self.forward_seconds_per_row(shard))
 
-    def backward_seconds_per_row(self, shard: int, share: float = 0.0) -> float:
+    def backward_seconds_per_row(self, shard: int) -> float:
         """Predicted seconds of the backward of a cell, with its recomputation."""
-        kept = self.cell_seconds_per_row("G", shard, share)
-        recomputed = self.cell_seconds_per_row("B", shard, share)
-        if recomputed and not self._only_counts("G", "B", shard):
-            return recomputed
-        return kept and kept + self.forward_seconds_per_row(shard, share)
+        kept = self.cell_seconds_per_row("G", shard)
+        return kept + self.forward_seconds_per_row(shard) if kept else self.cell_seconds_per_row("B", shard)
 
     def copy_seconds_per_byte(self, lane: str) -> float:
         """Predicted seconds of a lane's copies per byte (of updates: of gradients); 0 if none was measured."""

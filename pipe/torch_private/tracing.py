@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType, MethodType
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-__all__ = ["outside_of_compiled_graphs", "transform_of_functions_under_way", "transform_under_way", "uncompiled_hooks"]
+__all__ = [
+    "compiled_alike",
+    "outside_of_compiled_graphs",
+    "transform_of_functions_under_way",
+    "transform_under_way",
+    "uncompiled_hooks",
+]
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -21,6 +27,18 @@ def outside_of_compiled_graphs(function: F) -> F:
     """``torch.compiler.disable``, which imports the compiler when the function is first called, not before."""
     disabled: Any = torch._disable_dynamo(function)  # type: ignore[attr-defined, unused-ignore]
     return cast(F, disabled)
+
+
+def compiled_alike(compiled: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` compiled as ``torch.compile`` has made ``compiled``: same backend, mode and options.
+
+    Raises ValueError if ``torch.compile`` has not made it.
+    """
+    names: Sequence[str] = getattr(getattr(compiled, "__code__", None), "co_freevars", ())
+    if "self" not in names:
+        raise ValueError(f"expected a function that torch.compile has made, got {compiled!r}")
+    context = cast(FunctionType, compiled).__closure__[names.index("self")].cell_contents  # type: ignore[index]
+    return cast("Callable[..., Any]", context(function))
 
 
 def uncompiled_hooks(*hooks: Callable[[Any], Any]) -> tuple[Callable[[Any], Any], ...]:

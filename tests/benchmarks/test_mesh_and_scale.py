@@ -117,7 +117,7 @@ def test_ranks_are_predicted_from_one_process_and_their_collectives() -> None:
     plan = plan_step(1, slots=1, clips=True)
     seconds = {"L0": 0.4, "F0.0": 1.0, "B0.0": 2.0, "D0": 0.8, "U0": 4.0}
     alone = outcome(scale.ONE, {"seconds": seconds, "plan": str(plan), "slots": 1, "pending": []}, steps=[{}])
-    collectives = {"seconds": {"gather": 10.0, "reduce": 20.0}, "lost": 0.5}
+    collectives = {"seconds": {"gather": 10.0, "reduce": 20.0}}
     result: dict[str, Any] = {"plan": str(plan), "slots": 1, "pending": []}
     expected = 2 * 0.4 / 4 + 10.0 + 2 * 3.0 + 20.0 + 2 * 0.8 / 4 + 2 * 4.0 / 4
     received = {"bytes_gathered": 3 * sent.gathered, "bytes_reduced": 3 * sent.reduced, "bytes_agreed": 3 * 3 * 40}

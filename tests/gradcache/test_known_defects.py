@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gradcache import GradCache
-from gradcache.context_managers import devices_in_use
 from gradcache.functional import cached, cat_input_tensor
 from gradcache.loss import SimpleContrastiveLoss
+from gradcache.two_pass import devices_in_use
 
 
 def tower(seed: int = 0) -> nn.Sequential:

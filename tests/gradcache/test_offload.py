@@ -101,15 +101,19 @@ def test_dropout_in_layers_and_in_get_rep_fn_draws_the_same_masks_in_both_passes
     assert_same_gradients([bare], [ours])
 
 
-def test_frozen_offloaded_tower_is_loaded_once_and_a_trainable_head_behind_it_is_refused() -> None:
-    frozen = offloaded(tower().requires_grad_(False))
-    step = GradCache([tower(1), frozen], 2, SimpleContrastiveLoss())
-    step(torch.randn(4, 8), torch.randn(4, 8))
+def test_frozen_offloaded_tower_is_loaded_once_a_step_also_with_a_trainable_head_behind_it(
+    assert_same_gradients: Any,
+) -> None:
+    bare = tower().requires_grad_(False)
+    frozen, x = offloaded(copy.deepcopy(bare)), torch.randn(4, 8)
+    GradCache([tower(1), frozen], 2, SimpleContrastiveLoss())(torch.randn(4, 8), x)
     assert frozen.statistics().shard_loads == 4
-    with pytest.raises(ValueError, match="a layer of the model"):
-        GradCache([frozen], 2, lambda r: r.sum(), get_rep_fn=nn.Linear(8, 2))(torch.randn(4, 8))
-    with torch.no_grad():
-        GradCache([frozen], 2, lambda r: r.sum(), get_rep_fn=nn.Linear(8, 2))(torch.randn(4, 8))
+    head, expected = nn.Linear(8, 2), nn.Linear(8, 2)
+    expected.load_state_dict(head.state_dict())
+    expected(bare(x)).square().sum().backward()
+    GradCache([frozen], 2, lambda r: r.square().sum(), get_rep_fn=head)(x)
+    assert_same_gradients([expected], [head])
+    assert frozen.statistics().shard_loads == 8
 
 
 def test_gradients_flow_through_an_offloaded_tower_to_what_computed_its_input(assert_same_gradients: Any) -> None:

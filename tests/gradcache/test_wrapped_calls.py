@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import types
 import warnings
 from typing import Any
 
@@ -509,3 +511,41 @@ def test_a_subclass_with_a_model_call_of_its_own_runs_chunk_by_chunk_and_warns_o
         step(rows(4))
     assert_same(plain, ours)
     step(rows(4))
+
+
+# --- what chunks set in one place -----------------------------------------------------------------------------------
+
+
+class Shared(nn.Module):
+    """Keeps something of each chunk before the body, and reads it behind the body."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.place = place
+        self.first, self.last = (nn.Linear(WIDTH, WIDTH).double() for _ in range(2))
+        self.body = layers()
+        self.stack: list[Tensor] = []
+        self.outer = types.SimpleNamespace(inner=types.SimpleNamespace())
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x > 0).double()
+        kept: Any = {"global": _GLOBALS, "thread-local": _LOCALS, "deep object": self.outer.inner}.get(self.place)
+        if kept is None:
+            self.stack.append(mask)
+        else:
+            kept.mask = mask
+        h = self.body(self.first(x))
+        return self.last(h * (self.stack.pop() if kept is None else kept.mask))
+
+
+_GLOBALS, _LOCALS = types.SimpleNamespace(), threading.local()
+
+
+@pytest.mark.parametrize("place", ["global", "thread-local", "deep object", "stack"])
+def test_code_behind_a_body_reads_what_its_own_chunk_has_set_before_it(place: str) -> None:
+    plain = Shared(place)
+    ours = with_offload(plain)
+    for model in (plain, ours):
+        GradCache([model], 2, square)(rows(8))
+    assert_same(plain, ours)

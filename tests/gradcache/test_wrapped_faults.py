@@ -153,7 +153,7 @@ class Interrupt:
         return self if ours else None
 
 
-_INTERRUPTED = {f"gradcache.wrapped.{name}" for name in ("towers", "suspended", "calls", "call_state")}
+_INTERRUPTED = {f"gradcache.wrapped.{name}" for name in ("towers", "suspended")}
 _INTERRUPTED.add("pipe.interception")
 
 

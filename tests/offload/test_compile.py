@@ -126,6 +126,67 @@ def test_compiled_layers_stay_compiled(mode: str, backend: str, home: str, tmp_p
     assert len(runs) >= 3 * len(bare)
 
 
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize("how", ["in place", "wrapped"])
+@pytest.mark.parametrize("mode", ["recompute", "graphs", "kept"])
+def test_compiled_blocks_stay_compiled_and_their_hooks_run_once(mode: str, how: str, home: str, tmp_path: Any) -> None:
+    from torch._dynamo.backends.registry import lookup_backend
+
+    bare = Blocks()
+    expected = step(bare, list(bare.parameters()))
+    compiled = copy.deepcopy(bare)
+    graphs: list[Any] = []
+    runs: list[Any] = []
+
+    def counted(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
+        run = lookup_backend("aot_eager")(graph, example)
+        graphs.append(run)
+        return lambda *inputs: (runs.append(run), run(*inputs))[1]
+
+    for k, layer in enumerate(compiled.layers):
+        if how == "in place":
+            layer.compile(backend=counted)
+        else:
+            compiled.layers[k] = torch.compile(layer, backend=counted)  # type: ignore[assignment]
+    names = [name for name, _ in compiled.named_parameters()]
+    model = OffloadModel(
+        compiled,
+        "cpu",
+        "cpu" if home == "host" else tmp_path,
+        blocks="layers",
+        checkpoint_activation=mode != "kept",
+        memory=MemoryPolicy.fixed(graph_bytes="1MiB" if mode == "graphs" else None),
+    )
+    hooked: list[nn.Module] = []
+    model.layers[1].register_forward_hook(lambda block, args, output: hooked.append(block))
+    for _ in range(3):
+        torch.testing.assert_close(step(model, list(model.parameters())), expected)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert hooked == [model.layers[1]] * 3
+    assert len(runs) >= 3 * len(bare.layers)
+    assert len(graphs) <= 2 * len(bare.layers)  # with and without gradients
+
+
+def test_a_compiled_block_is_compiled_again_when_its_model_could_not_be_made() -> None:
+    model = Blocks()
+    model.layers[0].compile(backend="eager")
+    compiled = model.layers[0]._compiled_call_impl
+    with pytest.raises(ValueError, match="memory="):
+        OffloadModel(model, "cpu", "cpu", blocks="layers", memory=16)
+    assert model.layers[0]._compiled_call_impl is compiled is not None
+
+
 # --- what takes a model apart -----------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.host_time.methods import calls_in
-from offload import OffloadModel
+from offload import OffloadModel, OffloadOptimizer
 
 BLOCKS, WARM_UP = 16, 14
 
@@ -58,3 +58,22 @@ def test_a_recomputed_block_takes_few_more_calls_than_a_checkpoint_of_torch(
     )
     x = torch.randn(4, 16)
     assert calls_of(lambda: model(x).mean().backward()) / microbatches <= most * checkpointed
+
+
+def test_a_step_in_which_everything_stays_takes_at_most_twice_the_calls_of_the_plain_one_and_30(tmp_path: Path) -> None:
+    plain, x = blocks(), torch.randn(4, 16)
+    model = OffloadModel(blocks(), "cpu", tmp_path, memory="1GiB")
+    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+    ours = OffloadOptimizer(model, torch.optim.AdamW, fused=True)
+
+    def step(layers: nn.Module, optimizer: torch.optim.Optimizer | OffloadOptimizer) -> Tensor:
+        loss: Tensor = layers(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    for _ in range(WARM_UP):
+        assert torch.equal(step(model, ours), step(plain, theirs))
+    assert calls_in(lambda: step(model, ours)) <= 2 * calls_in(lambda: step(plain, theirs)) + 30 * BLOCKS
+    assert torch.equal(step(model, ours), step(plain, theirs))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from offload.streaming.shard import Shard
 
-__all__ = ["accumulates_in_memory", "begins_with_gradients", "gradient_bytes", "gradients_there", "unowned_gradients"]
+__all__ = ["accumulates_in_memory", "begins_with_gradients", "gradients_there", "unowned_gradients"]
 
 
 def unowned_gradients(shard: Shard) -> list[Tensor]:
@@ -36,11 +36,6 @@ def gradients_there(shards: Iterable[Shard]) -> dict[str, frozenset[int]]:
         "held": frozenset(shard.index for shard in shards if accumulates_in_memory(shard)),
         "begins": frozenset(shard.index for shard in shards if begins_with_gradients(shard)),
     }
-
-
-def gradient_bytes(shard: Shard) -> int:
-    """Bytes of the gradients of all weights of a shard, in the types of their homes."""
-    return sum(s.full_nbytes for s in shard.at_home if s.parameter.requires_grad)
 
 
 def _in_memory(gradient: Tensor, shard: Shard) -> bool:

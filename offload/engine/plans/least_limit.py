@@ -14,7 +14,7 @@ from offload.planning.budget import shown_bytes
 from offload.planning.partition import smallest_shard
 
 if TYPE_CHECKING:
-    from offload.engine.homes import ModelHomes
+    from offload.engine.plans.contract import PlannedModel
 
 __all__ = ["least_limit", "too_little"]
 
@@ -26,7 +26,7 @@ def least_limit(needed: Callable[[int], int], limit: int) -> int:
     return limit
 
 
-def too_little(homes: ModelHomes, rows: Sequence[float], least: int, limit: int, margin: int) -> str:
+def too_little(homes: PlannedModel, rows: Sequence[float], least: int, limit: int, margin: int) -> str:
     """Says that a step needs ``least`` bytes, of which ``margin`` by earlier steps, and has ``limit``; what to do."""
     steps, optimizers = homes.steps, homes.streamer.gradient_offload.optimizers
     on_host = homes.device.type == "cpu"

@@ -10,7 +10,7 @@ from offload.engine.plans.steps import Steps
 from offload.mesh.device_bytes import ExchangeBytes
 from offload.mesh.shard import MeshShard
 from offload.planning.peak_memory import OutsideBytes, StepBytes
-from offload.planning.simulate import Costs, Overheads
+from offload.planning.simulate import Costs
 from offload.planning.slot_sizes import slot_sizes
 from offload.planning.step_model import StepModel
 from offload.storage import Tier
@@ -74,17 +74,14 @@ def step_model(
     loading = [from_memory if there else each["load"] for there in rests]
     draining = [to_memory if there else each["drain"] for there in rests]
     updating = [in_files if tier.blocking_io and not there else in_memory for there in rests]
-    # On the CPU copies and updates take the cores from layers.
-    share = meter.contention.share() if on_host else 0.0
-    backward = [meter.backward_seconds_per_row(shard.index, share) * mean_rows for shard in shards]
-    kept = [meter.kept_backward_seconds_per_row(shard.index, share) * mean_rows for shard in shards]
+    backward = [meter.backward_seconds_per_row(shard.index) * mean_rows for shard in shards]
+    kept = [meter.kept_backward_seconds_per_row(shard.index) * mean_rows for shard in shards]
     costs = Costs(
         load=_products(loads, loading),
-        forward=[meter.forward_seconds_per_row(shard.index, share) * mean_rows for shard in shards],
+        forward=[meter.forward_seconds_per_row(shard.index) * mean_rows for shard in shards],
         backward=backward,
         # One that does not recompute takes no longer, whatever disturbed it.
         kept_backward=list(map(min, kept, backward)),
-        contention=share,
         drain=_products(gradient_bytes, draining),
         waiting_drain=() if on_host else [nbytes * to_memory for nbytes in gradient_bytes],
         reduce=[nbytes * each[REDUCTION] for nbytes in reduced_bytes] if any(reduced_bytes) else (),
@@ -93,7 +90,6 @@ def step_model(
         updated_at_step=frozenset(j for j, there in enumerate(rests) if there or not tier.blocking_io),
         updates_fill_slots=on_host and tier.blocking_io and all(shard.slot_keeps_weights for shard in shards),
         boundary=[boundaries((j, 0)) * each["boundary"] for j in range(len(shards) + 1)],
-        overheads=_overheads(meter, gradient_bytes),
     )
     in_place = frozenset(shard.index for shard in shards if shard.in_place)
     in_slot = [shard.slot_bytes for shard in shards]
@@ -138,10 +134,3 @@ def step_model(
 
 def _products(nbytes: Sequence[int], seconds_each: Sequence[float]) -> list[float]:
     return [count * each for count, each in zip(nbytes, seconds_each, strict=True)]
-
-
-def _overheads(meter: Meter, gradient_bytes: Sequence[int]) -> Overheads:
-    """What steps take beside cells and waits; norms are summed in the optimizer's step where shards rest in memory."""
-    each = {kind: meter.overheads.seconds_each(kind) for kind in ("forward", "backward", "loss", "step", "norm")}
-    norm = each.pop("norm")
-    return Overheads(**each, norm=[nbytes * norm for nbytes in gradient_bytes] if norm else ())

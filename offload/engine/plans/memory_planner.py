@@ -1,19 +1,10 @@
 """Chooses the plans of one model's steps under a limit of memory, from what its first steps have measured.
 
-====  ==============================================================================================================
-step  plan
-====  ==============================================================================================================
-1     the leanest: two slots, every cell is recomputed; sizes and times are measured
-2     the fastest that fits, by these measurements
-4     the same with better measurements; another one only for a predicted gain of more than 5 %
-12    the same again, after the first five steps whose memory was not measured: measuring it takes time
-====  ==============================================================================================================
-
-Until an optimizer has stepped, the bytes of its states are unknown: nothing that stays between steps, such as more
-slots, takes their place. Slots and the shards that rest in memory stay until the next choice. Which graphs are kept,
-which boundaries are spilled and whose gradients wait is chosen for each size of batch, before anything of its step has
-moved. If a step took more memory than predicted, the difference becomes a margin and the next one as large begins with
-a smaller plan. Rows longer than all before begin with the least memory, since theirs may grow faster than they do.
+The first step has the leanest plan: two slots, and every cell is recomputed; sizes and times are measured. Then slots
+and shards that rest in memory are chosen, and again when an optimizer has made its states: until then their bytes are
+unknown, and nothing that stays between steps takes their place. Which graphs are kept, which boundaries are spilled and
+whose gradients wait is chosen for each size of batch, before anything of its step has moved. Rows longer than all
+before begin with the least memory, since theirs may grow faster than they do.
 """
 
 from __future__ import annotations
@@ -26,52 +17,41 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from offload.engine.plans.gradients_held import gradient_bytes, gradients_there, unowned_gradients
+from offload.engine.plans.gradients_held import gradients_there, unowned_gradients
 from offload.engine.plans.host_memory import bytes_left, in_host_memory, shards_that_fit
 from offload.engine.plans.least_limit import too_little
-from offload.engine.plans.row_units import shown, split
-from offload.engine.plans.step_memory import StepMemory
-from offload.engine.plans.steps import SIZES_REMEMBERED
+from offload.engine.plans.other_states import states_of_others
+from offload.engine.plans.row_units import SIZES_REMEMBERED, shown, split
+from offload.engine.plans.step_memory import StepMemory, bound_of
 from offload.limits import MemoryLimits
-from offload.planning.budget import FIRST_GAPS_SHARE, GAPS_SHARE, WHOLE_GAPS_SHARE, shown_bytes
+from offload.planning.budget import GAPS_SHARE, shown_bytes
+from offload.planning.choose import NothingFitsError, choose, fill, least_bytes
 from offload.planning.explain import explain, fewer_bytes
-from offload.planning.filling import NothingFitsError, least_bytes
 from offload.planning.residency import TooLargeError
-from offload.planning.search import Found, fill, search
-from offload.planning.step_model import Choice, Given, Prediction, StepModel, in_seconds_of, predict
+from offload.planning.step_model import Choice, Given, Prediction, StepModel, predict
 from offload.policy import MemoryPolicy
 from offload.streaming.moves import HomeInUseError
 from offload.telemetry.memory_report import MemoryReport, describe
 
 if TYPE_CHECKING:
-    from offload.engine.homes import ModelHomes
+    from offload.engine.plans.contract import PlannedModel
 
 __all__ = ["MemoryPlanner"]
 
 _logger = logging.getLogger("offload")
-
-#: Steps after which a plan is chosen.
-PLAN_AFTER = (1, 3)
-#: Steps that nothing disturbed after which a plan is chosen for the last time: times of a single one differ by up to a
-#: fifth from those of the next.
-UNDISTURBED_STEPS = 5
-#: Least predicted gain for which a plan is replaced by another.
-LEAST_GAIN = 0.05
 
 #: Of a limit of memory, where micro-batches are chosen, what steps take beside counted bytes: one part in so many.
 UNCOUNTED_SHARE = 4
 #: Of the sizes of a step, what depends on which cells have kept their graphs before.
 PROFILES = ("memory_profiles", "kept_profiles", "graph_bytes_per_row")
 
-_T = TypeVar("_T")
-
 
 class MemoryPlanner:
     """Plans the steps of one model within ``limits``; what its ``policy`` fixes is not searched."""
 
-    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes) -> None:
+    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: PlannedModel) -> None:
         self._limits = limits
         self._given = Given(
             policy.slots, policy.resident_bytes, policy.graph_bytes, policy.boundary_bytes, policy.gradient_bytes
@@ -92,17 +72,12 @@ class MemoryPlanner:
         self._in_vain: tuple[float, ...] | None = None
         #: Whether an optimizer had not stepped at the begin of the last step: several backwards, one update.
         self._awaited = False
-        self._found: Found | None = None
         #: Of the present step, if anything is known yet.
         self.choice: Choice | None = None
         self._prediction: Prediction | None = None
         #: Whether it is of rows that are longer than all before, with the least memory.
         self._probes = False
         self._choices: dict[tuple[object, ...], Prediction] = {}
-        #: By the same keys, the last choices, whose memory was measured or will be.
-        self._known: dict[tuple[object, ...], Choice] = {}
-        #: Steps that nothing disturbed: they did not measure memory.
-        self._undisturbed = 0
         #: Whether gradients were ever accumulated, or zeroed in place.
         self._accumulates = False
         self._warned: set[Hashable] = set()
@@ -110,15 +85,14 @@ class MemoryPlanner:
         self._counts_only = False
         #: Rows of the micro-batches of the last step.
         self._rows: tuple[float, ...] | None = None
-        #: Sizes of batches that ran: these, and smaller ones, are never refused later.
-        self._ran: set[tuple[float, ...]] = set()
-        self._memory = StepMemory(lambda: limits.device_bytes, self._streamer, self._meter, self._device)
-        #: Of this step: gradients there at its predicted begin that updates of the step before free.
-        self._updated_bytes = 0
+        #: Rows of batches of which nothing moved and nothing was recomputed, since shards have moved.
+        self._stayed: list[tuple[float, ...]] = []
+        #: Samples and rows of batches that ran: these, and smaller ones, are never refused later.
+        self._ran: set[tuple[int, tuple[float, ...]]] = set()
+        #: Of the batch of the present step.
+        self._samples = 0
+        self._memory = StepMemory(self._device)
         self._began = 0.0
-        #: Seconds in calls of optimizers until the last step ended, and of those between it and the present one.
-        self._optimizers_until, self._optimizers_before = 0.0, 0.0
-        self._streamer.allow_free_bytes(self.limit_bytes // 8)
         self._measured_seconds: float | None = None
 
     @property
@@ -168,26 +142,34 @@ class MemoryPlanner:
     def _leanest(self, model: StepModel) -> Choice:
         return Choice(min(self._given.slots or model.least_slots, model.shards))
 
-    def begin_rounded(self, rows: Sequence[float], rounded: Sequence[float], *, idle: bool) -> Sequence[float]:
+    def begin_rounded(
+        self, rows: Sequence[float], rounded: Sequence[float], *, samples: int, idle: bool
+    ) -> Sequence[float]:
         """Begins a training step with the sizes ``rounded`` up, or with ``rows`` where only these fit; returns them.
 
         See :meth:`begin`.
         """
         try:
-            self.begin(rounded, idle=idle)
+            self.begin(rounded, samples=samples, idle=idle)
         except ValueError:
             if [*rows] == [*rounded]:
                 raise
-            self.begin(rows, idle=idle)
+            self.begin(rows, samples=samples, idle=idle)
             return rows
         return rounded
 
-    def begin(self, rows: Sequence[float], *, idle: bool) -> None:
-        """Begins a training step; ``idle``: no earlier forward waits for its backward.
+    def begin(self, rows: Sequence[float], *, samples: int, idle: bool) -> None:
+        """Begins a training step.
+
+        Args:
+            rows: of each micro-batch, as those of the first batch.
+            samples: of the batch, however long each is.
+            idle: no earlier forward waits for its backward.
 
         Raises:
             ValueError: if no plan of this step fits, before anything has moved.
         """
+        self._samples = samples
         awaited, self._awaited = self._awaited, self._streamer.gradient_offload.optimizers.awaits_states()
         if awaited != self._awaited:
             self._due, self._in_vain = True, None
@@ -196,53 +178,60 @@ class MemoryPlanner:
             self._plan_again(rows)
         if self._steps_done:
             self._choose(rows, idle=idle)
-        elif self._streamer.heap is not None:
-            self._streamer.heap.return_at_once(True)
-            self._streamer.heap.measure_others_before(self._held_before(rows))
-        self._optimizers_before = self._meter.overheads.optimizer_seconds - self._optimizers_until
+            self._warn_of_others()
         self._began = time.perf_counter()
-        self._memory.begin(self._prediction, self._updated_bytes, rows=sum(rows), idle=idle)
+        self.return_excess()
+        self._memory.begin(sum(rows))
+
+    def return_excess(self) -> None:
+        """See :meth:`.StepMemory.return_excess`; called before each cell, and between passes."""
+        self._memory.return_excess(self.limit_bytes)
 
     def end(self, rows: Sequence[float]) -> None:
         """Ends a training step: measures it, and decides whether to plan again before the next."""
         self._steps_done += 1
         self._rows = tuple(rows)
-        self._ran.add(self._rows)
-        self._measured_seconds = time.perf_counter() - self._began + self._optimizers_before
-        self._optimizers_until = self._meter.overheads.optimizer_seconds
+        self._ran.add((self._samples, self._rows))
+        if self._rows not in self._stayed and self._all_stayed():
+            self._stayed = [*self._stayed[1 - SIZES_REMEMBERED :], self._rows]
+        self._measured_seconds = time.perf_counter() - self._began
         predicted = self._prediction
-        due = self._steps_done in PLAN_AFTER
         if self._steps_done == 1:
             sizes = self._model(rows).sizes
             self._first_profiles = {name: getattr(sizes, name) for name in PROFILES}
-        if self._steps_done == 1 and self._streamer.heap is not None:
-            self._streamer.heap.return_at_once(self._is_scarce(rows))
+        self.return_excess()
         changed = self._memory.end(predicted, probes=self._probes)
-        if self._probes:
-            self._warn_of_longer(rows)
+        if self._probes or predicted is None:
+            self._warn_of_excess(rows)
         if changed:
             assert predicted is not None
             # Where no plan fitted, none does with a larger margin.
             self._due |= predicted.memory_bytes > self.limit_bytes - self._memory.margin_bytes
             self._choices.clear()
-        if self._memory.on_host and self._steps_done > PLAN_AFTER[-1] and not self._memory.measures:
-            self._undisturbed += 1
-            due |= self._undisturbed == UNDISTURBED_STEPS
-        if due:
+        if self._steps_done == 1:
             self._due, self._in_vain = True, None
 
-    def _is_scarce(self, rows: Sequence[float]) -> bool:
-        """Whether even the leanest plan may exceed the limit where what a cell frees is not used again in it."""
-        model = self._model(rows)
-        lean = predict(model, self._leanest(model))
-        return lean.memory_bytes + max((moment.rise for moment in lean.course), default=0) > self.limit_bytes
+    def all_stays(self, rows: Sequence[float]) -> bool:
+        """Whether nothing moves or is recomputed in a step of these sizes: one as large has run so since all rests."""
+        known = any(
+            len(ran) == len(rows) and all(most >= count for most, count in zip(ran, rows, strict=True))
+            for ran in self._stayed
+        )
+        return (
+            known
+            and not self._due
+            and len(self._in_memory) == len(self._streamer.shards)
+            and self._awaited == self._streamer.gradient_offload.optimizers.awaits_states()
+        )
 
-    def _held_before(self, rows: Sequence[float]) -> int:
-        """Bytes that the model holds before its first step."""
-        homes, slots = self._homes(), self._streamer.slot_pool
+    def _all_stayed(self) -> bool:
+        choice, homes = self.choice, self._homes()
         assert homes is not None
-        sizes = homes.measured(rows).sizes
-        return sizes.constant_bytes + sizes.outside.begins + slots.slots * slots.slot_bytes - slots.unallocated_bytes
+        return choice is not None and all(
+            shard.index in choice.in_memory
+            and (not shard.trainable or all((shard.index, i) in choice.kept for i in range(len(self._rows or ()))))
+            for shard in homes.shards
+        )
 
     def _model(self, rows: Sequence[float]) -> StepModel:
         homes = self._homes()
@@ -280,65 +269,36 @@ class MemoryPlanner:
 
     def _plan_again(self, rows: Sequence[float]) -> None:
         self._streamer.apply_pending_updates()  # the first ones make the optimizer's states, whose bytes count
-        self._meter.planned_before = True
         self._rest_in_host_memory()
         model = self._model(rows)
         try:
-            found = self._within(model, lambda nbytes: search(model, nbytes, self._whole_limit_bytes))
+            choice = self._within(lambda nbytes: choose(model, nbytes))
         except NothingFitsError as error:
             self._refuse(error, rows)
             self._in_vain = tuple(rows)
-            self._choices.clear()
-            least = self._leanest(model)
-            if (self._streamer.slots, self._in_memory) != (least.slots, least.in_memory):
-                self._found = None
-                self._switch(least)
-            return  # :meth:`_choose` takes the leanest plan of these
-        self._due = False
-        if self._found is not None:
-            now = self._filled(model, self._found.best.choice)
-            if now is not None and found.best.seconds > (1 - LEAST_GAIN) * now.seconds:
-                found = replace(found, best=now)
-        self._found = found
+            choice = self._leanest(model)  # and :meth:`_choose` takes the leanest plan of these
+        else:
+            self._due = False
+            _logger.info("memory=%s: %s", shown_bytes(self.limit_bytes), describe(choice))
         self._choices.clear()
-        self._switch(found.best.choice)
-        best, limit = found.best, shown_bytes(self.limit_bytes)
-        _logger.info("memory=%s: %s; %.3g s a step predicted", limit, describe(best.choice), best.seconds)
+        self._switch(choice)
 
-    @property
-    def _whole_limit_bytes(self) -> int:
-        """The limit of a plan in which nothing moves and nothing is recomputed."""
-        return self.limit_bytes - (self.limit_bytes // WHOLE_GAPS_SHARE if self._memory.on_host else 0)
-
-    def _within(self, model: StepModel, plan: Callable[[int], _T]) -> _T:
-        """A plan that leaves a part of the limit to gaps between allocated blocks, or as much of it as a plan can.
-
-        Gaps that steps have shown are in the margin; but free pages are returned in steps that are measured, so as much
-        as a half is left in any case.
-        """
-        gaps = 0
-        if self._memory.on_host:
-            share = self.limit_bytes // (FIRST_GAPS_SHARE if self._memory.peak_bytes is None else GAPS_SHARE)
-            gaps = max(share // 2, share - model.margin_bytes)
+    def _within(self, plan: Callable[[int], Choice]) -> Choice:
+        """A plan that leaves a part of the limit to the allocator of a process, or as much of it as a plan can."""
+        limit = self.limit_bytes
         try:
-            return plan(self.limit_bytes - gaps)
+            return plan(limit - limit // GAPS_SHARE if self._memory.on_host else limit)
         except NothingFitsError as error:
-            least = error.least_bytes
-        with contextlib.suppress(NothingFitsError):
-            return plan(min(least, self.limit_bytes))
-        return plan(self.limit_bytes)
-
-    def _filled(self, model: StepModel, choice: Choice) -> Prediction | None:
-        with contextlib.suppress(NothingFitsError):
-            found = self._within(model, lambda nbytes: fill(model, choice, nbytes, self._whole_limit_bytes))
-            return predict(model, found)
-        return None
+            if error.least_bytes > limit:
+                raise
+            return plan(error.least_bytes)
 
     def _switch(self, choice: Choice) -> None:
         """Changes slots and the shards in memory."""
         if choice.slots == self._streamer.slots and choice.in_memory == self._in_memory:
             return
         self._memory.new_slots()
+        self._stayed.clear()
         homes = self._homes()
         assert homes is not None
         # Those that leave go first: in one call both would be in memory for a moment.
@@ -348,7 +308,7 @@ class MemoryPlanner:
         # Loads run ahead of use in two slots at least, if any shard is loaded.
         self._streamer.resize(choice.slots if self._in_memory == choice.in_memory else max(2, choice.slots))
 
-    def _move(self, homes: ModelHomes, wanted: Collection[int]) -> bool:
+    def _move(self, homes: PlannedModel, wanted: Collection[int]) -> bool:
         """Makes these shards rest in memory; warns where they cannot move: the next choice is for those that are."""
         try:
             homes.keep_in_memory(wanted)
@@ -359,7 +319,7 @@ class MemoryPlanner:
 
     def _choose(self, rows: Sequence[float], *, idle: bool) -> None:
         """The choice for micro-batches of so many rows, with the present slots and shards in memory if it fits so."""
-        homes, shards = self._homes(), self._streamer.shards
+        homes = self._homes()
         assert homes is not None
         there, outside = self._gradients_there(), homes.outside_bytes().begins
         key = (tuple(rows), *there.values(), outside)
@@ -369,7 +329,7 @@ class MemoryPlanner:
             present = Choice(self._streamer.slots, self._in_memory)
             least = replace(present, boundary_bytes=0)
             try:
-                choice = self._within(model, lambda nbytes: fill(model, present, nbytes, self._whole_limit_bytes))
+                choice = self._within(lambda nbytes: fill(model, present, nbytes))
             except NothingFitsError as error:
                 if idle and self._in_vain != tuple(rows):
                     self._plan_again(rows)
@@ -382,17 +342,11 @@ class MemoryPlanner:
             choice = least if self._probes else choice
             if len(self._choices) >= SIZES_REMEMBERED:
                 self._choices.clear()
-                self._known.clear()
             self._prediction = predict(replace(model, accumulates=False), choice)
-            if not self._undisturbed or self._known.get(key) != choice:
-                self._memory.new_choice()
             if not self._probes:
-                self._choices[key], self._known[key] = self._prediction, choice
+                self._choices[key] = self._prediction
         else:
             self._prediction, self._probes = self._choices[key], False
-        pending = self._prediction.plan.pending - there["held"]
-        self._updated_bytes = sum(gradient_bytes(s) for s in shards if s.index in pending and not s.blocking_io)
-        self._streamer.allow_free_bytes(self.limit_bytes)
         self.choice = self._prediction.choice
         self._streamer.gradient_offload.waiting = self.choice.waiting
 
@@ -409,9 +363,9 @@ class MemoryPlanner:
         margin = self._memory.margin(sum(rows))
         message = too_little(homes, rows, error.least_bytes, self.limit_bytes, margin)
         fits_by_count = self._counts_only and error.least_bytes - margin <= self.limit_bytes
-        if not (fits_by_count or self._has_run(rows) or self._was_cut(rows)):
+        if not (fits_by_count or self._has_run(rows, lengths=False) or self._was_cut(rows)):
             raise TooLargeError(message)
-        self._warn(message, tuple(rows))
+        self._warn(message, (len(rows), max(rows)))
 
     @contextlib.contextmanager
     def by_count(self) -> Iterator[None]:
@@ -425,10 +379,18 @@ class MemoryPlanner:
         finally:
             self._counts_only = False
 
-    def _has_run(self, rows: Sequence[float]) -> bool:
-        """Whether a batch that ran was at least as large: in all, and in its largest micro-batch."""
+    def _has_run(self, rows: Sequence[float], *, lengths: bool = True) -> bool:
+        """Whether a batch that ran was at least as large: in all, and in its largest micro-batch.
+
+        ``lengths``: all rows of a batch count by their lengths, and not only those of its largest micro-batch.
+        """
         adds = len(rows) > 1  # then gradients of one micro-batch exist beside those of another
-        return any(sum(ran) >= sum(rows) and max(ran) >= max(rows) and (len(ran) > 1 or not adds) for ran in self._ran)
+        return any(
+            (sum(ran) >= sum(rows) if lengths else samples >= self._samples)
+            and max(ran) >= max(rows)
+            and (len(ran) > 1 or not adds)
+            for samples, ran in self._ran
+        )
 
     def _was_cut(self, rows: Sequence[float]) -> bool:
         """Whether a batch was cut into these micro-batches because they fit by bytes that are counted."""
@@ -437,18 +399,31 @@ class MemoryPlanner:
             for (_, units, *_), count in self._counts.items()
         )
 
-    def _warn_of_longer(self, rows: Sequence[float]) -> None:
-        """Warns if the first step of longer rows than before has taken more memory than there is."""
+    def _warn_of_excess(self, rows: Sequence[float]) -> None:
+        """Warns if the first step, or the first one of longer rows, has taken more memory than there is."""
         peak = self._memory.peak_bytes
-        if peak is not None and peak > self.limit_bytes:
+        if peak is not None and peak > bound_of(self.limit_bytes, self._device):
             self._warn(
                 f"a step of micro-batches of {shown(max(rows))} rows as long as those of the first batch took "
                 f"{shown_bytes(peak)}, {shown_bytes(peak - self.limit_bytes)} more than memory={self.limit_bytes:,}: "
-                f"what rows longer than all before take had been predicted from shorter ones; from now on it is known. "
-                f"Begin with the longest rows, or pass more memory, fewer rows, or more micro-batches "
-                f"(num_microbatches)",
+                f"what a first step takes is not known before, and what rows longer than all before take had been "
+                f"predicted from shorter ones; from now on it is known. Begin with the longest rows, or pass more "
+                f"memory, fewer rows, or more micro-batches (num_microbatches)",
                 ("longer", tuple(rows)),
             )
+
+    def _warn_of_others(self) -> None:
+        """Warns if the process has outgrown the limit between two steps by states of an optimizer that is not ours."""
+        steps, ours = self._steps_done, any(self._streamer.gradient_offload.optimizers)
+        grown = 0 if ours or steps & (steps - 1) else self._memory.grown_bytes()  # a search takes a while
+        if grown > bound_of(self.limit_bytes, self._device):
+            for name, nbytes in states_of_others(self._streamer.shards):
+                self._warn(
+                    f"between two steps this process holds {shown_bytes(grown)} more than when the model was made, of "
+                    f"which {shown_bytes(nbytes)} are states of {name}, which memory={self.limit_bytes:,} does not "
+                    f"count; OffloadOptimizer(model, torch.optim.{name}, ...) keeps them within it",
+                    "others",
+                )
 
     def _warn(self, message: str, trouble: Hashable) -> None:
         """Warns once of the same trouble."""
@@ -461,13 +436,8 @@ class MemoryPlanner:
         homes = self._homes()
         assert homes is not None
         rows, predicted = self._rows, self._prediction
-        runner_up = None if self._found is None else self._found.runner_up
         more_limit = self.limit_bytes + max(1 << 20, self.limit_bytes // 4)
         known = None if rows is None else self._model(rows)
-        if known is not None and predicted is not None:
-            # The plan stays, but more is known of its seconds; other plans are compared with it by the same numbers.
-            predicted = in_seconds_of(known, predicted)
-            runner_up = None if runner_up is None else in_seconds_of(known, runner_up)
         parts, more = explain(known, predicted, more_limit)
         return MemoryReport(
             device=str(self._device),
@@ -478,18 +448,12 @@ class MemoryPlanner:
             measured_seconds=self._measured_seconds,
             measured_bytes=self._memory.peak_bytes,
             margin_bytes=self._memory.margin_bytes,
-            planned_seconds=None if self._prediction is None else self._prediction.seconds,
             outside=homes.outside_bytes(),
-            runner_up=runner_up,
             parts=parts,
             fewer_bytes=fewer_bytes(known, predicted, homes.stored()),
             more=more,
             more_limit_bytes=more_limit,
-            measured_course=self._memory.course,
             resting=self._resting(),
-            kept_peak_bytes=self._memory.kept_peak_bytes,
-            free_bytes=0 if predicted is None else self._free_bytes(predicted.memory_bytes),
-            others_bytes=0 if self._streamer.heap is None else self._streamer.heap.others_grown,
         )
 
     def _resting(self) -> int | None:
@@ -498,12 +462,3 @@ class MemoryPlanner:
         assert homes is not None
         in_files = any(shard.blocking_io or shard.file is not None for shard in homes.shards)
         return len(in_host_memory(homes)) if in_files and not self._memory.on_host else None
-
-    def _free_bytes(self, nbytes: int) -> int:
-        """Free memory of the heap beside so many bytes in a step that is not measured, which returns none that fits.
-
-        As much as such steps have kept beside the present choice, else a part of the limit.
-        """
-        if self._memory.kept_peak_bytes is not None:
-            return max(0, self._memory.kept_peak_bytes - nbytes)
-        return max(0, min(self.limit_bytes // GAPS_SHARE, self.limit_bytes - nbytes)) if self._memory.on_host else 0

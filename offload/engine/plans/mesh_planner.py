@@ -17,7 +17,7 @@ from offload.planning.step_model import Choice
 from offload.policy import MemoryPolicy
 
 if TYPE_CHECKING:
-    from offload.engine.homes import ModelHomes
+    from offload.engine.plans.contract import PlannedModel
 
 __all__ = ["MeshMemoryPlanner", "planner_for"]
 
@@ -26,7 +26,7 @@ __all__ = ["MeshMemoryPlanner", "planner_for"]
 _BUSY, _IDLE, _DUE = 0.0, 1.0, 2.0
 
 
-def planner_for(limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes) -> MemoryPlanner:
+def planner_for(limits: MemoryLimits, policy: MemoryPolicy, homes: PlannedModel) -> MemoryPlanner:
     """The planner of a model."""
     kind = MeshMemoryPlanner if homes.public.sharded else MemoryPlanner
     return kind(limits, policy, homes)
@@ -35,28 +35,31 @@ def planner_for(limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes) -
 class MeshMemoryPlanner(MemoryPlanner):
     """Plans the steps of this rank. All ranks begin and end the same steps."""
 
-    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes) -> None:
+    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: PlannedModel) -> None:
         super().__init__(limits, policy, homes)
         self._public = homes.public
         #: What the search of this rank found.
         self._wanted = Choice(self._streamer.slots)
 
-    def begin_rounded(self, rows: Sequence[float], rounded: Sequence[float], *, idle: bool) -> Sequence[float]:
+    def begin_rounded(
+        self, rows: Sequence[float], rounded: Sequence[float], *, samples: int, idle: bool
+    ) -> Sequence[float]:
         """Begins a training step on all ranks, which try no other sizes after one has refused."""
-        self.begin(rounded, idle=idle)
+        self.begin(rounded, samples=samples, idle=idle)
         return rounded
 
-    def begin(self, rows: Sequence[float], *, idle: bool) -> None:
+    def begin(self, rows: Sequence[float], *, samples: int, idle: bool) -> None:
         """Begins a training step on all ranks.
 
         Raises:
             ValueError: if no plan of this rank's step fits; RuntimeError on the other ranks, with the rank.
         """
+        self._samples = samples
         statuses = self._public.compare("a step with memory=", self._status(rows) if idle else _BUSY)
         self._due = _DUE in statuses and _BUSY not in statuses
         refused: ValueError | None = None
         try:
-            super().begin(rows, idle=_BUSY not in statuses)
+            super().begin(rows, samples=samples, idle=_BUSY not in statuses)
         except ValueError as error:
             refused = error
         failed = self._public.compare("a step with memory=", float(refused is not None))
@@ -67,6 +70,10 @@ class MeshMemoryPlanner(MemoryPlanner):
                 f"rank {failed.index(1.0)} of the mesh refused its batch, which does not fit in its memory=; see its "
                 f"error"
             )
+
+    def all_stays(self, rows: Sequence[float]) -> bool:
+        """No step is without a plan: all ranks begin each of them together."""
+        return False
 
     def _status(self, rows: Sequence[float]) -> float:
         """The number that tells the other ranks whether this one needs another plan."""

@@ -15,10 +15,13 @@ from torch import Tensor
 
 from offload.engine.raw_chunk import LazyInput
 
-__all__ = ["RowUnits", "largest_rows", "rounded_up"]
+__all__ = ["SIZES_REMEMBERED", "RowUnits", "largest_rows", "rounded_up"]
 
 #: Sizes are rounded up by less than one part in so many: for each there is a plan, which is searched when it comes.
 ROUNDING = 8
+
+#: Different sizes of batches of which something is remembered: their choices, and the bytes of their boundaries.
+SIZES_REMEMBERED = 64
 
 
 class RowUnits:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from offload.engine.plans.row_units import SIZES_REMEMBERED
 from offload.planning.peak_memory import graphs_that_fit
 from offload.planning.plan import Plan
 from offload.planning.planner import Sizes, Updates, plan_step
@@ -24,8 +25,6 @@ __all__ = ["Steps"]
 BUFFERS_SHARE = 8
 #: Or this much, where it is at most half of the limit: less is too little for any update in files.
 SMALLEST_BUFFERS_BYTES = 256 << 10
-#: Different sizes of batches of which something is remembered: their choices, and the bytes of their boundaries.
-SIZES_REMEMBERED = 64
 
 
 class Steps:
@@ -142,6 +141,7 @@ class Steps:
         rows: Sequence[float],
         rounded: Sequence[float],
         *,
+        samples: int,
         training: bool,
         idle: bool,
     ) -> Sequence[float]:
@@ -149,6 +149,7 @@ class Steps:
 
         Args:
             rows, rounded: of each micro-batch, exactly and rounded up (:mod:`.row_units`).
+            samples: of the batch, however long each is.
             training: whether there is a backward.
             idle: no forward waits for its backward.
 
@@ -156,7 +157,7 @@ class Steps:
         """
         planned = rounded
         if training and self.planner is not None:
-            planned = self.planner.begin_rounded(rows, rounded, idle=idle)
+            planned = self.planner.begin_rounded(rows, rounded, samples=samples, idle=idle)
         return planned
 
     def record_boundary(self, j: int, rows: float, nbytes: int) -> None:

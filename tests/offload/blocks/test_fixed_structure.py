@@ -133,18 +133,12 @@ def test_a_unet_of_nested_levels_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-@pytest.mark.parametrize("how", ["torch.compile", "compile", "script"])
-def test_compiled_blocks_are_refused_before_anything_changes(how: str) -> None:
+def test_scripted_blocks_are_refused_before_anything_changes() -> None:
     blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-    if how == "torch.compile":
-        blocks[1] = torch.compile(blocks[1], backend="eager")  # type: ignore[assignment]
-    elif how == "compile":
-        blocks[1].compile(backend="eager")
-    else:
-        blocks[1] = torch.jit.script(blocks[1])
+    blocks[1] = torch.jit.script(blocks[1])
     model = nn.Module()
     model.layers = blocks
     weight = blocks[0].weight
-    with pytest.raises(ValueError, match=r"block layers\.1 is (compiled|scripted)"):
+    with pytest.raises(ValueError, match=r"block layers\.1 is scripted"):
         OffloadModel(model, "cpu", "cpu", blocks="layers", checkpoint_activation=True)
     assert model.layers[0].weight is weight

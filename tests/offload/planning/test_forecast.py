@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from torch import nn
 
-from offload import OffloadModel, OffloadOptimizer
 from offload.telemetry.clock import LATEST, Clock
 from offload.telemetry.statistics import Meter
 
@@ -43,53 +39,6 @@ def test_a_forecast_forgets_the_first_step_as_soon_as_there_is_another() -> None
         load.took(1.5, 3)
         meter.begin_step()
         assert (meter.cell_seconds_per_row("F", 0), meter.copy_seconds_per_byte("load")) == (0.25, 0.5)
-
-
-def test_a_forecast_forgets_steps_that_measured_memory_as_soon_as_there_is_another() -> None:
-    """Cells take pages anew that were returned before. Of two kinds of cells the one that was not disturbed counts."""
-    meter, cell, _ = metered()
-    kept = meter.cells["K", 0] = Told(CPU)
-    meter.begin_step()
-    cell.took(5.0, 1)
-    meter.measures_memory = True
-    meter.begin_step()
-    kept.took(4.0, 1)
-    assert meter.forward_seconds_per_row(0) == 5.0
-    meter.measures_memory = False
-    meter.begin_step()
-    kept.took(2.0, 1)
-    assert meter.cell_seconds_per_row("K", 0) == 2.0
-    assert meter.forward_seconds_per_row(0) == 2.0
-    meter.measures_memory = True
-    meter.begin_step()
-    kept.took(9.0, 1)
-    assert meter.forward_seconds_per_row(0) == 2.0
-
-
-def test_a_forecast_forgets_the_step_before_which_a_plan_was_made() -> None:
-    """All updates are done then, so none runs beside its layers."""
-    meter, cell, _ = metered()
-    for planned, seconds in ((False, 9.0), (False, 4.0), (True, 1.0), (False, 4.0)):
-        meter.planned_before = planned
-        meter.begin_step()
-        cell.took(seconds, 1)
-    assert meter.cell_seconds_per_row("F", 0) == 4.0
-
-
-def test_updates_that_run_without_layers_count_only_where_there_are_no_others(tmp_path: Path) -> None:
-    model = OffloadModel([nn.Linear(8, 8) for _ in range(2)], "cpu", tmp_path, checkpoint_activation=True)
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
-    clock = model._homes.meter._lane_clocks["update"]
-    samples = []
-    for reads in (False, False, True, False):
-        model(torch.ones(2, 8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if reads:
-            model.state_dict()
-        samples.append([len(clock._samples[disturbed]) for disturbed in (True, False)])
-    # Updates of a step run in the next one. Apart are those of the first forward, and of the reader.
-    assert samples == [[0, 0], [0, 2], [2, 4], [2, 4]]
 
 
 def test_one_disturbed_copy_or_cell_does_not_move_a_forecast() -> None:

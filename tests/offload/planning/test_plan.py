@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from offload.planning.plan import CELLS, Kind, Plan, PlanError, validate
 from offload.planning.planner import Pass, plan_step
 from offload.planning.residency import Residency
-from offload.planning.simulate import Costs, Overheads, simulate
+from offload.planning.simulate import Costs, simulate
 
 
 def test_the_plan_of_three_shards_in_two_slots_reads_like_the_design() -> None:
@@ -199,24 +199,12 @@ def test_updates_of_shards_in_memory_run_one_after_the_other_from_the_optimizers
     assert simulate(at_home, replace(each, update=[30.0] * 3, updated_at_step=frozenset(range(3)))).seconds == 90 + 5.0
 
 
-def test_with_all_shards_in_memory_computing_begins_after_all_updates_and_is_not_slowed_by_them() -> None:
-    each = replace(costs(3, load=1.0, cell=4.0, drain=0.0, update=3.0), contention=1.0)
+def test_with_all_shards_in_memory_computing_begins_after_all_updates() -> None:
+    each = costs(3, load=1.0, cell=4.0, drain=0.0, update=3.0)
     forecast = simulate(plan_step(3, slots=0, pending=range(3), in_memory=range(3)), each)
     assert forecast.compute_seconds == 3 * 3 * 4.0
     assert forecast.wait_seconds == 3 * 3.0
     assert forecast.seconds == 3 * 3.0 + 3 * 3 * 4.0
-
-
-def test_what_the_engine_takes_beside_cells_delays_them_while_copies_go_on() -> None:
-    """Two cells each way; norms count of the shards in memory only."""
-    beside = Overheads(forward=1.0, backward=2.0, loss=10.0, step=100.0, norm=[1000.0, 5000.0])
-    each = replace(costs(2, load=0.0, cell=4.0, drain=0.0), overheads=beside)
-    forecast = simulate(plan_step(2, slots=1, in_memory={0}), each)
-    assert forecast.overhead_seconds == 100.0 + 1000.0 + 2 * 1.0 + 10.0 + 2 * 2.0
-    assert forecast.seconds == forecast.overhead_seconds + 2 * 3 * 4.0
-    # The second load takes 4.5, of which the first cell hides 4 and what follows it the rest.
-    hiding = simulate(plan_step(2, slots=2, training=False), replace(each, load=[0.0, 4.5]))
-    assert hiding.wait_seconds == 0.0
 
 
 def test_weights_to_be_updated_are_read_ahead_into_the_slot_of_the_load_that_follows() -> None:

@@ -328,9 +328,6 @@ EXCEPTIONS = {
     "offload.engine.plans.memory_planner MemoryPlanner._plan_again: self._streamer.apply_pending_updates()": (
         "sizes of states are read, not their values"
     ),
-    "offload.streaming.streamer Streamer.finish_updates_in_memory: pending.start().synchronize()": (
-        "the bytes of gradients are counted, no values are read"
-    ),
     "offload.identities identities_only: _IDENTITIES_ONLY.set(True)": "a setting of this thread",
     "offload.advise.rates _seconds: torch.cuda.synchronize(device)": "times a device, which needs one",
     "offload.mesh.gradients MeshGradientOffload.cancel: super().cancel()": "passes on what is in the table above",

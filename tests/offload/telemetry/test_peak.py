@@ -1,4 +1,4 @@
-"""Peaks of the memory of a process, as a whole and in parts."""
+"""Peaks of the memory of a process."""
 
 from __future__ import annotations
 
@@ -25,23 +25,15 @@ def touch(nbytes: int) -> None:
         fill(memory)
 
 
-def test_a_peak_in_a_part_is_told_apart_from_the_peak_of_the_whole() -> None:
+def test_a_peak_counts_what_was_returned_meanwhile() -> None:
     meter = PeakMeter(torch.device("cpu"))
     touch(MIB)
     meter.begin()
-    if meter.now() is None:
+    if meter.rise() is None:
         pytest.skip("the system does not let a process forget its peak")
     touch(64 * MIB)
-    with mmap.mmap(-1, 32 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
-        fill(held)
-        meter.begin_part()
-        touch(16 * MIB)
-        assert meter.part_rise() == pytest.approx(16 * MIB, abs=NEAR)
-        assert meter.rise() == pytest.approx(64 * MIB, abs=NEAR)
-        meter.begin_part()
-        touch(48 * MIB)
-        assert meter.part_rise() == pytest.approx(48 * MIB, abs=NEAR)
-    assert meter.rise() == pytest.approx(80 * MIB, abs=NEAR)
+    touch(16 * MIB)
+    assert meter.rise() == pytest.approx(64 * MIB, abs=NEAR)
 
 
 def test_a_file_that_is_unmapped_meanwhile_is_no_rise(tmp_path: Path) -> None:
@@ -50,10 +42,7 @@ def test_a_file_that_is_unmapped_meanwhile_is_no_rise(tmp_path: Path) -> None:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
         assert sum(mapped[:: mmap.PAGESIZE]) == 0  # each page is read
         meter.begin()
-        if meter.now() is None:
+        if meter.rise() is None:
             pytest.skip("the system does not let a process forget its peak")
     touch(16 * MIB)
     assert meter.rise() == pytest.approx(0, abs=NEAR)  # beside the file there was more memory than now
-    meter.begin_part()
-    touch(16 * MIB)
-    assert meter.part_rise() == pytest.approx(16 * MIB, abs=NEAR)

@@ -1,1 +1,0 @@
-"""GradCache with torch.distributed: gathered representations, averaged gradients, towers sharded by FSDP."""

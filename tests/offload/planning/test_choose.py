@@ -1,0 +1,232 @@
+"""What uses the memory of a step within a limit."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.planning.choose import NothingFitsError, choose, fill, least_bytes
+from offload.planning.memory_profile import MemoryProfile, SavedTensor
+from offload.planning.peak_memory import StepBytes
+from offload.planning.plan import validate
+from offload.planning.planner import Updates
+from offload.planning.simulate import Costs
+from offload.planning.step_model import Choice, Given, StepModel, costs_of, predict
+
+MIB = 1 << 20
+
+
+def model_of(
+    shards: int = 6,
+    *,
+    weights: int = 20 * MIB,
+    activations: int = 60 * MIB,
+    microbatches: int = 1,
+    load: float = 0.02,
+    forward: float = 0.08,
+    update: float = 0.08,
+) -> StepModel:
+    """Equal shards, AdamW on disk."""
+    parts = [
+        part for _ in range(4) for part in (SavedTensor(weights // 4, 0, 0), SavedTensor(0, *[activations // 4] * 2))
+    ]
+    return StepModel(
+        shards=shards,
+        first=0,
+        costs=Costs(
+            load=[load] * shards,
+            forward=[forward] * shards,
+            backward=[3 * forward] * shards,
+            kept_backward=[2 * forward] * shards,
+            drain=[load] * shards,
+            update=[update] * shards,
+            boundary=[0.001] * (shards + 1),
+        ),
+        sizes=StepBytes(
+            slot_bytes=weights,
+            gradient_bytes=[weights] * shards,
+            rows=[1] * microbatches,
+            boundaries=lambda key: 2 * MIB,
+            gradients=lambda key: 2 * MIB,
+            memory_profiles={j: MemoryProfile(1, parts) for j in range(shards)},
+            constant_bytes=3 * MIB,
+        ),
+        updates=Updates(pending=frozenset(range(shards)), updates=False, clips=True),
+        resting_bytes=dict.fromkeys(range(shards), 3 * weights),
+        gradients_wait=True,
+    )
+
+
+MODELS = st.builds(
+    model_of,
+    st.integers(1, 6),
+    weights=st.integers(1, 30).map(lambda n: n * MIB),
+    activations=st.integers(0, 50).map(lambda n: 4 * n * MIB),
+    microbatches=st.integers(1, 3),
+    load=st.floats(0.001, 0.3),
+    forward=st.floats(0.01, 0.1),
+    update=st.floats(0.0, 0.5),
+)
+
+
+def least_of(model: StepModel) -> int:
+    with pytest.raises(NothingFitsError) as raised:
+        choose(model, 1)
+    return raised.value.least_bytes
+
+
+@given(MODELS, st.floats(1.0, 6.0))
+@settings(max_examples=60)
+def test_a_plan_that_is_found_can_run_and_never_holds_more_than_the_limit(model: StepModel, share: float) -> None:
+    limit = int(least_of(model) * share) + MIB
+    found = predict(model, choose(model, limit))
+    validate(found.plan)
+    assert found.memory_bytes <= limit
+    assert found.memory_bytes == predict(model, found.choice).memory_bytes
+    assert max(moment.nbytes for moment in found.course) <= found.memory_bytes
+
+
+@given(MODELS, st.floats(1.0, 6.0), st.floats(1.0, 3.0))
+@settings(max_examples=40)
+def test_bytes_go_to_whole_shards_first_then_to_graphs(model: StepModel, share: float, more: float) -> None:
+    limit = int(least_of(model) * share) + MIB
+    found, richer = choose(model, limit), choose(model, int(limit * more))
+    assert len(richer.in_memory) >= len(found.in_memory)
+    if richer.in_memory == found.in_memory:
+        assert len(richer.kept) >= len(found.kept)
+    bare = replace(found, kept=frozenset(), waiting=frozenset(), slots=min(2, model.shards - len(found.in_memory)))
+    another = frozenset(range(len(found.in_memory) + 1))
+    if len(another) < model.shards:
+        tried = replace(bare, in_memory=another, slots=min(2, model.shards - len(another)))
+        assert least_bytes(model, tried) > limit
+
+
+def test_times_decide_only_where_bytes_are_left() -> None:
+    """The clock may choose among slots, gradients that wait and boundaries; what is kept and rests follows bytes."""
+    for model in (model_of(), replace(model_of(), resting_bytes={})):
+        limit = least_of(model) + 180 * MIB
+        slow = replace(model, costs=replace(model.costs, load=[3.0] * 6, drain=[3.0] * 6, boundary=[1.0] * 7))
+        found, other = choose(model, limit), choose(slow, limit)
+        assert (found.in_memory, found.kept) == (other.in_memory, other.kept)
+
+
+def test_with_enough_memory_nothing_is_loaded_and_nothing_recomputed() -> None:
+    model = model_of()
+    found = predict(model, choose(model, 10_000 * MIB))
+    assert found.choice.in_memory == frozenset(range(6))
+    assert len(found.choice.kept) == 6
+    assert found.plan.loads == ()
+
+
+def test_gradients_wait_in_the_memory_that_graphs_have_left() -> None:
+    """When backward is at the first shards, the graphs of the last ones are freed."""
+    model = replace(model_of(12), resting_bytes={})
+    limit = 500 * MIB
+    found = predict(model, choose(model, limit))
+    without = fill(replace(model, gradients_wait=False), Choice(found.choice.slots), limit)
+    assert found.choice.kept == without.kept
+    assert len(found.choice.waiting) > 3
+
+
+def on_a_device(model: StepModel, host_bytes: int) -> StepModel:
+    """The same beside host memory of its own, where gradients wait, and are copied to."""
+    costs = replace(model.costs, waiting_drain=[0.001] * model.shards)
+    return replace(model, costs=costs, resting_bytes={}, host_bytes=host_bytes)
+
+
+def test_gradients_that_wait_in_host_memory_take_none_of_a_device() -> None:
+    alone = replace(model_of(6), resting_bytes={})
+    limit = least_of(alone)
+    found = predict(on_a_device(alone, 3 * 20 * MIB), choose(on_a_device(alone, 3 * 20 * MIB), limit))
+    assert len(found.choice.waiting) == 3, "as many as host memory holds"
+    without = replace(found.choice, waiting=frozenset())
+    assert found.memory_bytes == predict(on_a_device(alone, 0), without).memory_bytes <= limit
+    assert found.peak.begin_bytes == found.choice.slots * 20 * MIB + 3 * MIB
+    fewer = replace(on_a_device(alone, 1 << 40), given=Given(gradient_bytes=2 * 20 * MIB))
+    assert len(choose(fewer, limit).waiting) == 2
+
+
+def test_gradients_that_wait_beside_a_device_are_copied_there() -> None:
+    model = on_a_device(model_of(2, load=0.5), 1 << 40)
+    assert costs_of(model, Choice(2, waiting=frozenset({0}))).drain == [0.001, 0.5]
+    assert costs_of(replace(model, costs=replace(model.costs, waiting_drain=())), Choice(2, frozenset({1}))).drain == [
+        0.5,
+        0.0,
+    ]
+
+
+def test_what_is_given_is_not_searched() -> None:
+    model = replace(
+        model_of(),
+        given=Given(slots=2, resident_bytes=170 * MIB, graph_bytes=130 * MIB, boundary_bytes=4 * MIB, gradient_bytes=0),
+    )
+    choice = choose(model, 4000 * MIB)
+    assert choice == Choice(
+        2, frozenset({0, 1}), frozenset({(5, 0), (4, 0)}), boundary_bytes=2 * MIB, waiting=frozenset()
+    )
+
+
+def test_nothing_fits_says_the_least_that_works() -> None:
+    model = model_of()
+    least = least_of(model)
+    assert predict(model, choose(model, least)).memory_bytes <= least
+    with pytest.raises(NothingFitsError, match=f"{least:,} bytes, 1 more"):
+        choose(model, least - 1)
+
+
+def test_a_margin_is_a_part_of_what_is_predicted() -> None:
+    model = model_of()
+    wider = replace(model, margin_bytes=100 * MIB)
+    limit = 400 * MIB
+    assert predict(wider, choose(wider, limit)).memory_bytes <= limit
+    assert len(choose(wider, limit).kept) < len(choose(model, limit).kept)
+
+
+# Next to the least, memory does not always grow with the bytes of boundaries.
+def lines_run(work: Callable[[], object]) -> int:
+    """Lines of Python that a function runs, also in the functions that it calls."""
+    count = 0
+
+    def traced(frame: object, event: str, argument: object) -> object:
+        nonlocal count
+        count += event == "line"
+        return traced
+
+    before = sys.gettrace()
+    sys.settrace(traced)  # type: ignore[arg-type]
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("resting", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("boundary_bytes", [10 * MIB, math.inf])
+@pytest.mark.parametrize("load", [0.002, 0.5])
+def test_the_work_of_a_prediction_grows_in_proportion_to_the_shards(
+    load: float, boundary_bytes: float, resting: float, microbatches: int
+) -> None:
+    """Lines of Python: a scan of all shards within a loop over all shards would show."""
+    lines = []
+    for shards in (25, 100):
+        model = model_of(shards, microbatches=microbatches, load=load)
+        in_memory = frozenset(range(int(resting * shards)))
+        kept = frozenset((j, 0) for j in range(shards // 2, shards))
+        choice = Choice(min(3, shards - len(in_memory)), in_memory, kept, boundary_bytes)
+        lines.append(lines_run(lambda model=model, choice=choice: predict(model, choice)))  # type: ignore[misc]
+    assert lines[1] < 1.1 * 4 * lines[0]
+
+
+def test_slots_are_as_large_as_the_largest_shard_that_is_loaded() -> None:
+    """Also where all shards rest in memory while a plan for others is searched."""
+    model = replace(model_of(3), slot_bytes=[10 * MIB, 30 * MIB, 20 * MIB])
+    for in_memory, expected in (((), 60), ((1,), 40), ((1, 2), 20), ((0, 1, 2), 0)):
+        assert predict(model, Choice(2, frozenset(in_memory))).course[0].weights == expected * MIB
