@@ -25,7 +25,7 @@ from offload.policy import MemoryPolicy
 from pipe.microbatch import rows_of
 from pipe.recompute.module_state import WatchedModule
 from pipe.recompute.replay import Replay
-from pipe.recompute.rerun import RepeatableLayers, trial
+from pipe.recompute.rerun import trial
 
 __all__ = ["StepMemory", "kept_by_a_shard", "kept_bytes"]
 
@@ -128,8 +128,8 @@ def kept_bytes(model: nn.Module, chunk: Any, encoder: Callable[[Any], Any]) -> i
     def never(_: None) -> torch.Tensor:
         raise AssertionError("the graph of a forward that keeps no activations was used")
 
-    layers = RepeatableLayers(WatchedModule(model), devices_in_use(tensors_in(chunk), list(model.parameters())))
-    with _as_if_trained(model), trial([layers.watched], layers.devices), torch.enable_grad():
+    devices = devices_in_use(tensors_in(chunk), list(model.parameters()))
+    with _as_if_trained(model), trial([WatchedModule(model)], devices), torch.enable_grad():
         with torch.autograd.graph.saved_tensors_hooks(saved, never):
             encoder(map_tensors(lambda tensor: tensor.detach().clone(), chunk))
     return sum(storage.nbytes() for address, storage in kept.items() if address not in own)

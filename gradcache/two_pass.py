@@ -179,7 +179,7 @@ def first_pass(
     layers.devices = devices_in_use(tensors) | layers.watched.devices
     rerun = layers.rerun()
     with rerun.first(), torch.set_grad_enabled(with_graph):
-        output, _ = layers.run(encoder, chunk, rerun=rerun)
+        output = layers.run(encoder, chunk, rerun)
     state = ChunkState(rerun)
     state.requires_grad = not with_graph or any(tensor.requires_grad for tensor in tensors_in(output))
     output = representations.detached(output)

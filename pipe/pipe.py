@@ -9,6 +9,7 @@ names in ``state_dict()`` are those of the bare module.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -45,7 +46,8 @@ from pipe.refusals import (
 from pipe.schedule import Schedule, StageAction, fill_drain, one_forward_one_backward
 from pipe.skip.skippable import verify_skippables
 from pipe.step import PipelineStep, split_target
-from pipe.stream import AbstractStream, new_stream
+from pipe.stream import AbstractStream, new_stream, use_device
+from pipe.torch_private.tracing import outside_of_compiled_graphs
 from pipe.turn import TakesTurns, frozen_weights, share_places, takers_in
 
 __all__ = ["BalanceError", "Pipe"]
@@ -205,7 +207,6 @@ class Pipe(nn.Module):
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
-    @restores_thread_state
     def forward(self, input: Any = None, *others: Any, **named: Any) -> Any:
         """Runs the mini-batch, micro-batch by micro-batch.
 
@@ -223,9 +224,18 @@ class Pipe(nn.Module):
             TypeError: if there is no tensor in ``input``, several inputs, or a tensor in an object that is no pytree
                 node.
             ValueError: if tensors differ in dimension 0, or outputs cannot be concatenated.
-            RuntimeError: if layers were added or removed since wrapping; if a stage is updated in backward, or a
-                parameter has hooks on its gradient, which the backward of each checkpointed micro-batch would run.
+            RuntimeError: if layers were added or removed since wrapping; if a stage is updated in backward.
         """
+        if torch.compiler.is_compiling():
+            return self._uncompiled(Pipe.forward, input, *others, **named)
+        return self._forward(input, *others, **named)
+
+    @outside_of_compiled_graphs
+    def _uncompiled(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return method(self, *args, **kwargs)
+
+    @restores_thread_state
+    def _forward(self, input: Any, *others: Any, **named: Any) -> Any:
         if others or named:
             raise TypeError(
                 f"expected one input, got {1 + len(others)} positional ones and {sorted(named)} by name; pass one "
@@ -241,6 +251,9 @@ class Pipe(nn.Module):
         if torch.is_grad_enabled() and len(batches) > 1:
             check_updates(takers)
         record = self._record if self._recorders else None
+        if len(batches) == len(self._stages) == 1 and record is None and not (self._checkpoint_stop(1) or takers):
+            with arguments_explained(self), mini_batch(1), use_device(self.devices[0]):
+                return self._stages[0]((batches[0].value, ()))[0]
         kind = ("forward", torch.is_grad_enabled(), *self._modes())
         with (
             arguments_explained(self),
@@ -262,7 +275,6 @@ class Pipe(nn.Module):
         rows = microbatch.rows_of_micro_batches(input, len(batches))
         return microbatch.gather(batches, microbatch.RowsOfOutputs(self, rows, self._selected))
 
-    @restores_thread_state
     def train_step(
         self,
         input: Any,
@@ -300,6 +312,17 @@ class Pipe(nn.Module):
         that were already offloaded stay added. Hooks of parameters, and optimizers that step in such a hook, run once,
         at the end of the step.
         """
+        if torch.compiler.is_compiling():
+            loss: Tensor = self._uncompiled(
+                Pipe.train_step, input, target, loss_fn, schedule=schedule, reduction=reduction
+            )
+            return loss
+        return self._train_step(input, target, loss_fn, schedule, reduction)
+
+    @restores_thread_state
+    def _train_step(
+        self, input: Any, target: Any, loss_fn: LossFn, schedule: str | Schedule, reduction: str | None
+    ) -> Tensor:
         microbatch.check(input)
         self._follow()
         if not self._stages:
@@ -391,7 +414,7 @@ class Pipe(nn.Module):
         if not isinstance(schedule, Schedule):
             if schedule not in SCHEDULES:
                 raise ValueError(f"expected a schedule among {sorted(SCHEDULES)}, got {schedule!r}")
-            return SCHEDULES[schedule](count, stages, self._places)
+            return _made(schedule, count, stages, tuple(self._places))
         schedule.validate()
         if (schedule.stages, schedule.micro_batches) != (stages, count):
             raise ValueError(
@@ -421,6 +444,11 @@ class Pipe(nn.Module):
         for device, streams in zip(self.devices, self._copy_streams, strict=True):
             streams += [new_stream(device) for _ in range(self.chunks - len(streams))]
         return self._copy_streams
+
+
+@functools.lru_cache(maxsize=64)
+def _made(schedule: str, count: int, stages: int, places: tuple[Hashable, ...]) -> Schedule:
+    return SCHEDULES[schedule](count, stages, places)
 
 
 def _denied(call: str) -> TypeError:

@@ -12,7 +12,10 @@ checkpointed cell (i, j) whose input is copied from another device and whose out
           │  Wait  │   the compute stream waits for the copy                         compute
           ╰───┬────╯
         ╭─────┴────╮
-     ╭──│Checkpoint│ the layers run; only their input is kept
+     ╭──│  layers  │ if they are checkpointed, only their input is kept
+     │  ╰─────┬────╯
+     │  ╭─────┴────╮
+     │  │Checkpoint│
      │  ╰─────┬────╯
      │    ╭───┴────╮
      │    │  Wait  │   forward: the copy stream waits for the output; backward: the compute stream for the gradient
@@ -49,8 +52,7 @@ from pipe.checkpoint import Checkpointing
 from pipe.copy import Copy, Wait
 from pipe.dependency import fork, join
 from pipe.microbatch import Batch
-from pipe.recompute.module_state import WatchedModule
-from pipe.refusals import check_hooks, refuse_holders
+from pipe.refusals import refuse_holders
 from pipe.schedule import StageAction, clock_cycles, coming_turns, forward_clocks
 from pipe.skip.namespace import Key
 from pipe.stage import Stage
@@ -58,7 +60,7 @@ from pipe.stream import AbstractStream, current_stream, use_device
 from pipe.torch_private.autograd import in_backward
 from pipe.worker import Task, task_runner
 
-__all__ = ["Pipeline", "clock_cycles", "copy", "depend", "wait"]
+__all__ = ["Pipeline", "clock_cycles", "copy", "wait"]
 
 
 def copy(batch: Batch, prev_stream: AbstractStream, next_stream: AbstractStream) -> None:
@@ -91,14 +93,8 @@ def _join(batch: Batch, phony: Tensor | None) -> None:
         batch[k] = join(batch[k], phony)
 
 
-def depend(fork_from: Batch, join_to: Batch) -> None:
-    """Orders the backward of ``join_to`` before that of ``fork_from``, if both need a gradient."""
-    if _anchor(join_to) is not None:
-        _join(join_to, _fork(fork_from))
-
-
 class Pipeline:
-    """One forward of all micro-batches over all stages. Refuses hooks on parameters of checkpointed micro-batches.
+    """One forward of all micro-batches over all stages.
 
     Args:
         batches: the micro-batches; :meth:`run` replaces their values by the outputs.
@@ -129,10 +125,6 @@ class Pipeline:
         self.record = record
         self._streams = [current_stream(stage.device) for stage in stages]
         self._skips: list[dict[Key, Batch]] = [{} for _ in batches]
-        #: For each stage, the layers whose structure its checkpoints verify.
-        self._watched = [WatchedModule(stage.layers) for stage in stages] if self.checkpoint_stop else []
-        if len(batches) > 1:
-            check_hooks(parameter for watched in self._watched for _, parameter in watched.parameters)
         self._places = tuple(range(len(stages)) if places is None else places)
         self._clocks = forward_clocks(len(batches), self._places)
         #: For the first cell of each turn, the stage that has the next turn at its place.
@@ -188,17 +180,16 @@ class Pipeline:
         batch = Batch((self.batches[i].value, popped))
         function = partial(_recorded, stage, self.record, StageAction("F", j, i)) if self.record else stage
         after = self._coming.get((i, j))
+        # Without an input that needs a gradient, no Join can order the backward of this cell. Autograd orders ready
+        # nodes by sequence number, highest first. But each thread counts for itself; without inline, the nodes of a new
+        # worker thread would have low numbers and run after the backward of the previous micro-batch.
+        inline = _anchor(batch) is None
+        _join(batch, phony)
         if i < self.checkpoint_stop:
-            halves = Checkpointing(function, batch, watched=self._watched[j], phony=phony)
-            return Task(compute_stream, compute=_then(halves.checkpoint, after), finalize=halves.recompute)
-        compute = _then(partial(batch.call, function), after)
-        if _anchor(batch) is not None:
-            _join(batch, phony)
-            return Task(compute_stream, compute=compute, finalize=None)
-        # No input of this cell needs a gradient, so no Join can order its backward. Autograd orders ready nodes by
-        # sequence number, highest first. But each thread counts for itself; without inline, the nodes of a new worker
-        # thread would have low numbers and run after the backward of the previous micro-batch.
-        return Task(compute_stream, compute=compute, finalize=None, inline=True)
+            halves = Checkpointing(function, batch, module=stage.layers)
+            compute = _then(halves.checkpoint, after)
+            return Task(compute_stream, compute=compute, finalize=halves.recompute, inline=inline)
+        return Task(compute_stream, compute=_then(partial(batch.call, function), after), finalize=None, inline=inline)
 
     def _finish(self, i: int, j: int, task: Task, output: Batch) -> None:
         """Handles a cell's output: adds waits for tensors that leave the device, then the Recompute half."""

@@ -22,7 +22,6 @@ from pipe.turn import TakesTurns
 __all__ = [
     "arguments_explained",
     "beyond_layers",
-    "check_hooks",
     "check_optimizers",
     "check_plain",
     "check_reduced",
@@ -129,25 +128,6 @@ def check_optimizers(parameters: Iterable[nn.Parameter]) -> None:
             "expected parameters whose gradients can accumulate over micro-batches, got some of "
             "_apply_optimizer_in_backward(), whose optimizers would step once for each micro-batch; step an optimizer "
             "after backward, or in a hook of register_post_accumulate_grad_hook() and use train_step()"
-        )
-
-
-def check_hooks(parameters: Iterable[nn.Parameter]) -> None:
-    """Refuses gradient hooks of parameters where micro-batches are checkpointed.
-
-    A checkpointed micro-batch has a backward of its own, so a hook would see the gradient of that micro-batch alone.
-    Hooks of ``register_post_accumulate_grad_hook`` are allowed, since they see a sum. If such a hook steps an
-    optimizer, it changes a parameter that other micro-batches need, and their recomputation raises.
-    """
-    parameters = list(parameters)
-    check_optimizers(parameters)
-    hooked = [parameter for parameter in parameters if parameter._backward_hooks]
-    if hooked:
-        raise RuntimeError(
-            f"expected parameters without hooks where micro-batches are checkpointed, got {len(hooked)} with hooks "
-            f"(the first of shape {tuple(hooked[0].shape)}), which would run once for each micro-batch, with the "
-            f"gradient of that micro-batch; pass checkpoint='never', chunks=1, or use train_step(), which runs hooks "
-            f"once"
         )
 
 

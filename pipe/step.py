@@ -30,7 +30,6 @@ from pipe.gradients import StepGradients
 from pipe.loss import MicroLoss, UndeclaredReductionError, sum_and_count
 from pipe.microbatch import Batch, rows_of, split_nested
 from pipe.nested import flatten, map_tensors, tensors_in, unflatten
-from pipe.recompute.module_state import WatchedModule
 from pipe.refusals import refuse_holders
 from pipe.schedule import Schedule, StageAction, coming_turns
 from pipe.skip.namespace import Key
@@ -102,7 +101,6 @@ class PipelineStep:
         self._values = [self._detach(x, cell) for x, cell in zip(inputs, self._origins, strict=True)]
         self._skips: list[dict[Key, _Boundary]] = [{} for _ in inputs]
         self._cells: dict[tuple[int, int], _Cell] = {}
-        self._watched: dict[int, WatchedModule] = {}
         self._losses: dict[int, Tensor] = {}
         self._counts: dict[int, Tensor | float] = {}
         last = len(stages) - 1
@@ -173,10 +171,8 @@ class PipelineStep:
         # A cell whose backward follows directly would be recomputed at once: checkpointing would only cost time.
         checkpointed = i < self.checkpoint_stop and not self.schedule.follows_at_once(j, i)
         if checkpointed:
-            if j not in self._watched:
-                self._watched[j] = WatchedModule(stage.layers)
             # Without its Recompute half: the gradient is already computed when this cell's backward begins.
-            value, stashed = Checkpointing(stage, batch, watched=self._watched[j]).checkpoint().value
+            value, stashed = Checkpointing(stage, batch, module=stage.layers).checkpoint().value
         else:
             value, stashed = batch.call(stage).value
         coming = self.stages[j + 1].device if j < len(self.stages) - 1 else stage.device

@@ -8,8 +8,7 @@ code serves both, and this is the only module of the pipeline that uses ``torch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -39,6 +38,8 @@ class CPUStreamType:
 
 CPUStream = CPUStreamType()
 """The placeholder for a stream of a device that is not CUDA."""
+
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 AbstractStream = torch.cuda.Stream | CPUStreamType
 
@@ -73,21 +74,14 @@ def get_device(stream: AbstractStream) -> torch.device:
     return stream.device if is_cuda(stream) else torch.device("cpu")
 
 
-@contextlib.contextmanager
-def use_device(device: torch.device) -> Iterator[None]:
+def use_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """A context in which ``device`` is the current CUDA device; does nothing for other devices."""
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        yield
+    return torch.cuda.device(device) if device.type == "cuda" else _NOTHING
 
 
-@contextlib.contextmanager
-def use_stream(stream: AbstractStream) -> Iterator[None]:
+def use_stream(stream: AbstractStream) -> contextlib.AbstractContextManager[Any]:
     """A context in which ``stream`` is the current stream of its device."""
-    if not is_cuda(stream):
-        yield
-        return
-    with torch.cuda.stream(stream):
-        yield
+    return torch.cuda.stream(stream) if is_cuda(stream) else _NOTHING
 
 
 def wait_stream(source: AbstractStream, target: AbstractStream) -> None:

@@ -303,7 +303,7 @@ class SuspendedForward:
         modes = self.tower.layers.modes
         # The graph before the chunk is the caller's; one backward runs through it, after all chunks.
         output = self._run(InputGradients().as_leaves(self._chunk))
-        written = self._segments[-1].written
+        written = self._segments[-1].module_state.written
         early = not (self._suspended or in_turn) and bool(written)
         if early:
             self._segments.pop().take_back()
@@ -361,8 +361,7 @@ class SuspendedForward:
                     output, self._entering = self._entering, []
                 # Backward may read buffers, or repeat code that writes them: the earliest segments are restored last.
                 for segment in reversed(self._segments):
-                    assert segment.module_state is not None
-                    self._segment.enter_context(segment.module_state.again(strict=False))
+                    self._segment.enter_context(segment.module_state.again())
                 yield output
         finally:
             self._stop_at, self._in_backward, self._entering = None, False, []
@@ -382,7 +381,7 @@ class SuspendedForward:
         """Runs from the beginning; None if it was suspended."""
         self._position, self._suspended, self._running = 0, False, True
         try:
-            return self.tower.layers.run(self._encode, chunk)[0]
+            return self.tower.layers.run(self._encode, chunk)
         except _Suspend as suspend:
             if suspend.forward is not self:
                 raise

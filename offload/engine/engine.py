@@ -47,7 +47,7 @@ from offload.streaming.streamer import Streamer
 from pipe.freed import Life, Living
 from pipe.nested import flatten, tensors_in
 from pipe.process import check_process
-from pipe.recompute.phase import is_recomputing
+from pipe.recompute.phase import is_checkpointing, is_recomputing
 from pipe.recompute.region import Region
 from pipe.recompute.rerun import refuse_cached_parametrizations
 from pipe.recompute.thread_state import ThreadState, close_contexts
@@ -460,7 +460,8 @@ class Engine:
         """Called within :meth:`forward` before the first cell, with the leaves of the input of each micro-batch."""
         this = self._pass
         assert this is not None
-        if this.announced or in_backward():
+        # What a checkpoint around the model saves is dropped at once; its second run must save the same.
+        if this.announced or in_backward() or is_checkpointing():
             return
         this.announced = True
         tensors = [x for each in leaves for x in each if isinstance(x, Tensor)]

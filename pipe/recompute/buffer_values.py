@@ -74,18 +74,9 @@ class BufferBefore:
     """One buffer before a forward: a copy of it, or the buffer itself, to be copied before the first write."""
 
     __slots__ = (
-        "copied",
-        "copied_ahead",
-        "counted",
-        "known",
-        "memory",
-        "name",
-        "owner",
-        "tensor",
-        "training",
-        "value",
+        "copied", "copied_ahead", "counted", "known", "memory", "name", "owner", "tensor", "training", "value",
         "version",
-    )
+    )  # fmt: skip
 
     def __init__(self, owner: nn.Module, name: str, known: BufferHabits, tensor: Tensor, compiled: bool) -> None:
         self.owner, self.name, self.known, self.tensor = owner, name, known, tensor
@@ -144,13 +135,12 @@ class BufferBefore:
         return True
 
     def take_back(self) -> None:
-        """Restores the buffer after a trial forward: its old value, in the same tensor object."""
-        if self.copied_ahead:
-            self.owner._buffers[self.name] = self.tensor
-        elif self.was_written(set()):
-            self.owner._buffers[self.name] = self.tensor
-            with torch.no_grad():
-                self.tensor.copy_(self.value)
+        """Restores the buffer after a forward: its old value, in the same tensor object."""
+        if self.was_written(set()):
+            self.owner._buffers[self.name] = self.value if self.version is None else self.tensor
+            if self.version is not None:
+                with torch.no_grad():
+                    self.tensor.copy_(self.value)
 
 
 def _memory_of(tensor: Tensor) -> int | None:

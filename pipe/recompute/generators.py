@@ -23,10 +23,12 @@ from torch import nn
 
 from pipe.nested import LEAVES, flatten
 
-__all__ = ["Generator", "generators_in", "generators_of", "held_generators"]
+__all__ = ["Generator", "generator_types", "generators_in", "generators_of", "held_generators"]
 
 # The attributes of every module: containers of modules, tensors and hooks.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+#: Types of most other attributes.
+_NONE = {type(None), bool, int, float, str, torch.Tensor}
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,19 @@ class Generator:
     """Whether the generator has left a given state."""
     shared: bool = True
     """Whether other threads may draw from it."""
+    owner: Any = None
+    """The generator itself, if a module or an argument holds it."""
 
 
 def _generator(
-    name: str, get: Callable[[], Any], set_: Callable[[Any], Any], same: Callable[[Any, Any], bool], shared: bool = True
+    name: str,
+    get: Callable[[], Any],
+    set_: Callable[[Any], Any],
+    same: Callable[[Any, Any], bool],
+    shared: bool = True,
+    owner: Any = None,
 ) -> Generator:
-    return Generator(name, get, set_, lambda state: not same(state, get()), shared)
+    return Generator(name, get, set_, lambda state: not same(state, get()), shared, owner)
 
 
 _of_cpu = torch.default_generator
@@ -83,11 +92,11 @@ def generators_of(devices: Iterable[torch.device], held: Iterable[Any] = ()) -> 
 
 def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
     """The generators that ``modules`` hold themselves, each once. Their submodules are not searched."""
-    kinds = _kinds()
     found: dict[int, Any] = {}
+    kinds = generator_types()
     for module in modules:
-        for name, value in vars(module).items():
-            if name in _OF_EVERY_MODULE:
+        for name, value in module.__dict__.items():
+            if type(value) in _NONE or name in _OF_EVERY_MODULE:
                 continue
             if isinstance(value, kinds):
                 found[id(value)] = value
@@ -100,7 +109,7 @@ def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
 
 def generators_in(value: Any) -> list[Any]:
     """The generators among the leaves of a nested value, such as the arguments of a call, each once."""
-    kinds = _kinds()
+    kinds = generator_types()
     found = {id(x): x for x in flatten(value)[0] if type(x) not in LEAVES and isinstance(x, kinds)}
     return [generator for generator in found.values() if not isinstance(generator, random.SystemRandom)]
 
@@ -108,18 +117,19 @@ def generators_in(value: Any) -> list[Any]:
 def _held(generator: Any) -> Generator:
     name = f"{type(generator).__module__.split('.')[0]}.{type(generator).__name__} of a layer"
     if isinstance(generator, torch.Generator):
-        return _generator(name, generator.get_state, generator.set_state, torch.equal)
+        return _generator(name, generator.get_state, generator.set_state, torch.equal, owner=generator)
     if isinstance(generator, random.Random):
-        return _generator(name, generator.getstate, generator.setstate, operator.eq)
+        return _generator(name, generator.getstate, generator.setstate, operator.eq, owner=generator)
     if hasattr(generator, "set_state"):
         # NumPy's RandomState caches a normal number besides its bit generator; Generator does not.
         get = partial(generator.get_state, legacy=False)
-        return _generator(name, get, generator.set_state, _same)
+        return _generator(name, get, generator.set_state, _same, owner=generator)
     bits = generator.bit_generator
-    return _generator(name, lambda: bits.state, partial(setattr, bits, "state"), _same)
+    return _generator(name, lambda: bits.state, partial(setattr, bits, "state"), _same, owner=generator)
 
 
-def _kinds() -> tuple[type, ...]:
+def generator_types() -> tuple[type, ...]:
+    """The types of generators that there can be now."""
     numpy = sys.modules.get("numpy")
     # A layer can only hold a generator of NumPy if it has been imported.
     return (torch.Generator, random.Random, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ()))

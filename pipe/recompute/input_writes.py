@@ -4,9 +4,6 @@ The second run starts from the input of the first one, which may be the caller's
 their input run on a copy of it. Whether they write is detected in their first run (for each combination of ``training``
 flags), which uses a copy; if they begin to write later, that run raises, and later ones copy. Inference tensors have no
 version counter: they are always copied.
-
-A function that runs only twice has no earlier run to detect writes in, and its input is part of the caller's graph; for
-it, writes are refused (:func:`refuse_writes`).
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from torch import Tensor
 
 from pipe import nested
 
-__all__ = ["InputWrites", "refuse_writes"]
+__all__ = ["InputWrites"]
 
 
 class InputWrites:
@@ -96,20 +93,6 @@ class InputWrites:
                         f"{self._name} writes in place into tensor {k} of its input, which shares memory with another "
                         f"tensor of the same input; pass clones on, or use an operation that does not write in place"
                     )
-
-
-@contextlib.contextmanager
-def refuse_writes(name: str, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """A context in which ``name`` runs on ``tensors``, or on views of them; raises if it wrote into one in place."""
-    before = [tensor._version for tensor in tensors]
-    yield
-    for k, (tensor, version) in enumerate(zip(tensors, before, strict=True)):
-        if tensor._version != version:
-            raise RuntimeError(
-                f"expected {name} not to change its input, got input tensor {k} changed in place "
-                f"(shape={tuple(tensor.shape)}); the recomputation would start from the changed value: use "
-                f"inplace=False in its first layer"
-            )
 
 
 def _place(tensor: Tensor) -> tuple[int, int, int] | None:

@@ -6,10 +6,10 @@ norm) would be read in their new state and be updated twice.
 
 Invariants
     * A recomputation uses the modules, parameters and modes of the forward, or :class:`RuntimeError` names what
-      changed. It runs the hooks of the forward (:mod:`pipe.recompute.module_hooks`).
+      changed. It runs the hooks of the forward, and finds the attributes that the forward found
+      (:mod:`pipe.recompute.module_contents`).
     * Buffers that the forward or a later one wrote have, during the recomputation, their values from before the
-      forward. The recomputation writes to copies, so the buffers of the module are updated once per forward. The same
-      holds for plain attributes, if requested.
+      forward. The recomputation writes to copies, so the buffers of the module are updated once per forward.
     * A buffer larger than a few kilobytes is copied only if a forward writes it: just before the write, or before the
       forward if an earlier forward wrote it. Quantised weights and queues that are only read cost nothing.
 
@@ -20,21 +20,19 @@ operations, not through memory shared with NumPy or another library.
 from __future__ import annotations
 
 import contextlib
-import operator
 import sys
 from collections.abc import Iterator
-from itertools import chain
+from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from pipe.recompute.attributes import Attributes, Stateful
 from pipe.recompute.buffer_values import BufferBefore, BufferHabits, BufferValue
 from pipe.recompute.first_write import FirstWrites
 from pipe.recompute.generators import held_generators
-from pipe.recompute.module_hooks import Hooks
+from pipe.recompute.module_contents import ModuleContents, global_hooks
 
 __all__ = ["ModuleState", "WatchedModule"]
 
@@ -42,54 +40,69 @@ _known: WeakKeyDictionary[nn.Module, dict[str, BufferHabits]] = WeakKeyDictionar
 
 
 class WatchedModule:
-    """The parameters, buffers and submodules of a module, collected once; valid until the module is rebuilt."""
+    """The parameters, buffers and submodules of some modules, collected once; valid until one of them is rebuilt."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.parameters = list(module.named_parameters())
-        self.modules = list(module.named_modules())
+    def __init__(self, *modules: nn.Module) -> None:
+        found: dict[nn.Module, str] = {}
+        waiting = [("", module) for module in modules[::-1]]
+        while waiting:
+            name, module = waiting.pop()
+            if module not in found:
+                found[module] = name
+                if module._modules:
+                    prefix = name and f"{name}."
+                    waiting += [(prefix + n, m) for n, m in module._modules.items() if m is not None][::-1]
+        self.all = [*found]
+        self.modules = [(name, module) for module, name in found.items()]
+        self.parameters = [
+            (f"{name}.{n}" if name else n, p)
+            for name, m in self.modules
+            if m._parameters
+            for n, p in m._parameters.items()
+            if p is not None
+        ]
         self.buffers = [
             (owner, name, _known.setdefault(owner, {}).setdefault(name, BufferHabits(owner)))
-            for _, owner in self.modules
+            for owner in self.all
+            if owner._buffers
             for name, b in owner._buffers.items()
             if b is not None
         ]
-        self._registers = [d for _, inner in self.modules for d in (inner._parameters, inner._modules) if d]
         # Buffers whose values were compared, with the mode: a comparison waits for the device, so it is done once.
         self.compared: set[tuple[BufferHabits, bool]] = set()
-        self.stateful = Stateful(self.modules)
         self.find_generators()
-        self.devices = {p.device for _, p in self.parameters} | {b.device for b in module.buffers()}
-        # Writes of compiled code cannot be detected in advance.
-        self.compiled = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for _, m in self.modules)
+        self.devices = {p.device for _, p in self.parameters}
+        self.devices |= {b.device for owner, name, _ in self.buffers if (b := owner._buffers[name]) is not None}
+
+    @property
+    def compiled(self) -> bool:
+        """Whether writes of compiled code cannot be detected in advance."""
+        return any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in self.all)
 
     def find_generators(self) -> None:
         """Finds the random generators that the modules hold themselves, which may be assigned at any time."""
-        self.generators = held_generators(inner for _, inner in self.modules)
+        self.generators = held_generators(self.all)
 
-    def members(self) -> list[Any]:
+    def members(self) -> list[tuple[Any, ...]]:
         """The present parameters and children of each module."""
-        return list(chain.from_iterable(map(dict.values, self._registers)))
+        # Not ``m._parameters.values()``: a subclass may record that as a read.
+        return [(*dict.values(m._parameters), *dict.values(m._modules)) for m in self.all]
 
-    def replaced(self, members: list[Any]) -> list[str]:
+    def replaced(self, members: list[tuple[Any, ...]]) -> list[str]:
         """Names of parameters and modules that have taken the place of one of ``members``."""
         now = self.members()
-        if len(now) == len(members) and all(map(operator.is_, now, members)):
+        if all(len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(now, members, strict=True)):
             return []
-        here, before = set(map(id, now)), set(map(id, members))
-        if all(id(member) in here or _is_sharded(member) for member in members):
+        here, before = ({id(member) for each in several for member in each} for several in (now, members))
+        if all(id(member) in here or _is_sharded(member) for each in members for member in each):
             return []  # none was removed: a parameter was added, or registered in another order
         return [
             f"{kind} {'.'.join(filter(None, (owner, name)))!r}"
             for owner, module in self.modules
-            for kind, register in (("parameter", module._parameters), ("module", module._modules))
-            for name, member in dict.items(register)
+            for kind, register in (("parameter", dict[str, Any](module._parameters)), ("module", module._modules))
+            for name, member in register.items()
             if id(member) not in before and not _is_sharded(member)
         ]
-
-    def tensors(self) -> list[Tensor]:
-        """The present parameters and buffers."""
-        buffers = (owner._buffers[name] for owner, name, _ in self.buffers)
-        return [*(p for _, p in self.parameters), *(b for b in buffers if b is not None)]
 
     def changing(self) -> list[Tensor]:
         """Buffers that forwards may write before a backward: small ones, and others that an earlier forward wrote."""
@@ -98,7 +111,7 @@ class WatchedModule:
 
 
 class ModuleState:
-    """The state of a watched module before one forward that is to be repeated.
+    """The state of watched modules before one forward that is to be repeated.
 
     Usage::
 
@@ -112,63 +125,39 @@ class ModuleState:
     """
 
     __slots__ = (
-        "_attributes",
-        "_before",
-        "_buffers",
-        "_hooks",
-        "_members",
-        "_modes",
-        "_shared",
-        "_versions",
-        "_watched",
-        "written",
-    )
+        "_attributes", "_before", "_buffers", "_contents", "_global", "_members", "_modes", "_shared", "_wanted",
+        "_watched", "changed", "written",
+    )  # fmt: skip
 
-    def __init__(self, watched: WatchedModule, *, attributes: bool = False) -> None:
-        self._watched = watched
-        self._attributes = Attributes(watched.stateful) if attributes else None
-        self._hooks = Hooks(watched.modules)
-        self._modes = [module.training for _, module in watched.modules]
-        self._members: list[Any] = []
-        self._versions: list[int] = []
+    def __init__(self, watched: WatchedModule, *, attributes: bool = True) -> None:
+        self._watched, self._attributes = watched, attributes
+        self._contents = ModuleContents(watched.all, attributes)
+        self._modes = [module.training for module in watched.all]
+        self._members: list[tuple[Any, ...]] = []
+        self._wanted: list[tuple[int, bool]] = []
+        self._global: list[Any] | None = None
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         self._shared: list[tuple[nn.Module, str, BufferValue]] = []
         #: After :meth:`record_changes`: the buffers that the forward certainly wrote, by owner and name.
         self.written: list[tuple[nn.Module, str]] = []
+        #: Whether it changed attributes.
+        self.changed = False
+        compiled = watched.buffers and watched.compiled
         self._before = [
-            BufferBefore(owner, name, known, buffer, watched.compiled)
+            BufferBefore(owner, name, known, buffer, bool(compiled))
             for owner, name, known in watched.buffers
             if (buffer := owner._buffers[name]) is not None
         ]
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> contextlib.AbstractContextManager[Any]:
         """A context for the forward: copies a large buffer before the first write to it."""
         uncopied = [(buffer.value, buffer.copy) for buffer in self._before if not buffer.copied]
-        with FirstWrites(uncopied) if uncopied else contextlib.nullcontext():
-            yield
+        return FirstWrites(uncopied) if uncopied else contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def trial(self) -> Iterator[None]:
-        """A context for a trial forward, whose changes of buffers are undone. Used instead of :meth:`running`."""
-        for buffer in self._before:
-            if buffer.copied_ahead:
-                buffer.owner._buffers[buffer.name] = buffer.value
-        try:
-            with self.running(), contextlib.nullcontext() if self._attributes is None else self._attributes.again():
-                yield
-        finally:
-            for buffer in self._before:
-                buffer.take_back()
-
-    def record_changes(self, *, others: bool = False) -> ModuleState:
-        """To be called after the forward: drops the copies of unchanged buffers. Returns itself.
-
-        ``others``: a recomputation also restores attributes that other code has changed since.
-        """
-        if self._attributes is not None:
-            self._attributes.record_changes(others=others)
-        self._hooks.record_changes(add=self._attributes is None)
+    def record_changes(self) -> ModuleState:
+        """To be called after the forward: drops the copies of unchanged buffers. Returns itself."""
+        self.changed = self._contents.record_changes()
+        self._global = global_hooks()
         before, self._before = self._before, []
         for buffer in before:
             if buffer.was_written(self._watched.compared):
@@ -180,13 +169,8 @@ class ModuleState:
                 self._shared.append((buffer.owner, buffer.name, shared))
         # Read after the forward, so that a layer may change its own parameters in place in it, or replace them.
         self._members = self._watched.members()
-        self._versions = [parameter._version for _, parameter in self._watched.parameters]
+        self._wanted = [(p._version, p.requires_grad) for _, p in self._watched.parameters]
         return self
-
-    @property
-    def moved(self) -> bool:
-        """After :meth:`record_changes`: whether the forward wrote any buffer."""
-        return bool(self._buffers)
 
     @property
     def written_since(self) -> list[str]:
@@ -197,13 +181,11 @@ class ModuleState:
             if shared.value is None and shared.version is not None and shared.tensor._version != shared.version
         ]
 
-    def take_back(self, *, attributes: bool = False) -> None:
-        """After :meth:`record_changes`: restores the values from before the forward in the buffers that it wrote.
-
-        ``attributes``: in plain attributes as well.
-        """
-        if attributes and self._attributes is not None:
-            self._attributes.take_back()
+    def take_back(self) -> None:
+        """After the forward: restores attributes, and the values from before it in the buffers that it wrote."""
+        for buffer in self._before:
+            buffer.take_back()
+        self._contents.put()
         for owner, name, value in self._buffers:
             now = owner._buffers[name]
             if now is not None and now.shape == value.shape and now.dtype == value.dtype:
@@ -212,69 +194,63 @@ class ModuleState:
             else:
                 owner._buffers[name] = value.clone()
 
+    def present(self) -> ModuleContents:
+        """What the modules hold now."""
+        return ModuleContents(self._watched.all, self._attributes)
+
+    def put(self) -> bool:
+        """Gives the modules their state from before the forward; returns whether attributes or hooks had another."""
+        if self._global is not None and self._global != global_hooks():
+            raise RuntimeError(
+                "hooks for all modules (register_module_forward_hook and its like) were registered or removed between "
+                "a forward and its backward, which runs layers again: it would compute something else; register them "
+                "before the forward and remove them after the backward, or compute without checkpointing"
+            )
+        self._contents.check()
+        changed = self._contents.put()
+        for owner, name, shared in self._shared:
+            owner._buffers[name] = shared.tensor if shared.value is None else shared.value.clone()
+        for owner, name, value in self._buffers:
+            owner._buffers[name] = value.clone()  # a retained graph may need the value again
+        for buffer in self._before:  # a part of the forward runs again before it has ended
+            if buffer.copied:
+                buffer.owner._buffers[buffer.name] = buffer.value.clone()
+        return changed
+
     @contextlib.contextmanager
-    def again(self, *, strict: bool = True) -> Iterator[None]:
-        """A context in which buffers have their values from before the forward; writes to them are discarded.
-
-        Args:
-            strict: if False, restore the training modes of the forward instead of comparing them, and do not check
-                parameters and modules.
-
-        Raises:
-            RuntimeError: if a parameter was modified in place, a parameter or module was replaced, or a module changed
-                its mode, since the forward.
-        """
-        modes = [module.training for _, module in self._watched.modules]
-        if not strict:
-            self._set_modes(self._modes)
-        before: list[tuple[dict[str, Any], str, Tensor | None]] = []
+    def again(self) -> Iterator[None]:
+        """A context in which modules have their state from before the forward; changes of it are undone."""
+        present = self.present()
         try:
-            if strict:
-                self._check()
-            read = [(owner, name, shared.value) for owner, name, shared in self._shared if shared.value is not None]
-            for owner, name, shared in self._shared:  # buffers that other code replaced
-                now = owner._buffers.get(name)
-                if shared.value is None and now is not shared.tensor and now is not None:
-                    before.append((owner._buffers, name, now))
-                    owner._buffers[name] = shared.tensor
-            for owner, name, snapshot in [*self._buffers, *read]:
-                before.append((owner._buffers, name, owner._buffers[name]))
-                owner._buffers[name] = snapshot.clone()  # a retained graph may need the snapshot again
-            attributes = contextlib.nullcontext() if self._attributes is None else self._attributes.again()
-            with attributes, self._hooks.again():
-                yield
+            self.put()
+            yield
         finally:
-            for buffers, name, buffer in before:
-                buffers[name] = buffer
-            if not strict:
-                self._set_modes(modes)
+            present.put()
 
-    def _set_modes(self, modes: list[bool]) -> None:
-        for (_, module), training in zip(self._watched.modules, modes, strict=True):
-            if module.training != training:
-                module.training = training
-
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises RuntimeError if a parameter was modified in place or replaced, or a module changed its mode."""
         watched = self._watched
         # Without this, what was replaced later would run in the recomputation and get the gradient.
         replaced = watched.replaced(self._members)
         changed = [f"another object took the place of {', '.join(replaced)}"] if replaced else []
-        changed += [
-            f"parameter {name!r} was modified in place {p._version - version} time(s)"
-            for (name, p), version in zip(watched.parameters, self._versions, strict=True)
-            if p._version != version
-        ]
-        changed += [
-            f"module {name or 'itself'!r} changed from training={mode} to training={module.training}"
-            for (name, module), mode in zip(watched.modules, self._modes, strict=True)
-            if module.training != mode
-        ]
+        if self._wanted != [(p._version, p.requires_grad) for _, p in watched.parameters]:
+            for (name, p), (version, wanted) in zip(watched.parameters, self._wanted, strict=True):
+                if p._version != version:
+                    changed.append(f"parameter {name!r} was modified in place {p._version - version} time(s)")
+                if p.requires_grad is not wanted:
+                    changed.append(f"parameter {name!r} changed from requires_grad={wanted} to {p.requires_grad}")
+        if self._modes != [module.training for module in watched.all]:
+            changed += [
+                f"module {name or 'itself'!r} changed from training={mode} to training={module.training}"
+                for (name, module), mode in zip(watched.modules, self._modes, strict=True)
+                if module.training != mode
+            ]
         if changed:
             raise RuntimeError(
                 "expected the module of the checkpointed forward to be the same in backward, but "
                 + "; ".join(changed)
-                + "; call backward() before optimizer.step(), train(), eval() or a replacement, or compute without "
-                "checkpointing"
+                + "; call backward() before optimizer.step(), train(), eval(), requires_grad_() or a replacement, or "
+                "compute without checkpointing"
             )
 
 

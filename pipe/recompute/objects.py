@@ -14,7 +14,8 @@ A call that gets an object, or whose modules hold one, may change it, and so may
 Guarantee: the second run finds in each object what it held before the first. A tensor that was changed in place since
 raises RuntimeError.
 
-Not followed: modules, functions, and objects of classes of the standard library (but its containers) and of torch.
+Not followed: modules, functions, and objects of classes of the standard library (but its containers), of torch, and of
+these packages.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipe.recompute.thread_state import PACKAGES
+
 __all__ = ["Objects", "Present", "content_of", "differs", "put"]
 
 _CONTAINERS = list, dict, set, deque
 #: Packages of classes whose objects are not followed.
-_OTHERS = sys.stdlib_module_names | {"torch"}
-_MISSING = object()
+_OTHERS = sys.stdlib_module_names - {"__main__"} | {"torch", *PACKAGES}
 
 
 def content_of(value: Any) -> Any:

@@ -32,12 +32,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipe.nested import LEAVES, TreeSpec, flatten, unflatten
 from pipe.recompute.phase import phase
-from pipe.recompute.region import RegionState, Settings
-from pipe.recompute.thread_state import close_contexts
+from pipe.recompute.region import RunState, Settings
+from pipe.recompute.thread_state import close_contexts, holds_generators, release_generators, shared_generators
 from pipe.torch_private.autograd import at_end_of_backward, backward_number
+from pipe.torch_private.dispatch import subclasses_enabled, with_subclasses
 from pipe.torch_private.tracing import uncompiled_hooks
 
-__all__ = ["Stop", "recomputed"]
+__all__ = ["Call", "Stop", "recomputed"]
 
 
 References = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -64,18 +65,20 @@ _PLAIN = Tensor, torch.nn.Parameter
 _PHONY = torch.empty(0, requires_grad=True)
 
 
-class _Call:
+class Call:
     """One call: what it saved, and what its second run needs."""
 
     __slots__ = (
-        "again", "begins", "count", "kinds", "leaves", "made", "name", "number", "on_save", "places", "references",
-        "repeated", "saved", "settings", "spec", "state", "to_the_end",
+        "again", "begins", "count", "ended", "kinds", "leaves", "made", "name", "number", "on_save", "places",
+        "references", "repeated", "saved", "settings", "spec", "state", "to_the_end",
     )  # fmt: skip
 
-    def __init__(self, name: str, again: Callable[..., Any], state: RegionState, references: References | None) -> None:
+    def __init__(self, name: str, again: Callable[..., Any], state: RunState, references: References | None) -> None:
         self.name, self.again, self.state, self.references = name, again, state, references
         self.settings = Settings(state.devices)
         self.to_the_end = phase.to_the_end
+        #: Whether the first run has ended. Until then, backwards inside it run the part before them again.
+        self.ended = False
         self.count = 0
         #: Shape, type and device of each tensor that the first run saved.
         self.kinds: list[tuple[Any, ...]] = []
@@ -87,7 +90,8 @@ class _Call:
         #: How the arguments are nested; None for plain tensors.
         self.spec: TreeSpec | None = None
 
-    def save_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def save_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """Saves the arguments of further runs; returns their tensors."""
         if kwargs or any(not isinstance(x, Tensor) for x in args):
             leaves, self.spec = flatten((args, kwargs))
             objects = [x for x in leaves if type(x) not in LEAVES and not isinstance(x, Tensor)]
@@ -116,13 +120,27 @@ class _Call:
         for k, _ in self.repeated:
             leaves[k] = None
         self.leaves = leaves
+        return tensors
+
+    def first(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The first run: ``function(*args, **kwargs)``."""
+        with self.state.first(), saved_tensors_hooks(*uncompiled_hooks(self.pack, _unpack)):
+            output = function(*args, **kwargs)
+        self.ended = True
+        return output
 
     def pack(self, tensor: Tensor) -> Any:
+        """What the graph of the first run keeps of a tensor."""
         self.kinds.append((tensor.shape, tensor.dtype, tensor.device))
         self.count += 1
         if self.on_save is not None:
             self.on_save(tensor)
         return self, self.count - 1
+
+    def prepare(self) -> None:
+        """Within a backward: runs the call again, unless what this backward needs is there."""
+        if self.made is None or self.number != backward_number():
+            self.run_again()
 
     def run_again(self) -> None:
         """Makes all tensors that the first run saved."""
@@ -150,6 +168,7 @@ class _Call:
         args, kwargs = (leaves, {}) if self.spec is None else unflatten(leaves, self.spec)
         made: list[Any] = []
         left = self.count
+        stops = not (self.to_the_end and self.ended)
         refer = None if self.references is None else self.references[0]
 
         def pack(tensor: Tensor) -> Any:
@@ -158,21 +177,25 @@ class _Call:
             kind = tensor.shape, tensor.dtype, tensor.device
             made.append((detached if refer is None else refer(detached), detached._version, kind))
             left -= 1
-            if left == 0 and not self.to_the_end:
+            if left == 0 and stops:
                 raise Stop
             return detached
 
         hooks = saved_tensors_hooks(*uncompiled_hooks(pack, _same))
-        state = self.state.again()
+        state, lock = self.state.again(), self.state.lock
+        held = lock is not shared_generators or holds_generators()
+        again = self.again if subclasses_enabled() else with_subclasses(self.again)
         try:
-            with self.state.lock, state, self.settings.again(), torch.enable_grad(), hooks:
-                self.again(*args, **kwargs)
+            with lock, state, self.settings.again(), torch.enable_grad(), hooks:
+                again(*args, **kwargs)
         except Stop:
             pass
         except BaseException as error:
             # An interrupt may keep the ``with`` statement from ending them.
             close_contexts(error)
             state.restore()
+            if not held:
+                release_generators()
             raise
         found = [kind for _, _, kind in made]
         if found != self.kinds:
@@ -186,7 +209,7 @@ class _Call:
             at_end_of_backward(made.clear)
 
 
-def _unpack(place: tuple[_Call, int]) -> Tensor:
+def _unpack(place: tuple[Call, int]) -> Tensor:
     call, k = place
     number = backward_number()
     if not call.made or call.number != number or call.made[k] is None:
@@ -226,7 +249,7 @@ def recomputed(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    state: RegionState,
+    state: RunState,
     *,
     again: Callable[..., Any] | None = None,
     references: References | None = None,
@@ -249,13 +272,11 @@ def recomputed(
         references: what replaces a tensor of the second run until it is used, and what makes the tensor of it.
         name: for errors.
     """
-    call = _Call(name, again or function, state, references)
+    call = Call(name, again or function, state, references)
     call.on_save, call.begins = on_save, begins
     with contextlib.nullcontext() if inputs_hooks is None else saved_tensors_hooks(*inputs_hooks):
         call.save_inputs(*((args, kwargs) if saved is None else saved))
-    pack, unpack = uncompiled_hooks(call.pack, _unpack)
-    with state.first(), saved_tensors_hooks(pack, unpack):
-        return function(*args, **kwargs)
+    return call.first(function, args, kwargs)
 
 
 def _shown(kinds: list[tuple[Any, ...]]) -> str:

@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -31,21 +30,127 @@ import torch
 from torch import nn
 
 from pipe.recompute.generators import Generator, generators_in, generators_of
-from pipe.recompute.module_hooks import HookAttributes
+from pipe.recompute.module_contents import ModuleContents
 from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.objects import Objects, Present
 from pipe.recompute.phase import phase
-from pipe.recompute.replay import shared_generators
-from pipe.recompute.thread_state import ThreadState, with_variables
+from pipe.recompute.thread_state import ThreadState, no_autocast, shared_generators, with_variables
 from pipe.torch_private.dispatch import modes_active
 
-__all__ = ["Region", "RegionState", "Settings", "Settled"]
+__all__ = ["Region", "RegionState", "RunState", "Settings", "Settled"]
 
 #: Runs before which generators are looked for.
 RUNS_NOTED = 2
 
 #: See :attr:`Region.settings`.
 Settled = tuple[tuple[bool, bool], ...]
+
+
+class Settings:
+    """The settings of this thread that a further run must have again: autocast, default device, modes."""
+
+    __slots__ = ("_kinds", "_then", "_variables")
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._kinds = [device.type for device in devices]
+        self._variables = contextvars.copy_context()
+        self._then = ThreadState.capture(self._kinds) if _any_set(self._kinds) else None
+
+    def again(self) -> contextlib.AbstractContextManager[Any]:
+        """A context with these settings."""
+        if self._then is not None:
+            # Without autocast's cache of casted weights, which outlives this run.
+            return self._then.again(recomputation=True, cache_casts=False)
+        if self._variables != contextvars.copy_context():
+            return with_variables(self._variables)
+        return no_autocast({"cpu", *self._kinds}) if _any_set(self._kinds) else contextlib.nullcontext()
+
+
+def _any_set(kinds: list[str]) -> bool:
+    return modes_active() or torch.is_autocast_enabled("cpu") or any(map(torch.is_autocast_enabled, kinds))
+
+
+class RunState:
+    """The state before one run: generators, what modules hold (None: nothing of it can change), and objects.
+
+    Args:
+        devices: those that the run draws random numbers on.
+        generators: those that it may draw from.
+    """
+
+    __slots__ = ("_module_state", "_objects", "_states", "devices")
+
+    def __init__(
+        self, devices: Iterable[torch.device], generators: Iterable[Generator], module_state: ModuleState | None
+    ) -> None:
+        self.devices = devices
+        self._objects: Objects | None = None
+        self._states: list[tuple[Generator, Any]] = [(each, each.get()) for each in generators]
+        self._module_state = module_state
+
+    def first(self) -> _First:
+        """A context for the first run."""
+        return _First(self)
+
+    def again(self) -> _Again:
+        """A context for a further run, whose changes are undone."""
+        return _Again(self)
+
+    def add_objects(self, objects: Sequence[Any]) -> None:
+        """Before the first run: adds what can be reached from the objects that the modules get as arguments."""
+        self._objects = Objects(objects)
+        known = [generator.owner for generator, _ in self._states]
+        more = [each for each in generators_in(self._objects.found) if not any(each is other for other in known)]
+        self._states += [(each, each.get()) for each in generators_of((), more)[-len(more) :] if more]
+
+    def check(self, name: str) -> None:
+        """Raises RuntimeError if a further run would read other values of buffers than the first; ``name``: of it."""
+        written = [] if self._module_state is None else self._module_state.written_since
+        if written:
+            raise RuntimeError(
+                f"buffer {', '.join(written[:3])} of {name} was written in place between the forward and its backward, "
+                f"which runs the layers again: they would read the new value. Write it after the backward, assign a "
+                f"new tensor instead, or compute without recomputation"
+            )
+
+    def take_back(self) -> None:
+        """After the first run: undoes what it drew, and wrote into buffers and attributes."""
+        for generator, before in self._states:
+            generator.set(before)
+        if self._module_state is not None:
+            self._module_state.take_back()
+        if self._objects is not None:
+            self._objects.take_back()
+
+    @property
+    def lock(self) -> contextlib.AbstractContextManager[Any]:
+        """To be held while :meth:`again`: two recomputations that rewind a generator of the process mix their draws."""
+        for generator, _ in self._states:
+            if generator.shared:
+                return shared_generators
+        return contextlib.nullcontext()
+
+    @property
+    def drawn(self) -> bool:
+        """After the first run: whether it drew random numbers."""
+        return bool(self._states)
+
+    def record_changes(self) -> None:
+        """After the first run: drops what it did not change."""
+        self._states = [(each, state) for each, state in self._states if each.moved(state)]
+        if self._module_state is not None:
+            self._module_state.record_changes()
+        if self._objects is not None:
+            self._objects.record_changes()
+
+    def present(self) -> ModuleContents | None:
+        """What the modules hold now, to be put back after a further run."""
+        return None if self._module_state is None else self._module_state.present()
+
+    def put(self) -> None:
+        """Gives the modules their state from before the first run."""
+        if self._module_state is not None:
+            self._module_state.put()
 
 
 class Region:
@@ -66,8 +171,10 @@ class Region:
         """Finds the modules, buffers and generators that there are now."""
         self._begun = 0
         self.watched = WatchedModule(self._group)
+        #: Whether runs change attributes.
+        self.changes = False
         self._find_generators()
-        self.modules = [module for _, module in self.watched.modules]
+        self.modules = self.watched.all
 
     def _find_generators(self) -> None:
         self._generators = generators_of(self.devices, self.watched.generators)
@@ -88,11 +195,14 @@ class Region:
 
     def begin(self, settings: Settled | None = None) -> RegionState:
         """The state before a first run; ``settings``: the present :attr:`settings`, if they are known."""
+        settings = self.settings if settings is None else settings
+        stateful = bool(self.watched.buffers) or self.changes or False in [plain for _, plain in settings]
         if self._begun < RUNS_NOTED:  # generators may be assigned at any time before
             self._begun += 1
             self.watched.find_generators()
             self._find_generators()
-        return RegionState(self, self.settings if settings is None else settings)
+            stateful = True
+        return RegionState(self, settings, ModuleState(self.watched) if stateful else None)
 
     @property
     def settings(self) -> Settled:
@@ -101,124 +211,53 @@ class Region:
         return tuple([(m.training, not m._forward_hooks and not m._forward_pre_hooks) for m in self.modules])
 
 
-class Settings:
-    """The settings of this thread that a further run must have again: autocast, default device, modes."""
+class RegionState(RunState):
+    """The state of a region before one run, from which it is learned what its later runs need to save."""
 
-    __slots__ = ("_kinds", "_then", "_variables")
+    __slots__ = ("_modes", "_region", "_settings")
 
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._kinds = [device.type for device in devices]
-        self._variables = contextvars.copy_context()
-        self._then = ThreadState.capture(self._kinds) if _any_set(self._kinds) else None
-
-    def again(self) -> contextlib.AbstractContextManager[Any]:
-        """A context with these settings."""
-        if self._then is not None:
-            # Without autocast's cache of casted weights, which outlives this run.
-            return self._then.again(recomputation=True, cache_casts=False)
-        if self._variables != contextvars.copy_context():
-            return with_variables(self._variables)
-        return _no_autocast({"cpu", *self._kinds}) if _any_set(self._kinds) else contextlib.nullcontext()
-
-
-def _any_set(kinds: list[str]) -> bool:
-    return modes_active() or torch.is_autocast_enabled("cpu") or any(map(torch.is_autocast_enabled, kinds))
-
-
-@contextlib.contextmanager
-def _no_autocast(kinds: Iterable[str]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for kind in kinds:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-class RegionState:
-    """The state of a region before one run. ``None`` parts need no restoring."""
-
-    __slots__ = ("_module_state", "_objects", "_region", "_settings", "_states")
-
-    def __init__(self, region: Region, settings: Settled) -> None:
+    def __init__(self, region: Region, settings: Settled, module_state: ModuleState | None) -> None:
+        super().__init__(region.devices, region.generators(settings), module_state)
         self._region, self._settings = region, settings
-        self._objects: Objects | None = None
-        self._states: list[tuple[Generator, Any]] = [(each, each.get()) for each in region.generators(settings)]
-        watched = region.watched
-        stateful = watched.buffers or watched.stateful.modules or [plain for _, plain in settings if not plain]
-        self._module_state = ModuleState(watched, attributes=True) if stateful else None
 
-    def first(self) -> _First:
-        """A context for the first run."""
-        return _First(self)
-
-    def again(self) -> _Again:
-        """A context for a further run, whose changes are undone."""
-        return _Again(self)
-
-    def add_objects(self, objects: Sequence[Any]) -> None:
-        """Before the first run: adds what can be reached from the objects that the modules get as arguments."""
-        self._objects = Objects(objects)
-        known = self._region.watched.generators
-        more = [each for each in generators_in(self._objects.found) if not any(each is other for other in known)]
-        self._states += [(each, each.get()) for each in generators_of((), more)[-len(more) :] if more]
-
-    def check(self, name: str) -> None:
-        """Raises RuntimeError if a further run would read other values of buffers than the first; ``name``: of it."""
-        written = [] if self._module_state is None else self._module_state.written_since
-        if written:
-            raise RuntimeError(
-                f"buffer {', '.join(written[:3])} of {name} was written in place between the forward and its backward, "
-                f"which runs the layers again: they would read the new value. Write it after the backward, assign a "
-                f"new tensor instead, or compute without recomputation"
-            )
-
-    @property
-    def devices(self) -> Sequence[torch.device]:
-        """Those that the modules draw random numbers on."""
-        return self._region.devices
-
-    def take_back(self) -> None:
-        """After the first run: undoes what it drew, and wrote into buffers and attributes."""
-        for generator, before in self._states:
-            generator.set(before)
-        if self._module_state is not None:
-            self._module_state.take_back(attributes=True)
-        if self._objects is not None:
-            self._objects.take_back()
-
-    @property
-    def lock(self) -> contextlib.AbstractContextManager[Any]:
-        """To be held while :meth:`again`: two recomputations that rewind a generator of the process mix their draws."""
-        shared = any(generator.shared for generator, _ in self._states)
-        return shared_generators if shared else contextlib.nullcontext()
-
-    @property
-    def drawn(self) -> bool:
-        """After the first run: whether it drew random numbers."""
-        return bool(self._states)
-
-    def _record_changes(self) -> None:
-        self._states = [(each, state) for each, state in self._states if each.moved(state)]
+    def record_changes(self) -> None:
+        """After the first run: drops what it did not change, and notes what it did."""
+        super().record_changes()
         if self._states:
             self._region.note_drawn([each for each, _ in self._states])
         if self._module_state is not None:
-            self._module_state.record_changes(others=True)
-        if self._objects is not None:
-            self._objects.record_changes()
+            self._region.changes |= self._module_state.changed
+
+    def present(self) -> ModuleContents | None:
+        """What the modules hold now, if it is to be put back."""
+        if self._module_state is None and self._region.settings == self._settings:
+            return None
+        return ModuleContents(self._region.modules)
+
+    def put(self) -> None:
+        """Gives the modules their state from before the first run."""
+        if self._module_state is not None:
+            self._region.changes |= self._module_state.put()
+        elif self._region.settings != self._settings:
+            for module, (training, _) in zip(self._region.modules, self._settings, strict=True):
+                module._forward_hooks.clear()  # modules that had hooks have a ``ModuleState``
+                module._forward_pre_hooks.clear()
+                module.training = training
 
 
 class _First:
-    """See :meth:`RegionState.first`."""
+    """See :meth:`RunState.first`."""
 
     __slots__ = ("_checkpointing", "_running", "_state")
 
-    def __init__(self, state: RegionState) -> None:
+    def __init__(self, state: RunState) -> None:
         self._state = state
-        self._running: contextlib.AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
         self._checkpointing, phase.checkpointing = phase.checkpointing, True
-        if self._state._module_state is not None:
-            self._running = self._state._module_state.running()
+        module_state = self._state._module_state
+        self._running = None if module_state is None or not module_state._before else module_state.running()
+        if self._running is not None:
             self._running.__enter__()
 
     def __exit__(
@@ -228,29 +267,23 @@ class _First:
         if self._running is not None:
             self._running.__exit__(kind, error, traceback)
         if kind is None:
-            self._state._record_changes()
+            self._state.record_changes()
 
 
 class _Again:
-    """See :meth:`RegionState.again`. It can be left again where an interrupt kept it from being left."""
+    """See :meth:`RunState.again`. It can be left again where an interrupt kept it from being left."""
 
-    __slots__ = ("_buffers", "_entered", "_generators", "_hooks", "_modes", "_objects", "_phase", "_running", "_state")
+    __slots__ = ("_contents", "_entered", "_generators", "_objects", "_phase", "_state")
 
-    def __init__(self, state: RegionState) -> None:
+    def __init__(self, state: RunState) -> None:
         self._state = state
         self._entered = False
 
     def __enter__(self) -> None:
-        state, region = self._state, self._state._region
-        module_state, settings = state._module_state, region.settings
-        hooked = [m for m, (_, plain) in zip(region.modules, settings, strict=True) if not plain]
+        state = self._state
         self._phase = phase.checkpointing, phase.recomputing
         self._generators = [(generator, generator.get()) for generator, _ in state._states]
-        self._modes = [training for training, _ in settings]
-        self._hooks = HookAttributes(region.modules if module_state is not None else hooked)
-        watched = () if module_state is None else region.watched.buffers
-        self._buffers = [(owner._buffers, name, owner._buffers.get(name)) for owner, name, _ in watched]
-        self._running: contextlib.AbstractContextManager[None] | None = None
+        self._contents = state.present()
         self._objects: Present | None = None
         self._entered = True
         phase.checkpointing, phase.recomputing = False, True
@@ -258,18 +291,9 @@ class _Again:
             self._objects = state._objects.again()
         for generator, before in state._states:
             generator.set(before)
-        if module_state is not None:
-            self._running = module_state.again(strict=False)
-            self._running.__enter__()
-            return
-        for module in hooked:  # modules that had hooks have a ``ModuleState``
-            module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
-        if settings != state._settings:
-            _set_modes(region, [training for training, _ in state._settings])
+        state.put()
 
     def __exit__(self, *raised: Any) -> None:
-        if self._running is not None:
-            self._running.__exit__(*raised)
         self.restore()
 
     def restore(self) -> None:
@@ -278,17 +302,9 @@ class _Again:
             return
         for generator, now in self._generators:
             generator.set(now)
-        _set_modes(self._state._region, self._modes)
-        self._hooks.restore()
-        for buffers, name, buffer in self._buffers:
-            buffers[name] = buffer
+        if self._contents is not None:
+            self._contents.put()
         if self._objects is not None:
             self._objects.restore()
         phase.checkpointing, phase.recomputing = self._phase
         self._entered = False
-
-
-def _set_modes(region: Region, modes: list[bool]) -> None:
-    for module, training in zip(region.modules, modes, strict=True):
-        if module.training is not training:
-            module.training = training

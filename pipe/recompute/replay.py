@@ -17,7 +17,6 @@ Assumes
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -26,12 +25,9 @@ import torch
 from pipe.nested import tensors_in
 from pipe.recompute.generators import Generator, generators_of
 from pipe.recompute.phase import enable_recomputing
-from pipe.recompute.thread_state import ThreadState
+from pipe.recompute.thread_state import ThreadState, shared_generators
 
-__all__ = ["Replay", "autocast_without_cache", "devices_of", "shared_generators"]
-
-# These generators are shared by all threads of the process; two recomputations that rewind them must not overlap.
-shared_generators = threading.RLock()
+__all__ = ["Replay", "autocast_without_cache", "devices_of"]
 
 
 def devices_of(*values: Any) -> set[torch.device]:
@@ -96,11 +92,6 @@ class Replay:
         """Sets the saved generators to their states from before the forward."""
         for generator, state in self._states:
             generator.set(state)
-
-    def restore(self) -> None:
-        """Restores generators and thread settings if an exception prevented a context from doing so."""
-        self._thread_state.restore()
-        self.rewind()
 
     @contextlib.contextmanager
     def again(self, *, settings: bool = True) -> Iterator[None]:

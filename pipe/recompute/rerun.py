@@ -1,6 +1,6 @@
 """Runs layers a second time with the state of their first forward, so that the result is the same.
 
-Checkpointing, the two passes of GradCache, and the engine that streams shards all use it. Generators and casts are
+The two passes of GradCache use it. Generators and casts are
 restored by :class:`~pipe.recompute.replay.Replay`; modes, buffers and attributes by
 :class:`~pipe.recompute.module_state.ModuleState`; an input that layers write in place by
 :class:`~pipe.recompute.input_writes.InputWrites`. ::
@@ -8,7 +8,7 @@ restored by :class:`~pipe.recompute.replay.Replay`; modes, buffers and attribute
     layers = RepeatableLayers(watched, devices, InputWrites("layer 3"))
     rerun = layers.rerun()
     with rerun.first():
-        output, _ = layers.run(call, input, rerun=rerun)
+        output = layers.run(call, input, rerun)
     ...
     output = rerun.repeat(call, input)
 """
@@ -17,17 +17,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from pipe.nested import map_distinct
-from pipe.recompute.generators import generators_in
 from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.module_state import ModuleState, WatchedModule
-from pipe.recompute.phase import enable_checkpointing
+from pipe.recompute.phase import enable_checkpointing, enable_recomputing
 from pipe.recompute.replay import Replay, autocast_without_cache
 from pipe.torch_private.modules import caches_parametrizations
 
@@ -54,89 +51,52 @@ class Rerun:
     """The state of one forward, besides its input, that is needed to repeat it.
 
     Args:
-        watched: the modules that run; None if not known.
-        devices: the devices that they run on.
-        attributes: whether plain attributes of the modules are restored as well.
-        value: the input of the modules, which may hold random generators.
+        layers: the modules that run.
+        attributes: False for a part of a forward, whose attributes the next part reads.
     """
 
-    __slots__ = ("copies_input", "copy", "module_state", "replay")
+    __slots__ = ("_copy", "copies_input", "module_state", "replay")
 
-    def __init__(
-        self,
-        watched: WatchedModule | None,
-        devices: Collection[torch.device],
-        attributes: bool = True,
-        value: Any = None,
-    ) -> None:
-        if watched is not None:
-            refuse_cached_parametrizations(module for _, module in watched.modules)
-        held = [] if watched is None else watched.generators
-        passed = [] if value is None else generators_in(value)
-        more = [each for each in passed if not any(each is known for known in held)]
-        self.replay = Replay.capture(devices, [*held, *more])
-        self.module_state = None if watched is None else ModuleState(watched, attributes=attributes)
+    def __init__(self, layers: RepeatableLayers, attributes: bool = True) -> None:
+        watched = layers.watched
+        refuse_cached_parametrizations(watched.all)
+        self.replay = Replay.capture(layers.devices, watched.generators)
+        self.module_state = ModuleState(watched, attributes=attributes)
         #: Whether the layers write into their input, so that each run needs a copy of it.
         self.copies_input = False
-        self.copy: Callable[[Any], Any] = partial(map_distinct, Tensor.clone)
+        self._copy = layers.inputs.copy
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
         """A context for the first forward. Raises RuntimeError if it changed a value that could not be saved."""
-        with contextlib.nullcontext() if self.module_state is None else self.module_state.running():
+        with self.module_state.running():
             yield
         self.replay.record_changes()
-        if self.module_state is not None:
-            self.module_state.record_changes()
-
-    @property
-    def written(self) -> list[tuple[nn.Module, str]]:
-        """The buffers that the first forward certainly wrote, by owner and name."""
-        return [] if self.module_state is None else self.module_state.written
-
-    @property
-    def buffers_written_since(self) -> list[str]:
-        """Names of buffers that the first forward read, and that other code has written in place since."""
-        return [] if self.module_state is None else self.module_state.written_since
+        self.module_state.record_changes()
 
     def take_back(self) -> None:
         """Undoes what the first forward, which has just ended, drew and wrote into buffers."""
         self.replay.rewind()
-        if self.module_state is not None:
-            self.module_state.take_back()
+        self.module_state.take_back()
 
     @contextlib.contextmanager
-    def again(
-        self, *, strict: bool = False, until: contextlib.ExitStack | None = None, settings: bool = True
-    ) -> Iterator[None]:
+    def again(self, *, until: contextlib.ExitStack | None = None, settings: bool = True) -> Iterator[None]:
         """A context with the state from the start of the forward; restores the present state at its end.
 
         Args:
-            strict: raise if parameters or modes have changed.
             until: restores modes, buffers and attributes instead of this context, for a backward that reads them.
             settings: see :meth:`pipe.recompute.replay.Replay.again`.
         """
         with contextlib.ExitStack() as stack:
-            if self.module_state is not None:
-                (stack if until is None else until).enter_context(self.module_state.again(strict=strict))
+            (stack if until is None else until).enter_context(self.module_state.again())
             stack.enter_context(self.replay.again(settings=settings))
             stack.enter_context(enable_checkpointing(False))
             yield
 
-    def repeat(
-        self,
-        call: Call,
-        value: Any,
-        mode: contextlib.AbstractContextManager[Any] | None = None,
-        *,
-        until: contextlib.ExitStack | None = None,
-    ) -> Any:
-        """``call(value)`` again, inside the context ``mode``; ``value`` is not changed."""
-        mode = contextlib.nullcontext() if mode is None else mode
+    def repeat(self, call: Call, value: Any, *, until: contextlib.ExitStack | None = None) -> Any:
+        """``call(value)`` again; ``value`` is not changed."""
         with self.again(until=until):
-            given = self.copy(value) if self.copies_input else value
-            with mode:
-                return call(given)
+            return call(self._copy(value) if self.copies_input else value)
 
 
 @contextlib.contextmanager
@@ -145,62 +105,45 @@ def trial(watched: Sequence[WatchedModule], devices: Collection[torch.device]) -
 
     ``is_recomputing`` is True in it, for layers that count forwards in Python.
     """
+    reruns = [RepeatableLayers(each, devices, InputWrites("a layer")).rerun() for each in watched]
     with contextlib.ExitStack() as stack:
-        for each in watched:
-            stack.enter_context(ModuleState(each, attributes=True).trial())
-        held = [generator for each in watched for generator in each.generators]
-        stack.enter_context(Replay.capture(devices, held).again())
-        yield
+        for rerun in reruns:
+            stack.enter_context(rerun.module_state.running())
+        stack.enter_context(enable_recomputing())
+        try:
+            yield
+        finally:
+            for rerun in reruns:
+                rerun.take_back()
 
 
 class RepeatableLayers:
-    """Layers that can run again, with knowledge from their earlier runs."""
+    """Layers that can run again, with knowledge from their earlier runs.
 
-    def __init__(
-        self, watched: WatchedModule, devices: Collection[torch.device], inputs: InputWrites | None = None
-    ) -> None:
-        self.watched = watched
-        self.devices = devices
-        self.inputs = InputWrites("a layer") if inputs is None else inputs
+    Args:
+        watched: the modules.
+        devices: the devices that they run on.
+        inputs: whether they write into their input.
+    """
 
-    def rerun(self, value: Any = None, *, attributes: bool = True) -> Rerun:
-        """To be called just before a first run that is to be repeated; the arguments: see :class:`Rerun`."""
-        rerun = Rerun(self.watched, self.devices, attributes, value)
-        rerun.copy = self.inputs.copy
-        return rerun
+    def __init__(self, watched: WatchedModule, devices: Collection[torch.device], inputs: InputWrites) -> None:
+        self.watched, self.devices, self.inputs = watched, devices, inputs
+
+    def rerun(self, *, attributes: bool = True) -> Rerun:
+        """To be called just before a first run that is to be repeated."""
+        return Rerun(self, attributes)
 
     @property
     def modes(self) -> tuple[bool, ...]:
         """The ``training`` flags of all modules."""
-        return tuple([module.training for _, module in self.watched.modules])
+        return tuple([module.training for module in self.watched.all])
 
-    def run(
-        self,
-        call: Call,
-        value: Any,
-        *around: contextlib.AbstractContextManager[Any],
-        rerun: Rerun | None = None,
-        keeps_input: bool = True,
-    ) -> tuple[Any, Any]:
-        """A first run: ``call(value)``, where ``value`` is not changed if ``keeps_input``.
-
-        Args:
-            call: runs the layers.
-            value: their input.
-            around: contexts around the layers only.
-            rerun: told whether it has to copy the value as well.
-
-        Returns:
-            The result, and the input that the layers ran on: ``value``, or a copy of it.
-        """
+    def run(self, call: Call, value: Any, rerun: Rerun | None = None) -> Any:
+        """A first run: the result of ``call(value)``; ``rerun`` is told if that needs a copy of ``value``."""
         modes = self.modes
-        survived = self.inputs.survived(value, modes) if keeps_input else contextlib.nullcontext(value)
-        with survived as given, contextlib.ExitStack() as stack:
-            # Autocast's cache would keep casted weights after their use, and casts whose graph was freed.
-            stack.enter_context(autocast_without_cache(self.devices))
-            for mode in around:
-                stack.enter_context(mode)
+        # Autocast's cache would keep casted weights after their use, and casts whose graph was freed.
+        with self.inputs.survived(value, modes) as given, autocast_without_cache(self.devices):
             output = call(given)
         if rerun is not None:
             rerun.copies_input = self.inputs.copies(modes)
-        return output, given
+        return output

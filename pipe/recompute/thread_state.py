@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType, MethodType
@@ -27,13 +28,32 @@ from pipe.torch_private.autograd import SavedTensorHooks, pop_saved_tensor_hooks
 from pipe.torch_private.dispatch import DISPATCH_MODES, FUNCTION_MODES, ModeStack
 
 __all__ = [
+    "PACKAGES",
     "Autocast",
     "ThreadState",
     "close_contexts",
+    "holds_generators",
     "lasting_hooks",
+    "no_autocast",
+    "release_generators",
     "restores_thread_state",
+    "shared_generators",
     "with_variables",
 ]
+
+#: Generators of the process belong to all threads; two recomputations that rewind them must not overlap.
+shared_generators = threading.RLock()
+
+
+#: Whether this thread holds them.
+holds_generators: Callable[[], bool] = shared_generators._is_owned  # type: ignore[attr-defined]
+
+
+def release_generators() -> None:
+    """Releases :data:`shared_generators` where an interrupt kept ``with`` statements of this thread from it."""
+    while holds_generators():
+        shared_generators.release()
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -87,6 +107,7 @@ class ThreadState:
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
     phase: tuple[bool, bool]
+    holds_generators: bool
     #: Of :mod:`contextvars`. Not compared: a copy differs from every other one.
     variables: contextvars.Context = field(compare=False)
 
@@ -103,6 +124,7 @@ class ThreadState:
             function_modes=tuple(FUNCTION_MODES.active()),
             dispatch_modes=tuple(DISPATCH_MODES.active()),
             phase=(phase.checkpointing, phase.recomputing),
+            holds_generators=holds_generators(),
             variables=contextvars.copy_context(),
         )
 
@@ -155,6 +177,8 @@ class ThreadState:
         torch.set_autocast_cache_enabled(self.cache_casts)
         set_grad_enabled(self.grad)
         phase.checkpointing, phase.recomputing = self.phase
+        if not self.holds_generators:
+            release_generators()
 
 
 def _enter(stack: contextlib.ExitStack, kind: ModeStack, modes: tuple[Any, ...]) -> None:
@@ -169,6 +193,15 @@ def with_variables(then: contextvars.Context) -> Iterator[None]:
     """A context in which the context variables of this thread have their values of ``then``."""
     with contextlib.ExitStack() as stack:
         _enter_variables(stack, then)
+        yield
+
+
+@contextlib.contextmanager
+def no_autocast(kinds: Iterable[str]) -> Iterator[None]:
+    """A context without autocast on these types of devices."""
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 
@@ -207,7 +240,7 @@ def restores_thread_state(function: Callable[P, R]) -> Callable[P, R]:
 
 def _is_control_flow(error: BaseException) -> bool:
     """Whether an exception of the packages' own ends a call that is suspended, and leaves its contexts as it should."""
-    return not isinstance(error, Exception) and type(error).__module__.partition(".")[0] in _PACKAGES
+    return not isinstance(error, Exception) and type(error).__module__.partition(".")[0] in PACKAGES
 
 
 def close_contexts(error: BaseException) -> None:
@@ -229,7 +262,7 @@ def close_contexts(error: BaseException) -> None:
 
 def _contexts_in(frame: FrameType) -> Iterator[Any]:
     """Contexts that a frame of an interrupted call may have left open; those that have ended can be closed again."""
-    ours = frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES
+    ours = frame.f_globals.get("__name__", "").partition(".")[0] in PACKAGES
     if frame.f_code not in _ENDS and not ours:
         return
     code = frame.f_code
@@ -242,7 +275,8 @@ def _contexts_in(frame: FrameType) -> Iterator[Any]:
             yield each
 
 
-_PACKAGES = ("pipe", "offload", "gradcache")
+#: Those whose objects and modules keep their own state.
+PACKAGES = ("pipe", "offload", "gradcache")
 _Generator = contextlib._GeneratorContextManager
 _ENDS = {
     _Generator.__enter__.__code__,

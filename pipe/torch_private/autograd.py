@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ __all__ = [
     "at_end_of_backward",
     "backward_number",
     "has_hooks",
-    "hidden_hooks",
     "in_backward",
     "is_requested",
     "keeps_graph",
@@ -122,19 +121,6 @@ class HiddenHooks:
             # An empty mapping: None would clear the attribute, but not the hooks that the engine runs.
             self._leaf._backward_hooks = self._hooks[0]
             self._leaf._post_accumulate_grad_hooks = self._hooks[1] or OrderedDict()
-
-
-@contextlib.contextmanager
-def hidden_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """A context in which autograd accumulates into the leaves without running their hooks."""
-    hidden = [HiddenHooks(leaf) for leaf in leaves if has_hooks(leaf)]
-    try:
-        for hooks in hidden:
-            hooks.hide()
-        yield
-    finally:
-        for hooks in hidden:
-            hooks.restore()
 
 
 def run_hooks_with_gradient_only(leaf: Tensor) -> None:

@@ -86,10 +86,18 @@ def without_modes() -> Iterator[None]:
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
-def with_subclasses() -> contextlib.AbstractContextManager[Any]:
-    """A context in which tensor subclasses work as in a forward; the backward of a loss that is one disables them."""
-    enable = getattr(torch._C, "_EnableTorchFunction", contextlib.nullcontext)
-    return contextlib.nullcontext() if torch._C._is_torch_function_enabled() else enable()
+#: Whether tensor subclasses intercept functions; the backward of a loss that is one disables them.
+subclasses_enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
+
+
+def with_subclasses(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, in which tensor subclasses work as in a forward."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._EnableTorchFunction():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def no_subclasses() -> contextlib.AbstractContextManager[Any]:

@@ -17,31 +17,21 @@ __all__ = [
     "BatchOrInstanceNorm",
     "caches_parametrizations",
     "global_module_hooks",
-    "has_backward_hooks",
 ]
 
 
 #: The attributes of a module that hold its hooks by number, and options of some of these hooks.
 HOOKS_OF_MODULES = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks",
+    "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_backward_pre_hooks", "_backward_hooks",
+)  # fmt: skip
 
 
 def global_module_hooks() -> list[dict[int, Any]]:
     """The hooks that run for every module."""
     names = "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks"
     return [getattr(torch.nn.modules.module, name) for name in names]
-
-
-def has_backward_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether hooks of one of these modules see gradients of its inputs or outputs."""
-    return any(m._backward_hooks or m._backward_pre_hooks for m in modules)
 
 
 def caches_parametrizations(modules: Iterable[nn.Module]) -> bool:

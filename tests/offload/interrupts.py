@@ -19,6 +19,7 @@ import torch
 import gradcache
 import offload
 import pipe
+from pipe.recompute.thread_state import holds_generators
 
 PACKAGES = tuple(str(Path(package.__file__).parent) + "/" for package in (offload, pipe, gradcache))
 CONTEXTS = (contextlib.__file__, torch.autograd.grad_mode.__file__, torch.autograd.graph.__file__)
@@ -138,6 +139,7 @@ def interrupted(run: Callable[[], object], line: Line, *, contexts: bool = False
         with _tracing(saw, contexts, line):
             run()
     except KeyboardInterrupt:
+        assert not holds_generators(), f"other threads wait for ever after an interrupt at {line}"
         return "raised"
     finally:
         sys.unraisablehook = before

@@ -372,9 +372,8 @@ def test_hooks_around_a_pipe_pack_once_what_its_offloaded_stages_save(
         assert sorted(packing.unpacked) == list(range(len(packing.packed))), "each comes out exactly once"
     expected_shapes, shapes = (sorted(packing.packed) for packing in packings)
     if recompute:
-        # As with torch.utils.checkpoint: what enters cells, besides what the pipe itself saves of a micro-batch.
-        checkpointed = {"never": 0, "except_last": 1, "always": 2}[mode]
-        expected_shapes = [(2, WIDTH)] * 3 * (2 + checkpointed)
+        # As with torch.utils.checkpoint: what enters cells, also where the pipe saves it for a micro-batch.
+        expected_shapes = [(2, WIDTH)] * 3 * 2
     else:
         # Weights are saved by reference: they are not packed, and are there when they are needed.
         weights = {(WIDTH, HIDDEN), (HIDDEN, WIDTH)}

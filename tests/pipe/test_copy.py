@@ -10,7 +10,6 @@ from torch import nn
 from pipe import Pipe, pipeline, stream
 from pipe import copy as copies
 from pipe.copy import Copy, Wait
-from pipe.microbatch import Batch
 from pipe.stream import (
     CPUStream,
     current_stream,
@@ -195,17 +194,6 @@ def test_stages_of_one_device_need_no_copies_and_no_waits(monkeypatch: pytest.Mo
         monkeypatch.setattr(pipeline, name, lambda *args, name=name: called.append(name))
     Pipe(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), [1, 1], chunks=2)(torch.ones(2, 1)).sum().backward()
     assert not called
-
-
-def test_depend_orders_batches_by_tensors_that_need_a_gradient_and_changes_no_other() -> None:
-    a, b = Batch((torch.arange(2), torch.ones(1, requires_grad=True))), Batch((torch.ones(1), torch.arange(3)))
-    before = list(a), list(b)
-    pipeline.depend(a, b)
-    assert all(x is y for x, y in zip([*a, *b], [*before[0], *before[1]], strict=True))
-    b = Batch((torch.arange(3), torch.ones(1, requires_grad=True)))
-    pipeline.depend(a, b)
-    assert [t.requires_grad for t in b] == [False, True]
-    assert b[1].grad_fn is not None
 
 
 def test_the_host_waits_for_a_stream_only_where_the_cpu_would_read_too_early(monkeypatch: pytest.MonkeyPatch) -> None:

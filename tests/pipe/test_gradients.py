@@ -98,31 +98,44 @@ def test_hooks_are_there_again_after_a_step_that_failed_and_did_not_run_in_it() 
     assert calls == [1, 2, 2]
 
 
-def test_hooks_that_would_see_parts_of_a_gradient_are_refused_before_a_layer_runs() -> None:
-    pipe, _ = pair(checkpoint="always")
-    pipe[2].weight.register_hook(lambda g: g.clamp(-1, 1))
-    x = torch.randn(6, WIDTH)
-    with pipe.recording() as trace, pytest.raises(RuntimeError, match=r"without hooks.*checkpoint='never'"):
-        pipe(x)
-    assert not trace
-    with torch.no_grad():
-        pipe(x)
-    pipe.checkpoint = "never"
-    pipe(x).sum().backward()
-    pipe.checkpoint, pipe.chunks = "always", 1
-    pipe(x).sum().backward()
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_hooks_see_the_gradient_of_all_micro_batches_once(checkpoint: str) -> None:
+    pipe, bare = pair(checkpoint=checkpoint)
+    seen: dict[nn.Module, list[Tensor]] = {pipe: [], bare: []}
+    x = torch.randn(7, WIDTH)
+    for model in (pipe, bare):
+        for layer in (0, 2):
+            model[layer].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+            model[layer].weight.register_hook(lambda g, model=model: seen[model].append(g.clone()))
+        model(x).square().mean().backward()
+    assert_same(pipe, bare)
+    torch.testing.assert_close(seen[pipe], seen[bare])
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_an_optimizer_in_the_backward_of_a_forward_steps_once_with_the_whole_gradient(checkpoint: str) -> None:
+    pipe, bare = pair(checkpoint=checkpoint)
+    steps, expected = step_in_backward(pipe), step_in_backward(bare)
+    for _ in range(3):
+        x = torch.randn(7, WIDTH)
+        for model in (pipe, bare):
+            model(x).square().mean().backward()
+        assert_same(pipe, bare)
+    assert sorted(steps) == sorted(expected)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when the optimizers are imported
-def test_optimizers_hooked_into_the_graph_are_refused_before_a_layer_runs() -> None:
+def test_optimizers_hooked_into_the_graph_step_once_and_are_refused_by_a_step_before_a_layer_runs() -> None:
     from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 
-    pipe, _ = pair(checkpoint="always")
-    _apply_optimizer_in_backward(torch.optim.SGD, pipe.parameters(), {"lr": 0.1})
+    pipe, bare = pair(checkpoint="always")
     x = torch.randn(6, WIDTH)
+    for model in (pipe, bare):
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+        for _ in range(2):
+            model(x).square().mean().backward()
+    assert_same(pipe, bare)
     with pipe.recording() as trace:
-        with pytest.raises(RuntimeError, match="_apply_optimizer_in_backward"):
-            pipe(x)
         with pytest.raises(RuntimeError, match="_apply_optimizer_in_backward"):
             pipe.train_step(x, x, nn.MSELoss())
     assert not trace

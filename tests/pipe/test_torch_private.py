@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pipe.torch_private import ATTRIBUTES
-from pipe.torch_private.autograd import hidden_hooks
+from pipe.torch_private.autograd import HiddenHooks
 from pipe.torch_private.threads import limit_operation_threads
 
 ROOT = Path(__file__).parents[2]
@@ -81,9 +81,11 @@ def test_hooks_that_are_hidden_do_not_run_and_come_back() -> None:
     leaf.register_hook(lambda _: seen.append("gradient"))
     leaf.register_post_accumulate_grad_hook(lambda _: seen.append("after"))
     removed = leaf.register_hook(lambda _: seen.append("removed"))
-    with hidden_hooks([leaf]):
-        leaf.sum().backward()
-        removed.remove()
+    hidden = HiddenHooks(leaf)
+    hidden.hide()
+    leaf.sum().backward()
+    removed.remove()
+    hidden.restore()
     assert not seen
     leaf.sum().backward()
     assert seen == ["gradient", "after"]

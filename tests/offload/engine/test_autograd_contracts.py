@@ -13,7 +13,6 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 
 from offload import OffloadModel, OffloadOptimizer
-from pipe.checkpoint import checkpoint
 
 WIDTH = 8
 
@@ -98,12 +97,6 @@ def test_forward_mode_is_refused(wrap: Callable[..., OffloadModel]) -> None:
             model(forward_ad.make_dual(batch(), torch.ones(6, WIDTH)))
     with pytest.raises(RuntimeError, match=r"torch\.func"):
         torch.func.jvp(model, (batch(),), (batch(),))
-
-
-def test_double_backward_through_a_checkpoint_is_refused_whatever_the_gradient_requires() -> None:
-    layer, x = nn.Linear(WIDTH, WIDTH), batch().requires_grad_()
-    with pytest.raises(RuntimeError, match="create_graph"):
-        checkpoint(layer, x).sum().backward(create_graph=True)
 
 
 # --- gradients that were asked for ----------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from offload import OffloadModel
 from pipe.checkpoint import checkpoint
-from pipe.recompute.attributes import FORWARDS_NOTED
 from pipe.recompute.module_state import ModuleState, WatchedModule
+from pipe.recompute.rerun import trial
 
 WIDTH = 6
 
@@ -87,24 +87,14 @@ def test_a_hidden_state_enters_the_recomputation_as_it_entered_the_forward(wrap:
 @pytest.mark.parametrize("wrap", [by_checkpoints, by_offload])
 def test_a_tensor_that_is_changed_in_place_and_is_no_buffer_is_refused(wrap: Callable[..., Any]) -> None:
     run = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), Scaled()))
-    with pytest.raises(RuntimeError, match="'scale', a tensor, in place"):
+    with pytest.raises(RuntimeError, match="attribute 'scale', a tensor, in place"):
         run(torch.randn(2, WIDTH))
-
-
-def test_modules_that_change_nothing_in_their_first_forwards_are_not_noted_again() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Recurrent())
-    watched = WatchedModule(model)
-    for _ in range(FORWARDS_NOTED):
-        module_state = ModuleState(watched, attributes=True)
-        model(torch.randn(2, WIDTH))
-        module_state.record_changes()
-    assert [module for _, module in watched.stateful.modules] == [model[1]]
 
 
 def test_attributes_are_put_back_when_the_recomputation_fails() -> None:
     model = Recurrent()
     watched = WatchedModule(model)
-    module_state = ModuleState(watched, attributes=True)
+    module_state = ModuleState(watched)
     model(torch.randn(2, WIDTH))
     module_state.record_changes()
 
@@ -121,7 +111,7 @@ def test_attributes_are_put_back_when_the_recomputation_fails() -> None:
 
 def test_what_changes_in_a_forward_that_is_only_tried_is_undone() -> None:
     model = Recurrent()
-    with ModuleState(WatchedModule(model), attributes=True).trial():
+    with trial([WatchedModule(model)], []):
         model(torch.randn(2, WIDTH))
         assert model.calls == 1
     assert (model.calls, model.seen, model.state, model.by_name) == (0, [], None, {"calls": 0})

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from pipe.recompute.module_state import ModuleState, WatchedModule
+from pipe.recompute.rerun import trial
 
 
 class Counter(nn.Module):
@@ -91,8 +92,7 @@ def test_all_changes_are_named_at_once() -> None:
     with torch.no_grad():
         module[0].weight.add_(1)
     with pytest.raises(RuntimeError, match=r"parameter '0.weight'.*module 'itself'.*module '0'.*module '1'"):
-        with module_state.again():
-            pass
+        module_state.check()
 
 
 def test_a_parameter_prepared_by_the_forward_itself_is_no_change() -> None:
@@ -101,12 +101,11 @@ def test_a_parameter_prepared_by_the_forward_itself_is_no_change() -> None:
     with torch.no_grad():
         module.weight.mul_(2)
     module_state.record_changes()
-    with module_state.again():
-        pass
+    module_state.check()
     with torch.no_grad():
         module.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified in place"), module_state.again():
-        pass
+    with pytest.raises(RuntimeError, match="modified in place"):
+        module_state.check()
 
 
 LARGE = 1 << 15
@@ -208,10 +207,9 @@ def test_a_large_buffer_that_is_only_read_is_never_copied() -> None:
         with Clones() as clones:
             for _ in range(3):
                 value, module_state = guarded(module, watched)
-                assert not module_state.moved
                 with module_state.again():
                     assert module() == value
-                with ModuleState(watched).trial():
+                with trial([watched], []):
                     module()
         assert clones.elements == 0
 
@@ -229,7 +227,7 @@ def test_a_large_buffer_that_forwards_write_is_copied_once_for_each() -> None:
 def test_a_trial_leaves_no_trace_in_a_large_buffer(how: Any) -> None:
     module = Table(WRITES[how], range(10))
     table = module.table
-    with ModuleState(WatchedModule(module)).trial():
+    with trial([WatchedModule(module)], []):
         module()
     assert module.table is table
     assert torch.equal(table, torch.zeros(LARGE))

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipe.recompute.replay import Replay, autocast_without_cache, devices_of, shared_generators
+from pipe.recompute.replay import Replay, autocast_without_cache, devices_of
+from pipe.recompute.thread_state import shared_generators
 
 CPU = torch.device("cpu")
 DRAWS = {

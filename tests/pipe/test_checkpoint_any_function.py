@@ -1,0 +1,497 @@
+"""Any function can be checkpointed: what it uses, it finds again as its forward found it, or backward names it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from pipe import Pipe, is_checkpointing, is_recomputing
+from pipe.checkpoint import checkpoint
+from tests.programs import Program, run_programs
+
+WIDTH = 6
+
+
+class Gate(nn.Module):
+    """Counts its forwards, and uses the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.load = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.load += 1
+        return self.linear(x) / self.load  # type: ignore[no-any-return]
+
+
+class Own(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * torch.rand(WIDTH, generator=self.generator)).tanh()  # type: ignore[no-any-return]
+
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "BatchNorm": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    "counter": Gate,
+    "generator": Own,
+}
+
+
+class Trainer:
+    """Runs a block as a method."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.blocks = [block]
+
+    def helper(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x)  # type: ignore[no-any-return]
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.helper(x)
+
+
+def through_a_helper(block: nn.Module) -> Callable[[Tensor], Tensor]:
+    def helper(x: Tensor) -> Tensor:
+        return block(x)  # type: ignore[no-any-return]
+
+    return lambda x: helper(x) * 1
+
+
+WAYS: dict[str, Callable[[nn.Module], Callable[..., Tensor]]] = {
+    "module": lambda block: block,
+    "lambda": lambda block: lambda x: block(x),
+    "default": lambda block: lambda x, block=block: block(x),
+    "bound forward": lambda block: block.forward,
+    "partial": lambda block: functools.partial(block),
+    "method of an object": lambda block: Trainer(block).run,
+    "closure of a closure": through_a_helper,
+    "list": lambda block: lambda x, blocks=[block]: blocks[0](x),
+}
+
+
+def gradients(module: nn.Module) -> list[Tensor | None]:
+    return [p.grad for p in module.parameters()]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_counts_once_however_the_function_reaches_it(block: str, way: str) -> None:
+    torch.manual_seed(0)
+    bare = BLOCKS[block]()
+    ours = copy.deepcopy(bare)
+    if block == "generator":
+        ours.generator = torch.Generator().manual_seed(3)
+    function = WAYS[way](ours)
+    for _ in range(3):
+        x = torch.randn(8, WIDTH)
+        bare(x).square().sum().backward()
+        checkpoint(function, x).square().sum().backward()
+    assert_same(gradients(ours), gradients(bare))
+    assert_same([*ours.buffers()], [*bare.buffers()])
+    assert getattr(ours, "load", 0) == getattr(bare, "load", 0)
+
+
+def test_a_block_that_is_an_argument_counts_once() -> None:
+    bare, x = Gate(), torch.randn(4, WIDTH)
+    ours = copy.deepcopy(bare)
+    checkpoint(lambda block, x: block(x), ours, x).sum().backward()
+    bare(x).sum().backward()
+    assert_same(gradients(ours), gradients(bare))
+    assert ours.load == 1
+
+
+def test_variables_of_a_closure_have_their_values_of_the_forward() -> None:
+    """As of a loop whose functions all refer to its variable."""
+    layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+    x = h = torch.randn(4, WIDTH)
+    for i in range(3):
+        h = checkpoint(lambda t: layers[i](t).tanh() * (i + 1), h)  # noqa: B023
+    h.sum().backward()
+    found = gradients(layers)
+    layers.zero_grad()
+    for i in range(3):
+        x = layers[i](x).tanh() * (i + 1)
+    x.sum().backward()
+    assert_same(found, gradients(layers))
+
+
+def test_a_captured_tensor_with_a_graph_gets_its_gradient_from_all_that_use_it() -> None:
+    found = []
+    for run in (lambda f, x: f(x), checkpoint):
+        torch.manual_seed(0)
+        blocks, embed = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)]), nn.Linear(WIDTH, WIDTH)
+        x, condition = torch.randn(8, WIDTH), embed(torch.randn(8, WIDTH)).tanh()
+        for block in blocks:
+            x = run(lambda h, block=block: block(h) * condition, x)  # noqa: B023
+        x.square().mean().backward()
+        found.append([*gradients(blocks), *gradients(embed)])
+    assert_same(*found)
+
+
+# --- what was changed between forward and backward --------------------------------------------------------------------
+
+FLAG = 1.0
+
+
+def scaled_by_a_global(x: Tensor) -> Tensor:
+    return (x * FLAG).exp()
+
+
+@pytest.mark.parametrize("way", ["module", "lambda", "method of an object", "partial"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda block: block.weight.requires_grad_(True), r"parameter 'weight' changed from requires_grad=False"),
+        (lambda block: block.bias.add_(1), r"parameter 'bias' was modified"),
+        (lambda block: block.eval(), r"module 'itself' changed from training=True"),
+        (lambda block: setattr(block, "weight", nn.Parameter(torch.ones(WIDTH, WIDTH))), "place of parameter 'weight'"),
+    ],
+    ids=["thawed", "stepped", "mode", "replaced"],
+)
+def test_a_changed_module_is_named_however_the_function_reaches_it(way: str, change: Any, message: str) -> None:
+    block = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    y = checkpoint(WAYS[way](block), torch.randn(4, WIDTH, requires_grad=True))
+    with torch.no_grad():
+        change(block)
+    with pytest.raises(RuntimeError, match=message):
+        y.exp().sum().backward()
+
+
+def test_attributes_that_other_code_assigns_do_not_reach_the_recomputation() -> None:
+    class Scaled(nn.Linear):
+        factor = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (super().forward(x) * self.factor).exp()
+
+    ours = Scaled(WIDTH, WIDTH)
+    bare, x = copy.deepcopy(ours), torch.randn(4, WIDTH)
+    for run, block in ((bare, bare), (lambda x: checkpoint(lambda t: ours(t), x), ours)):
+        y = run(x)
+        block.factor = 3.0
+        y.sum().backward()
+    assert_same(gradients(ours), gradients(bare))
+    assert ours.factor == 3.0
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_object_that_got_the_next_batch_has_the_one_of_its_forward_again_or_is_named(in_place: bool) -> None:
+    class Block(nn.Linear):
+        def forward(self, graph: Any) -> Tensor:
+            return super().forward(graph.x).tanh()
+
+    block, graph, following = Block(WIDTH, WIDTH), SimpleNamespace(x=torch.randn(4, WIDTH)), torch.randn(4, WIDTH)
+    expected = torch.autograd.grad(block(graph).sum(), block.weight)
+    y = checkpoint(block, graph)
+    if in_place:
+        graph.x.copy_(following)
+        with pytest.raises(RuntimeError, match="changed in place"):
+            y.sum().backward()
+    else:
+        graph.x = following
+        y.sum().backward()
+        assert_same([block.weight.grad], expected)
+        assert graph.x is following
+
+
+class Graph:
+    x: Tensor
+    h: Tensor
+
+
+def test_an_object_that_holds_what_was_computed_from_it() -> None:
+    """Under another name that is as without a checkpoint; under the same name the input is gone, which is said."""
+    layer, g = nn.Linear(WIDTH, WIDTH), Graph()
+    g.x = torch.randn(4, WIDTH)
+    g.h = checkpoint(lambda graph: layer(graph.x).tanh(), g)
+    g.h.sum().backward()
+    assert_same([layer.weight.grad], torch.autograd.grad(layer(g.x).tanh().sum(), layer.weight))
+    g.x = checkpoint(lambda graph: layer(graph.x).tanh(), g)
+    with pytest.raises(RuntimeError, match=r"expected an attribute of a Graph, 'x'"):
+        g.x.sum().backward()
+
+
+def test_outputs_that_are_stored_in_what_the_function_holds_are_freed() -> None:
+    freed = []
+    layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    gc.disable()
+    try:
+        for _ in range(4):
+            g = Graph()
+            g.x = torch.randn(4, WIDTH)
+            g.h = checkpoint(lambda graph=g: layer(graph.x))
+            g.h.sum().backward()
+            freed.append(weakref.ref(g.h))
+            del g
+    finally:
+        gc.enable()
+    gc.collect()
+    assert [ref() for ref in freed] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("function", "change", "message"),
+    [
+        ("list", lambda held: held["list"].append(2.0), "a list"),
+        ("dict", lambda held: held["dict"].update(a=2.0), "a dict"),
+        ("tensor", lambda held: held["tensor"].add_(1), r"a tensor of shape \(6,\)"),
+        ("object", lambda held: setattr(held["object"], "factor", 2.0), "an attribute of a SimpleNamespace, 'factor'"),
+        ("global", lambda held: globals().update(FLAG=2.0), "a global variable, 'FLAG'"),
+    ],
+)
+def test_a_changed_value_that_the_function_reads_is_named(function: str, change: Any, message: str) -> None:
+    class Holder:
+        factor = 1.0
+
+    Holder.__name__ = "SimpleNamespace"
+    held: dict[str, Any] = {"list": [1.0], "dict": {"a": 1.0}, "tensor": torch.ones(WIDTH), "object": Holder()}
+    held["object"].factor = 1.0
+    numbers, names, tensor, holder = held["list"], held["dict"], held["tensor"], held["object"]
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "list": lambda x: (x * sum(numbers)).exp(),
+        "dict": lambda x: (x * names["a"]).exp(),
+        "tensor": lambda x: (x * tensor).exp(),
+        "object": lambda x: (x * holder.factor).exp(),
+        "global": scaled_by_a_global,
+    }
+    try:
+        y = checkpoint(functions[function], torch.randn(4, WIDTH, requires_grad=True))
+        change(held)
+        with pytest.raises(RuntimeError, match=message):
+            y.sum().backward()
+    finally:
+        globals()["FLAG"] = 1.0
+
+
+@pytest.mark.parametrize("container", [list, dict])
+def test_a_container_that_the_function_adds_to_gets_each_value_once(container: type) -> None:
+    layer, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH)
+    given: Any = [x] if container is list else {"x": x}
+
+    def block(state: Any) -> Tensor:
+        h = layer(state[0] if container is list else state["x"]).tanh()
+        state.append(h.detach().norm()) if container is list else state.update(norm=h.detach().norm())
+        return h  # type: ignore[no-any-return]
+
+    checkpoint(block, given).sum().backward()
+    assert len(given) == 2
+    assert_same([layer.weight.grad], torch.autograd.grad(layer(x).tanh().sum(), layer.weight))
+
+
+# --- phases -----------------------------------------------------------------------------------------------------------
+
+
+def test_phases_are_true_in_nested_runs() -> None:
+    seen: list[tuple[str, bool, bool]] = []
+
+    def note(name: str) -> None:
+        seen.append((name, is_checkpointing(), is_recomputing()))
+
+    def inner(x: Tensor) -> Tensor:
+        note("inner")
+        return x.exp()
+
+    def outer(x: Tensor) -> Tensor:
+        note("outer")
+        y = checkpoint(inner, x.sin())
+        note("outer again")
+        return y.sin()
+
+    checkpoint(outer, torch.ones(1, requires_grad=True)).backward()
+    forward = [("outer", True, False), ("inner", True, False), ("outer again", True, False)]
+    again = [("outer", False, True), ("inner", True, True), ("outer again", False, True)]
+    assert seen == [*forward, *again, ("inner", False, True)]
+
+
+# --- as with torch's --------------------------------------------------------------------------------------------------
+
+
+class Force(nn.Module):
+    """Differentiates inside its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.3), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+
+def piped(module: nn.Sequential, **options: Any) -> Pipe:
+    return Pipe(module, [1, len(module) - 1], ["cpu"] * 2, **options)
+
+
+@pytest.mark.parametrize("by", ["checkpoint", "always", "never"])
+def test_a_layer_that_differentiates_inside_its_forward(by: str) -> None:
+    found = []
+    for plain in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Force())
+        if plain:
+            run: Any = net
+        elif by == "checkpoint":
+            run = lambda x, net=net: checkpoint(net[1], net[0](x))  # noqa: E731
+        else:
+            run = piped(net, checkpoint=by)
+        torch.manual_seed(1)
+        run(torch.randn(8, WIDTH)).square().sum().backward()
+        # The bias of the last layer has none.
+        found.append([p.grad for p in net.parameters() if p.grad is not None])
+    assert len(found[0]) == len([*net.parameters()]) - 1
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("by", ["checkpoint", "always", "except_last", "never"])
+def test_lazy_layers_find_their_shapes_in_their_first_forward(by: str) -> None:
+    net = nn.Sequential(nn.LazyLinear(WIDTH), nn.Tanh(), nn.Dropout(0.5), nn.LazyLinear(2))
+    run: Any = (lambda x: checkpoint(net, x)) if by == "checkpoint" else piped(net, chunks=2, checkpoint=by)
+    x = torch.randn(8, 5)
+    for step in range(2):
+        run(x).sum().backward()
+        assert all(gradient is not None for gradient in gradients(net))
+        if step == 0:
+            bare = copy.deepcopy(net)
+            net.zero_grad()
+            bare.zero_grad()
+            torch.manual_seed(1)
+            sum(bare(part).sum() for part in (x.chunk(2) if by != "checkpoint" else [x])).backward()  # type: ignore[union-attr]
+            torch.manual_seed(1)
+    assert_same(gradients(net), gradients(bare))
+
+
+def test_lazy_layers_without_a_balance_are_refused_with_advice() -> None:
+    with pytest.raises(ValueError, match=r"expected layers of known shapes.*pass balance"):
+        Pipe(nn.Sequential(nn.LazyLinear(2), nn.LazyLinear(2)), devices=["cpu"] * 2)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.block, x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("by", ["checkpoint", "always", "never"])
+def test_a_compiled_model_gives_the_gradients_of_the_model(by: str, backend: str) -> None:
+    torch.manual_seed(0)
+    model: nn.Module = Net()
+    if by != "checkpoint":
+        model = piped(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2)), chunks=2, checkpoint=by)
+    x = torch.randn(8, WIDTH)
+    model(x).square().sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend, fullgraph=by == "checkpoint")(x).square().sum().backward()
+    assert_same(gradients(model), expected)
+
+
+DDP = """
+import copy, sys, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from pipe import Pipe
+from pipe.checkpoint import checkpoint
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.unused = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(1, 1)
+    def forward(self, x):
+        return self.c(checkpoint(self.b, self.a(x)).tanh())
+layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
+always, last = (
+    Pipe(copy.deepcopy(layers), [2, 1], ["cpu"] * 2, chunks=2, checkpoint=mode) for mode in ("always", "except_last")
+)
+for model in (Net(), always, last):
+    for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
+        if isinstance(model, Net) and not options:
+            continue
+        x = torch.randn(8, 6)
+        plain = copy.deepcopy(model)
+        plain.zero_grad()
+        plain(x).square().mean().backward()
+        ddp = DistributedDataParallel(copy.deepcopy(model), **options)
+        for _ in range(2):
+            ddp.zero_grad()
+            ddp(x.chunk(2)[rank]).square().mean().backward()
+        for p, q in zip(plain.parameters(), ddp.parameters()):
+            assert p.grad is None or torch.allclose(p.grad, q.grad, atol=1e-6), (type(model), options)
+dist.destroy_process_group()
+print("same")
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_data_parallel_ranks_reduce_the_gradients_of_checkpoints_and_pipes(tmp_path: Any) -> None:
+    results = run_programs([Program(DDP, [rank, tmp_path / "store"]) for rank in range(2)])
+    for code, out, error in results:
+        assert (code, out) == (0, "same\n"), error
+
+
+def test_several_arguments_by_position_and_name_in_nested_values() -> None:
+    layer, a, b = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH, requires_grad=True), torch.randn(4, WIDTH)
+
+    def function(pair: Any, *more: Any, scale: float, last: Any = None) -> Any:
+        return {"y": layer(pair[0]) * pair[1], "z": [last["b"].exp() * scale + more[0], "text"]}
+
+    results = []
+    for run in (
+        lambda f, *args, **kw: f(*args, **kw),
+        checkpoint,
+        functools.partial(torch_checkpoint, use_reentrant=False),
+    ):
+        a.grad = layer.weight.grad = None
+        y = run(function, (a, b), a, scale=2.0, last={"b": a})
+        (y["y"].sum() + y["z"][0].square().sum()).backward()
+        assert y["z"][1] == "text"
+        results.append([a.grad, layer.weight.grad])
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
+
+
+class Doubling(Tensor):
+    """Whose sines are twice as large."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = super().__torch_function__(func, types, args, kwargs or {})
+        return output * 2 if func is torch.sin else output
+
+
+def test_under_a_loss_of_a_tensor_subclass_the_recomputation_runs_with_subclasses() -> None:
+    """The backward of such a loss disables them."""
+    gradients = []
+    for run in (lambda function, x: function(x), checkpoint):
+        w = torch.linspace(1, 2, 4, requires_grad=True)
+        run(lambda x, w=w: torch.sin(torch.sin(x * w)), torch.ones(4).as_subclass(Doubling)).sum().backward()
+        gradients.append(w.grad)
+    assert_same(*gradients)
