@@ -27,6 +27,8 @@ class Body(nn.Module):
     The argument of a call is one (args, kwargs) pair.
     """
 
+    #: Its attributes are not those of this package.
+    shows_another = True
     #: ``reset_parameters`` is there if the block has it: for a block on the meta device.
     __slots__ = ("_block", "_run", "reset_parameters")
 

@@ -34,7 +34,10 @@ _NO_HOOKS: tuple[dict[int, Any], ...] = ({},) * len(HOOKS_OF_MODULES)
 
 def _keeps_its_own(module: nn.Module) -> bool:
     """Whether attributes of a module are those of the present run, as ``no_sync()`` of a wrapper around a backward."""
-    defined = type(module).__module__
+    kind = type(module)
+    if getattr(kind, "shows_another", False):  # the attributes are those of a module of the user
+        return False
+    defined = kind.__module__
     return defined.partition(".")[0] in PACKAGES or defined.startswith(("torch.nn.parallel.", "torch.distributed."))
 
 

@@ -552,7 +552,7 @@ def test_blocks_inside_of_an_nn_sequential() -> None:
 def test_the_longest_list_is_found_with_one_warning() -> None:
     with pytest.warns(UserWarning, match=r"Model\.encoder\.layer \(4 modules\)") as caught:
         model = wrap(make(), blocks=None)
-    assert len(caught) == 1
+    assert sum(each.category is UserWarning for each in caught) == 1  # beside that of a home in memory
     assert len(model._homes.shards) == 4
 
 
