@@ -61,7 +61,9 @@ class ModuleContents:
         self._before = [
             (
                 own := module.__dict__,
-                {**own} if (whole := attributes and not _keeps_its_own(module)) else {"training": own["training"]},
+                {**own}
+                if (whole := attributes and not _keeps_its_own(module))
+                else {k: own[k] for k in ("training",) if k in own},
                 tuple([{**kind} for kind in hooks]) if any(hooks := _hooks_of(own)) else None,
                 {**own["_buffers"]} if own["_buffers"] else None,
                 [(v, content_of(v)) for k, v in own.items() if whole and type(v) not in PLAIN and k not in _OF_TORCH],
@@ -103,7 +105,7 @@ class ModuleContents:
         """Gives the modules what they held; returns whether that was something else than now. May be repeated."""
         changed = False
         for own, before, hooks, buffers, held in self._before:
-            if len(before) == 1:
+            if len(before) <= 1:
                 own.update(before)
             elif not _same(own, before):
                 changed = True

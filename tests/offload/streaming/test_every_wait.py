@@ -328,7 +328,9 @@ EXCEPTIONS = {
     "offload.engine.plans.memory_planner MemoryPlanner._plan_again: self._streamer.apply_pending_updates()": (
         "sizes of states are read, not their values"
     ),
-    "offload.identities identities_only: _IDENTITIES_ONLY.set(True)": "a setting of this thread",
+    "offload.identities identities_only: _IDENTITIES_ONLY.set(id(sys._getframe(2)))": "a setting of this thread",
+    "offload.identities values_may_be_read: _IDENTITIES_ONLY.set(None)": "the same setting",
+    "offload.files.empty_weights _EmptyOnHost.__torch_function__: record(func, args, kwargs, result)": "no event",
     "offload.advise.rates _seconds: torch.cuda.synchronize(device)": "times a device, which needs one",
     "offload.mesh.gradients MeshGradientOffload.cancel: super().cancel()": "passes on what is in the table above",
     "offload.mesh.gradients MeshGradientOffload.wait_idle: super().wait_idle()": "the same",
