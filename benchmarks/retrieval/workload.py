@@ -58,7 +58,7 @@ class Settings:
     pairs: int = option(12_000, "of the corpus, training and held-out together")
     held_out: int = option(256, "held-out pairs to search, from modules that are not trained on")
     dropout: float = option(0.1, "probability", least=0)
-    learning_rate: float = option(5e-4, "of AdamW, after the warm-up", least=0)
+    learning_rate: float = option(1e-4, "of AdamW, after the warm-up", least=0)
     loss_rows: int = option(512, "rows of the batch whose scores exist at a time, with GradCache")
     methods: tuple[str, ...] = option(METHODS, "which methods to run", choices=METHODS)
     capped_steps: int = option(2, "steps under the cap; 0: no such cases", least=0)
