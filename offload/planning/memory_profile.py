@@ -37,7 +37,7 @@ class MemoryProfile:
 
     rows: float
     saved_tensors: Sequence[SavedTensor]
-    #: Results of :meth:`peak_bytes`: a search of plans asks for the same ones again and again.
+    #: Results of :meth:`peak_bytes`: a choice of plans asks for the same ones again and again.
     _peaks: dict[tuple[float, int, bool], int] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property

@@ -1,7 +1,7 @@
 """Computes the memory of a step by replaying its plan with the bytes of everything that it holds.
 
 The prediction of a step, the least that a layout needs (:mod:`offload.planning.budget`), the choice of the graphs that
-are kept and the search for the fastest plan (:mod:`offload.planning.search`) use this one model.
+are kept and the choice of a plan (:mod:`offload.planning.choose`) use this one model.
 
 :attr:`PeakMemory.device_bytes` is an upper bound of what the engine then holds on the compute device: a copy is
 counted from its submission until the engine waits for it.
@@ -216,7 +216,7 @@ class _Replay:
         self._written: dict[_Value, int] = {}
         self._written_bytes = 0
         self._leaving: dict[bool, deque[int]] = {which: deque(maxlen=WRITES_IN_FLIGHT) for which in (False, True)}
-        # Sums of what is in these queues: they are read for every action of every plan of a search.
+        # Sums of what is in these queues: they are read for every action of every plan that is tried.
         self._draining_bytes = self._leaving_bytes = 0
         self._graphs: dict[Key, int] = {}
         self._graph_bytes = 0

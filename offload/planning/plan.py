@@ -78,7 +78,7 @@ class Kind(enum.Enum):
     PREFETCH_GRADIENT = "p"
     FORGET_GRADIENT = "x"
 
-    # That of Enum is a Python function, which a search of plans would call for each action.
+    # That of Enum is a Python function, which a choice of plans would call for each action.
     __hash__ = object.__hash__
 
 

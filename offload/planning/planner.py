@@ -280,7 +280,7 @@ class _LoadsOfStep:
 def _loads_of(
     shards: int, slots: int, first: int, training: bool, in_memory: frozenset[int], pending: frozenset[int]
 ) -> _LoadsOfStep:
-    """The loads and evictions of a step, cached for all plans of a search that agree in them."""
+    """The loads and evictions of a step, cached for all tried plans that agree in them."""
     forward = Pass(
         shards=shards,
         microbatches=1,

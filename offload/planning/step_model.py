@@ -47,7 +47,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Given:
-    """Choices that are fixed before the search; None: the search chooses. Bytes are upper limits."""
+    """Choices that a policy fixes; None: what fits is chosen. Bytes are upper limits."""
 
     slots: int | None = None
     resident_bytes: int | None = None
@@ -91,7 +91,7 @@ class StepModel:
     accumulates: bool = False
     #: Added to predicted bytes: what measured steps took more.
     margin_bytes: int = 0
-    #: What is not searched but given.
+    #: What is not chosen but given.
     given: Given = Given()
 
     def slot_sizes(self, choice: Choice) -> tuple[int, Mapping[int, int]]:

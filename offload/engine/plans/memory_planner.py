@@ -49,7 +49,7 @@ PROFILES = ("memory_profiles", "kept_profiles", "graph_bytes_per_row")
 
 
 class MemoryPlanner:
-    """Plans the steps of one model within ``limits``; what its ``policy`` fixes is not searched."""
+    """Plans the steps of one model within ``limits``; what its ``policy`` fixes is not chosen."""
 
     def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: PlannedModel) -> None:
         self._limits = limits
@@ -68,7 +68,7 @@ class MemoryPlanner:
         self._device = homes.device
         self._steps_done = 0
         self._due = False
-        #: Rows for which no plan fitted since the last one became due: each search would also wait for all updates.
+        #: Rows for which no plan fitted since the last one became due: each choice would also wait for all updates.
         self._in_vain: tuple[float, ...] | None = None
         #: Whether an optimizer had not stepped at the begin of the last step: several backwards, one update.
         self._awaited = False

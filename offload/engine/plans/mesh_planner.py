@@ -1,7 +1,7 @@
 """Plans steps under a limit of memory where ranks share a model: what decides the order of collectives is common.
 
 Loads of shards are collectives, and their order follows from the number of slots. Each rank measures its own steps and
-searches for its own limit; all then use the least number of slots that any of them found. What concerns one rank alone
+chooses for its own limit; all then use the least number of slots that any of them chose. What concerns one rank alone
 (graphs that are kept, boundaries that are spilled, gradients that wait) it chooses for itself.
 """
 
@@ -38,7 +38,7 @@ class MeshMemoryPlanner(MemoryPlanner):
     def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: PlannedModel) -> None:
         super().__init__(limits, policy, homes)
         self._public = homes.public
-        #: What the search of this rank found.
+        #: What this rank chose.
         self._wanted = Choice(self._streamer.slots)
 
     def begin_rounded(

@@ -17,7 +17,7 @@ from offload.engine.raw_chunk import LazyInput
 
 __all__ = ["SIZES_REMEMBERED", "RowUnits", "largest_rows", "rounded_up"]
 
-#: Sizes are rounded up by less than one part in so many: for each there is a plan, which is searched when it comes.
+#: Sizes are rounded up by less than one part in so many: for each there is a plan, which is chosen when it comes.
 ROUNDING = 8
 
 #: Different sizes of batches of which something is remembered: their choices, and the bytes of their boundaries.
