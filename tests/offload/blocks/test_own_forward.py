@@ -604,3 +604,26 @@ def test_a_module_list_counts_as_a_list() -> None:
 def test_the_activations_of_a_chunk_are_not_measured() -> None:
     with pytest.raises(ValueError, match="pass the rows of a chunk"):
         wrap(make()).activation_bytes(words())
+
+
+class Leaves(nn.Module):
+    """Sets an attribute before its blocks and reads it after them: zero, with the gradient of its own rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left = x.sum() - x.sum().detach()
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x + self.left
+
+
+def test_attributes_of_equal_values_are_those_of_each_micro_batch() -> None:
+    bare = Leaves()
+    model = OffloadModel(copy.deepcopy(bare), "cpu", "cpu", blocks="layers", num_microbatches=2)
+    inputs = [torch.linspace(-1, 1, 24).view(6, 4).requires_grad_() for _ in range(2)]
+    for each, x in zip((bare, model), inputs, strict=True):
+        torch.cat([each(part) for part in x.chunk(2)] if each is bare else [each(x)]).square().sum().backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
