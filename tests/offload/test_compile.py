@@ -29,14 +29,23 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 class Backend:
-    """A backend of the compiler that counts its graphs and runs them as they are."""
+    """A backend of the compiler that counts its graphs and their runs; without a name it runs them as they are."""
 
-    def __init__(self) -> None:
-        self.graphs = 0
+    def __init__(self, name: str | None = None) -> None:
+        self.graphs = self.runs = 0
+        self._name = name
 
     def __call__(self, graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
+        from torch._dynamo.backends.registry import lookup_backend
+
         self.graphs += 1
-        return graph.forward
+        run = graph.forward if self._name is None else lookup_backend(self._name)(graph, example)
+
+        def counted(*inputs: Any) -> Any:
+            self.runs += 1
+            return run(*inputs)
+
+        return counted
 
 
 class Layer(nn.Module):
@@ -100,17 +109,9 @@ def test_a_model_in_one_whole_graph_is_refused() -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("mode", ["recompute", "graphs", "kept"])
 def test_compiled_layers_stay_compiled(mode: str, backend: str, home: str, tmp_path: Any) -> None:
-    from torch._dynamo.backends.registry import lookup_backend
-
-    bare = layers()
+    bare, counted = layers(), Backend(backend)
     expected = step(bare, list(bare.parameters()))
     compiled = copy.deepcopy(bare)
-    runs: list[Any] = []
-
-    def counted(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
-        run = lookup_backend(backend)(graph, example)
-        return lambda *inputs: (runs.append(run), run(*inputs))[1]
-
     for layer in compiled:
         layer.compile(backend=counted)
     model = OffloadModel(
@@ -123,7 +124,7 @@ def test_compiled_layers_stay_compiled(mode: str, backend: str, home: str, tmp_p
     )
     for _ in range(3):
         torch.testing.assert_close(step(model, list(model.parameters())), expected)
-    assert len(runs) >= 3 * len(bare)
+    assert counted.runs >= 3 * len(bare)
 
 
 class Blocks(nn.Module):
@@ -141,19 +142,9 @@ class Blocks(nn.Module):
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
 @pytest.mark.parametrize("mode", ["recompute", "graphs", "kept"])
 def test_compiled_blocks_stay_compiled_and_their_hooks_run_once(mode: str, how: str, home: str, tmp_path: Any) -> None:
-    from torch._dynamo.backends.registry import lookup_backend
-
-    bare = Blocks()
+    bare, counted = Blocks(), Backend("aot_eager")
     expected = step(bare, list(bare.parameters()))
     compiled = copy.deepcopy(bare)
-    graphs: list[Any] = []
-    runs: list[Any] = []
-
-    def counted(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
-        run = lookup_backend("aot_eager")(graph, example)
-        graphs.append(run)
-        return lambda *inputs: (runs.append(run), run(*inputs))[1]
-
     for k, layer in enumerate(compiled.layers):
         if how == "in place":
             layer.compile(backend=counted)
@@ -174,8 +165,8 @@ def test_compiled_blocks_stay_compiled_and_their_hooks_run_once(mode: str, how: 
         torch.testing.assert_close(step(model, list(model.parameters())), expected)
     assert [name for name, _ in model.named_parameters()] == names
     assert hooked == [model.layers[1]] * 3
-    assert len(runs) >= 3 * len(bare.layers)
-    assert len(graphs) <= 2 * len(bare.layers)  # with and without gradients
+    assert counted.runs >= 3 * len(bare.layers)
+    assert counted.graphs <= 2 * len(bare.layers)  # with and without gradients
 
 
 def test_a_compiled_block_is_compiled_again_when_its_model_could_not_be_made() -> None:

@@ -7,6 +7,7 @@ import re
 import tempfile
 import time
 import warnings
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -726,9 +727,11 @@ def test_states_of_an_optimizer_of_torch_that_outgrow_the_limit_are_told_once(
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         train(model, optimizer, 1)
+        ended = weakref.proxy(nn.Linear(1, 1))  # which the search of optimizers meets
         monkeypatch.setattr(planner_of(model)._memory, "grown_bytes", lambda: 200 * MIB)
         train(model, optimizer, 2)
-    told = [str(each.message) for each in seen if "OffloadOptimizer(model, torch.optim.AdamW" in str(each.message)]
+    assert type(ended) in weakref.ProxyTypes
+    told = [str(each.message) for each in seen if "OffloadOptimizer(model, AdamW" in str(each.message)]
     assert len(told) == (not ours)
     assert all("are states of AdamW, which memory=31,457,280 does not count" in words for words in told)
 

@@ -421,7 +421,7 @@ class MemoryPlanner:
                 self._warn(
                     f"between two steps this process holds {shown_bytes(grown)} more than when the model was made, of "
                     f"which {shown_bytes(nbytes)} are states of {name}, which memory={self.limit_bytes:,} does not "
-                    f"count; OffloadOptimizer(model, torch.optim.{name}, ...) keeps them within it",
+                    f"count; OffloadOptimizer(model, {name}, ...) keeps them within it",
                     "others",
                 )
 
