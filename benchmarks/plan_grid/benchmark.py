@@ -26,7 +26,7 @@ MODELS = {  #: blocks, channels, rows, tokens of a row
 }
 SMALLEST = (3, 64, 4, 8)  # for tests
 TRAIN = "benchmarks.frontier.methods:train"
-LEAST_SHARE = 2.0
+LEAST_SHARE = 1.5
 LEAST = "benchmarks.frontier.methods:least"
 WALK = "benchmarks.plan_grid.methods:walk"
 CHOSEN = "chosen by memory="

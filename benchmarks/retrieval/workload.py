@@ -66,9 +66,9 @@ class Settings:
 
     def wrong(self) -> str:
         """Why these settings cannot be run; empty if they can: more ranks than rows."""
-        return f"expected a row for each rank, got batch={self.batch} with ranks={self.ranks}" * (
-            self.ranks > self.batch
-        )
+        if self.ranks > self.batch:
+            return f"expected a row for each rank, got batch={self.batch} with ranks={self.ranks}"
+        return ""
 
     @property
     def training_steps(self) -> int:

@@ -191,7 +191,7 @@ def test_a_grid_divides_what_the_least_leaves_and_times_one_point_of_each_plan()
     assert shares == {(0, 800), (400, 400), (800, 0), (0, 0)}
     assert len(points) == 16
     assert len(plan_grid.grid(900, 100, plan_grid.Settings().splits)) == 40
-    assert plan_grid.budgets(1000, 10, 3) == [1000, 141, 20]
+    assert plan_grid.budgets(1000, 10, 3) == [1000, 122, 15]
     walked = [(3.0, 1), (None, 2), (2.0, 1), (1.0, 3), (4.0, 4)]
     steps = [{"seconds": seconds, "plan": {"slots": slots}} for seconds, slots in walked]
     best = plan_grid.best_of(outcome("grid", {}, steps=steps), 2)
