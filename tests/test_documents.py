@@ -40,7 +40,7 @@ def blocks(document: Path) -> list[Any]:
 def near(output: str, printed: str) -> bool:
     """Whether words are equal, and numbers within a third: they are of another machine. ``...`` stands for lines.
 
-    A peak may be lower by more: the plan follows from times.
+    A peak may be lower, or higher by the 32 MiB that ``memory`` leaves to the allocator.
     """
     numbers = [[float(each.replace(",", "")) for each in NUMBER.findall(text)] for text in (output, printed)]
     if "..." in printed:
@@ -52,7 +52,7 @@ def near(output: str, printed: str) -> bool:
     same = re.fullmatch(words, NUMBER.sub("0", output)) is not None and len(numbers[0]) == len(numbers[1])
     peaks = [text.startswith(" MiB") for text in NUMBER.split(printed)[1:]]
     return same and all(
-        (b / 2 if peak else b * 2 / 3) <= a <= b * 4 / 3 for a, b, peak in zip(*numbers, peaks, strict=True)
+        (0 < a <= b + 32) if peak else (b * 2 / 3 <= a <= b * 4 / 3) for a, b, peak in zip(*numbers, peaks, strict=True)
     )
 
 
