@@ -19,6 +19,7 @@ import torch
 from offload.machine import capacity, free_bytes, private_bytes_left
 from offload.planning.budget import shown_bytes
 from offload.policy import MemoryPolicy
+from offload.storage.buffer import has_own_memory
 
 __all__ = ["HOST", "Grant", "MemoryLimits", "cell_bytes", "check_place", "grant", "limits_of", "numbers_of"]
 
@@ -159,7 +160,7 @@ def limits_of(
     held: tuple[Callable[[], int], Callable[[], int]],
 ) -> MemoryLimits:
     """Grants a model its memory; ``least`` and ``held`` are of the compute device and of host memory."""
-    if device.type == "cpu":
+    if not has_own_memory(device):
         one = grant(HOST, numbers_of(policy, device)[0], least=least[0], held=held[0])
         return MemoryLimits(one, one)
     asked = numbers_of(policy, device)
@@ -174,7 +175,7 @@ def numbers_of(policy: MemoryPolicy, device: torch.device) -> tuple[int | None, 
     Raises ValueError if a policy has two different numbers for the CPU.
     """
     on_device, on_host = policy.limit_of("device"), policy.limit_of("host")
-    if device.type != "cpu":
+    if has_own_memory(device):
         return on_device, on_host
     if on_device is not None and on_host is not None and on_device != on_host:
         raise ValueError(

@@ -18,6 +18,7 @@ from offload.mesh.traffic import bytes_beside_one_process
 from offload.planning.budget import SMALLEST_BOUNDARIES, Layout, requirement, shown_bytes
 from offload.planning.partition import cut_layers, cut_within
 from offload.policy import DEFAULT_MEMORY, PLACES, MemoryPolicy, policy_of
+from offload.storage.buffer import has_own_memory
 from offload.streaming.weight_forms import WeightForm
 from offload.telemetry.statistics import Meter
 
@@ -79,7 +80,7 @@ def memory_of(
         least = least_of_ranks(mesh, numbers)
         given_at = {place: n for place, n in zip(PLACES, least, strict=True) if n is not None}
         if policy_given is not None and given_at:
-            on_host = device.type == "cpu"  # one number then
+            on_host = not has_own_memory(device)  # one number then
             policy_given = replace(policy_given, memory=given_at["host"] if on_host else given_at)
     return MemoryArguments(policy_given or MemoryPolicy(), bounds=policy_given is not None)
 
@@ -109,7 +110,7 @@ class _Needs:
         self._narrow = any(p.dtype.to_real().itemsize < torch.float32.itemsize for p in trained)
         self.gradients = layer_bytes(layers, trainable=True)
         self._slots, self._apart = slots, apart
-        self.on_host = device.type == "cpu"
+        self.on_host = not has_own_memory(device)
         #: Bytes of homes in host memory.
         self.stored = 0 if on_disk else -(-(sum(self._at_home) + sum(self.gradients)) // ranks)
         if self.on_host and not on_disk:

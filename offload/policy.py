@@ -50,6 +50,8 @@ class MemoryPolicy:
         join_chunks: which chunks may run together, where ``activation_bytes`` says how many. None: where layers draw
             no random numbers and do not look across rows; True: also where they draw; False: none. Batch normalisation
             that trains keeps chunks apart in any case, and so does a mesh.
+        update_on: ``"host"``: an ``OffloadOptimizer`` updates all shards on the host. None: those that rest on a GPU
+            are updated there, where the same update may round otherwise.
 
     Raises:
         TypeError, ValueError: with a line for each field that cannot be used.
@@ -68,6 +70,7 @@ class MemoryPolicy:
     gradient_bytes: int | None
     resident_bytes: int | None
     join_chunks: bool | None
+    update_on: str | None
 
     def __init__(
         self,
@@ -80,6 +83,7 @@ class MemoryPolicy:
         gradient_bytes: Bytes | None = None,
         resident_bytes: Bytes | None = None,
         join_chunks: bool | None = None,
+        update_on: str | None = None,
     ) -> None:
         given: dict[str, tuple[Any, Callable[[Any, str], Any]]] = {
             "memory": (memory, _memory),
@@ -90,6 +94,7 @@ class MemoryPolicy:
             "gradient_bytes": (gradient_bytes, _size),
             "resident_bytes": (resident_bytes, _size),
             "join_chunks": (join_chunks, _flag),
+            "update_on": (update_on, _place),
         }
         wrong: list[Exception] = []
         for name, (value, check) in given.items():
@@ -185,6 +190,12 @@ def _flag(value: Any, name: str) -> bool | None:
     if value is not None and not isinstance(value, bool):
         raise TypeError(f"expected True, False or None, got {name}={value!r}")
     return value
+
+
+def _place(value: Any, name: str) -> str | None:
+    if value not in (None, "host"):
+        raise ValueError(f"expected 'host' or None, got {name}={value!r}")
+    return None if value is None else "host"
 
 
 def _size(value: Any, name: str) -> int | None:

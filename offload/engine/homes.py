@@ -37,12 +37,13 @@ from offload.planning.plan import Plan
 from offload.planning.step_model import StepModel
 from offload.policy import MemoryPolicy
 from offload.storage import Tier
-from offload.storage.host import HostTier
+from offload.storage.buffer import has_own_memory
+from offload.storage.host import DeviceTier, HostTier
 from offload.streaming.current_values import read_current_values
 from offload.streaming.lane import CopyLanes, error_context
 from offload.streaming.layer_homes import make_shards
 from offload.streaming.materialize import Values, move_buffers
-from offload.streaming.moves import Move, move_homes
+from offload.streaming.moves import move_homes
 from offload.streaming.resident import resident_shard
 from offload.streaming.shard import Shard, regions_of
 from offload.streaming.streamer import Streamer
@@ -143,6 +144,11 @@ class ModelHomes:
             self.streamer.gradient_offload = sharding.gradient_offload(self.shards, lane=lanes.drain, **given)
         self.device, self.meter = device, meter
         self._tier, self._lanes = tier, lanes
+        #: Where shards rest that are not at home: in host memory, or on a device that has memory of its own.
+        self._memory = HostTier(device)
+        self._on_device = DeviceTier(device) if has_own_memory(device) else None
+        #: Bytes of shards that rest on such a device.
+        self._device_bytes = 0
         #: What the model may hold, with all bytes decided.
         self.policy = policy
         #: Whether cells are recomputed; whether the model's own code runs between the layers of a shard.
@@ -154,7 +160,7 @@ class ModelHomes:
             policy=policy,
             recompute=recompute,
             spills=tier.scratch() is not None,
-            on_host=device.type == "cpu",
+            on_host=not has_own_memory(device),
             apart=layers_apart,
         )
         lenders = [] if self.resident is None else [self.resident]
@@ -284,7 +290,7 @@ class ModelHomes:
         Where layers compute in host memory, they use these shards in place: without a slot, a load or a copy, except
         shards that are cast (``param_dtype``) or borrow a tied parameter from another one, which still need slots
         (:attr:`Shard.may_bind_in_place <offload.streaming.shard.Shard.may_bind_in_place>`). Where homes are in host
-        memory anyway, only that changes.
+        memory anyway, only that changes. Beside a device, shards that rest on it stay there.
 
         Shards that leave memory are written first. A call that moves shards in both directions holds them all for a
         moment; two calls do not.
@@ -295,25 +301,45 @@ class ModelHomes:
             HomeInUseError: if other code holds views of weights or states of a shard that would move.
             OSError, MemoryError: if there is no space, or a pending update fails. After any of these nothing moved.
         """
+        there = frozenset(shard.index for shard in self.shards if shard.tier is self._on_device)
+        self._rest(frozenset(shards), there)
+
+    def keep_on_device(self, shards: Iterable[int]) -> None:
+        """Makes exactly these shards rest in the memory that layers compute in, which use them in place.
+
+        On a device with memory of its own the others stay in host memory or go home, and the tensors of states are
+        copies there; elsewhere as :meth:`keep_in_memory`, which says what is raised.
+        """
+        if self._on_device is None:
+            self.keep_in_memory(shards)
+            return
+        there = frozenset(shard.index for shard in self.shards if shard.tier is self._memory)
+        self._rest(there, frozenset(shards))
+
+    def _rest(self, in_host: frozenset[int], on_device: frozenset[int]) -> None:
         self.check_open()
         check_process(self.made_in, "this OffloadModel")
-        wanted = frozenset(shards)
+        wanted = in_host | on_device
         if self.public.sharded:
             raise ValueError("shards of a model with mesh= stay at home: their DTensors would not follow a move")
         if not wanted <= {*range(len(self.shards))}:
             raise ValueError(f"expected indices of {len(self.shards)} shards, got {sorted(wanted)} (shards)")
         if self.busy:
             raise RuntimeError("expected no running forward or backward, but shards were to be moved within one")
-        if all(self._is_where(shard, wanted) for shard in self.shards):
+        in_place = on_device if self._on_device is not None else in_host
+        elsewhere: dict[int, Tier] = dict.fromkeys(in_host, self._memory) if self._tier.blocking_io else {}
+        if self._on_device is not None:
+            elsewhere |= dict.fromkeys(on_device, self._on_device)
+        moving = any(s.home is not None and s.tier is not elsewhere.get(s.index, self._tier) for s in self.shards)
+        in_place = frozenset(j for j in in_place if self.shards[j].may_bind_in_place)
+        if not moving and in_place == self.streamer.in_place():
             return  # updates stay pending
         self.streamer.apply_pending_updates()
         self.assigned_data.store()
         self.streamer.release()
         optimizers = self.streamer.gradient_offload.optimizers
-        moves: list[Move] = []
-        if self._tier.blocking_io:
-            with error_context("moving shards between file and memory"):
-                moves = move_homes(self.shards, self._tier, HostTier(self.device), wanted, optimizers)
+        with error_context("moving shards between file and memory"):
+            moves = move_homes(self.shards, self._tier, elsewhere, optimizers)
 
         @torch.no_grad()
         def commit() -> None:
@@ -321,14 +347,17 @@ class ModelHomes:
                 for move in moves:
                     move.commit()
             for shard in self.shards:
-                shard.in_place = self._in_place(shard, wanted)
+                shard.in_place = shard.index in in_place
             self.streamer.homes_moved()
             if (native := self._engine()) is not None:
                 native.observe()
             for optimizer in optimizers:
                 optimizer.reserve_buffers()
-            there = zip(self.shards, self.bytes_in_memory(), strict=True)
-            self.meter.resting_bytes = sum(each.weights + each.states for shard, each in there if shard.file)
+            there = [each.weights + each.states for each in self.bytes_in_memory()]
+            self.meter.resting_bytes = sum(there[s.index] for s in self.shards if s.tier is self._memory)
+            before = self._device_bytes
+            self._device_bytes = sum(there[s.index] for s in self.shards if s.tier is self._on_device)
+            self.meter.hold(self._device_bytes - before)
 
         try:
             commit()
@@ -336,13 +365,22 @@ class ModelHomes:
             commit()  # an interrupt: everything is copied, and the rest cannot fail
             raise
 
-    def _in_place(self, shard: Shard, wanted: Collection[int]) -> bool:
-        return self.device.type == "cpu" and shard.index in wanted and shard.may_bind_in_place
+    def may_rest(self, shard: Shard) -> bool:
+        """Whether a shard can rest in the memory that layers compute in.
 
-    def _is_where(self, shard: Shard, wanted: Collection[int]) -> bool:
-        """Whether a shard need not move if exactly the shards ``wanted`` are to be stored in memory."""
-        moves = self._tier.blocking_io and shard.home is not None and (shard.index in wanted) == shard.blocking_io
-        return not moves and shard.in_place == self._in_place(shard, wanted)
+        On a device with memory of its own if all that it trains is updated by an ``OffloadOptimizer``: states of others
+        would not follow it. Not if these states are encoded, which the host does.
+        """
+        if self._on_device is None or not shard.may_bind_in_place:
+            return shard.may_bind_in_place
+        if self.public.sharded or shard.formed or shard.quantised:
+            return False
+        trained = {s.parameter for s in shard.own if s.parameter.requires_grad}
+        optimizers = self.streamer.gradient_offload.optimizers
+        if trained and (self.policy.update_on == "host" or any(o.factory.form is not None for o in optimizers)):
+            return False
+        updated = (p for o in optimizers for block in o.param_blocks.get(shard, ()) for p in block.parameters)
+        return trained <= {*updated}
 
     def write_back(self) -> None:
         """Writes the weights of shards that rest in memory to their files."""
@@ -367,7 +405,7 @@ class ModelHomes:
         """Chooses the plans of steps by what they measure, within the limits, if the policy leaves anything open."""
         if not policy.plans:
             return
-        if self.device.type == "cpu":
+        if not has_own_memory(self.device):
             self._tier.limit_staging(limits.device_bytes // STAGING_SHARE)
         self.steps.reserve(self.public, self.public.buffer_bytes)
         self.steps.planner = planner_for(limits, policy, self)
@@ -401,6 +439,7 @@ class ModelHomes:
         outside = replace(self.outside_bytes(), activations=self.steps.around_bytes(rows), reducing=reducing)
         known: dict[str, Any] = {"meter": self.meter, "tier": self._tier, "device": self.device}
         known |= {"slots": self.streamer.slots, "own_slots": self.streamer.own_slots}
+        known["movable"] = self.streamer.in_place() | {shard.index for shard in self.shards if self.may_rest(shard)}
         known["buffer_bytes"] = self.streamer.gradient_offload.optimizers.buffer_bytes()
         return step_model(self.shards, self.steps, rows, resting, outside=outside, exchange=exchange, **known)
 

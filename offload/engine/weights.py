@@ -83,10 +83,8 @@ class Weights:
     def gradient_is_at_home(self, k: int, gradient: Tensor) -> bool:
         """Whether a gradient is where its parameter rests, so that autograd accumulates it as in the bare model."""
         owner, s = self.owners[k]
-        file = owner.tier is not None and owner.tier.blocking_io
-        return (
-            not file and gradient.device == s.parameter.device and s.form is None and not owner.gradient_types.rounded
-        )
+        there = owner.on_device and gradient.device == s.parameter.device
+        return there and s.form is None and not owner.gradient_types.rounded
 
     def summed_in(self, k: int) -> torch.dtype:
         """The type in which gradients of the parameter at a position are summed over cells: 32 bits at least."""

@@ -40,4 +40,5 @@ def clip_coefficient(
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     if scale is not None:
         coefficient = coefficient / scale.to(coefficient)
-    return total, None if float(coefficient) == 1 else coefficient
+    # What is on a device is not waited for.
+    return total, None if coefficient.device.type == "cpu" and float(coefficient) == 1 else coefficient

@@ -19,7 +19,7 @@ from offload.optim.io_buffers import IOBufferPool
 from offload.optim.param_block import HostParamBlock, OptimizerFactory, ParamBlock
 from offload.optim.state_forms import release
 from offload.optim.update_blocks import StoredStates, update_block_bytes
-from offload.storage import Block, Tier
+from offload.storage import Block, DeviceTier, Tier
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 from pipe.torch_private.tensors import storage_uses
@@ -142,19 +142,29 @@ class MovableStates(Optimizer):
         """Copies the states of a shard to ``tier``.
 
         ``home``: where the weights will be. Returns the tensors that move, each with its new memory; and what ends the
-        move after they got it (idempotent).
+        move after they got it (idempotent). Between devices states are copied, as by ``load_state_dict()``: which of
+        them are on which device is the class's to decide.
         """
+        crosses = isinstance(tier, DeviceTier) or isinstance(shard.tier, DeviceTier)
         old, options = self.param_blocks.get(shard, []), self.options()
         new: list[ParamBlock] = []
-        moved = [] if tier.blocking_io else [pair for block in old for pair in block.states_in_memory()]
+        stay = tier.blocking_io or crosses
+        moved = [] if stay else [pair for block in old for pair in block.states_in_memory()]
         for group in dict.fromkeys(block.group for block in old):
             members = [block for block in old if block.group == group]
             states = {s: state for block in members for s, state in zip(block.slices, block.states(), strict=True)}
             for block in self.make_param_blocks(shard, [s for s in shard.own if s in states], group, tier):
-                if any(member.optimizer is not None for member in members):
-                    moved += block.adopt_states([states[s] for s in block.slices], options)
                 pairs = zip(block.slices, block.proxies, strict=True)
-                moved += [(proxy, s.view(home.tensor)) for s, proxy in pairs if s.form is None]
+                views = [(proxy, s.view(home.tensor)) for s, proxy in pairs if s.form is None]
+                if crosses:
+                    for proxy, view in views:
+                        proxy.data = view
+                if any(member.optimizer is not None for member in members):
+                    mine = [states[s] for s in block.slices]
+                    moved += [] if crosses else block.adopt_states(mine, options)
+                    if crosses:
+                        block.load_states(mine, options)
+                moved += views
                 new.append(block)
 
         def commit() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ from offload.optim.resident import ResidentParameters
 from offload.optim.state_forms import form_of, hold_state_dict
 from offload.optim.update import Update
 from offload.optim.update_blocks import StoredStates, states_kept, update_block_bytes
+from offload.storage.buffer import has_own_memory
 from offload.storage.state_views import on_own_storages
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import CopyLane, ThreadCopyLane, threads_of_updates
@@ -221,9 +223,12 @@ class OffloadOptimizer(MovableStates):
         coefficient = self._coefficient(scale, trusted)
         options = self.options() if self.in_backward is None else self.in_backward.options_of_step(self._group_changes)
         in_order = sorted(self.param_blocks, key=lambda shard: shard.index)  # of calls, which may be noted later
-        updates = ((shard, self.update(shard, options, coefficient)) for shard in in_order)
+        # On a device with memory of its own: kernels on the stream of the caller.
+        there = [shard for shard in in_order if shard.on_device] if has_own_memory(self.access.device) else []
+        updates = ((shard, self.update(shard, options, coefficient)) for shard in in_order if shard not in there)
         decided = [(shard, update) for shard, update in updates if update is not None]
         resident = self._resident.jobs(options, coefficient)
+        resident += [job for shard in there for job in self._jobs(shard, options, coefficient)]
         run_resident = partial(self._resident.run, resident, self._finish_job)
         decision = StepDecision(self, decided, resident, run_resident, options)
         if not self.steps:
@@ -387,6 +392,20 @@ class OffloadOptimizer(MovableStates):
         self.last_norm, coefficient = clip_coefficient(public, groups, self.max_norm, scale, trusted=trusted)
         return coefficient
 
+    def _jobs(
+        self,
+        shard: Shard,
+        options: list[dict[str, Any]],
+        coefficient: Tensor | None,
+        kept: Mapping[Slice, Tensor] = MappingProxyType({}),
+    ) -> list[UpdateJob]:
+        jobs = []
+        for param_block in self.param_blocks[shard]:
+            gradients: list[Tensor | None] = [kept.get(s, s.parameter.grad) for s in param_block.slices]
+            if any(gradient is not None for gradient in gradients):
+                jobs.append(UpdateJob(param_block, gradients, options, coefficient, self.steps + 1))
+        return jobs
+
     def update(
         self,
         shard: Shard,
@@ -395,11 +414,7 @@ class OffloadOptimizer(MovableStates):
         kept: dict[Slice, Tensor] | None = None,
     ) -> Update | None:
         """The update of one shard from its stored gradients and the ``kept`` ones; None if it has no gradient."""
-        tasks = []
-        for param_block in self.param_blocks[shard]:
-            gradients: list[Tensor | None] = [(kept or {}).get(s, s.parameter.grad) for s in param_block.slices]
-            if any(gradient is not None for gradient in gradients):
-                tasks.append(UpdateJob(param_block, gradients, options, coefficient, self.steps + 1))
+        tasks = self._jobs(shard, options, coefficient, kept or {})
         if not tasks:
             return None
         # The update may outlive the optimizer, and must not keep it from being collected.
@@ -414,7 +429,7 @@ class OffloadOptimizer(MovableStates):
             tasks,
             self._lane,
             self.access.meter,
-            in_slot=shard.blocking_io and self.access.device.type == "cpu",
+            in_slot=shard.blocking_io and not has_own_memory(self.access.device),
             io_threads=self._filler,
             finished=finished,
         )

@@ -35,6 +35,8 @@ __all__ = ["ELEMENTWISE", "HostParamBlock", "OptimizerFactory", "ParamBlock", "P
 #: Classes with a fused kernel for the CPU whose result agrees with the plain one to rounding. Not SGD: its plain update
 #: is bound by memory already, and stays bit-equal to that of a resident model.
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+#: The same for a GPU.
+FUSED_ON_DEVICE = FUSED[:2]
 
 
 #: Classes whose update of one element depends on no other element, and whose states have the parameter's shape.
@@ -71,7 +73,8 @@ class OptimizerFactory:
         # In 16 bits the fused kernel rounds once where the plain class rounds after every operation.
         wide = all(p.dtype in (torch.float32, torch.float64) for p in parameters)
         plain = wide and not isinstance(options.get("lr"), Tensor)
-        if free and plain and options.get("fused") is None and self.kind in FUSED:
+        fused = FUSED if all(p.device.type == "cpu" for p in parameters) else FUSED_ON_DEVICE
+        if free and plain and options.get("fused") is None and self.kind in fused:
             return {**options, "fused": True}
         return dict(options)
 
@@ -326,7 +329,7 @@ class ParamBlock(ABC):
 
 
 class HostParamBlock(ParamBlock):
-    """A param block in host memory: homes are updated in place, and states stay where torch made them."""
+    """A param block in memory: weights are updated where they rest, and states stay where torch made them."""
 
     def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
         """Updates the parameters in place."""
@@ -338,7 +341,7 @@ class HostParamBlock(ParamBlock):
         wide = [g for k, g in enumerate(gradients) if g is not None and k not in rounded]
         if job.coefficient is not None and wide and not job.scaled:
             # In place, since a gradient that is not zeroed stays clipped, as after clip_grad_norm_.
-            multiply_all(wide, job.coefficient)
+            multiply_all(wide, job.coefficient.to(wide[0].device))
             job.scaled = True
         try:
             with self._arithmetic():

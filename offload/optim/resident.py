@@ -1,4 +1,4 @@
-"""Updates parameters that stay on the compute device (outside of the blocks of a model): at once, in ``step()``.
+"""Updates parameters on the compute device, outside of the blocks or of shards that rest there: at once, in ``step()``.
 
 A thread computes the updates, on the stream of the caller. So an interrupt of the caller cannot stop one half-way.
 """
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
+from offload.streaming.grad_norm import detach_norm
 from offload.streaming.quantised import StoredTensor, is_taken_apart
 from offload.streaming.shard import Shard
 from offload.streaming.slices import layout
@@ -85,11 +86,6 @@ class ResidentParamBlock(ParamBlock):
                     proxy.grad = gradient
             self._step({})
             job.group_changes = self.group_changes()
-        for parameter, gradient in zip(self.parameters, job.gradients, strict=True):
-            if gradient is not None:
-                # Fused kernels do not: a backward that saved the old values would not notice the new ones.
-                torch.autograd.graph.increment_version(parameter)
-        job.done = True
 
 
 class ResidentParameters:
@@ -126,6 +122,12 @@ class ResidentParameters:
             with use_device(device), use_stream(stream), torch.no_grad():
                 for job in left:
                     job.param_block.run(job, None)
+                    for parameter, gradient in zip(job.param_block.parameters, job.gradients, strict=True):
+                        if gradient is not None:
+                            detach_norm(gradient)
+                            # Fused kernels do not: a backward that saved the old values would not notice the new ones.
+                            torch.autograd.graph.increment_version(parameter)
+                    job.done = True
                     finished(job)
 
         try:

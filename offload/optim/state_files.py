@@ -22,7 +22,7 @@ from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.storage.buffer import PAGE_BYTES, host_buffer, whole_pages
 from offload.storage.contract import bytes_of
-from offload.storage.host import HostBlock
+from offload.storage.host import MemoryBlock
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 from pipe.torch_private.autograd import outside_inference_mode
@@ -109,7 +109,7 @@ class StateFiles:
         found = {(place.block, place.offset): (place, states[k][key]) for (k, key), place in self.places.items()}
         for group in adjacent(Read(None, block, offset, s.nbytes) for (block, offset), (s, _) in found.items()):
             begin = group[0].offset
-            memory = HostBlock(host_buffer(span_bytes(group)))
+            memory = MemoryBlock(host_buffer(span_bytes(group)))
             group[0].block.read_into(memory.tensor, begin)
             for read in group:
                 place, state = found[read.block, read.offset]

@@ -11,12 +11,13 @@ import torch
 from offload.storage.contract import Block, Scratch, Tier
 from offload.storage.disk import DiskTier
 from offload.storage.home import DiskHome, absolute
-from offload.storage.host import HostTier
+from offload.storage.host import DeviceTier, HostTier
 from offload.storage.manifest import HomeError
 from offload.storage.persistent import PersistentTier
 
 __all__ = [
     "Block",
+    "DeviceTier",
     "DiskHome",
     "DiskTier",
     "HomeError",

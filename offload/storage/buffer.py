@@ -27,6 +27,7 @@ __all__ = [
     "copied_to",
     "device_buffer",
     "empty_on_host",
+    "has_own_memory",
     "host_buffer",
     "mapped_bytes",
     "on_own_storage",
@@ -48,6 +49,15 @@ _memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory_view.restype = ctypes.py_object
 _memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _WRITABLE = 0x200
+
+
+#: Types of devices that compute in host memory. Tests take the CPU out, which then counts as one with its own memory.
+IN_HOST_MEMORY = {"cpu"}
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """Whether layers compute in other memory than that of the host."""
+    return device.type not in IN_HOST_MEMORY
 
 
 def whole_pages(nbytes: int) -> int:

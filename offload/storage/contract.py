@@ -88,6 +88,8 @@ class Tier(ABC):
     name: str
     #: Whether reads and writes block the calling thread, so that only another thread overlaps them with compute.
     blocking_io: bool
+    #: Whether layers compute in this memory.
+    on_device = False
     #: Whether stored weights outlive the model.
     keeps = False
     #: Whether weights that it held before may belong to different steps.

@@ -1,18 +1,21 @@
-"""Stores shards in host memory: exact-size blocks, page-locked if the compute device is an accelerator."""
+"""Stores shards in memory: of the host, page-locked if the compute device is an accelerator; or of that device.
+
+Weights, gradients and states that are in the memory of the compute device are used where they are.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from offload.storage.buffer import host_buffer, on_own_storage, page_lock
+from offload.storage.buffer import device_buffer, has_own_memory, host_buffer, on_own_storage, page_lock
 from offload.storage.contract import Block, Scratch, Tier
 
-__all__ = ["HostTier"]
+__all__ = ["DeviceTier", "HostTier", "MemoryBlock"]
 
 
-class HostBlock(Block):
-    """A flat host tensor."""
+class MemoryBlock(Block):
+    """A flat tensor in the memory of the host or of a device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -32,7 +35,7 @@ class HostBlock(Block):
 
     def part(self, offset: int, nbytes: int) -> Block:
         """See :meth:`Block.part`."""
-        return HostBlock(on_own_storage(self.tensor[offset : offset + nbytes]))
+        return MemoryBlock(on_own_storage(self.tensor[offset : offset + nbytes]))
 
 
 class HostTier(Tier):
@@ -43,16 +46,17 @@ class HostTier(Tier):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.on_device = not has_own_memory(device)
 
     def allocate(self, nbytes: int, label: str, *, cyclic: bool = False) -> Block:
         """A zeroed block."""
-        block = HostBlock(host_buffer(nbytes))
+        block = MemoryBlock(host_buffer(nbytes))
         self._page_lock(block, label)
         return block
 
     def weights(self, nbytes: int) -> Block:
         """See :meth:`Tier.weights`. Its pages take memory when they are written."""
-        return HostBlock(host_buffer(nbytes))
+        return MemoryBlock(host_buffer(nbytes))
 
     def weights_are_written(self, block: Block) -> None:
         """Page-locks it: before, all of it would take memory while the layers still have theirs."""
@@ -64,11 +68,33 @@ class HostTier(Tier):
 
     def scratch(self) -> Scratch | None:
         """Page-locked memory for boundaries of a device; None on the CPU, where they are in host memory already."""
-        return HostScratch(self._device) if self._device.type == "cuda" else None
+        return HostScratch(self._device) if has_own_memory(self._device) else None
+
+
+class DeviceTier(Tier):
+    """Blocks in the memory of the compute device, for shards that rest there."""
+
+    name = "device"
+    blocking_io = False
+    on_device = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def allocate(self, nbytes: int, label: str, *, cyclic: bool = False) -> Block:
+        """A zeroed block. Raises MemoryError where the device has no memory left."""
+        try:
+            return MemoryBlock(device_buffer(nbytes, self.device).zero_())
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(f"{label}: no {nbytes:,} bytes are left on {self.device}") from error
+
+    def scratch(self) -> Scratch | None:
+        """None: boundaries are there already."""
+        return None
 
 
 class HostScratch(Scratch):
-    """Boundaries of a CUDA device, in page-locked host memory. A ticket is the host tensor."""
+    """Boundaries of a device, in page-locked host memory. A ticket is the host tensor."""
 
     name = "host"
 
@@ -77,11 +103,11 @@ class HostScratch(Scratch):
 
     def store(self, tensor: Tensor) -> object:
         """Copies to the host on the current stream."""
-        stored = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        stored = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         stored.copy_(tensor, non_blocking=True)
         return stored
 
     def fetch(self, ticket: object) -> Tensor:
         """Copies to the device on the current stream."""
         assert isinstance(ticket, Tensor)
-        return ticket.to(self._device, non_blocking=True)
+        return ticket.to(self._device, non_blocking=True, copy=True)

@@ -75,5 +75,13 @@ def total_norm(norms: Sequence[Tensor]) -> Tensor:
     if not norms:
         return torch.zeros(())
     dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to("cpu", dtype) for norm in norms]))
+    by_device: dict[torch.device, list[int]] = {}
+    for k, norm in enumerate(norms):
+        by_device.setdefault(norm.device, []).append(k)
+    there = {device: torch.stack([norms[k].to(dtype) for k in ks]) for device, ks in by_device.items()}
+    if len(there) > 1:  # one copy from each device, in the order of the gradients
+        each = {k: norm for device, ks in by_device.items() for k, norm in zip(ks, there[device].cpu(), strict=True)}
+        there = {torch.device("cpu"): torch.stack([each[k] for k in range(len(norms))])}
+    (stacked,) = there.values()
+    total: Tensor = torch.linalg.vector_norm(stacked)
     return total

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.storage import Block, Tier
+from offload.storage.buffer import has_own_memory
 from offload.storage.contract import bytes_of
 from offload.streaming.contract import UpdaterInBackward
 from offload.streaming.grad_norm import attach_norm, norm_of, norm_of_pieces, pieces_of
@@ -291,7 +292,7 @@ class GradientOffload:
             set_gradient(parameter, moved if stored is None else stored + moved)  # in full: it is in no file
         elif stored is not None:
             yield partial(_add, stored, gradient)
-        elif in_memory and gradient.device == parameter.device and gradient.dtype == dtype:
+        elif in_memory and self._is_there(owner, gradient) and gradient.dtype == dtype:
             # A view cannot be detached in place.
             set_gradient(parameter, gradient if gradient._base is None else gradient.detach())
             # Nothing is copied beside layers that use the shard in place: ``step()`` computes these norms.
@@ -312,6 +313,11 @@ class GradientOffload:
                 yield partial(_store_rounded, block, offset, gradient, dtype)
             else:
                 yield partial(_convert, view, gradient)
+
+    def _is_there(self, owner: Shard, gradient: Tensor) -> bool:
+        """Whether a gradient is in the memory in which it is stored, or waits."""
+        there = owner.on_device or not has_own_memory(self._device)
+        return there and gradient.device == self._device
 
     def _stays_in_memory(self, shard: Shard) -> bool:
         """Whether a shard's gradients stay in host memory: with all of the shard, or to be updated among the first."""

@@ -1,4 +1,4 @@
-"""Moves stored shards between their files and host memory: weights, gradients and optimizer states.
+"""Moves stored shards between their homes, host memory and the compute device: weights, gradients, optimizer states.
 
 ::
 
@@ -16,13 +16,13 @@ Guarantees
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from offload.storage import Block, Tier
+from offload.storage import Block, DeviceTier, Tier
 from offload.storage.contract import bytes_of
 from offload.streaming.optimizers import Optimizers
 from offload.streaming.shard import Shard
@@ -56,7 +56,7 @@ class Move:
     shard: Shard
     home: Block | None
     tier: Tier
-    #: The file of a home that moves to memory.
+    #: The home of a shard that rests elsewhere.
     file: Block | None
     #: The same of the lower halves of weights.
     lower: Block | None
@@ -82,23 +82,30 @@ class Move:
 
 
 def move_homes(
-    shards: Sequence[Shard], files: Tier, memory: Tier, wanted: frozenset[int], optimizers: Optimizers
+    shards: Sequence[Shard], homes: Tier, elsewhere: Mapping[int, Tier], optimizers: Optimizers
 ) -> list[Move]:
-    """Prepares the moves after which exactly the shards ``wanted`` rest in ``memory``, the others in ``files``.
+    """Prepares the moves after which these shards rest ``elsewhere``, by index, and the others at ``homes``.
 
     No update may be pending, and no shard loaded. Raises OSError or MemoryError without space, HomeInUseError, or
     TypeError for optimizer states that cannot be stored in files; nothing has changed then.
     """
-    moving = [shard for shard in shards if shard.home is not None and (shard.index in wanted) == shard.blocking_io]
+    moving = [
+        shard for shard in shards if shard.home is not None and shard.tier is not elsewhere.get(shard.index, homes)
+    ]
     if any(_is_in_use(shard, optimizers) for shard in moving):
         gc.collect()  # an optimizer that is garbage still refers to homes
     in_use = [shard.index for shard in moving if _is_in_use(shard, optimizers)]
     if in_use:
         raise HomeInUseError(in_use)
-    # First those that leave memory: if the disk is full, no memory was taken yet.
-    moving.sort(key=lambda shard: shard.index in wanted)
+    # First those that go home: if the disk is full, no memory was taken yet.
+    moving.sort(key=lambda shard: shard.index in elsewhere)
     with torch.no_grad(), outside_inference_mode():
-        return [prepare_move(shard, memory if shard.index in wanted else files, optimizers) for shard in moving]
+        moves = [prepare_move(shard, elsewhere.get(shard.index, homes), homes, optimizers) for shard in moving]
+    blocks = (block for move in moves for block in (move.shard.home, move.home) if block is not None)
+    for device in {block.tensor.device for block in blocks if block.tensor.is_cuda}:
+        # Stream -> host. Without this, what went home is read while it is still copied.
+        torch.cuda.synchronize(device)
+    return moves
 
 
 def home_in_use(shard: Shard, optimizers: Optimizers) -> bool:
@@ -112,13 +119,15 @@ def _is_in_use(shard: Shard, optimizers: Optimizers) -> bool:
     return home_in_use(shard, optimizers) or any(o.states_in_use(shard) for o in optimizers)
 
 
-def prepare_move(shard: Shard, tier: Tier, optimizers: Optimizers) -> Move:
-    """Copies a shard to another storage."""
+def prepare_move(shard: Shard, tier: Tier, homes: Tier, optimizers: Optimizers) -> Move:
+    """Copies a shard to another storage; ``homes``: that of the model."""
     assert shard.home is not None
-    home, file = _moved(shard.home, shard.file, tier, f"shard{shard.index}-weights")
+    at_home = tier is homes
+    home, file = _moved(shard.home, shard.file, tier, f"shard{shard.index}-weights", at_home=at_home)
     lower = lower_file = None
     if shard.lower is not None:
-        lower, lower_file = _moved(shard.lower, shard.lower_file, tier, f"shard{shard.index}-lower-halves")
+        label = f"shard{shard.index}-lower-halves"
+        lower, lower_file = _moved(shard.lower, shard.lower_file, tier, label, at_home=at_home)
     views = {s: s.own_view(home.tensor) for s in shard.own}
     tensors: list[NewMemory] = [(t, view) for s, view in views.items() for t in (s.parameter, *s.aliases)]
     regions, moved = _moved_gradients(shard, tier)
@@ -132,15 +141,15 @@ def prepare_move(shard: Shard, tier: Tier, optimizers: Optimizers) -> Move:
     return Move(shard, home, tier, file, lower, lower_file, regions, places, tensors, commits)
 
 
-def _moved(block: Block, file: Block | None, tier: Tier, label: str) -> tuple[Block, Block | None]:
-    """Copies a block of weights to a tier; returns its new place, and its file if that is memory."""
-    if tier.blocking_io:
+def _moved(block: Block, file: Block | None, tier: Tier, label: str, *, at_home: bool) -> tuple[Block, Block | None]:
+    """Copies a block of weights to a tier; returns its new place, and its home if that is not it."""
+    if at_home:
         assert file is not None
         file.write(block.tensor, 0)
         return file, None
     memory = tier.allocate(block.nbytes, label)
     block.read_into(memory.tensor)
-    return memory, block
+    return memory, file or block
 
 
 def _moved_gradients(shard: Shard, tier: Tier) -> tuple[list[GradientRegion], list[NewMemory]]:
@@ -148,7 +157,13 @@ def _moved_gradients(shard: Shard, tier: Tier) -> tuple[list[GradientRegion], li
     own = {id(s.parameter) for s in shard.own}
     stay: list[GradientRegion] = []
     moved: list[NewMemory] = []
-    if not tier.blocking_io:
+    from_device = isinstance(shard.tier, DeviceTier)
+    if isinstance(tier, DeviceTier):
+        if any(region.in_use() for region in shard.gradient_regions):
+            raise HomeInUseError([shard.index])
+        gradients = [s.parameter.grad for s in shard.own if s.parameter.grad is not None]
+        return [], [(g, g.detach().to(tier.device, copy=True)) for g in gradients]
+    if not (tier.blocking_io or from_device):
         for region in shard.gradient_regions:
             if region.in_use():
                 stay.append(region)
@@ -166,9 +181,11 @@ def _moved_gradients(shard: Shard, tier: Tier) -> tuple[list[GradientRegion], li
         s: g
         for s, g in grads.items()
         if not g.is_sparse
-        and (g.stride(), g.dtype, g.device.type) == (s.stride, shard.gradient_types.of(s), "cpu")
+        and (g.stride(), g.dtype, g.device) == (s.stride, shard.gradient_types.of(s), s.parameter.device)
         and storage_uses(g) <= uses.get(id(s.parameter), 1)
     }
+    if from_device and len(movable) < len(grads):
+        raise HomeInUseError([shard.index])
     if not movable:
         return [], []
     placed = [s for s in shard.own if s in movable or s.parameter.requires_grad]

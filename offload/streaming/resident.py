@@ -14,7 +14,7 @@ from torch import nn
 
 from offload.storage import DiskHome
 from offload.storage.buffer import device_buffer
-from offload.storage.host import HostBlock, HostTier
+from offload.storage.host import DeviceTier, MemoryBlock
 from offload.streaming.quantised import StoredTensor, stored_tensors
 from offload.streaming.shard import Shard
 from offload.streaming.slices import layout
@@ -103,9 +103,9 @@ def resident_shard(
     """Moves ``parameters`` of some layers to the compute device: the shard that owns them; None if there are none."""
     if not parameters:
         return None
-    shard = Shard(index, 0, [], tier=HostTier(device))
+    shard = Shard(index, 0, [], tier=DeviceTier(device))
     shard.own, nbytes = layout(each for each in stored_tensors(layers.items()) if each.parameter in parameters)
-    shard.home = HostBlock(device_buffer(nbytes, device))
+    shard.home = MemoryBlock(device_buffer(nbytes, device))
     for s in shard.own:
         shard.home_view(s).copy_(s.parameter.detach())
         gradient, s.parameter.grad = s.parameter.grad, None

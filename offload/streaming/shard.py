@@ -45,7 +45,7 @@ class Shard:
     lower: Block | None = None
     #: Storage of :attr:`home`, and of the gradients and optimizer states that are made from now on.
     tier: Tier | None = None
-    #: The file of a home that rests in memory, with the values of an earlier time; None where :attr:`home` is the file.
+    #: The home of a shard that rests elsewhere, with the values of an earlier time; None where it is at home.
     file: Block | None = None
     #: The same of :attr:`lower`.
     lower_file: Block | None = None
@@ -154,6 +154,11 @@ class Shard:
     def blocking_io(self) -> bool:
         """Whether the shard rests in a file, see :attr:`Tier.blocking_io`."""
         return self.tier is not None and self.tier.blocking_io
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the shard rests in the memory that layers compute in."""
+        return self.tier is not None and self.tier.on_device
 
     def versions(self) -> tuple[int, ...]:
         """Version counter of each parameter: equal counters mean no write in between."""

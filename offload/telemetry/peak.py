@@ -7,10 +7,13 @@ whichever are more. Otherwise a file that other code unmaps meanwhile, such as a
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
 import torch
+
+from offload.storage.buffer import has_own_memory
 
 __all__ = ["PeakMeter", "anonymous_bytes"]
 
@@ -53,10 +56,11 @@ class PeakMeter:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._began = torch.cuda.memory_allocated(self._device)
             return
-        try:
+        self._began = None
+        if has_own_memory(self._device):
+            return
+        with contextlib.suppress(OSError):  # not permitted here
             self._began, self._files = _forget_peak()
-        except OSError:
-            self._began = None  # not permitted here
 
     def rise(self) -> int | None:
         """Bytes of the peak since :meth:`begin` above the begin; None where it cannot be measured."""

@@ -39,3 +39,9 @@ def direct_folder(tmp_path: Path) -> Path:
     if not _direct_works(tmp_path):
         pytest.skip("needs a temporary directory on a file system with direct transfers (O_DIRECT)")
     return tmp_path
+
+
+@pytest.fixture
+def own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU counts as a device with memory of its own: slots and shards that rest there are not at home."""
+    monkeypatch.setattr("offload.storage.buffer.IN_HOST_MEMORY", frozenset[str]())

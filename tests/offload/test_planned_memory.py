@@ -76,16 +76,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, rows: 
 
 
 def beside_a_device(model: OffloadModel, host_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Host memory of so many bytes is another than that which layers compute in, and they never use it in place."""
-    planner = planner_of(model)
-    limits = SimpleNamespace(device_bytes=1 << 40, host_bytes=host_bytes)
-    planner._memory.on_host = False
-    monkeypatch.setattr(planner, "_limits", limits)
-    monkeypatch.setattr(model._homes, "_in_place", lambda shard, wanted: False)
-    measured = model._homes.measured
-    monkeypatch.setattr(model._homes, "measured", lambda rows: replace(measured(rows), resting_bytes={}))
+    """The host has so many bytes."""
+    monkeypatch.setattr(planner_of(model), "_limits", SimpleNamespace(device_bytes=1 << 40, host_bytes=host_bytes))
 
 
+@pytest.mark.usefixtures("own_memory")
 @pytest.mark.parametrize(
     ("host_bytes", "resident_bytes", "count"),
     [(1 << 30, None, DEPTH), (3 * 8 * MIB + MIB, None, 3), (1 << 30, "17MiB", 2), (0, None, 0)],
@@ -95,7 +90,7 @@ def test_beside_a_device_shards_of_files_rest_in_host_memory_as_far_as_it_reache
 ) -> None:
     """A shard is 2 MiB of weights, and as much of gradients and of each of the two states."""
     plain = stack()
-    policy = MemoryPolicy("1GiB", resident_bytes=resident_bytes)
+    policy = MemoryPolicy("1GiB", resident_bytes=resident_bytes, update_on="host")
     model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, memory=policy)
     ours = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
     buffers = ours.buffer_bytes() + model._homes.staging_bytes
@@ -115,9 +110,10 @@ def test_beside_a_device_shards_of_files_rest_in_host_memory_as_far_as_it_reache
     assert another.steps == 0
 
 
+@pytest.mark.usefixtures("own_memory")
 def test_beside_a_device_results_are_those_of_the_plain_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = stack()
-    model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, memory="1GiB")
+    model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, memory=MemoryPolicy("1GiB", update_on="host"))
     ours = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
     beside_a_device(model, ours.buffer_bytes() + model._homes.staging_bytes + 21 * MIB, monkeypatch)
     expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True), 6)
@@ -133,13 +129,13 @@ def test_beside_a_device_results_are_those_of_the_plain_model(tmp_path: Path, mo
         assert torch.equal(p, q)
 
 
+@pytest.mark.usefixtures("own_memory")
 def test_copies_beside_a_device_are_timed_apart_where_they_are_in_memory(tmp_path: Path) -> None:
     model = OffloadModel(stack(), "cpu", tmp_path, num_slices=DEPTH, checkpoint_activation=True)
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     train(model, optimizer, 2)
     homes = model._homes
     homes.keep_in_memory([0])
-    homes.device = torch.device("cuda", 0)  # no shard is used in place
     each = {
         "load": 5.0,
         "drain": 4.0,
@@ -156,7 +152,6 @@ def test_copies_beside_a_device_are_timed_apart_where_they_are_in_memory(tmp_pat
     assert [costs.update[0] / nbytes, costs.update[1] / nbytes] == pytest.approx([0.5, 3.0], rel=0.01)
     assert costs.waiting_drain[1] / nbytes == pytest.approx(1.0, rel=0.01)
     assert costs.updated_at_step == {0}
-    homes.device = torch.device("cpu")
 
 
 @pytest.mark.parametrize("memory", ["23MiB", "32MiB", "64MiB", "1GiB", "auto"])

@@ -24,7 +24,7 @@ __all__ = ["PlannedModel", "ShardBytes"]
 
 @dataclass(frozen=True)
 class ShardBytes:
-    """Host memory that a shard takes while it rests there."""
+    """Memory that a shard takes while it rests there."""
 
     weights: int
     #: From backward until they are set to None, or a pending update has used them.
@@ -71,7 +71,10 @@ class PlannedModel(Protocol):
         """For each shard: the host memory that it takes, or would take, while it rests there."""
 
     def keep_in_memory(self, shards: Iterable[int]) -> None:
-        """Makes these shards rest in memory from now on, and no others."""
+        """Makes these shards rest in host memory from now on, and no others."""
+
+    def keep_on_device(self, shards: Iterable[int]) -> None:
+        """Makes these shards rest in the memory that layers compute in from now on, and no others."""
 
     def measured(self, rows: Sequence[float]) -> StepModel:
         """What is known of a step on micro-batches of so many rows."""

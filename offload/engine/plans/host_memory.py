@@ -18,12 +18,12 @@ __all__ = ["bytes_left", "in_host_memory", "shards_that_fit"]
 
 def in_host_memory(homes: PlannedModel) -> frozenset[int]:
     """The shards that rest in host memory although their homes are files."""
-    return frozenset(shard.index for shard in homes.shards if shard.file is not None)
+    return frozenset(shard.index for shard in homes.shards if _is_there(shard))
 
 
 def bytes_left(homes: PlannedModel, host_bytes: int) -> int:
     """Of ``host_bytes``, those that shards in host memory and buffers of transfers and updates leave."""
-    resting = (each.total for shard, each in _shards(homes) if shard.file is not None)
+    resting = (each.total for shard, each in _shards(homes) if _is_there(shard))
     return max(0, host_bytes - _buffer_bytes(homes) - sum(resting))
 
 
@@ -35,13 +35,17 @@ def shards_that_fit(homes: PlannedModel, host_bytes: int, resident_bytes: int | 
     found: set[int] = set()
     for shard, each in _shards(homes):
         # Before its first update, a shard's states have no size yet, and would come into memory with it.
-        if optimizers.awaits_states() and shard.trainable and shard.file is None:
+        if (optimizers.awaits_states() and shard.trainable and shard.file is None) or shard.on_device:
             continue
         left -= each.total
         if left < 0:
             break
         found.add(shard.index)
     return found
+
+
+def _is_there(shard: Shard) -> bool:
+    return shard.file is not None and not shard.on_device
 
 
 def _shards(homes: PlannedModel) -> Iterator[tuple[Shard, ShardBytes]]:

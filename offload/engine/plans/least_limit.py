@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from offload.engine.plans.row_units import shown
 from offload.planning.budget import shown_bytes
 from offload.planning.partition import smallest_shard
+from offload.storage.buffer import has_own_memory
 
 if TYPE_CHECKING:
     from offload.engine.plans.contract import PlannedModel
@@ -29,7 +30,7 @@ def least_limit(needed: Callable[[int], int], limit: int) -> int:
 def too_little(homes: PlannedModel, rows: Sequence[float], least: int, limit: int, margin: int) -> str:
     """Says that a step needs ``least`` bytes, of which ``margin`` by earlier steps, and has ``limit``; what to do."""
     steps, optimizers = homes.steps, homes.streamer.gradient_offload.optimizers
-    on_host = homes.device.type == "cpu"
+    on_host = not has_own_memory(homes.device)
     staging = homes.staging_bytes if on_host else 0
     buffers = optimizers.buffer_bytes() if on_host else 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -14,6 +14,7 @@ from offload.planning.simulate import Costs
 from offload.planning.slot_sizes import slot_sizes
 from offload.planning.step_model import StepModel
 from offload.storage import Tier
+from offload.storage.buffer import has_own_memory
 from offload.streaming.shard import Shard
 from offload.telemetry.statistics import DRAIN_TO_MEMORY, LOAD_FROM_MEMORY, REDUCTION, UPDATE_IN_MEMORY, Meter
 
@@ -37,6 +38,7 @@ def step_model(
     buffer_bytes: int,
     slots: int,
     own_slots: bool,
+    movable: Collection[int],
     exchange: ExchangeBytes | None = None,
 ) -> StepModel:
     """The measured model of a step on micro-batches of so many ``rows``.
@@ -44,10 +46,11 @@ def step_model(
     Args:
         shards, steps, meter, tier, device: of the model.
         rows: of each micro-batch.
-        resting_bytes: of each shard in host memory, weights and optimizer states.
+        resting_bytes: of each shard, weights and optimizer states.
         outside: of what is in no shard.
         buffer_bytes: of updates in files.
         slots, own_slots: their number, and whether much larger shards have buffers of their own.
+        movable: shards that can rest in the memory that layers compute in.
         exchange: what ranks hold on the device.
     """
     mean_rows = sum(rows) / len(rows)
@@ -68,9 +71,9 @@ def step_model(
         for j, profile in kept_graphs.items()
         if profile.rows >= max(rows) or j not in recomputed or profile.rows >= recomputed[j].rows
     }
-    on_host = device.type == "cpu"
+    on_host = not has_own_memory(device)
     # In host memory beside a device, although homes are files; on the CPU the choice says which shards rest there.
-    rests = [tier.blocking_io and not (on_host or shard.blocking_io) for shard in shards]
+    rests = [tier.blocking_io and not (on_host or shard.blocking_io or shard.on_device) for shard in shards]
     loading = [from_memory if there else each["load"] for there in rests]
     draining = [to_memory if there else each["drain"] for there in rests]
     updating = [in_files if tier.blocking_io and not there else in_memory for there in rests]
@@ -86,7 +89,8 @@ def step_model(
         waiting_drain=() if on_host else [nbytes * to_memory for nbytes in gradient_bytes],
         reduce=[nbytes * each[REDUCTION] for nbytes in reduced_bytes] if any(reduced_bytes) else (),
         update=_products(gradient_bytes, updating),
-        resting_update=[nbytes * in_memory for nbytes in gradient_bytes],
+        # On a device, kernels among those of the layers.
+        resting_update=[nbytes * in_memory if on_host else 0.0 for nbytes in gradient_bytes],
         updated_at_step=frozenset(j for j, there in enumerate(rests) if there or not tier.blocking_io),
         updates_fill_slots=on_host and tier.blocking_io and all(shard.slot_keeps_weights for shard in shards),
         boundary=[boundaries((j, 0)) * each["boundary"] for j in range(len(shards) + 1)],
@@ -121,9 +125,7 @@ def step_model(
         costs=costs,
         sizes=sizes,
         resting_bytes={
-            shard.index: 0 if always else resting_bytes[shard.index]
-            for shard in shards
-            if on_host and shard.may_bind_in_place
+            shard.index: 0 if always else resting_bytes[shard.index] for shard in shards if shard.index in movable
         },
         buffer_bytes=buffer_bytes if on_host else 0,
         slot_bytes=in_slot,

@@ -15,8 +15,9 @@ import math
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from offload.engine.plans.gradients_held import gradients_there, unowned_gradients
@@ -246,6 +247,8 @@ class MemoryPlanner:
             # States of what is in memory already, too: nothing else that stays between steps takes their place.
             resident = 0 if given.resident_bytes is None else given.resident_bytes
             given = replace(given, slots=self._leanest(model).slots, resident_bytes=resident)
+        elif not self._memory.on_host:
+            given = replace(given, resident_bytes=None)  # of host memory
         return replace(
             model,
             updates=updates,
@@ -265,7 +268,8 @@ class MemoryPlanner:
         homes = self._homes()
         assert homes is not None
         if not (self._memory.on_host or homes.public.sharded):
-            self._move(homes, shards_that_fit(homes, self._limits.host_bytes, self._given.resident_bytes))
+            there = shards_that_fit(homes, self._limits.host_bytes, self._given.resident_bytes)
+            self._move(partial(homes.keep_in_memory, there))
 
     def _plan_again(self, rows: Sequence[float]) -> None:
         self._streamer.apply_pending_updates()  # the first ones make the optimizer's states, whose bytes count
@@ -303,15 +307,15 @@ class MemoryPlanner:
         assert homes is not None
         # Those that leave go first: in one call both would be in memory for a moment.
         for wanted in (self._in_memory & choice.in_memory, choice.in_memory):
-            if wanted != self._in_memory and not self._move(homes, wanted):
+            if wanted != self._in_memory and not self._move(partial(homes.keep_on_device, wanted)):
                 break
         # Loads run ahead of use in two slots at least, if any shard is loaded.
         self._streamer.resize(choice.slots if self._in_memory == choice.in_memory else max(2, choice.slots))
 
-    def _move(self, homes: PlannedModel, wanted: Collection[int]) -> bool:
-        """Makes these shards rest in memory; warns where they cannot move: the next choice is for those that are."""
+    def _move(self, move: Callable[[], None]) -> bool:
+        """Moves shards; warns where they cannot move: the next choice is for those that are."""
         try:
-            homes.keep_in_memory(wanted)
+            move()
         except (HomeInUseError, OSError, MemoryError) as error:
             self._warn(f"the plan for memory={self.limit_bytes:,} is followed without moving shards: {error}", "moves")
             return False
@@ -351,8 +355,11 @@ class MemoryPlanner:
         self._streamer.gradient_offload.waiting = self.choice.waiting
 
     def _gradients_there(self) -> dict[str, Any]:
-        """See :func:`gradients_there`; of a device, whose memory holds none between steps."""
-        return gradients_there(self._streamer.shards) if self._memory.on_host else {"held": frozenset(), "begins": None}
+        """See :func:`gradients_there`; on a device, whose shards are updated at once, what was accumulated."""
+        if self._memory.on_host:
+            return gradients_there(self._streamer.shards)
+        held = frozenset(s.index for s in self._streamer.shards if s.in_place and unowned_gradients(s))
+        return {"held": held, "begins": held}
 
     def _refuse(self, error: NothingFitsError, rows: Sequence[float]) -> None:
         """Raises ValueError for a batch that does not fit; warns for one no larger than one that ran, which goes on."""

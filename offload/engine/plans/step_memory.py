@@ -15,6 +15,7 @@ import torch
 
 from offload.planning.budget import GAPS_SHARE
 from offload.planning.step_model import Prediction
+from offload.storage.buffer import has_own_memory
 from offload.streaming.heap import return_freed_memory
 from offload.telemetry.peak import PeakMeter, anonymous_bytes
 
@@ -28,7 +29,7 @@ GROWTH_SHARE = 16
 
 def bound_of(limit_bytes: int, device: torch.device) -> int:
     """The most that a step may take by measurement, with a limit of so many bytes."""
-    return limit_bytes + (int(ALLOCATOR_SHARE * limit_bytes) + ALLOCATOR_BYTES if device.type == "cpu" else 0)
+    return limit_bytes + (int(ALLOCATOR_SHARE * limit_bytes) + ALLOCATOR_BYTES if not has_own_memory(device) else 0)
 
 
 class StepMemory:
@@ -36,7 +37,7 @@ class StepMemory:
 
     def __init__(self, device: torch.device) -> None:
         #: Whether it is the memory of the host.
-        self.on_host = device.type == "cpu"
+        self.on_host = not has_own_memory(device)
         self._device = device
         self._peak = PeakMeter(device)
         #: Anonymous memory of the process when the model was made, and after free memory was returned.

@@ -1,0 +1,163 @@
+"""What fits on a device with memory of its own rests there: weights, gradients, states and the update."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import MemoryPolicy, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
+
+pytestmark = pytest.mark.usefixtures("own_memory")
+
+WIDTH, ROWS, DEPTH = 64, 16, 5
+STATES = 3 * DEPTH * (4 * WIDTH * WIDTH * 2) * 4
+
+
+def stack() -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(DEPTH))
+    return nn.Sequential(*blocks)
+
+
+def batch(k: int, rows: int = ROWS) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(k))
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, *, clip: float | None = None
+) -> list[float]:
+    losses = []
+    for k in steps:
+        optimizer.zero_grad()
+        loss = model(batch(k)).square().mean()
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def pair(home: str, memory: Any, **options: Any) -> tuple[nn.Sequential, torch.optim.Optimizer, OffloadModel, Any]:
+    bare = stack()
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=DEPTH, memory=memory)
+    plain = torch.optim.AdamW(bare.parameters(), lr=1e-2, fused=True)
+    return bare, plain, model, OffloadOptimizer(model, torch.optim.AdamW, lr=1e-2, **options)
+
+
+def there(model: OffloadModel) -> list[int]:
+    """The shards that rest on the device: layers use them in place, and nothing is loaded."""
+    return [shard.index for shard in model._homes.shards if shard.in_place and shard.tier.name == "device"]
+
+
+def assert_equal(bare: nn.Module, model: nn.Module) -> None:
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_all_of_a_model_that_fits_rests_there_and_nothing_is_loaded(home: str) -> None:
+    bare, plain, model, ours = pair(home, {"device": "1GiB", "host": "1GiB"})
+    assert train(model, ours, range(3)) == train(bare, plain, range(3))
+    assert there(model) == [*range(DEPTH)]
+    before = model.statistics()
+    assert train(model, ours, range(3, 6)) == train(bare, plain, range(3, 6))
+    after = model.statistics()
+    assert (after.shard_loads, after.bytes_loaded) == (before.shard_loads, before.bytes_loaded)
+    assert_equal(bare, model)
+
+
+def test_of_a_model_that_does_not_fit_a_part_rests_there(home: str) -> None:
+    limit = 2 * STATES // 3
+    bare, plain, model, ours = pair(home, {"device": limit, "host": "1GiB"}, max_norm=0.1)
+    assert train(model, ours, range(8)) == train(bare, plain, range(8), clip=0.1)
+    assert 0 < len(there(model)) < DEPTH
+    assert_equal(bare, model)
+
+
+def test_updates_that_are_pinned_to_the_host_leave_it_home(home: str) -> None:
+    policy = MemoryPolicy({"device": "1GiB", "host": "1GiB"}, update_on="host")
+    bare, plain, model, ours = pair(home, policy)
+    assert train(model, ours, range(4)) == train(bare, plain, range(4))
+    assert there(model) == []
+
+
+def test_another_place_than_the_host_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected 'host' or None, got update_on='device'"):
+        MemoryPolicy("1GiB", update_on="device")
+
+
+def test_without_an_offload_optimizer_only_what_is_frozen_rests_there(home: str) -> None:
+    bare = stack()
+    for layer in list(bare)[1:4]:
+        layer.requires_grad_(False)
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=DEPTH, memory={"device": "1GiB", "host": "1GiB"})
+    plain, same = (torch.optim.AdamW((p for p in m.parameters() if p.requires_grad), lr=1e-2) for m in (bare, model))
+    assert train(model, same, range(4)) == train(bare, plain, range(4))
+    assert there(model) == [1, 2, 3]
+    assert_equal(bare, model)
+
+
+def test_gradients_accumulate_there(home: str) -> None:
+    bare, plain, model, ours = pair(home, {"device": "1GiB", "host": "1GiB"})
+    for run, optimizer in ((bare, plain), (model, ours)):
+        for k in range(9):
+            run(batch(k)).square().mean().backward()
+            if k % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert there(model) == [*range(DEPTH)]
+    assert_equal(bare, model)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adafactor])
+def test_any_class_updates_there(kind: type[torch.optim.Optimizer], home: str) -> None:
+    bare = stack()
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=DEPTH, memory={"device": "1GiB", "host": "1GiB"})
+    given: dict[str, Any] = {"lr": 1e-2} | ({"fused": True} if kind is torch.optim.Adagrad else {})
+    plain, ours = kind(bare.parameters(), **given), OffloadOptimizer(model, kind, **given)
+    assert train(model, ours, range(5)) == train(bare, plain, range(5))
+    assert there(model) == [*range(DEPTH)]
+    assert_equal(bare, model)
+
+
+def test_a_longer_batch_sends_shards_home_again(home: str) -> None:
+    bare, plain, model, ours = pair(home, {"device": 2 * STATES, "host": "1GiB"})
+    assert train(model, ours, range(3)) == train(bare, plain, range(3))
+    assert there(model) == [*range(DEPTH)]
+    rows = STATES // (16 * WIDTH * 4)
+    for run, optimizer in ((bare, plain), (model, ours)):
+        for k in range(3, 6):
+            optimizer.zero_grad()
+            run(batch(k, rows)).square().mean().backward()
+            optimizer.step()
+    assert len(there(model)) < DEPTH
+    assert_equal(bare, model)
+
+
+def test_what_rests_there_is_saved_and_loaded(home: str, tmp_path: Any) -> None:
+    bare, plain, model, ours = pair(home, {"device": "1GiB", "host": "1GiB"})
+    train(model, ours, range(3)), train(bare, plain, range(3))
+    save_checkpoint(tmp_path / "saved", model, ours)
+    state = copy.deepcopy(ours.state_dict())
+    for k, (one, other) in enumerate(zip(plain.state_dict()["state"].values(), state["state"].values(), strict=True)):
+        assert all(torch.equal(one[name], other[name]) for name in one), k
+    train(model, ours, range(3, 5))
+    load_checkpoint(tmp_path / "saved", model, ours)
+    assert train(model, ours, range(3, 6)) == train(bare, plain, range(3, 6))
+    assert_equal(bare, model)
+    model.close()
+    assert_equal(bare, model)
+
+
+def test_views_that_other_code_holds_keep_a_shard_home(home: str) -> None:
+    bare, plain, model, ours = pair(home, {"device": "1GiB", "host": "1GiB"})
+    train(bare, plain, range(1))
+    train(model, ours, range(1))
+    held = next(model[2].parameters()).detach()
+    with pytest.warns(RuntimeWarning, match="other code holds views"):
+        assert train(model, ours, range(1, 4)) == train(bare, plain, range(1, 4))
+    assert torch.equal(held, next(bare[2].parameters())), "it shows later values"
