@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
+
+from tests.offload import zoo
+from tests.offload.device_count import DeviceCount
 
 pytestmark = pytest.mark.usefixtures("own_memory")
 
@@ -161,3 +165,40 @@ def test_views_that_other_code_holds_keep_a_shard_home(home: str) -> None:
     with pytest.warns(RuntimeWarning, match="other code holds views"):
         assert train(model, ours, range(1, 4)) == train(bare, plain, range(1, 4))
     assert torch.equal(held, next(bare[2].parameters())), "it shows later values"
+
+
+@pytest.mark.parametrize("kind", zoo.LAYERS)
+def test_what_is_there_is_never_more_than_its_memory(kind: str, tmp_path: Path) -> None:
+    layers = zoo.build([kind] * 3)
+    x = torch.randn(64, zoo.WIDTH)
+
+    def counted(limit: int) -> tuple[int, int]:
+        """The most that steps take once the first ones have measured, and what is predicted."""
+        memory = {"device": limit, "host": "1GiB"}
+        model = OffloadModel(copy.deepcopy(layers), "cpu", tmp_path / "home", num_slices=len(layers), memory=memory)
+        ours = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
+        most = 0
+        for k in range(6):
+            ours.zero_grad()
+            with DeviceCount(model, ours, [x]) as count:
+                model(x).sum().backward()  # a loss without tensors of its own
+            ours.step()
+            ours.synchronize()
+            most = max(most, count.peak) if k > 1 else most
+        predicted = model.memory_report().predicted
+        model.close()
+        assert predicted is not None
+        return most, predicted.memory_bytes
+
+    _, all_of_it = counted(1 << 20)
+    ran = 0
+    for share in (1.0, 0.95, 0.9, 0.85, 0.75):
+        limit = int(share * all_of_it)
+        try:
+            most, predicted = counted(limit)
+        except (ValueError, RuntimeWarning) as error:
+            assert "a step of micro-batches of 64 rows takes at least" in str(error)
+        else:
+            assert most <= predicted <= limit
+            ran += 1
+    assert ran
