@@ -533,9 +533,17 @@ class Engine:
 
         def check(_: Any) -> None:
             self._check_all_unchanged(life())
+            if torch.is_grad_enabled() and accumulates_everywhere():
+                visits: list[Visit] = [node.visit for node in self._nodes(life()) if will_run(node)]
+                if any(not visit.weights.may_keep_graph(k) for visit in visits for k in visit.positions):
+                    _refuse_graph()
 
         for node in {x.grad_fn for x in tensors_in(outputs) if x.grad_fn is not None}:
             node.register_prehook(check)
+
+    def _nodes(self, life: Life | None) -> Sequence[Any]:
+        """The nodes of the visits of a forward whose graph is still there."""
+        return (None if life is None else self._forwards.get(life)) or ()
 
     def _check_all_unchanged(self, life: Life | None) -> None:
         """Compares the weights of all visits of a pass that a backward reaches with those of their forward.
@@ -543,7 +551,7 @@ class Engine:
         When it reaches the first one: a refusal must not come after gradients of others were stored.
         """
         number = backward_number()
-        for node in (None if life is None else self._forwards.get(life)) or ():
+        for node in self._nodes(life):
             visit: Visit = node.visit
             if visit.checked != number and will_run(node):
                 visit.checked = number
@@ -604,10 +612,7 @@ class Engine:
             self.streamer.count_stored(nbytes)
         if self._updates or any(gradient is not None for gradient in home):
             if torch.is_grad_enabled():
-                raise RuntimeError(
-                    "expected a backward without create_graph=True: gradients of parameters that rest in files, or in "
-                    "another type, leave their graph; take them by torch.autograd.grad, or keep homes in host memory"
-                )
+                _refuse_graph()
             self._offload(shard, home)
         if self._updates:
             visit.checked = backward_number()  # from now on its weights are others
@@ -725,6 +730,13 @@ class Engine:
     def _backward_failed(self, backward: weakref.ref[_Backward]) -> None:
         if self._backward is backward:
             self._cancel()
+
+
+def _refuse_graph() -> None:
+    raise RuntimeError(
+        "expected a backward without create_graph=True: gradients of parameters that rest in files, or in another "
+        "type, leave their graph; take them by torch.autograd.grad, or keep homes in host memory"
+    )
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:

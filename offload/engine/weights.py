@@ -83,8 +83,12 @@ class Weights:
     def gradient_is_at_home(self, k: int, gradient: Tensor) -> bool:
         """Whether a gradient is where its parameter rests, so that autograd accumulates it as in the bare model."""
         owner, s = self.owners[k]
-        there = owner.on_device and gradient.device == s.parameter.device
-        return there and s.form is None and not owner.gradient_types.rounded
+        return self.may_keep_graph(k) and gradient.device == s.parameter.device
+
+    def may_keep_graph(self, k: int) -> bool:
+        """Whether the gradient of a parameter stays as layers make it, with its graph."""
+        owner, s = self.owners[k]
+        return owner.on_device and s.form is None and not owner.gradient_types.rounded
 
     def summed_in(self, k: int) -> torch.dtype:
         """The type in which gradients of the parameter at a position are summed over cells: 32 bits at least."""

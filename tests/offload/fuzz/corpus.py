@@ -174,6 +174,9 @@ CORPUS: dict[str, Program] = {
     "a_backward_that_is_refused_leaves_no_gradient_around_blocks": program(
         Forward(), Write("data"), Backward(), model="blocks", slices=1
     ),
+    "a_backward_with_a_graph_that_is_refused_leaves_no_gradient_around_blocks": program(
+        Forward(), Backward(create_graph=True), model="blocks_through", home="disk"
+    ),
     "a_frozen_weight_to_which_a_layer_assigns_data_is_stored": program(
         Freeze(at=2), Forward(rows=6), Forward(), model="renormed", checkpoint=True
     ),
