@@ -82,7 +82,7 @@ class Weights:
 
     def gradient_is_at_home(self, k: int, gradient: Tensor) -> bool:
         """Whether a gradient is where its parameter rests, so that autograd accumulates it as in the bare model."""
-        owner, s = self.owners[k]
+        s = self.owners[k][1]
         return self.may_keep_graph(k) and gradient.device == s.parameter.device
 
     def may_keep_graph(self, k: int) -> bool:
