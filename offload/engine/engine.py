@@ -535,7 +535,7 @@ class Engine:
             self._check_all_unchanged(life())
             if torch.is_grad_enabled() and accumulates_everywhere():
                 visits: list[Visit] = [node.visit for node in self._nodes(life()) if will_run(node)]
-                if any(not visit.weights.may_keep_graph(k) for visit in visits for k in visit.positions):
+                if any(not visit.weights.gradients_stay()[k] for visit in visits for k in visit.positions):
                     _refuse_graph()
 
         for node in {x.grad_fn for x in tensors_in(outputs) if x.grad_fn is not None}:
@@ -587,7 +587,8 @@ class Engine:
         home: list[Tensor | None] = [None] * len(weights.parameters)
         everywhere = accumulates_everywhere()
         # Squared norms are summed while gradients leave.
-        measured = self._updates or self.streamer.gradient_offload.optimizers.clip
+        accumulates = everywhere and not (self._updates or self.streamer.gradient_offload.optimizers.clip)
+        stay = weights.gradients_stay()
         nbytes = 0
         for n, k in enumerate(visit.positions):
             gradient, parameter = gradients[n], weights.parameters[k]
@@ -601,7 +602,7 @@ class Engine:
                     f"parameter's type, which is bfloat16 with store_dtype=: that of {weights.owners[k][1].name} would "
                     f"be rounded. Make the model without store_dtype"
                 )
-            elif by_autograd or (everywhere and not measured and weights.gradient_is_at_home(k, gradient)):
+            elif by_autograd or (accumulates and stay[k] and gradient.device == parameter.device):
                 stays = gradient.device == parameter.device and gradient.dtype == parameter.dtype
                 returned[n] = gradient if stays else gradient.to(parameter.device, parameter.dtype)
                 nbytes += gradient.numel() * gradient.element_size()

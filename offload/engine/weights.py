@@ -44,6 +44,7 @@ class Weights:
         #: The parameters that users see, which are the leaves of their graphs.
         self.leaves = self.parameters if public is None else public.for_autograd(self.parameters)
         self._homes: list[Block | None] | None = None
+        self._stay: list[bool] | None = None
         #: Values that modules have in place of parameters; an interrupt may keep a context from taking them out.
         self._open: list[_Bound] = []
         self._views: dict[int, tuple[weakref.ref[Tensor], list[Tensor]]] = {}
@@ -80,15 +81,11 @@ class Weights:
         parameters = self.parameters
         return [k for k in self.streamed if parameters[k].requires_grad]
 
-    def gradient_is_at_home(self, k: int, gradient: Tensor) -> bool:
-        """Whether a gradient is where its parameter rests, so that autograd accumulates it as in the bare model."""
-        s = self.owners[k][1]
-        return self.may_keep_graph(k) and gradient.device == s.parameter.device
-
-    def may_keep_graph(self, k: int) -> bool:
-        """Whether the gradient of a parameter stays as layers make it, with its graph."""
-        owner, s = self.owners[k]
-        return owner.on_device and s.form is None and not owner.gradient_types.rounded
+    def gradients_stay(self) -> Sequence[bool]:
+        """Whether the gradient of each parameter rests where layers make it, so that autograd accumulates it."""
+        if self._stay is None:  # asked anew where shards move
+            self._stay = [o.on_device and s.form is None and not o.gradient_types.rounded for o, s in self.owners]
+        return self._stay
 
     def summed_in(self, k: int) -> torch.dtype:
         """The type in which gradients of the parameter at a position are summed over cells: 32 bits at least."""
@@ -117,7 +114,7 @@ class Weights:
 
     def homes_moved(self) -> None:
         """Called when homes have moved: what they were is to be freed."""
-        self._homes = None
+        self._homes = self._stay = None
 
     def _addresses(self) -> list[int]:
         homes = [owner.home for owner, _ in self.owners]
