@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
+from inspect import signature
 from typing import Any
+
+import torch
+from torch.utils.checkpoint import SelectiveCheckpointContext
 
 from offload.planning.budget import parse_bytes
 
@@ -52,6 +56,10 @@ class MemoryPolicy:
             that trains keeps chunks apart in any case, and so does a mesh.
         update_on: ``"host"``: an ``OffloadOptimizer`` updates all shards on the host. None: those that rest on a GPU
             are updated there, where the same update may round otherwise.
+        keep: operations whose results recomputed cells keep, so that they are not computed again (the selective
+            checkpointing of torch): ``"attention"`` for its fused kernels, or overloads such as
+            ``[torch.ops.aten.mm.default]``. Not those of calls that draw random numbers. Each graph takes one backward.
+            Nothing inside of compiled blocks is kept.
 
     Raises:
         TypeError, ValueError: with a line for each field that cannot be used.
@@ -71,6 +79,7 @@ class MemoryPolicy:
     resident_bytes: int | None
     join_chunks: bool | None
     update_on: str | None
+    keep: str | tuple[Any, ...]
 
     def __init__(
         self,
@@ -84,6 +93,7 @@ class MemoryPolicy:
         resident_bytes: Bytes | None = None,
         join_chunks: bool | None = None,
         update_on: str | None = None,
+        keep: str | Collection[Any] = (),
     ) -> None:
         given: dict[str, tuple[Any, Callable[[Any, str], Any]]] = {
             "memory": (memory, _memory),
@@ -95,6 +105,7 @@ class MemoryPolicy:
             "resident_bytes": (resident_bytes, _size),
             "join_chunks": (join_chunks, _flag),
             "update_on": (update_on, _place),
+            "keep": (keep, _operations),
         }
         wrong: list[Exception] = []
         for name, (value, check) in given.items():
@@ -117,6 +128,7 @@ class MemoryPolicy:
         gradient_bytes: Bytes | None = None,
         resident_bytes: Bytes | None = None,
         join_chunks: bool | None = None,
+        keep: str | Collection[Any] = (),
     ) -> MemoryPolicy:
         """A policy that leaves nothing to plan and has no limit, for use of memory that is tuned by hand.
 
@@ -130,6 +142,7 @@ class MemoryPolicy:
             gradient_bytes=gradient_bytes or 0,
             resident_bytes=resident_bytes or 0,
             join_chunks=join_chunks,
+            keep=keep,
         )
 
     @property
@@ -143,7 +156,7 @@ class MemoryPolicy:
         given += [
             f"{one.name}={getattr(self, one.name)!r}"
             for one in fields(self)
-            if one.name != "memory" and getattr(self, one.name) is not None
+            if one.name != "memory" and getattr(self, one.name) not in (None, ())
         ]
         return f"{type(self).__name__}({', '.join(given)})"
 
@@ -196,6 +209,16 @@ def _place(value: Any, name: str) -> str | None:
     if value not in (None, "host"):
         raise ValueError(f"expected 'host' or None, got {name}={value!r}")
     return None if value is None else "host"
+
+
+def _operations(value: Any, name: str) -> str | tuple[Any, ...]:
+    attention = isinstance(value, str) and value == "attention"
+    listed = not isinstance(value, str) and isinstance(value, Collection)
+    if not (attention or (listed and all(hasattr(operation, "_schema") for operation in value))):
+        raise TypeError(f"expected 'attention' or overloads such as torch.ops.aten.mm.default, got {name}={value!r}")
+    if value and "op_output" not in signature(SelectiveCheckpointContext).parameters:
+        raise ValueError(f"{name}= needs a later torch than {torch.__version__}, which does not tell what is kept")
+    return "attention" if attention else (*value,)
 
 
 def _size(value: Any, name: str) -> int | None:

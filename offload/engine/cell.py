@@ -12,7 +12,7 @@ no graph      under ``no_grad``, or where nothing takes a gradient
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import NoneType
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offload.engine.selected import Selected
 from offload.engine.visit import Visit, enter
 from offload.engine.weights import Weights
 from offload.streaming.casts import Cast, Casts, CastsSeen
@@ -54,6 +55,8 @@ class Watch:
     """
 
     saved: Callable[[Tensor], None] | None = None
+    #: With the bytes of results that a recomputed cell keeps.
+    selected: Callable[[int], None] | None = None
     begins: Callable[[Visit], None] | None = None
     entering: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
 
@@ -68,6 +71,7 @@ class Block:
         weights: of its shard.
         region: its modules.
         name: for errors.
+        select: operations whose results are kept where the block is recomputed, see :mod:`.selected`.
     """
 
     def __init__(
@@ -77,8 +81,9 @@ class Block:
         name: str,
         *,
         place: tuple[int, int] = (0, 1),
+        select: str | Collection[Any] = (),
     ) -> None:
-        self.weights, self.region, self.name = weights, region, name
+        self.weights, self.region, self.name, self._select = weights, region, name, select
         #: Its place among the blocks of the shard, and their number.
         self.place = place
         #: Whether its graph is always kept, since a second run would write its weights again.
@@ -197,10 +202,13 @@ class Block:
         if casts is not None and saved_by is not None:
             saved_by = partial(_unless_cast, casts, saved_by)
 
+        selected = Selected(self._select) if self._select else None
+        call_first, call_again = (call, call) if selected is None else (selected.first(call), selected.again(call))
+
         def first(*args: Any, **kwargs: Any) -> Any:
             # Popped, since the graph holds this function.
             with casts or _NOTHING:
-                return self._noted(call, views, weights.pop(), args, kwargs, visit, modes)
+                return self._noted(call_first, views, weights.pop(), args, kwargs, visit, modes)
 
         def again(*args: Any, _life: Any = life, **kwargs: Any) -> Any:
             views = visit.views(visit)
@@ -209,7 +217,7 @@ class Block:
                 args, kwargs = self._inputs.copy((args, kwargs))
             before = [view._version for view in views]
             try:
-                return self._call(call, leaves, args, kwargs)
+                return self._call(call_again, leaves, args, kwargs)
             finally:
                 if before != [view._version for view in views]:
                     self.weights.shard.written = True  # an update in backward must not take them from there
@@ -229,6 +237,8 @@ class Block:
             begins=None if begins is None else partial(begins, visit),
             name=self.name,
         )
+        if selected is not None and watch.selected is not None:
+            watch.selected(selected.nbytes)
         if visit.wrote and not views:
             self.keeps = True
             raise RuntimeError(

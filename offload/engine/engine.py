@@ -142,6 +142,7 @@ class Engine:
                     Region(layers, [device]),
                     f"shard {j}",
                     place=(k, len(several)),
+                    select=owner.policy.keep,
                 )
                 for k, layers in enumerate(several)
             ]
@@ -416,6 +417,7 @@ class Engine:
         kind = Kind.BACKWARD_KEPT if kept else Kind.BACKWARD
         watch = Watch(
             None if recorder is None else recorder.add,
+            partial(step.record_selected, j, k, i) if graph else None,
             partial(self._begin_cell, step, None if keeps else this.boundaries, kind, j, k, blocks, i),
             None if this.boundaries is None or not graph or not (j or k) else this.boundaries.hooks((j, i)),
         )

@@ -202,6 +202,10 @@ class ObservedStep:
             nbytes = sum(recorder.nbytes.values()) + hidden
             self._steps.record_graph(j, k, nbytes / (self.rows[i] or 1))
 
+    def record_selected(self, j: int, k: int, i: int, nbytes: int) -> None:
+        """Called with the bytes that a recomputed cell keeps."""
+        self._steps.record_selected(j, k, nbytes / (self.rows[i] or 1))
+
     def forward(self, kind: Kind, j: int, k: int, blocks: int, i: int) -> contextlib.AbstractContextManager[None]:
         """A context for a cell in forward."""
         if k == 0:

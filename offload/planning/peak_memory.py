@@ -97,6 +97,8 @@ class StepBytes:
     #: The same of a cell that keeps its graph, with its input; or as yet only the bytes of that graph per row.
     kept_profiles: Mapping[int, MemoryProfile] = field(default_factory=dict)
     graph_bytes_per_row: Mapping[int, float] = field(default_factory=dict)
+    #: Shard -> bytes per row that a recomputed cell keeps until its backward: results of chosen operations.
+    selected_bytes_per_row: Mapping[int, float] = field(default_factory=dict)
     #: Held all the time: homes in that memory, buffers.
     constant_bytes: int = 0
     #: Whether cells add to the boundary that enters them, or make it: see :class:`.Pass`. Bytes are those at their end.
@@ -261,6 +263,8 @@ class _Replay:
         if keeps and profile is not None:
             self._graphs[cell] = self._bytes_of_graph(cell)
             self._graph_bytes += self._graphs[cell]
+        if not keeps and cell in self._recomputed:
+            self._graph_bytes += self._selected_bytes(cell)
         if cell not in self._recomputed:
             self._drop((False, j, i))
         elif sizes.grows:
@@ -274,6 +278,8 @@ class _Replay:
         (j, i), sizes = cell, self._sizes
         onward = sizes.gradients(cell) if j > self._last_shard else 0
         kept = self._graphs.pop(cell, None)
+        if kept is None:
+            self._graph_bytes -= self._selected_bytes(cell)  # from now on they are a part of its graph
         profile = self._profile(j, keeps=kept is not None)
         if profile is not None:
             # What a profile frees is not more than the graph holds.
@@ -314,6 +320,9 @@ class _Replay:
         # The profile of a recomputed cell does not include its boundary.
         apart = j not in sizes.kept_profiles and j not in sizes.graph_bytes_per_row
         return sizes.bytes_of_graph(cell) + (self._held.get((False, j, i), 0) if apart else 0)
+
+    def _selected_bytes(self, cell: Key) -> int:
+        return int(self._sizes.selected_bytes_per_row.get(cell[0], 0.0) * self._sizes.rows[cell[1]])
 
     def _put_output_gradients(self, count: int) -> None:
         """Stores the gradients of the output one by one; each may be spilled before the next is stored."""

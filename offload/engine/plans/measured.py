@@ -113,6 +113,7 @@ def step_model(
         memory_profiles=recomputed,
         kept_profiles=kept_graphs,
         graph_bytes_per_row=steps.graph_bytes_per_row(),
+        selected_bytes_per_row=steps.selected_bytes_per_row(),
         outside=outside,
         constant_bytes=(tier.staging_bytes if on_host else 0)
         + (sum(resting_bytes.values()) if always else 0)

@@ -46,7 +46,7 @@ _logger = logging.getLogger("offload")
 #: Of a limit of memory, where micro-batches are chosen, what steps take beside counted bytes: one part in so many.
 UNCOUNTED_SHARE = 4
 #: Of the sizes of a step, what depends on which cells have kept their graphs before.
-PROFILES = ("memory_profiles", "kept_profiles", "graph_bytes_per_row")
+PROFILES = ("memory_profiles", "kept_profiles", "graph_bytes_per_row", "selected_bytes_per_row")
 
 
 class MemoryPlanner:

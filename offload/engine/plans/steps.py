@@ -52,6 +52,8 @@ class Steps:
         self._shards = shards
         #: Bytes of a kept graph for each row, by shard and layer, where a recomputed cell measured it.
         self._graph_bytes_per_row: dict[int, dict[int, float]] = {}
+        #: The same of what a recomputed cell keeps.
+        self._selected_per_row: dict[int, dict[int, float]] = {}
         #: Whether a boundary holds what enters each block of a shard, of which there are several.
         self.boundaries_grow = apart and any(len(shard.layers) > 1 for shard in shards)
         self._boundary_bytes = policy.boundary_bytes or 0 if spills else math.inf
@@ -135,6 +137,14 @@ class Steps:
     def record_graph(self, j: int, k: int, bytes_per_row: float) -> None:
         """Records what a graph of block ``k`` of a shard would hold for each row."""
         self._graph_bytes_per_row.setdefault(j, {})[k] = bytes_per_row
+
+    def selected_bytes_per_row(self) -> dict[int, float]:
+        """Bytes that a recomputed cell of each shard keeps for each row."""
+        return {j: sum(each.values()) for j, each in self._selected_per_row.items()}
+
+    def record_selected(self, j: int, k: int, bytes_per_row: float) -> None:
+        """Records what block ``k`` of a shard keeps for each row where it is recomputed."""
+        self._selected_per_row.setdefault(j, {})[k] = bytes_per_row
 
     def begin(
         self,

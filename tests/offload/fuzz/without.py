@@ -35,7 +35,7 @@ def _weight_writes(patch: pytest.MonkeyPatch) -> None:
 
 def _accumulated_hooks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("offload.engine.engine.has_hooks", lambda parameter: False)
-    patch.setattr("offload.engine.weights.Weights.gradient_is_at_home", lambda self, k, gradient: False)
+    patch.setattr("offload.engine.weights.Weights.gradients_stay", lambda self: [False] * len(self.owners))
 
 
 def _structure(patch: pytest.MonkeyPatch) -> None:

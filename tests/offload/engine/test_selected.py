@@ -1,0 +1,129 @@
+"""Recomputed cells keep the results of chosen operations: the same numbers, fewer operations, counted memory."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
+from tests.offload.device_count import DeviceCount
+
+MM = torch.ops.aten.addmm.default
+KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+class Attention(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.attention_dropout = dropout
+        self.qkv, self.out, self.drop = nn.Linear(16, 48), nn.Linear(16, 16), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attention_dropout)
+        return x + self.drop(self.out(attended.transpose(1, 2).flatten(2)))
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def stack(dropout: float = 0.0, depth: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Attention(dropout) for _ in range(depth)))
+
+
+def backward(model: nn.Module, x: Tensor) -> tuple[list[Tensor], Counter[Any]]:
+    torch.manual_seed(1)
+    model.zero_grad()
+    with Counting() as counted:
+        model(x).square().sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return gradients, counted.calls
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(("keep", "kept"), [("attention", KERNEL), ([MM], MM), ((), None)])
+def test_what_is_kept_is_not_computed_again(keep: Any, kept: Any, microbatches: int, home: str) -> None:
+    bare, x = stack(), torch.randn(4, 6, 16)
+    policy = MemoryPolicy.fixed(keep=keep)
+    model = OffloadModel(
+        copy.deepcopy(bare),
+        "cpu",
+        home,
+        num_slices=3,
+        checkpoint_activation=True,
+        num_microbatches=microbatches,
+        memory=policy,
+    )
+    plain = OffloadModel(bare, "cpu", home, num_slices=3, checkpoint_activation=False, num_microbatches=microbatches)
+    expected, _ = backward(plain, x)
+    for _ in range(4):
+        gradients, calls = backward(model, x)
+        assert all(map(torch.equal, gradients, expected))
+        for operation, cells in ((KERNEL, 3 * microbatches), (MM, 6 * microbatches)):
+            assert calls[operation] == (1 if operation is kept else 2) * cells
+
+
+def test_attention_that_drops_out_is_computed_again() -> None:
+    """Without it, what draws after it would draw other numbers."""
+    bare, x = stack(dropout=0.3), torch.randn(4, 6, 16)
+    model = OffloadModel(
+        copy.deepcopy(bare),
+        "cpu",
+        "cpu",
+        num_slices=3,
+        checkpoint_activation=True,
+        memory=MemoryPolicy.fixed(keep="attention"),
+    )
+    expected, _ = backward(bare, x)
+    gradients, _ = backward(model, x)
+    assert all(map(torch.equal, gradients, expected))
+
+
+@pytest.mark.usefixtures("own_memory")
+def test_what_is_kept_counts(tmp_path: Any) -> None:
+    """Five layers' results of a product take more than the least plan leaves."""
+    x = torch.randn(8, 32, 16)
+
+    def counted(keep: Any) -> tuple[int, int]:
+        policy = MemoryPolicy({"device": "1GiB", "host": "1GiB"}, keep=keep, graph_bytes=0, resident_bytes=0, slots=2)
+        model = OffloadModel(stack(depth=5), "cpu", tmp_path / "home", num_slices=5, memory=policy)
+        ours = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+        most = 0
+        for k in range(4):
+            ours.zero_grad()
+            with DeviceCount(model, ours, [x]) as count:
+                model(x).sum().backward()
+            ours.step()
+            ours.synchronize()
+            most = max(most, count.peak) if k > 1 else most
+        predicted = model.memory_report().predicted
+        model.close()
+        assert predicted is not None
+        return most, predicted.memory_bytes
+
+    (least, least_predicted), (most, most_predicted) = counted(()), counted([MM])
+    products = 5 * 4 * 8 * 32 * (48 + 16)
+    assert most <= most_predicted
+    assert least <= least_predicted
+    assert most_predicted - least_predicted == pytest.approx(products, rel=0.25)
+
+
+@pytest.mark.parametrize("keep", ["attentions", 3, [nn.Linear]])
+def test_what_is_no_operation_is_refused(keep: Any) -> None:
+    with pytest.raises(TypeError, match=r"expected 'attention' or overloads such as .*, got keep="):
+        MemoryPolicy(keep=keep)
