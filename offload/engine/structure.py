@@ -15,7 +15,10 @@ other modules, buffers         allowed: the next forward saves and restores the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
+from typing import Any
 
 from torch import nn
 
@@ -34,7 +37,7 @@ class Structure:
     def check(self) -> bool:
         """Whether modules or buffers changed since the last call; refuses other layers or parameters than at first."""
         layers = {name: id(layer) for name, layer in self._layers.items()}
-        if layers == self._wrapped and not any(_differs(*each) for each in self._recorded):
+        if layers == self._wrapped and _members(self._modules) == self._recorded:
             return False
         current = {**layers, **dict(self._named_parameters())}
         wrapped = {**self._wrapped, **self._parameters}
@@ -52,7 +55,8 @@ class Structure:
 
     def _record(self) -> None:
         modules = dict.fromkeys(m for layer in self._layers.values() if layer is not None for m in layer.modules())
-        self._recorded = [_members(module) for module in modules]
+        self._modules = [vars(module) for module in modules]
+        self._recorded = _members(self._modules)
 
     def _named_parameters(self) -> Iterator[tuple[str, int]]:
         for name, layer in self._layers.items():
@@ -60,20 +64,16 @@ class Structure:
                 yield from ((f"{path}.{key}", id(p)) for key, p in dict.items(module._parameters) if p is not None)
 
 
-#: A module, the identities of its parameters and children, and the names of its buffers.
-_Recorded = tuple[nn.Module, list[int], list[int], list[str]]
+def _members(modules: Sequence[dict[str, Any]]) -> list[Any]:
+    """Of the attributes of modules: how many parameters, children and buffers each has; which ones, or their names.
 
-
-def _members(module: nn.Module) -> _Recorded:
-    # Identities: all references to parameters are counted.
-    parameters, children = dict.values(module._parameters), module._modules.values()
-    return module, list(map(id, parameters)), list(map(id, children)), list(module._buffers)
-
-
-def _differs(module: nn.Module, parameters: list[int], children: list[int], buffers: list[str]) -> bool:
-    attributes = vars(module)
-    return (
-        [*map(id, dict.values(attributes["_parameters"]))] != parameters
-        or [*map(id, attributes["_modules"].values())] != children
-        or [*attributes["_buffers"]] != buffers
-    )
+    By functions of C alone, since each forward compares. Identities: all references to parameters are counted.
+    """
+    found: list[Any] = []
+    for kind in ("_parameters", "_modules", "_buffers"):
+        members = [*map(itemgetter(kind), modules)]
+        found.append([*map(len, members)])
+        names = kind == "_buffers"
+        each = chain.from_iterable(members if names else map(dict.values, members))
+        found.append([*(each if names else map(id, each))])
+    return found

@@ -24,17 +24,24 @@ if TYPE_CHECKING:
     from offload.optim.access import OptimizerAccess
     from offload.optim.param_block import ParamBlock, UpdateJob
 
-__all__ = ["StepDecision", "Stepping", "mark"]
+__all__ = ["StepDecision", "Stepping", "mark", "note_update"]
+
+
+def note_update(job: UpdateJob) -> None:
+    """Increments the version of the parameters that an update writes, also for kernels that do not."""
+    found = zip(job.param_block.parameters, job.gradients, strict=True)
+    written = [(parameter, gradient) for parameter, gradient in found if gradient is not None]
+    if job.coefficient is not None:
+        for _, gradient in written:
+            # Without this, a clipped gradient that is not zeroed would keep its norm from before.
+            detach_norm(gradient)
+    torch.autograd.graph.increment_version([parameter for parameter, _ in written])
 
 
 def mark(shard: Shard, update: Update) -> None:
     """Makes an update pending. Increments the version of its parameters, although they are written later."""
     for job in update.tasks:
-        for parameter, gradient in zip(job.param_block.parameters, job.gradients, strict=True):
-            if gradient is not None:
-                # Without this, a clipped gradient that is not zeroed would keep its norm from before.
-                detach_norm(gradient)
-                torch.autograd.graph.increment_version(parameter)
+        note_update(job)
     if shard.formed:
         seal(shard)
     shard.pending = update

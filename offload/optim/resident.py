@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from offload.optim.decision import note_update
 from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
-from offload.streaming.grad_norm import detach_norm
 from offload.streaming.quantised import StoredTensor, is_taken_apart
 from offload.streaming.shard import Shard
 from offload.streaming.slices import layout
@@ -122,11 +122,7 @@ class ResidentParameters:
             with use_device(device), use_stream(stream), torch.no_grad():
                 for job in left:
                     job.param_block.run(job, None)
-                    for parameter, gradient in zip(job.param_block.parameters, job.gradients, strict=True):
-                        if gradient is not None:
-                            detach_norm(gradient)
-                            # Fused kernels do not: a backward that saved the old values would not notice the new ones.
-                            torch.autograd.graph.increment_version(parameter)
+                    note_update(job)  # a backward that saved the old values notices the new ones
                     job.done = True
                     finished(job)
 

@@ -58,8 +58,11 @@ class _Parameters(dict[str, Any]):
         self.left = None
 
     def __getitem__(self, name: str) -> Any:
-        self._finish(name)
-        return super().__getitem__(name)
+        for each in self.shards:
+            if (shard := each()) is not None and shard.pending is not None:
+                self._finish(name)
+        self.left = None
+        return dict.__getitem__(self, name)
 
     def get(self, name: str, default: Any = None) -> Any:
         """As of a dict."""
