@@ -223,8 +223,9 @@ class OffloadOptimizer(MovableStates):
         coefficient = self._coefficient(scale, trusted)
         options = self.options() if self.in_backward is None else self.in_backward.options_of_step(self._group_changes)
         in_order = sorted(self.param_blocks, key=lambda shard: shard.index)  # of calls, which may be noted later
-        # On a device with memory of its own: kernels on the stream of the caller.
-        there = [shard for shard in in_order if shard.on_device] if has_own_memory(self.access.device) else []
+        # Where nothing is loaded meanwhile; on a device with memory of its own as kernels on the stream of the caller.
+        runs_there = self.access.at_once or has_own_memory(self.access.device)
+        there = [shard for shard in in_order if shard.on_device] if runs_there else []
         updates = ((shard, self.update(shard, options, coefficient)) for shard in in_order if shard not in there)
         decided = [(shard, update) for shard, update in updates if update is not None]
         resident = self._resident.jobs(options, coefficient)

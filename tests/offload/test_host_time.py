@@ -60,9 +60,23 @@ def test_a_recomputed_block_takes_few_more_calls_than_a_checkpoint_of_torch(
     assert calls_of(lambda: model(x).mean().backward()) / microbatches <= most * checkpointed
 
 
-def test_a_step_in_which_everything_stays_takes_at_most_twice_the_calls_of_the_plain_one_and_30(tmp_path: Path) -> None:
-    plain, x = blocks(), torch.randn(4, 16)
-    model = OffloadModel(blocks(), "cpu", tmp_path, memory="1GiB")
+class OwnForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = blocks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(("kind", "named"), [(blocks, None), (OwnForward, "layers")], ids=["sequential", "own-forward"])
+def test_a_step_in_which_everything_stays_takes_at_most_twice_the_calls_of_the_plain_one_and_30(
+    kind: Callable[[], nn.Module], named: str | None, tmp_path: Path
+) -> None:
+    plain, x = kind(), torch.randn(4, 16)
+    model = OffloadModel(kind(), "cpu", tmp_path, blocks=named, memory="1GiB")
     theirs = torch.optim.AdamW(plain.parameters(), fused=True)
     ours = OffloadOptimizer(model, torch.optim.AdamW, fused=True)
 
