@@ -93,6 +93,9 @@ class ObservedStep:
         rounded = [*map(rounded_up, self.rows, samples)]
         if training:
             self._meter.begin_step()
+            if self._steps.planner is not None and self._steps.planner.awaits_first_step:
+                tensors = {id(x): x for each in leaves for x in tensors_in(each)}.values()
+                self._steps.planner.check_first(sum(map(bytes_of_boundary, tensors)))
         self.planned = self._steps.begin(self.rows, rounded, samples=sum(samples), training=training, idle=idle)
         first = homes.first_trainable()
         self.kept = self._steps.kept_cells(self.rows, first) if training else frozenset()

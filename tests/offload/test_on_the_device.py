@@ -94,6 +94,14 @@ def test_another_place_than_the_host_is_refused() -> None:
         MemoryPolicy("1GiB", update_on="device")
 
 
+def test_a_first_batch_that_does_not_fit_is_refused_before_anything_moves(home: str) -> None:
+    _, _, model, _ = pair(home, {"device": STATES, "host": "1GiB"})
+    with pytest.raises(ValueError, match=r"the first batch has .* more than memory=1,966,080"):
+        model(batch(0, (4 << 20) // (4 * WIDTH)))
+    assert model.statistics().shard_loads == 0
+    assert model(batch(0)).shape == (ROWS, WIDTH)
+
+
 def test_without_an_offload_optimizer_only_what_is_frozen_rests_there(home: str) -> None:
     bare = stack()
     for layer in list(bare)[1:4]:

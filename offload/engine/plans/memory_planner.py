@@ -184,6 +184,30 @@ class MemoryPlanner:
         self.return_excess()
         self._memory.begin(sum(rows))
 
+    @property
+    def awaits_first_step(self) -> bool:
+        """Whether nothing of a step is known yet but the bytes of its batch."""
+        return not self._steps_done
+
+    def check_first(self, batch_bytes: int) -> None:
+        """Refuses a first batch that does not fit beside slots on a device, where it is copied to.
+
+        On the CPU the batch is the caller's. Raises TooLargeError before anything has moved.
+        """
+        if self._memory.on_host:
+            return
+        homes = self._homes()
+        assert homes is not None
+        pool = self._streamer.slot_pool
+        least = pool.slots * pool.slot_bytes + homes.outside_bytes().begins + batch_bytes
+        if least <= self.limit_bytes:
+            return
+        raise TooLargeError(
+            f"the first batch has {shown_bytes(batch_bytes)}, with {shown_bytes(least - batch_bytes)} of slots and of "
+            f"parameters in no shard {shown_bytes(least - self.limit_bytes)} more than memory={self.limit_bytes:,}, "
+            f"without what layers make of it; pass more memory, or fewer or shorter rows"
+        )
+
     def return_excess(self) -> None:
         """See :meth:`.StepMemory.return_excess`; called before each cell, and between passes."""
         self._memory.return_excess(self.limit_bytes)
