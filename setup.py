@@ -24,7 +24,6 @@ setup(
         "test": [
             "pytest>=8",
             "pytest-xdist>=3.7",
-            "pytest-benchmark>=4",
             "hypothesis>=6",
             "numpy",
             "safetensors>=0.4",

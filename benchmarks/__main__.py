@@ -20,26 +20,19 @@ BENCHMARKS = {  # name -> the question
     "retrieval": "train a text encoder on a contrastive batch three ways: what memory, what time, and the same losses?",
     "offload-step": "what does streaming a model from disk cost in time, and does its peak grow with the shards?",
     "optimizer": "clipping and AdamW with parameters, gradients and moments on disk: at what cost in time and memory?",
-    "frontier": "with only memory= set: memory against time, from all that the fastest resident way holds to the least",
-    "plan-grid": "is the plan that memory= chooses as fast as the best of a grid of plans by hand in the same memory?",
     "build-huge": "under a memory cap, can a process build, load and train a model whose parameters exceed the cap?",
     "train-overlap": "with a slow loader, slow embedding rows and compute: how near is a step to its slowest part?",
-    "pipe-ladder": "beside torchgpipe and fairscale, what do time, memory and bubble of our pipe come to?",
+    "pipe-ladder": "beside torchgpipe and fairscale, what do time and memory of our pipe come to?",
     "gradcache-batch": "how large may an exact contrastive batch be in fixed memory, and what do its chunks cost?",
-    "fewer-bytes": "weights, states and gradients of fewer bytes: what loss and recall do they end at, beside exact?",
     "qwen-embedding": "train the architecture of Qwen3-Embedding-0.6B under a memory cap: who can, and in what time?",
     "mesh": "several ranks train one model, beside FSDP2 and DeepSpeed: memory of a rank, time, bytes from others?",
-    "scale": "a step of N ranks predicted from one process; on paper, what bounds 70 B parameters on 1,024 ranks?",
     "host-time": "what does the host do beside layers: Python calls a block, and processor time?",
-    "gpu-train": "up to 7B parameters with full Adam on one GPU: what memory does each method need?",
-    "gpu": "all that needs a GPU, in under ten minutes: the CUDA tests, memory-latency, gpu-train small to 7B",
+    "gpu": "all that needs a GPU, in under ten minutes: CUDA tests, and the memory of full Adam up to 7B parameters",
 }
 PACKAGES = {
     "memory-latency": ("matplotlib",),
-    "frontier": ("matplotlib",),
     "retrieval": ("numpy", "tokenizers"),
     "build-huge": ("numpy",),
-    "fewer-bytes": ("matplotlib", "numpy", "tokenizers"),
 }
 #: Pages with claims, in the order of their table in benchmarks/results/README.md.
 CLAIMED = ["optimizer-billion", "optimizer", "build-huge", "qwen-embedding", "offload-step", "memory-latency"]

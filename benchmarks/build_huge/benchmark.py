@@ -5,35 +5,26 @@ the reference losses; the resident one under the cap fails; the offloaded one mu
 The fourth stores fewer bytes: it must train under the cap, with a loss that falls.
 """
 
-import statistics
-from collections.abc import Callable
 from dataclasses import asdict
 
 from benchmarks.build_huge.workload import Settings, write_weights
 from benchmarks.harness.benchmark import Benchmark, Claim, Run
 from benchmarks.harness.case import FLOOR, Case, Outcome
-from benchmarks.harness.io_counters import MOVED as HOME_BYTES
 from benchmarks.harness.io_counters import counted_bytes
-from benchmarks.harness.table import at_most, case_table, limit_columns, mebibytes, spread
-from benchmarks.models.work import adamw_bytes, gradient_bytes
+from benchmarks.harness.table import at_most, case_table, mebibytes, spread
 
 REFERENCE, CAPPED, OFFLOADED = "resident, no cap", "resident, capped", "offloaded, capped"
 FEWER = "offloaded, fewer bytes, capped"
 #: Most time of a step to that of the resident one without a cap.
 MOST_TIMES = {OFFLOADED: 2.0, FEWER: 1.1}
-LIMIT = (
-    "The limit of a step counts a forward and a backward with nothing recomputed, AdamW's reads and writes in memory, "
-    "and the bytes that the offloaded model reads from files and writes there. The resident model without a cap has "
-    "the default allocator, which keeps freed blocks and is faster; under the cap freed blocks are returned."
-)
-MOVED = (
-    "Moved is what loads, gradients and updates read from files and wrote there, for each parameter and step, as the "
-    "model counts it. The least is what any order of work moves that keeps as much as the cap in memory (without "
-    "clipping, gradients need not be stored). The kernel's count is that of calls (`/proc/self/io`), beside ours."
+ALLOCATOR = (
+    "The resident model without a cap has the default allocator, which keeps freed blocks and is faster; under the cap "
+    "freed blocks are returned. The kernel's count of bytes read and written (`/proc/self/io`) is to what the model "
+    "counts of loads, gradients and updates."
 )
 FEWER_WORDS = (
     f"{FEWER.capitalize()}: weights in bfloat16, rounded stochastically, and states in 8 bits; no gradients: "
-    "both offloaded cases update in backward. `python -m benchmarks fewer-bytes` measures what that costs in accuracy."
+    "both offloaded cases update in backward."
 )
 TOLERANCE = 1e-5  # of a loss, relative to that of the resident model
 COUNTS_DIFFER = 0.02  # the kernel's count of bytes and ours
@@ -43,21 +34,20 @@ GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 
 def measure(run: Run) -> None:
     """Runs the three cases as one group."""
-    settings, parameters = run.settings, run.settings.parameter_bytes / 4
+    settings = run.settings
     stored = write_weights(run.folder / "weights", settings)
     run.facts |= {
         "model": f"{mebibytes(settings.parameter_bytes)} of float32 parameters in {settings.blocks} shards, AdamW",
         "weights": f"{mebibytes(stored)} of bfloat16 in {settings.blocks} safetensors files with an index",
         "cap": f"RLIMIT_DATA of {settings.cap:,} MiB, which counts heap, stacks and private mappings",
     }
-    work = {"flops": settings.training_flops, "copied_bytes": gradient_bytes(parameters) + adamw_bytes(parameters)}
     cases = []
     for name in (REFERENCE, CAPPED, OFFLOADED, FEWER):
         capped = name != REFERENCE
         how = {"offloaded": name in MOST_TIMES, "capped": capped, "settings": asdict(settings)}
         how |= {"fewer": True} if name == FEWER else {}
         environment = GIVE_BACK if capped else {}
-        cases.append(Case(name, "benchmarks.build_huge.workload:train", how, environment, work=work))
+        cases.append(Case(name, "benchmarks.build_huge.workload:train", how, environment))
     run.group("training", cases, "rounds", turns=settings.steps)
 
 
@@ -76,40 +66,16 @@ def report(run: Run) -> list[str]:
         "load": lambda o: f"{o.result['load_seconds']:.1f} s" if o.steps else "-",
         "s/step": lambda o: f"{o.median():.2f}" if o.steps else "-",
         "to no cap": lambda o: spread(o.ratios(), 2),
-        **limit_columns(run.rates, files=True),
-        **_byte_columns(run),
+        "kernel's count": lambda o: f"{_kernel_to_ours(o):.3f}" if _counts(o) else "-",
         "losses": lambda o: _died(o) or ", ".join(f"{loss:.6f}" for loss in o.values("loss")),
     }
     words = [FEWER_WORDS] if any(outcome.name == FEWER for outcome in run.outcomes) else []
-    return [case_table(run.outcomes, columns), LIMIT, MOVED, *words]
-
-
-def _byte_columns(run: Run) -> dict[str, Callable[[Outcome], str]]:
-    """Bytes that a step moves, of each parameter; the least that are possible under the cap; and the kernel's count."""
-    parameters = run.settings.parameter_bytes / 4
-
-    def least(outcome: Outcome) -> float:
-        return run.settings.stored(fewer=outcome.name == FEWER).least(run.settings.cap << 20, clips=False)
-
-    def shown(show: Callable[[Outcome], str]) -> Callable[[Outcome], str]:
-        return lambda o: show(o) if _counts(o) else "-"
-
-    return {
-        "moved B/parameter": shown(lambda o: f"{_moved(o) / parameters:.1f}"),
-        "least": shown(lambda o: f"{least(o) / parameters:.1f}"),
-        "to the least": shown(lambda o: f"{_moved(o) / least(o):.2f}" if least(o) else "-"),
-        "kernel's count": lambda o: f"{_kernel_to_ours(o):.3f}" if _counts(o) else "-",
-    }
+    return [case_table(run.outcomes, columns), ALLOCATOR, *words]
 
 
 def _counts(outcome: Outcome) -> bool:
     """Whether its steps have moved bytes of homes."""
     return any(step.get("bytes_loaded") for step in outcome.steps)
-
-
-def _moved(outcome: Outcome) -> float:
-    """The mean of the steps but the first, which makes the files of states and reads none."""
-    return statistics.fmean(sum(step[name] for name in HOME_BYTES) for step in outcome.steps[1:] or outcome.steps)
 
 
 def _kernel_to_ours(outcome: Outcome) -> float:

@@ -1,6 +1,5 @@
 """The model, its weights in files, and the process of a case: builds, loads and trains it, with or without a cap."""
 
-import json
 import sys
 import time
 from dataclasses import dataclass
@@ -10,17 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.case import FLOOR, LACKS_MEMORY
+from benchmarks.harness.case import FLOOR, LOST, told_by
 from benchmarks.harness.io_counters import counts_of, measure
 from benchmarks.harness.memory import cap_memory
 from benchmarks.harness.settings import option
 from benchmarks.harness.table import mebibytes
 from benchmarks.harness.worker import Reporter
+from benchmarks.models.checkpoint import write_checkpoint
 from offload import OffloadModel, OffloadOptimizer, load_pretrained
-from offload.planning.least_bytes import StoredBytes
 
 LEARNING_RATE = 3e-4
-STATES_8BIT = 1 + 4 / 256  # bytes of an element: its code, and a scale for 256 of them
 
 
 @dataclass(frozen=True)
@@ -50,17 +48,6 @@ class Settings:
         """Bytes of all parameters, in float32."""
         return 4 * self.blocks * (8 * self.dim**2 + 7 * self.dim)
 
-    def stored(self, *, fewer: bool) -> StoredBytes:
-        """Bytes that are stored between uses, by kind; ``fewer``: bfloat16 weights, states in 8 bits."""
-        elements = self.parameter_bytes / 4
-        weight, state = (2.0, STATES_8BIT) if fewer else (4.0, 4.0)
-        return StoredBytes(weights=weight * elements, gradients=4 * elements, states=2 * state * elements)
-
-    @property
-    def training_flops(self) -> float:
-        """Operations of the matrix products of a forward and a backward, nothing recomputed."""
-        return 3 * 2.0 * self.rows * 8 * self.dim**2 * self.blocks
-
     def build(self) -> nn.Sequential:
         """The model on the meta device: shapes and no values."""
         with torch.device("meta"):
@@ -83,30 +70,19 @@ class Residual(nn.Module):
 
 
 def write_weights(folder: Path, settings: Settings) -> int:
-    """Writes bfloat16 weights as safetensors files with an index, a block at a time; returns the tensors' bytes."""
-    folder.mkdir()
-    weight_map: dict[str, str] = {}
-    total = 0
-    for k, block in enumerate(settings.build()):
+    """Writes bfloat16 weights, a block at a time; returns the tensors' bytes."""
+
+    def drawn(k: int, block: nn.Module) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(k)
-        header: dict[str, Any] = {}
-        parts: list[bytes] = []
-        offset = 0
+        tensors = {}
         for name, like in block.state_dict().items():
             scale = 0.3 / like.shape[-1] ** 0.5 if like.dim() > 1 else 0.0
             value = torch.randn(like.shape, generator=generator) * scale + (name == "norm.weight")
-            parts.append(value.bfloat16().view(torch.uint8).numpy().tobytes())
-            end = offset + len(parts[-1])
-            header[f"{k}.{name}"] = {"dtype": "BF16", "shape": list(like.shape), "data_offsets": [offset, end]}
-            offset = end
-        file = f"model-{k + 1:05d}-of-{settings.blocks:05d}.safetensors"
-        text = json.dumps(header).encode()
-        (folder / file).write_bytes(len(text).to_bytes(8, "little") + text + b"".join(parts))
-        weight_map.update(dict.fromkeys(header, file))
-        total += offset
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    return total
+            tensors[f"{k}.{name}"] = value.bfloat16()
+        return tensors
+
+    folder.mkdir()
+    return write_checkpoint(folder, (drawn(*each) for each in enumerate(settings.build())), settings.blocks)
 
 
 def _resident(settings: Settings, weights: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -159,9 +135,6 @@ def train(
         for _ in report.turns():
             loss, values = measure(step, model)
             report.step(loss=float(loss), **values)
-    except (RuntimeError, MemoryError) as error:
-        line = str(error).split("\n")[0]
-        if not isinstance(error, MemoryError) and not LACKS_MEMORY.search(line):
-            raise
-        return {"out_of_memory": line.split("DefaultCPUAllocator: ")[-1] or type(error).__name__}
+    except LOST as error:
+        return {"out_of_memory": told_by(error)}
     return {"load_seconds": seconds, "statistics": counts_of(model) or None}

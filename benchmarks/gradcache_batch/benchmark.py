@@ -1,9 +1,8 @@
 """``gradcache-batch``: the largest exact contrastive batch in fixed memory, and what a step and its chunks cost.
 
-Four parts. *Time*: one model, one batch, the same chunks; each method takes its steps in turn with the package
+Three parts. *Time*: one model, one batch, the same chunks; each method takes its steps in turn with the package
 GradCache over ``torch.utils.checkpoint``. *Memory*: batches double until a cap on the process's memory refuses one.
 *Chunks*: one batch in more and more chunks, over a model on disk, where the bytes that move are what a step costs.
-*Loss*: the loss of a very large batch by itself, in chunks of torch and in tiles of ours; ``--part loss``: only that.
 
 Times are measured under the default allocator. glibc keeps much of what was freed, so peaks are those of further
 processes with a fixed ``MALLOC_MMAP_THRESHOLD_``, which returns freed tensors at once and takes time.
@@ -12,31 +11,26 @@ processes with a fixed ``MALLOC_MMAP_THRESHOLD_``, which returns freed tensors a
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.gradcache_batch.methods import LOSSES, Shape
+from benchmarks.gradcache_batch.methods import Shape
 from benchmarks.harness.benchmark import Benchmark, Claim, Run
 from benchmarks.harness.case import Case, Outcome
 from benchmarks.harness.settings import option
-from benchmarks.harness.table import Columns, at_least, at_most, case_table, limit_columns, mebibytes, spread
+from benchmarks.harness.table import Columns, at_least, at_most, case_table, mebibytes, spread
 
-MAXIMUM_RATIO = {
-    "ours over OffloadModel, chunks apart": 0.85,
-    "ours over OffloadModel": 0.55,
-}
+MAXIMUM_RATIO = 0.55  # of the time of ours over OffloadModel, to the reference's
 MAXIMUM_PEAK_RATIO = 1.0  # of the peak above torch, to the reference's
 MAXIMUM_DIFFERENCE = 1e-6  # of gradients, to the reference's
-MAXIMUM_LOSS_BYTES = 1 << 30
 MINIMUM_SPEEDUP = 5.0  # over chunk by chunk, at the most chunks
 REFERENCE = "upstream GradCache"
 KEPT = f"{REFERENCE}, nothing checkpointed"
 CHUNK_BY_CHUNK = "OffloadModel, chunk by chunk"
 FUSED = "ours over OffloadModel"
-LOSS_WIDTH = 256
 METHODS = "benchmarks.gradcache_batch.methods"
 PEERS = {REFERENCE: "gradcache", KEPT: "gradcache", "sentence-transformers": "sentence-transformers"}
-TIMED = (REFERENCE, KEPT, "ours", *MAXIMUM_RATIO)
+TIMED = (REFERENCE, KEPT, "ours", FUSED)
 GROWING = ("plain torch", "torch.utils.checkpoint", *PEERS, "ours", FUSED)
 CHUNKED = (REFERENCE, "ours", CHUNK_BY_CHUNK, FUSED)
 # Below the size of a tensor of one chunk, so that freed tensors count neither in peaks nor against the cap.
@@ -58,22 +52,19 @@ class Settings:
     rounds: int = option(3, "pairs of steps for each method")
     limit: int = option(96, "MiB that a method may take, of the part memory")
     most: int = option(4096, "pairs at which batches stop growing")
-    loss_rows: int = option(65_536, "rows for the loss by itself")
     small_dim: int = option(128, "channels of the part memory", least=64, multiple=64)
     chunks: tuple[int, ...] = option((1, 4, 16, 64, 256), "numbers of chunks, of the part chunks")
     chunked_dim: int = option(512, "channels of the part chunks", least=64, multiple=64)
-    part: str = option("all", "which parts", choices=("all", "loss"))
 
 
 def measure(run: Run) -> None:
-    """Runs the groups of cases: times, peaks, growing batches, numbers of chunks, the loss alone."""
+    """Runs the groups of cases: times, peaks, growing batches, numbers of chunks."""
     settings = run.settings
 
     def cases(methods: Sequence[str], function: str, shape: Shape, *environment: Any, **how: Any) -> list[Case]:
-        work = {} if function == "growing" else {"flops": shape.training_flops}  # a growing batch has no one size
         target, how = f"{METHODS}:{function}", {"shape": asdict(shape), **how}
         return [
-            Case(method, target, {"method": method, **how}, *(environment or ({},)), PEERS.get(method, ""), work)
+            Case(method, target, {"method": method, **how}, *(environment or ({},)), PEERS.get(method, ""))
             for method in methods
         ]
 
@@ -83,37 +74,19 @@ def measure(run: Run) -> None:
     pairs = max(settings.chunks) // 2 or 1
     cut = Shape(4096, 8, settings.chunked_dim, 4, pairs=pairs, chunk=1, kept=64, graphs=64, together=64)
     grown = {"limit_mebibytes": settings.limit, "most_pairs": settings.most}
-    scores = {"flops": 3 * 2.0 * settings.loss_rows**2 * LOSS_WIDTH}  # and both gradients
-    loss = {"rows": settings.loss_rows, "width": LOSS_WIDTH}
-    if settings.part == "all":
-        run.group("time", cases(TIMED, "in_turn", timed), "pairs", turns=settings.rounds, warmup=1)
-        run.group("peaks", cases(TIMED, "in_turn", timed, GIVE_BACK), turns=2)
-        run.group("growing", cases(GROWING, "growing", small, GIVE_BACK, **grown))
-        run.group("chunks", cases(CHUNKED, "ladder", cut, chunks=list(settings.chunks), steps=2))
-    ways = [Case(way, f"{METHODS}:loss_alone", {"way": way, **loss}, GIVE_BACK, work=scores) for way in LOSSES]
-    run.group("loss", ways)
+    run.group("time", cases(TIMED, "in_turn", timed), "pairs", turns=settings.rounds, warmup=1)
+    run.group("peaks", cases(TIMED, "in_turn", timed, GIVE_BACK), turns=2)
+    run.group("growing", cases(GROWING, "growing", small, GIVE_BACK, **grown))
+    run.group("chunks", cases(CHUNKED, "ladder", cut, chunks=list(settings.chunks), steps=2))
 
 
 def report(run: Run) -> list[str]:
     """A table for each part."""
     groups, counts = run.groups, run.settings.chunks
-    loss: Columns = {
-        "representations": lambda o: f"{o.result['rows']:,}",
-        "width": lambda o: f"{o.result['width']}",
-        "seconds": lambda o: f"{o.result['seconds']:.0f}",
-        "memory, representations included": lambda o: mebibytes(_loss_bytes(o)),
-        **limit_columns(run.rates, seconds=lambda o: float(o.result["seconds"])),
-    }
-    alone = ["## The loss alone", case_table(groups["loss"], loss, "loss")]
-    if "time" not in groups:
-        return alone
     reference = groups["time"][0]
     held = {outcome.name: mebibytes(outcome.above()) for outcome in groups["peaks"] if outcome.result is not None}
     shape = _shape(reference)
     parameters = next((o.result["parameters"] for o in groups["time"] if o.result), 0)
-
-    def largest(outcome: Outcome) -> dict[str, float]:
-        return {"flops": replace(_shape(outcome), pairs=outcome.result["pairs"]).training_flops}
 
     def last(outcome: Outcome) -> float:
         return float(outcome.steps[-1]["seconds"]) if outcome.steps else math.nan
@@ -127,35 +100,29 @@ def report(run: Run) -> list[str]:
         "of processor time": lambda o: spread(o.ratios("processor")) if o is not reference else "1",
         "peak above torch": lambda o: held.get(o.name, "-"),
         "gradient differs by": lambda o: f"{difference(o, reference):.1e}" if o is not reference else "0",
-        **limit_columns(run.rates),
     }
     sizes = {
         "largest batch, pairs": lambda o: f"{o.result['pairs']:,}",
         "s/step there": lambda o: f"{last(o):.2f}",
         "pairs/s": lambda o: f"{o.result['pairs'] / last(o):,.0f}",
         "ended by": lambda o: "memory" if o.result["ended"] else "the end of the benchmark",
-        **limit_columns(run.rates, largest, last),
     }
     chunks: Columns = {
         **{f"{count} chunks, s": lambda o, count=count: f"{seconds_of(o, count):.2f}" for count in counts},
         "bytes loaded a step, fewest to most chunks": lambda o: (
             f"{mebibytes(loads(o)[0])} to {mebibytes(loads(o)[-1])}" if loads(o) else "-"
         ),
-        **limit_columns(  # a model on disk loads at least what the fewest chunks load
-            run.rates, lambda o: {"read_bytes": min(loads(o), default=0)}, lambda o: seconds_of(o, counts[-1])
-        ),
     }
     return [
         f"## Time\n\n{parameters / 1e6:.0f} M parameters, {shape.tokens:,} tokens in {2 * shape.pairs} rows of "
         f"{shape.positions}, chunks of {shape.chunk} rows ({shape.chunk * shape.positions} tokens). {REFERENCE!r} is "
-        "the package over `torch.utils.checkpoint`. The limit is a forward and a backward with nothing recomputed.",
+        "the package over `torch.utils.checkpoint`.",
         case_table(groups["time"], times, "method"),
         f"## Largest exact batch in fixed memory\n\nEach process may take {run.settings.limit} MiB beyond "
         "interpreter, torch and a step of two pairs.",
         case_table(groups["growing"], sizes, "method"),
-        "## Chunks\n\nThe same batch in each column. The distance from the limit is that of the most chunks.",
+        "## Chunks\n\nThe same batch in each column.",
         case_table(groups["chunks"], chunks, "method"),
-        *alone,
     ]
 
 
@@ -180,24 +147,15 @@ def seconds_of(outcome: Outcome, chunks: int) -> float:
     return statistics.median(found) if found else float("nan")
 
 
-def _loss_bytes(outcome: Outcome) -> int:
-    """Peak bytes of the loss above torch, representations included."""
-    return outcome.above() + int(outcome.result["given"])
-
-
 def bounds(run: Run) -> list[str]:
-    """Times, peaks and gradients beside the reference; the largest batch; chunks; the loss."""
+    """Times, peaks and gradients beside the reference; the largest batch; chunks."""
     broken: list[str] = []
-    for outcome in run.groups["loss"]:
-        broken += at_most(f"{outcome.name}: memory of the loss", _loss_bytes(outcome), MAXIMUM_LOSS_BYTES, mebibytes)
-    if "time" not in run.groups:
-        return broken
     reference, *timed = run.groups["time"]
     held = {outcome.name: outcome.above() for outcome in run.groups["peaks"] if outcome.result is not None}
     for outcome in timed if reference.result is not None else ():
         name = outcome.name
-        if name in MAXIMUM_RATIO:
-            broken += at_most(f"{name}: the ratio of times", outcome.ratio(), MAXIMUM_RATIO[name], "{:.3f}".format)
+        if name == FUSED:
+            broken += at_most(f"{name}: the ratio of times", outcome.ratio(), MAXIMUM_RATIO, "{:.3f}".format)
             peak = held[name] / held[REFERENCE]
             broken += at_most(f"{name}: the ratio of peaks", peak, MAXIMUM_PEAK_RATIO, "{:.3f}".format)
         if outcome.result is not None:
@@ -226,8 +184,6 @@ def bounds(run: Run) -> list[str]:
 
 def claims(run: Run) -> list[Claim]:
     """Ours on disk, beside the package over ``torch.utils.checkpoint`` in memory."""
-    if "peaks" not in run.groups:
-        return []
     reference = run.find(REFERENCE, "peaks")
     tokens, parameters = _shape(reference).tokens, reference.result["parameters"] / 1e6
     batch = f"gradients of a contrastive batch of {tokens:,} tokens, {parameters:.0f} M parameters"
@@ -237,4 +193,4 @@ def claims(run: Run) -> list[Claim]:
     return [Claim(f"{batch}; parameters and gradients on disk", beside, ratios, memory, " above torch")]
 
 
-BENCHMARK = Benchmark(Settings, measure, report, bounds, claims, rates=lambda settings: {"tries": 2})
+BENCHMARK = Benchmark(Settings, measure, report, bounds, claims)

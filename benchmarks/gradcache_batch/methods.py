@@ -9,7 +9,6 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,21 +18,19 @@ from typing import Any
 import torch
 import torch._dynamo  # torch imports it in the middle of a first checkpoint, and keeps that moment's frames for a while
 from torch import Tensor, nn
-from torch.nn import functional
 
-from benchmarks.harness.case import FLOOR, LACKS_MEMORY
+from benchmarks.harness.case import FLOOR, LOST, told_by
 from benchmarks.harness.io_counters import measure
 from benchmarks.harness.memory import cap_memory, memory_of
 from benchmarks.harness.worker import Reporter
+from benchmarks.models.contrastive import TEMPERATURE, contrastive_loss, sentence_transformers_gradient
 from benchmarks.models.dropout import row_keys
 from benchmarks.models.encoder import build_encoder
 from benchmarks.models.transformer import Checkpointed
-from benchmarks.models.work import block_flops
-from gradcache import GradCache, tiled
+from gradcache import GradCache
 from gradcache.loss import SimpleContrastiveLoss
 from offload import MemoryPolicy, OffloadModel
 
-TEMPERATURE = 0.05
 TILE_ROWS = 256
 SKETCH_PIECE = 4096
 MEBIBYTE = 1 << 20
@@ -83,16 +80,6 @@ class Shape:
         """Tokens of a step."""
         return 2 * self.pairs * self.positions
 
-    @property
-    def training_flops(self) -> float:
-        """Operations of the blocks' matrix products in a forward and a backward, nothing recomputed."""
-        return 3 * self.depth * block_flops(self.dim, self.tokens, self.positions)
-
-
-def contrastive_loss(queries: Tensor, passages: Tensor) -> Tensor:
-    """Cross entropy of each query's scores against all passages."""
-    return functional.cross_entropy(queries @ passages.T / TEMPERATURE, torch.arange(len(queries)))
-
 
 def _tiled_loss() -> SimpleContrastiveLoss:
     return SimpleContrastiveLoss(temperature=TEMPERATURE, tile_rows=TILE_ROWS)
@@ -116,28 +103,8 @@ class _ChunkByChunk(GradCache):
 
 def _sentence_transformers(encoder: nn.Sequential, shape: Shape, home: Path) -> Made:
     """The cached ranking loss of sentence-transformers, over checkpointed layers."""
-    losses = importlib.import_module("sentence_transformers.sentence_transformer.losses")
-    transformer = importlib.import_module("sentence_transformers").SentenceTransformer
-
-    class Adapter(nn.Module):
-        """The encoder with the interface of a SentenceTransformer."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = Checkpointed(encoder)
-
-        def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-            return {**features, "sentence_embedding": self.layers(features["input_ids"])}
-
-    model = transformer(modules=[Adapter()], device="cpu")
-    loss_fn = losses.CachedMultipleNegativesRankingLoss(model, scale=1 / TEMPERATURE, mini_batch_size=shape.chunk)
-
-    def step(queries: Tensor, passages: Tensor) -> Tensor:
-        loss: Tensor = loss_fn([{"input_ids": queries}, {"input_ids": passages}], torch.zeros(len(queries)))
-        loss.backward()
-        return loss.detach()
-
-    return encoder, step
+    layers = Checkpointed(encoder)
+    return encoder, sentence_transformers_gradient(layers, layers, shape.chunk)
 
 
 def _cached(encoder: nn.Sequential, shape: Shape, home: Path, checkpointed: bool) -> Made:
@@ -153,14 +120,13 @@ def _ours(encoder: nn.Sequential, shape: Shape, home: Path) -> Made:
     return encoder, GradCache([model, model], shape.chunk, _tiled_loss())
 
 
-def _over_offload(encoder: nn.Sequential, shape: Shape, home: Path, together: bool) -> Made:
-    """Fused over an OffloadModel that is stored on disk. A chunk apart has its own gradients beside the sum of all."""
-    graphs = shape.graphs if together else shape.graphs * 7 // 8
+def _over_offload(encoder: nn.Sequential, shape: Shape, home: Path) -> Made:
+    """Fused over an OffloadModel that is stored on disk."""
     memory = MemoryPolicy.fixed(
-        graph_bytes=graphs * MEBIBYTE,
+        graph_bytes=shape.graphs * MEBIBYTE,
         boundary_bytes=shape.kept * MEBIBYTE,
-        activation_bytes=shape.together * MEBIBYTE if together else None,
-        join_chunks=together,
+        activation_bytes=shape.together * MEBIBYTE,
+        join_chunks=True,
     )
     model = _offloaded(encoder, home, memory=memory)
     return model, GradCache([model, model], shape.chunk, _tiled_loss())
@@ -183,8 +149,7 @@ METHODS: dict[str, Callable[[nn.Sequential, Shape, Path], Made]] = {
     "upstream GradCache, nothing checkpointed": partial(_cached, checkpointed=False),
     "sentence-transformers": _sentence_transformers,
     "ours": _ours,
-    "ours over OffloadModel": partial(_over_offload, together=True),
-    "ours over OffloadModel, chunks apart": partial(_over_offload, together=False),
+    "ours over OffloadModel": _over_offload,
     "OffloadModel, chunk by chunk": _chunk_by_chunk,
 }
 
@@ -256,10 +221,8 @@ def growing(
             fitted = pairs
             report.step(pairs=pairs, **values)
             pairs *= 2
-    except (MemoryError, RuntimeError, OSError) as error:
-        ended = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        if not LACKS_MEMORY.search(ended):
-            raise
+    except LOST as error:
+        ended = told_by(error)
     return {"pairs": fitted, "ended": ended, "sketches": {str(k): v for k, v in sketches.items()}}
 
 
@@ -278,36 +241,6 @@ def ladder(report: Reporter, method: str, shape: dict[str, Any], chunks: list[in
             loads[str(count)] = values.get("bytes_loaded")
         del model, step
     return {"bytes_loaded": loads}
-
-
-#: Ways to compute the loss in parts.
-LOSSES: dict[str, Callable[[], Callable[[Tensor, Tensor], Tensor]]] = {
-    "in chunks of torch": lambda: SimpleContrastiveLoss(temperature=TEMPERATURE),
-    "in chunks of torch, 256 queries": _tiled_loss,
-    "in tiles of ours, 256 queries": lambda: _in_our_tiles,
-}
-
-
-def _in_our_tiles(queries: Tensor, passages: Tensor) -> Tensor:
-    def tile(queries: Tensor, passages: Tensor, own: Tensor) -> Tensor:
-        return functional.cross_entropy(queries @ passages.T / TEMPERATURE, own)
-
-    return tiled(tile, tile_rows=TILE_ROWS, cut=(2,))(queries, passages, torch.arange(len(queries)))
-
-
-def loss_alone(report: Reporter, way: str, rows: int, width: int) -> dict[str, Any]:
-    """The loss of so many representations in each tower, in parts, and its gradient, in the phase "steps"."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = (torch.randn(rows, width, generator=generator) for _ in range(2))
-    queries, passages = (functional.normalize(tower).requires_grad_() for tower in drawn)
-    report.phase(FLOOR)
-    report.phase("steps")
-    started = time.perf_counter()
-    loss = LOSSES[way]()(queries, passages)
-    loss.backward()
-    seconds = time.perf_counter() - started
-    report.phase("end")
-    return {"rows": rows, "width": width, "seconds": seconds, "loss": loss.item(), "given": 8 * rows * width}
 
 
 def sketch(model: nn.Module) -> list[float]:

@@ -8,26 +8,24 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.harness.case import Case, Outcome
 from benchmarks.harness.environment import environment_facts, filesystem_of
-from benchmarks.harness.limits import measure_rates
-from benchmarks.harness.plot import Point, draw, draw_curves
+from benchmarks.harness.plot import Point, draw
 from benchmarks.harness.schedule import run_group
 from benchmarks.harness.settings import settings_of
 
 
 @dataclass
 class Run:
-    """A run: its settings, the rows of its header, the rates of the machine, and the outcomes of each group."""
+    """A run: its settings, the rows of its header, and the outcomes of each group."""
 
     settings: Any
     facts: dict[str, str] = field(default_factory=dict)
-    rates: dict[str, float] = field(default_factory=dict)
     groups: dict[str, list[Outcome]] = field(default_factory=lambda: defaultdict(list))
     folder: Path = Path()  #: where cases work: on disk, removed at the end
     save: Callable[["Run"], None] = lambda run: None  #: called after each group
@@ -80,9 +78,6 @@ class Benchmark:
     bounds: Callable[[Run], list[str]]  #: those that do not hold, a line each; every case of ours has a result
     claims: Callable[[Run], list[Claim]] = lambda run: []
     points: Callable[[Run], dict[str, Point]] | None = None  #: of the picture: memory (MiB) and time (ratio) by method
-    #: Of another picture: a reference, and by quantity and method the curves of each run.
-    curves: Callable[[Run], tuple[str, Mapping[str, Mapping[str, Sequence[Sequence[Point]]]]]] | None = None
-    rates: Callable[[Any], Mapping[str, Any]] = lambda settings: {}  #: arguments of ``measure_rates``
 
 
 def broken_bounds(benchmark: Benchmark, run: Run) -> list[str]:
@@ -96,7 +91,7 @@ def broken_bounds(benchmark: Benchmark, run: Run) -> list[str]:
 def run_benchmark(
     benchmark: Benchmark, options: dict[str, Any], home: Path, save: Callable[[Run], None] = lambda run: None
 ) -> Run:
-    """Measures rates and all groups, in a folder below ``home`` that is removed at the end.
+    """Measures all groups, in a folder below ``home`` that is removed at the end.
 
     ``save`` gets the run after each case: an interruption of a long run does not lose what was measured.
 
@@ -112,7 +107,6 @@ def run_benchmark(
         kind = filesystem_of(run.folder)
         warning = " (that is memory: name a disk with --home)" if kind in ("tmpfs", "ramfs") else ""
         run.facts["homes"] = f"a directory on {kind}{warning}"
-        run.rates, run.facts["limits"] = measure_rates(run.folder, **benchmark.rates(settings))
         print("\n".join(f"{name:<8} {words}" for name, words in run.facts.items()), flush=True)
         benchmark.measure(run)
     return run
@@ -120,14 +114,14 @@ def run_benchmark(
 
 def write_lines(path: Path, name: str, run: Run) -> None:
     """Writes the results file of a run: a header, and a line for each case."""
-    header = {"benchmark": name, "settings": asdict(run.settings), "facts": run.facts, "rates": run.rates}
+    header = {"benchmark": name, "settings": asdict(run.settings), "facts": run.facts}
     lines = [{"group": group, **asdict(outcome)} for group, outcomes in run.groups.items() for outcome in outcomes]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in (header, *lines)), encoding="utf-8")
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The first line of a results file: ``benchmark``, ``settings``, ``facts`` and ``rates``."""
+    """The first line of a results file: ``benchmark``, ``settings`` and ``facts``."""
     header: dict[str, Any] = json.loads(path.read_text(encoding="utf-8").partition("\n")[0])
     return header
 
@@ -135,7 +129,7 @@ def read_header(path: Path) -> dict[str, Any]:
 def read_run(path: Path, benchmark: Benchmark) -> Run:
     """The run that a results file holds."""
     header = read_header(path)
-    run = Run(settings_of(benchmark.settings, header["settings"]), header["facts"], header["rates"])
+    run = Run(settings_of(benchmark.settings, header["settings"]), header["facts"])
     for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()[1:]):
         run.groups[line.pop("group")].append(Outcome(Case(**line.pop("case")), **line))
     return run
@@ -149,14 +143,10 @@ def publish(name: str, question: str, benchmark: Benchmark, run: Run, out: Path 
     print("\n" + "\n\n".join(filter(None, sections)) + "\n")
     if out is not None:
         sections.append("".join(f"* does not hold: {line}\n" for line in broken).strip() or "All bounds hold.")
-        if benchmark.points or benchmark.curves:
+        if benchmark.points:
             note = "\n".join(run.facts[fact] for fact in ("command", "machine", "date"))
-            picture = out.with_name(f"{out.name}.png")
-            if benchmark.points:
-                axes = ("peak memory above the libraries, MiB", "time of a step, to the reference")
-                draw(picture, question, benchmark.points(run), *axes, note)
-            if benchmark.curves:
-                draw_curves(picture, question, *benchmark.curves(run), note)
+            axes = ("peak memory above the libraries, MiB", "time of a step, to the reference")
+            draw(out.with_name(f"{out.name}.png"), question, benchmark.points(run), *axes, note)
             sections.append(f"![{name}]({out.name}.png)")
         rows = [f"| {fact} | {f'`{words}`' if fact == 'command' else words} |" for fact, words in run.facts.items()]
         header = [f"# {name}", question[:1].upper() + question[1:], "\n".join(["| | |", "|---|---|", *rows])]

@@ -14,6 +14,18 @@ LACKS_MEMORY = re.compile(
 )  # a thread needs a stack, and its error says nothing of memory
 
 
+#: What a want of memory raises.
+LOST = (MemoryError, RuntimeError, OSError)
+
+
+def told_by(error: BaseException) -> str:
+    """The line of an error of :data:`LOST` that tells of a want of memory; any other error is raised."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    if not isinstance(error, MemoryError) and not LACKS_MEMORY.search(line):
+        raise error
+    return line.split("DefaultCPUAllocator: ")[-1][:200]
+
+
 class CannotRunError(RuntimeError):
     """Raised by a case where this machine lacks what it needs; the message says what."""
 
@@ -24,9 +36,8 @@ class Case:
 
     Its process works in the folder of the run, which is on disk. ``environment`` is set where the user has not set it.
     A case of a ``peer`` (:mod:`benchmarks.harness.peers`) runs in the environment where that library is installed.
-    ``work`` is the least that a step does, by the names of :data:`benchmarks.harness.limits.KINDS`. That a case with
-    ``may_lack_memory`` finds none is an answer, not a failure. Each of its ``ranks`` is a process; several have the
-    environment that torchrun would give them.
+    That a case with ``may_lack_memory`` finds none is an answer, not a failure. Each of its ``ranks`` is a process;
+    several have the environment that torchrun would give them. After ``seconds`` its processes are killed.
     """
 
     name: str
@@ -34,9 +45,9 @@ class Case:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     peer: str = ""
-    work: Mapping[str, float] = field(default_factory=dict)
     may_lack_memory: bool = False
     ranks: int = 1
+    seconds: float | None = None
 
 
 @dataclass
@@ -45,9 +56,8 @@ class Outcome:
 
     Exactly one of three is not None: ``result``, what the function returned; ``skipped``, why it cannot run on this
     machine; ``failure``, why it ended without a result. ``steps`` holds what each timed step reported; ``reference``,
-    where cases took turns, the times of the reference's step next to each of them, and ``before`` those of the turns
-    that were dropped. ``moments`` holds the bytes that the process held at named moments, ``peaks`` the most that it
-    held in each phase.
+    where cases took turns, the times of the reference's step next to each of them. ``moments`` holds the bytes that the
+    process held at named moments, ``peaks`` the most that it held in each phase.
     """
 
     case: Case
@@ -56,7 +66,6 @@ class Outcome:
     skipped: str | None = None
     steps: list[dict[str, Any]] = field(default_factory=list)
     reference: list[dict[str, float]] = field(default_factory=list)
-    before: list[dict[str, float]] = field(default_factory=list)
     moments: dict[str, int] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
     data_peak_bytes: int = 0  #: private memory that was mapped, used or not: what a memory cap counts

@@ -63,7 +63,7 @@ def counted_bytes(step: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def file_work(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The bytes that a step moves to and from files, by the names of :data:`benchmarks.harness.limits.KINDS`.
+    """The bytes that a step moves to and from files: ``read_bytes``, ``written_bytes``, and ``copied_bytes`` in memory.
 
     Calls count with their median, the device with its mean, because the page cache differs from step to step; of the
     two the larger counts. What is read, but not from the device, is copied from the page cache.

@@ -21,8 +21,6 @@ PEERS = {
     "sentence-transformers": "sentence-transformers>=3",
     "transformers": "transformers>=5",
     "torchrec": "torchrec==1.8.0",
-    "accelerate": "accelerate",
-    "diffusers": "diffusers accelerate",
     "deepspeed": "deepspeed",
     "torchao": "torchao",
 }

@@ -8,18 +8,21 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from benchmarks.harness.case import CannotRunError, Case, Outcome
 from benchmarks.harness.memory import PeakMeter
 from benchmarks.harness.peers import find_peer
+from benchmarks.harness.ranks import torchrun_environments
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]  # holds ``benchmarks``: the child imports the same code
 EXIT_SECONDS = 60.0  # for an interpreter to end after its last event
@@ -29,18 +32,6 @@ def python_path() -> str:
     """``PYTHONPATH`` of a child: this project first; a child may work in another folder."""
     users = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     return os.pathsep.join([str(PACKAGE_ROOT), *users])
-
-
-def rank_environments(ranks: int) -> list[dict[str, str]]:
-    """What torchrun sets for each of so many ranks on this machine; nothing for a case of one process."""
-    if ranks == 1:
-        return [{}]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
@@ -101,6 +92,8 @@ class CaseProcess:
         self.waiting = False  #: it has built what it needs, and waits for a turn
         self._folder = folder
         self._ranks: list[_Rank] = []
+        self._late = False
+        self._limit = threading.Timer(case.seconds or 0.0, self._stop)
 
     def start(self) -> None:
         """Starts the process and lets it build what it needs, until it waits for its first turn or has ended."""
@@ -115,8 +108,10 @@ class CaseProcess:
         self._started = time.perf_counter()
         users = {**case.environment, **without_torchrun(os.environ), "PYTHONPATH": python_path()}
         with _terminated_later():  # else a process that was just started is not known yet
-            for environment in rank_environments(case.ranks):
+            for environment in torchrun_environments(case.ranks) if case.ranks > 1 else [{}]:
                 self._ranks.append(_Rank(python, self._folder, {**users, **environment}))
+        if case.seconds is not None:
+            self._limit.start()
         self._say(json.dumps({"target": case.target, "arguments": case.arguments}))
 
     def turn(self) -> dict[str, Any] | None:
@@ -173,8 +168,18 @@ class CaseProcess:
                     setattr(self.outcome, event, value)
         return False
 
+    def _stop(self) -> None:
+        """Kills the processes, and those that they have started: the time is over."""
+        self._late = True
+        for rank in self._ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(rank.process.pid)
+                for each in (*process.children(recursive=True), process):
+                    each.kill()
+
     def _end(self) -> None:
         """Kills what is left of the processes, notes their peaks, and gives a failure its reason."""
+        self._limit.cancel()
         ranks, outcome = self._ranks, self.outcome
         self._ranks, self.waiting = [], False
         reasons = [rank.end() for rank in ranks]
@@ -189,6 +194,8 @@ class CaseProcess:
             outcome.result = None
             named = [f"rank {k}: {reason}" for k, reason in enumerate(reasons) if reason]
             outcome.failure = reasons[0] if len(ranks) == 1 else "; ".join(named)
+            if self._late:
+                outcome.failure = f"not done after {outcome.case.seconds:.0f} s"
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""One rank of a case of several: joins the others in a gloo process group, and counts what its sockets receive."""
+"""Ranks of a case: their environment, their gloo process group, and what their sockets receive."""
 
 import contextlib
 import os
@@ -12,6 +12,16 @@ import torch.distributed as dist
 
 TIMEOUT = timedelta(minutes=5)  # of a collective: less than a step may take, more than a case may lack its peers
 _BYTES_RECEIVED = 128  # the offset of tcpi_bytes_received in struct tcp_info of Linux
+
+
+def torchrun_environments(ranks: int) -> list[dict[str, str]]:
+    """What torchrun sets for each of so many ranks on this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 class Ranks:

@@ -68,13 +68,13 @@ def _start(case: Case, folder: str | Path, warmup: int, stack: contextlib.ExitSt
 
 
 def _warm_up(processes: Sequence[CaseProcess], rounds: int) -> None:
-    """Rounds of a pair whose steps are dropped; the reference's times of them are kept apart."""
+    """Rounds of a pair whose steps are dropped."""
     for k in range(rounds):
         if all(process.waiting for process in processes):
             _round(processes, k)
     if rounds:
         outcome = processes[-1].outcome
-        outcome.before, outcome.reference = outcome.reference, []
+        outcome.reference = []
         del outcome.steps[:rounds]
 
 

@@ -1,12 +1,9 @@
 """Markdown tables declared as columns, figures in words, and bounds that are checked."""
 
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from benchmarks.harness.case import Outcome
-from benchmarks.harness.io_counters import file_work
-from benchmarks.harness.limits import least_seconds
 
 Columns = Mapping[str, Callable[[Outcome], str]]
 """The header of each column, and the cell that it shows of an outcome."""
@@ -33,37 +30,6 @@ def case_table(outcomes: Iterable[Outcome], columns: Columns, name: str = "case"
         else:
             rows.append([outcome.title, *(cell(outcome) for cell in columns.values())])
     return markdown_table([name, *columns], rows)
-
-
-def limit_columns(
-    rates: Mapping[str, float],
-    more: Callable[[Outcome], Mapping[str, float]] = lambda outcome: {},
-    seconds: Callable[[Outcome], float] = Outcome.median,
-    *,
-    files: bool = False,
-) -> Columns:
-    """The least seconds that the machine's rates allow for a step, and how much longer it took.
-
-    The work of a step is that of its case, what ``more`` counts, and with ``files`` the bytes that it moved to and from
-    files.
-    """
-
-    def least(outcome: Outcome) -> float:
-        work = Counter(outcome.case.work)
-        work.update(more(outcome))
-        if files and outcome.steps:
-            work.update(file_work(outcome.steps))
-        return least_seconds(rates, work) if seconds(outcome) > 0 else 0.0  # not if it has not taken a step
-
-    def limit(outcome: Outcome) -> str:
-        found = least(outcome)
-        return "-" if not found > 0 else f"{found:.3g} s" if found >= 0.1 else f"{1e3 * found:.3g} ms"
-
-    def distance(outcome: Outcome) -> str:
-        found = least(outcome)
-        return f"{seconds(outcome) / found - 1:+,.0%}" if found > 0 else "-"
-
-    return {"limit": limit, "distance": distance}
 
 
 def mebibytes(count: float) -> str:

@@ -3,22 +3,20 @@
 Every method trains the same ``nn.Sequential`` on the same batch: the whole in memory, PyTorch's own ways to use less,
 peers, and ``OffloadModel`` with each of its settings changed in turn. Each has its own process and takes its steps in
 turn with plain PyTorch. In another process glibc's heap returns freed blocks at once: there the peak of a step is what
-the method needs. What ``estimate()`` predicts after half of the turns is shown beside what was measured.
+the method needs.
 """
 
-from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.harness.benchmark import Benchmark, Claim, Run
-from benchmarks.harness.case import Case, Outcome
+from benchmarks.harness.case import Case
 from benchmarks.harness.settings import option
-from benchmarks.harness.table import at_most, case_table, limit_columns, mebibytes, spread
+from benchmarks.harness.table import at_most, case_table, mebibytes, spread
 from benchmarks.memory_latency.methods import FLOOR
 from benchmarks.models.transformer import Stack
-from benchmarks.models.work import gradient_bytes
 
-MAXIMUM_DIFFERENCE = 1e-4  # of gradients and outputs, relative to the greatest element of the tensor
+MAXIMUM_DIFFERENCE = 1e-4  # of gradients, relative to the greatest element of the tensor
 REFERENCE = "torch, all in memory"
 METHODS = "benchmarks.memory_latency.methods"
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}  # so that a peak is what is in use
@@ -55,32 +53,25 @@ class Settings:
 
 
 def measure(run: Run) -> None:
-    """Training in pairs with plain PyTorch; on a CPU the peaks in use; forward only."""
+    """Training in pairs with plain PyTorch; on a CPU the peaks in use."""
     settings, stack = run.settings, run.settings.stack
+    layers = settings.layers
+    named = [method for method in OTHERS + _ours(layers, 4 * stack.parameters // layers) if _chosen(method, settings)]
 
-    def cases(function: str, named: list[Named], work: dict[str, float], prefix: str = "", **more: Any) -> list[Case]:
+    def cases(function: str, environment: dict[str, str]) -> list[Case]:
         found = []
         for name, method, chosen, peer in [(REFERENCE, "plain", {}, ""), *named]:
-            if name == REFERENCE or any(word in prefix + name for word in settings.only):
-                how = {"method": method, "settings": chosen, "stack": asdict(stack), "device": settings.device, **more}
-                environment = GIVE_BACK if function == "in_use" else {}
-                found.append(Case(prefix + name, f"{METHODS}:{function}", how, environment, peer, work))
+            how = {"method": method, "settings": chosen, "stack": asdict(stack), "device": settings.device}
+            found.append(Case(name, f"{METHODS}:{function}", how, environment, peer))
         return found
 
-    training = OTHERS + _ours(settings.layers, 4 * stack.parameters // settings.layers)
-    forward: list[Named] = [
-        (f"ours: disk, {settings.layers} slices", "ours", {"num_slices": settings.layers}, ""),
-        ("accelerate disk_offload", "accelerate_disk", {}, "accelerate"),
-        ("diffusers group offloading, disk", "diffusers_groups", {}, "diffusers"),
-    ]
-    work = {"flops": stack.training_flops, "on_device_bytes": gradient_bytes(stack.parameters)}
-    asked_after = 1 + settings.pairs // 2
-    trained = cases("train", training, work, asked_after=asked_after)
-    run.group("training", trained, "pairs", turns=settings.pairs, warmup=1)
+    run.group("training", cases("train", {}), "pairs", turns=settings.pairs, warmup=1)
     if settings.device == "cpu":
-        run.group("in use", cases("in_use", training, {}))
-    passes = cases("forward", forward, {"flops": stack.forward_flops}, "forward, ")
-    run.group("forward", passes if len(passes) > 1 else [], "pairs", turns=settings.pairs, warmup=1)
+        run.group("in use", cases("in_use", GIVE_BACK))
+
+
+def _chosen(method: Named, settings: Settings) -> bool:
+    return any(word in method[0] for word in settings.only)
 
 
 def _ours(most: int, layer_bytes: int) -> list[Named]:
@@ -103,53 +94,25 @@ def _ours(most: int, layer_bytes: int) -> list[Named]:
 
 
 def report(run: Run) -> list[str]:
-    """Training, predictions, forward."""
-    training, forward, stack = run.groups["training"], run.groups["forward"], run.settings.stack
+    """One table."""
+    training, stack = run.groups["training"], run.settings.stack
     peaks = peaks_of(run)
     on_cpu = run.settings.device == "cpu"
     kinds = ("peak in use", "heap as it comes") if on_cpu else ("peak on the device", "on the host")
-
-    def error(predicted: float, measured: float) -> str:
-        return f"{predicted / measured - 1:+.0%}" if measured > 0 else "-"
-
     columns = {
         kinds[0]: lambda o: mebibytes(peaks[o.name]) if o.name in peaks else "-",
         kinds[1]: lambda o: mebibytes(o.above(FLOOR)),
         "s/step": lambda o: f"{o.median():.2f}",
         "to torch": lambda o: spread(o.ratios(), 2),
-        **limit_columns(run.rates, moved, files=True),
         "gradients differ by": lambda o: f"{o.result['difference']:.0e}",
-    }
-    predictions = {
-        "s/step": lambda o: f"{o.median():.2f}",
-        "seconds predicted": lambda o: f"{o.result['estimate']['seconds']:.2f}",
-        "error of seconds": lambda o: error(o.result["estimate"]["seconds"], o.median()),
-        "peak": lambda o: mebibytes(peaks[o.name]),
-        "peak predicted": lambda o: mebibytes(o.result["estimate"]["memory_bytes"]),
-        "error of peak": lambda o: error(o.result["estimate"]["memory_bytes"], peaks[o.name]),
-    }
-    passes = {
-        "peak": lambda o: mebibytes(o.above(FLOOR)),
-        "s/pass": lambda o: f"{o.median():.2f}",
-        "to torch": lambda o: spread(o.ratios(), 2),
-        **limit_columns(run.rates),
-        "outputs differ by": lambda o: f"{o.result['difference']:.0e}",
     }
     words = (
         f"{stack.blocks} blocks, {stack.parameters / 1e6:.0f} M parameters in fp32, {stack.rows} rows of "
         f"{stack.positions} tokens. A step is forward, loss and backward, with gradients stored. Peaks are above a "
-        "process that took a step of two such blocks with the same method. Predictions are made after half of the "
-        "turns. Limits count a forward and a backward with nothing recomputed, parameters read and gradients written, "
-        "the bytes of files, and of ours those of its copies. Ratios: to the step of "
-        "plain PyTorch in the same pair, median (least to greatest)."
+        "process that took a step of two such blocks with the same method. Ratios: to the step of plain PyTorch in the "
+        "same pair, median (least to greatest)."
     )
-    predicted = [o for o in training if o.name in peaks and o.result and o.result["estimate"]]
-    return [
-        case_table(training, columns, "training"),
-        case_table(predicted, predictions, "prediction") if predicted else "",
-        case_table(forward, passes, "forward only") if forward else "",
-        words,
-    ]
+    return [case_table(training, columns, "training"), words]
 
 
 def peaks_of(run: Run) -> dict[str, int]:
@@ -159,19 +122,10 @@ def peaks_of(run: Run) -> dict[str, int]:
     return {o.name: o.above(FLOOR) for o in run.groups["in use"] if o.result is not None}
 
 
-def moved(outcome: Outcome) -> dict[str, float]:
-    """The bytes that ours copies between its home and the device; those of files are counted with the process's."""
-    how, count = outcome.case.arguments, Counter(outcome.steps[-1])
-    if how["device"] == "cpu" and how["settings"].get("disk", True):
-        return {}
-    spilled = count["bytes_spilled"]  # written once and read once
-    return {"loaded_bytes": count["bytes_loaded"] + spilled, "drained_bytes": count["bytes_stored"] + spilled}
-
-
 def bounds(run: Run) -> list[str]:
-    """Gradients and outputs are those of plain PyTorch, limits are kept."""
+    """Gradients are those of plain PyTorch, limits are kept."""
     broken = []
-    for outcome in (*run.groups["training"], *run.groups["forward"]):
+    for outcome in run.groups["training"]:
         if outcome.result is None:
             continue
         what = f"{outcome.name}: the difference from plain PyTorch"
@@ -204,6 +158,4 @@ def points(run: Run) -> dict[str, tuple[float, float]]:
     return {o.name: (peaks[o.name] / 2**20, o.ratio()) for o in run.groups["training"] if o.name in peaks and o.steps}
 
 
-BENCHMARK = Benchmark(
-    Settings, measure, report, bounds, claims, points, rates=lambda settings: {"device": settings.device}
-)
+BENCHMARK = Benchmark(Settings, measure, report, bounds, claims, points)

@@ -1,7 +1,7 @@
-"""The methods that train one model, or run it forward (ours, PyTorch's own, those of peers), and the process of a case.
+"""The methods that train one model (ours, PyTorch's own, those of peers), and the process of a case.
 
 A method takes the bare model, a directory for files, a device and its settings. Peers are imported inside. A case
-builds one method, takes a step in each turn, and compares gradients or outputs. The floor of its peak is a process that
+builds one method, takes a step in each turn, and compares gradients. The floor of its peak is a process that
 has used the same method with a model of two layers: it has loaded libraries, started threads and made their scratch
 memory.
 """
@@ -10,8 +10,8 @@ import ctypes
 import gc
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,68 +163,24 @@ def ours(model: nn.Sequential, home: Path, device: str, disk: bool = True, **set
     return Method(offloaded, lambda: _gradients(offloaded), offloaded.zero_grad, model=offloaded)
 
 
-def accelerate_disk(model: nn.Sequential, home: Path, device: str) -> Method:
-    """accelerate's ``disk_offload``, forward only: hooks read the weights of each leaf module before it runs."""
-    from accelerate import disk_offload
-
-    folder = home / "accelerate"
-    folder.mkdir(exist_ok=True)
-    disk_offload(model, str(folder), execution_device=torch.device(device))
-    return _method(model)
-
-
-def diffusers_groups(model: nn.Sequential, home: Path, device: str) -> Method:
-    """diffusers' group offloading to files, forward only, one layer a group."""
-    from diffusers.hooks import apply_group_offloading
-
-    folder = home / "diffusers"
-    folder.mkdir(exist_ok=True)
-    outer = nn.Module()
-    outer.layers = model  # it makes groups of the layers of children that are an nn.Sequential
-    try:
-        apply_group_offloading(
-            outer,
-            onload_device=torch.device(device),
-            offload_device=torch.device("cpu"),
-            offload_type="block_level",
-            num_blocks_per_group=1,
-            use_stream=device != "cpu",
-            offload_to_disk_path=str(folder),
-        )
-    except (ValueError, RuntimeError) as error:
-        raise CannotRunError(f"apply_group_offloading raised {type(error).__name__}: {error}") from error
-    return _method(model)
-
-
 _TRAINING = (plain, checkpointed, saved_on_cpu, fsdp2, deepspeed_zero3, fairscale_offload, ours)
 METHODS: dict[str, Callable[..., Method]] = {method.__name__: method for method in _TRAINING}
-FORWARD_METHODS = {method.__name__: method for method in (plain, ours, accelerate_disk, diffusers_groups)}
 
 
-def train(report: Reporter, asked_after: int, **how: Any) -> dict[str, Any]:
-    """Steps (forward, loss, backward). The method "plain" leaves its gradients in a file for the others.
-
-    ``asked_after`` so many turns the method is asked for its prediction.
-    """
-    prepared, batch = _build(report, METHODS, _step, **how)
+def train(report: Reporter, **how: Any) -> dict[str, Any]:
+    """Steps (forward, loss, backward). The method "plain" leaves its gradients in a file for the others."""
+    prepared, batch = _build(report, **how)
     device, saved = how["device"], Path("gradients.pt")
     report.phase("steps")
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats(device)
-    estimate: dict[str, Any] = {}
     for k in report.turns():
         report.step(**measure(lambda: _step(prepared, batch), prepared.model, device)[1])
-        if k + 1 == asked_after and prepared.model is not None:
-            estimate = asdict(prepared.model.estimate(len(batch)))
-            # The tier on disk is named with its path, which only this machine has.
-            peaks = estimate["peak_bytes"].items()
-            estimate["peak_bytes"] = {tier.split(" (")[0]: nbytes for tier, nbytes in peaks}
         if k == 0 and how["method"] == "plain" and prepared.microbatches == 1:
             torch.save({name: g.cpu() for name, g in prepared.gradients().items()}, saved)
     device_peak = torch.cuda.max_memory_allocated(device) if device != "cpu" else 0
     report.phase("end")
     return {
-        "estimate": estimate,
         "statistics": counts_of(prepared.model),
         "device_peak": device_peak,
         "difference": greatest_difference(prepared.gradients(), torch.load(saved, mmap=True)),
@@ -233,7 +189,7 @@ def train(report: Reporter, asked_after: int, **how: Any) -> dict[str, Any]:
 
 def in_use(report: Reporter, **how: Any) -> dict[str, Any]:
     """Measures the peak of one step, after a step that allocates everything that later ones reuse."""
-    prepared, batch = _build(report, METHODS, _step, **how)
+    prepared, batch = _build(report, **how)
     for phase in ("a first step", "steps"):
         report.phase(phase)
         _step(prepared, batch)
@@ -241,38 +197,17 @@ def in_use(report: Reporter, **how: Any) -> dict[str, Any]:
     return {}
 
 
-@torch.no_grad()
-def forward(report: Reporter, **how: Any) -> dict[str, Any]:
-    """Forward passes. The method "plain" leaves its output in a file for the others."""
-    prepared, batch = _build(report, FORWARD_METHODS, lambda method, rows: method.run(rows), **how)
-    output, saved = torch.empty(0), Path("output.pt")
-    report.phase("steps")
-    for _ in report.turns():
-        output, values = measure(lambda: prepared.run(batch), prepared.model, how["device"])
-        report.step(**values)
-    report.phase("end")
-    if not saved.exists():
-        torch.save(output.cpu(), saved)
-    return {"difference": greatest_difference({"output": output}, {"output": torch.load(saved)})}
-
-
 def _build(
-    report: Reporter,
-    methods: Mapping[str, Callable[..., Method]],
-    use: Callable[[Method, Tensor], object],
-    method: str,
-    device: str,
-    stack: dict[str, Any],
-    settings: dict[str, Any],
+    report: Reporter, method: str, device: str, stack: dict[str, Any], settings: dict[str, Any]
 ) -> tuple[Method, Tensor]:
     """The method, made after the floor was noted, and its batch."""
-    make, chosen = methods[method], Stack(**stack)
+    make, chosen = METHODS[method], Stack(**stack)
     small = replace(chosen, blocks=2)
     # As far as a model of two layers can have them.
     few = {name: value for name, value in settings.items() if name not in ("num_slots", "memory")}
     few |= {"num_slices": 2} if "num_slices" in settings else {}
     first = make(small.build(), Path(tempfile.mkdtemp(dir=".")).absolute(), device, **few)
-    use(first, small.batch().to(device))
+    _step(first, small.batch().to(device))
     del first
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None

@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass
 from benchmarks.harness.benchmark import Benchmark, Claim, Run
 from benchmarks.harness.case import FLOOR, Case, Outcome
 from benchmarks.harness.settings import option
-from benchmarks.harness.table import at_most, case_table, limit_columns, mebibytes, spread
-from benchmarks.mesh.methods import ALONE, DEEPSPEED, DISK, FSDP, HOST, NVME, STEPS, Training
-from benchmarks.models.work import adamw_bytes, gradient_bytes
+from benchmarks.harness.table import at_most, case_table, mebibytes, spread
+from benchmarks.models.training import DEEPSPEED, DISK, FSDP, HOST, NVME, RESIDENT, STEPS, Training
 
 NAMES = {
     DISK: "ours, disk",
@@ -23,7 +22,7 @@ NAMES = {
     FSDP: "FSDP2, CPUOffloadPolicy",
     DEEPSPEED: "DeepSpeed ZeRO-3, CPU",
     NVME: "DeepSpeed ZeRO-3, NVMe",
-    ALONE: "one process, in memory",
+    RESIDENT: "one process, in memory",
 }
 PEERS = {DEEPSPEED: "deepspeed", NVME: "deepspeed"}
 OTHERS = (FSDP, DEEPSPEED, NVME)
@@ -44,7 +43,7 @@ class Settings:
     rows: int = option(8, "rows of a batch, of all ranks together", least=2)
     positions: int = option(128, "tokens of a row")
     steps: int = option(7, "timed pairs of steps")
-    methods: tuple[str, ...] = option((DISK, HOST, *OTHERS, ALONE), "which run", choices=tuple(NAMES))
+    methods: tuple[str, ...] = option((DISK, HOST, *OTHERS, RESIDENT), "which run", choices=tuple(NAMES))
 
     def wrong(self) -> str:
         """Why these settings cannot be run, or nothing: losses of unequal rows would need weights."""
@@ -55,7 +54,7 @@ class Settings:
     @property
     def training(self) -> Training:
         """The stack and its batches."""
-        return Training(self.blocks, self.dim, self.rows, self.positions)
+        return Training(self.blocks, self.dim, self.rows, self.positions, learning_rate=1e-3)
 
 
 def measure(run: Run) -> None:
@@ -70,19 +69,10 @@ def measure(run: Run) -> None:
 
 
 def _case(method: str, settings: Settings) -> Case:
-    ranks, training = 1 if method == ALONE else settings.ranks, settings.training
-    parameters = training.parameters
-    work = {"flops": training.training_flops, "copied_bytes": gradient_bytes(parameters) + adamw_bytes(parameters)}
-    arguments = {"method": method, "training": asdict(training), "together": ranks > 1}
-    return Case(
-        NAMES[method],
-        "benchmarks.mesh.methods:train",
-        arguments,
-        GIVE_BACK,
-        peer=PEERS.get(method, ""),
-        work={kind: amount / ranks for kind, amount in work.items()},
-        ranks=ranks,
-    )
+    ranks = 1 if method == RESIDENT else settings.ranks
+    arguments = {"method": method, "training": asdict(settings.training), "together": ranks > 1}
+    target = "benchmarks.models.training:train"
+    return Case(NAMES[method], target, arguments, GIVE_BACK, peer=PEERS.get(method, ""), ranks=ranks)
 
 
 def memory_of_rank(outcome: Outcome) -> int:
@@ -107,15 +97,13 @@ def report(run: Run) -> list[str]:
         "CPU s": lambda o: f"{o.median('processor'):.2f}",
         "received": lambda o: mebibytes(o.median("received")) if o.case.ranks > 1 else "-",
         "files, read and written": lambda o: mebibytes(o.median("read") + o.median("written")),
-        **limit_columns(run.rates, files=True),
         "loss": lambda o: f"{o.steps[0]['loss']:.5f} -> {o.steps[settings.steps - 1]['loss']:.5f}",
     }
     words = (
         "Memory is the peak of the steps of the rank that holds most, above the interpreter and torch. Time ratios are "
         "those of pairs of steps in turn: median (least to greatest); below 1 ours on disk is faster. `CPU s`, files "
         f"and what sockets received are those of rank 0. {settings.ranks} ranks share the cores of the machine; each "
-        "has torch threads of its own. The limit counts a rank's forward and backward with nothing recomputed, AdamW, "
-        "and its bytes of files."
+        "has torch threads of its own."
     )
     sections = [case_table(found, columns, "method"), words]
     if ours is not None:
@@ -133,7 +121,7 @@ def bounds(run: Run) -> list[str]:
     """The losses of one process; what ours counts is what its sockets receive; memory at most a third of the others."""
     broken: list[str] = []
     outcomes = [outcome for outcome in run.groups["in turn"] if outcome.result is not None]
-    alone, ours = run.find(NAMES[ALONE]), run.find(NAMES[DISK])
+    alone, ours = run.find(NAMES[RESIDENT]), run.find(NAMES[DISK])
     for outcome in outcomes if alone is not None else ():
         pairs = zip(outcome.values("loss"), alone.values("loss"), strict=False)
         apart = max(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs)

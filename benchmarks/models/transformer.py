@@ -13,7 +13,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.models.dropout import RowDropout, row_keys
-from benchmarks.models.work import block_flops
 
 HEAD_CHANNELS = 64
 
@@ -130,13 +129,3 @@ class Stack:
     def parameters(self) -> int:
         """Elements of all blocks: four square matrices of attention, eight of the perceptron, biases and norms."""
         return self.blocks * (12 * self.dim**2 + 13 * self.dim)
-
-    @property
-    def forward_flops(self) -> float:
-        """Operations of the matrix products of a forward."""
-        return self.blocks * block_flops(self.dim, self.tokens, self.positions)
-
-    @property
-    def training_flops(self) -> float:
-        """Operations of a forward and a backward with nothing recomputed: three forwards."""
-        return 3 * self.forward_flops

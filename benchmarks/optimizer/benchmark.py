@@ -12,13 +12,22 @@ It recomputes each block; with ``--peer-keeps`` it keeps its activations, which 
 import math
 import shutil
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from benchmarks.harness.benchmark import Benchmark, Claim, Run
 from benchmarks.harness.case import Case, Outcome
 from benchmarks.harness.io_counters import file_work
 from benchmarks.harness.settings import option
-from benchmarks.harness.table import at_least, at_most, case_table, limit_columns, mebibytes, spread
-from benchmarks.optimizer.methods import DEEPSPEED, DISK, FROM_META, NAMES, REFERENCE, STEPS, Training
+from benchmarks.harness.table import at_least, at_most, case_table, mebibytes, spread
+from benchmarks.models.deepspeed import ENVIRONMENT
+from benchmarks.models.training import DISK, FROM_META, NVME, RESIDENT, STEPS, Training
+
+NAMES = {
+    RESIDENT: "resident, checkpointed, fused AdamW",
+    DISK: "on disk",
+    FROM_META: "on disk, from birth",
+    NVME: "DeepSpeed ZeRO-3, NVMe",
+}
 
 MAXIMUM_RATIO = 1.05  # of the step on disk to the resident one
 MAXIMUM_DIFFERENCE = 1e-6  # of any parameter tensor at the end, relative
@@ -31,9 +40,9 @@ WORDS = (
     "that is more), for each parameter and step, boundaries between blocks included; what is read, but not from disk, "
     "is from the page cache. The default allocator is used."
 )
-TRAIN = "benchmarks.optimizer.methods:train"
+TRAIN = "benchmarks.models.training:train"
 BYTES_AT_REST = 16  # of each parameter: itself, its gradient and two moments
-CHOICES = tuple(method for method in NAMES if method not in (REFERENCE, FROM_META))
+WAYS = {"disk": DISK, "deepspeed": NVME}
 
 
 @dataclass(frozen=True)
@@ -47,14 +56,15 @@ class Settings:
     slots: int = option(3, "blocks in memory at once, in ours: one computes, one is updated, one waits between the two")
     graphs: int = option(512, "MiB of graphs that ours keeps instead of recomputing", least=0)
     pairs: int = option(5, "pairs of steps of each method")
-    ways: tuple[str, ...] = option(CHOICES, "methods beside the resident one", choices=CHOICES)
+    ways: tuple[str, ...] = option(tuple(WAYS), "methods beside the resident one", choices=tuple(WAYS))
     parameters: float | None = option(None, "a model of about so many parameters, on disk from the start", kind=float)
     peer_keeps: bool = option(False, "DeepSpeed keeps its activations instead of recomputing each block")
 
 
 def training_of(settings: Settings) -> Training:
     """The model and its batch."""
-    sizes = {name: getattr(settings, name) for name in ("dim", "rows", "positions", "slots", "graphs")}
+    sizes: dict[str, Any] = {name: getattr(settings, name) for name in ("dim", "rows", "positions", "slots", "graphs")}
+    sizes["dropout"] = 0.1
     if settings.parameters is None:
         return Training(settings.blocks, **sizes)
     blocks = max(1, round(settings.parameters / Training(1, **sizes).parameters))
@@ -76,19 +86,19 @@ def measure(run: Run) -> None:
     def case(method: str) -> Case:
         # Parameters are compared after the first step, a turn that does not count, and the pairs.
         saved = 0 if settings.parameters else 2 + settings.pairs
-        how = {"method": method, "training": asdict(training), "save_after": saved}
-        name, environment, peer = NAMES[method], {}, ""
-        if method == DEEPSPEED:
-            name += ", activations kept" if settings.peer_keeps else ""
-            how["checkpointed"] = not settings.peer_keeps
-            environment, peer = {"DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1"}, DEEPSPEED
-        return Case(name, TRAIN, how, environment, peer, {"flops": training.training_flops})
+        arguments = {"method": method, "training": asdict(training), "save_after": saved}
+        if method != NVME:
+            return Case(NAMES[method], TRAIN, arguments)
+        arguments["how"] = {"checkpointed": not settings.peer_keeps}
+        name = NAMES[method] + (", activations kept" if settings.peer_keeps else "")
+        return Case(name, TRAIN, arguments, ENVIRONMENT, "deepspeed")
 
+    ways = [WAYS[way] for way in settings.ways]
     if settings.parameters is None:
-        cases = [case(method) for method in (REFERENCE, *settings.ways)]
+        cases = [case(method) for method in (RESIDENT, *ways)]
         run.group("beside the resident model", cases, "pairs", turns=settings.pairs, warmup=1)
     else:  # in the first turn a method makes the files of its moments
-        cases = [case(method) for method in (FROM_META, *(way for way in settings.ways if way == DEEPSPEED))]
+        cases = [case(method) for method in (FROM_META, *(way for way in ways if way == NVME))]
         run.group("larger than memory", cases, "rounds", turns=settings.pairs, warmup=1)
 
 
@@ -118,7 +128,6 @@ def report(run: Run) -> list[str]:
         "peak memory": lambda o: mebibytes(o.peaks[STEPS]),
         "less torch": lambda o: mebibytes(o.above()),
         "losses" if large else "parameters differ": losses if large else difference,
-        **limit_columns(run.rates, files=True),
     }
     words = (
         f"{training.parameters / 1e6:,.0f} M parameters in {training.blocks} blocks, fp32: "
@@ -171,7 +180,7 @@ def claims(run: Run) -> list[Claim]:
     training, where = training_of(run.settings), "parameters, gradients and moments on disk"
     ours, theirs = _pair(run)
     if run.settings.parameters is None:
-        resident = run.find(NAMES[REFERENCE])
+        resident = run.find(NAMES[RESIDENT])
         set_up = f"AdamW steps of {training.parameters / 1e6:.0f} M parameters, {training.tokens:,} tokens; {where}"
         peer = "all in memory, blocks checkpointed, fused AdamW"
         return [Claim(set_up, peer, ours.ratios(), ours.peaks[STEPS] / resident.peaks[STEPS])]

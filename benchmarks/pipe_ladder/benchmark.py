@@ -1,8 +1,8 @@
-"""``pipe-ladder``: time, memory and bubble of our pipe beside torchgpipe's and fairscale's, and of each mechanism.
+"""``pipe-ladder``: time and memory of our pipe beside torchgpipe's and fairscale's.
 
 Two CPU stages and 1 to 16 micro-batches. One case for each number takes steps of the pipes in turn and gives the
-ratios of their times, for cells of milliseconds and for tiny cells. For each pipe, and for ours with one mechanism
-taken away, another case gives the peak memory. One more gives each stage a worker and measures the bubble.
+ratios of their times, for cells of milliseconds and for tiny cells. For each pipe, and for other schedules of ours,
+another case gives the peak memory.
 """
 
 import contextlib
@@ -14,8 +14,7 @@ from typing import Any
 from benchmarks.harness.benchmark import Benchmark, Claim, Run
 from benchmarks.harness.case import CannotRunError, Case, Outcome
 from benchmarks.harness.peers import find_peer
-from benchmarks.harness.table import at_most, case_table, limit_columns, markdown_table, mebibytes
-from benchmarks.models.work import gradient_bytes
+from benchmarks.harness.table import at_most, case_table, mebibytes
 from benchmarks.pipe_ladder.methods import METHODS, Settings
 
 MAXIMUM_RATIO = 1.0  # of processor time, ours to each ancestor's: geometric mean over the numbers of micro-batches
@@ -23,24 +22,15 @@ MAXIMUM_PEAK_RATIO = 1.02  # of the peak above the model; the allocator makes as
 PIPES = ["ours", "torchgpipe", "fairscale"]
 TINY = {"dim": 16, "rows": 64}  # layers take next to no time: nearly all of a step is what a pipe adds
 KINDS = ("processor", "clock")
-SCHEDULES = ("fill-drain", "1F1B")
 TIME = (
     "Time: steps of the pipes in turn, in one process; medians. `processor` is processor time, which other work on the "
     "machine does not change; `clock` is time by the clock. The bound is on processor time of the first table. glibc "
-    "keeps freed memory here, so that no pipe pays for pages that another one returned. The limit of a step counts a "
-    "forward and a backward with nothing recomputed, at the rate of a large product with as many threads; the distance "
-    "is of ours by the clock."
+    "keeps freed memory here, so that no pipe pays for pages that another one returned."
 )
 TINY_TIME = f"The same with {TINY['dim']} channels and {TINY['rows']} rows: what a pipe itself costs. No bound."
 PEAK = (
     "Memory and time of each method at the largest number of micro-batches, each in its own process and with freed "
-    "memory returned at once, which takes time. Below the first three: ours with another schedule, or with a mechanism "
-    "taken away."
-)
-BUBBLE = (
-    "Bubble: the share of their time in which two stages wait for each other, in `train_step`. Measured with a worker "
-    "for each stage on its own processor; simulated from the times of the cells one after another. Speed-up: the step "
-    "with one worker, to the step with two."
+    "memory returned at once, which takes time. Below the first three: ours with another schedule."
 )
 MODULE = "benchmarks.pipe_ladder.methods"
 #: Of tiny cells: as many times the rounds, and steps in a row until a turn has so many micro-batches. A step of a
@@ -55,7 +45,7 @@ GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
 
 
 def measure(run: Run) -> None:
-    """Time, tiny cells, peaks, bubble."""
+    """Time, tiny cells, peaks."""
     names = PIPES[:1]  # steps in turn are of one process: the ancestors that are installed here
     for name in PIPES[1:]:
         with contextlib.suppress(CannotRunError):
@@ -63,8 +53,7 @@ def measure(run: Run) -> None:
 
     def case(title: str, function: str, environment: dict[str, str], sizes: Settings, **how: Any) -> Case:
         peer = title if title in PIPES[1:] else ""
-        work = {"flops": sizes.training_flops, "copied_bytes": gradient_bytes(sizes.parameters)}
-        return Case(title, f"{MODULE}:{function}", {"settings": asdict(sizes), **how}, environment, peer, work)
+        return Case(title, f"{MODULE}:{function}", {"settings": asdict(sizes), **how}, environment, peer)
 
     def timed(title: str, sizes: Settings, microbatches: int) -> list[Case]:
         return [
@@ -78,11 +67,10 @@ def measure(run: Run) -> None:
     run.group("time", timed("time", run.settings, 1))
     run.group("tiny cells", timed("tiny cells", tiny, TURN_MICROBATCHES))
     run.group("peaks", [case(name, "peak", GIVE_BACK, run.settings, name=name, steps=5) for name in METHODS])
-    run.group("bubble", [case("bubble", "bubbles", {}, run.settings, rounds=5)])
 
 
 def report(run: Run) -> list[str]:
-    """Times, peaks, bubble."""
+    """Times, peaks."""
     groups, peaks = run.groups, run.groups["peaks"]
 
     def times(outcomes: Sequence[Outcome]) -> str:
@@ -93,7 +81,6 @@ def report(run: Run) -> list[str]:
         for name in names[1:]:
             for kind in KINDS:
                 columns[f"ours / {name}, {kind}"] = lambda o, pair=(name, kind): f"{ratio_of(o, *pair):.3f}"
-        columns |= limit_columns(run.rates, seconds=lambda o: o.median("ours: clock"))
         means = [
             f"{name}, {kind}: {mean_ratio(outcomes, name, kind):.3f}"
             for name in names[1:]
@@ -108,10 +95,9 @@ def report(run: Run) -> list[str]:
         "peak above the model": lambda o: mebibytes(_above(o)),
         "to ours": lambda o: f"{_above(o) / _above(peaks[0]):.2f}x" if peaks[0].result else "-",
         "ms/step": lambda o: f"{1e3 * o.median():.0f}",
-        **limit_columns(run.rates),
     }
     sections = [TIME, times(groups["time"]), TINY_TIME, times(groups["tiny cells"])]
-    return [*sections, PEAK, case_table(peaks, held, "method"), BUBBLE, _bubble_table(groups["bubble"][0])]
+    return [*sections, PEAK, case_table(peaks, held, "method")]
 
 
 def _above(outcome: Outcome) -> int:
@@ -133,16 +119,6 @@ def ratio_of(outcome: Outcome, other: str, kind: str = "processor") -> float:
 def mean_ratio(timed: Sequence[Outcome], other: str, kind: str = "processor") -> float:
     """Geometric mean over the numbers of micro-batches of :func:`ratio_of`."""
     return statistics.geometric_mean(ratio_of(outcome, other, kind) for outcome in timed)
-
-
-def _bubble_table(bubble: Outcome) -> str:
-    shares = [f"{name}: {what}" for name in SCHEDULES for what in ("measured", "simulated")]
-    speed_ups = [f"{name}: speed-up" for name in SCHEDULES]
-    rows = []
-    for step in bubble.steps:
-        shown = [f"{step[name]:.1%}" for name in ("ideal", *shares)] + [f"{step[name]:.2f}x" for name in speed_ups]
-        rows.append([str(step["chunks"]), *shown])
-    return markdown_table(["micro-batches", "(p-1)/(m+p-1)", *shares, *speed_ups], rows)
 
 
 def bounds(run: Run) -> list[str]:
@@ -173,4 +149,4 @@ def claims(run: Run) -> list[Claim]:
     return found
 
 
-BENCHMARK = Benchmark(Settings, measure, report, bounds, claims, rates=lambda settings: {"threads": settings.threads})
+BENCHMARK = Benchmark(Settings, measure, report, bounds, claims)

@@ -15,7 +15,7 @@ import psutil
 from benchmarks.harness.benchmark import Benchmark, Claim, Run
 from benchmarks.harness.case import FLOOR, Case, Outcome
 from benchmarks.harness.settings import option
-from benchmarks.harness.table import at_most, case_table, limit_columns, mebibytes, spread
+from benchmarks.harness.table import at_most, case_table, mebibytes, spread
 from benchmarks.qwen_embedding.workload import HEAD_CHANNELS, Model, write_model
 
 OURS, REFERENCE = "ours", "sentence-transformers, no cap"
@@ -82,17 +82,13 @@ def measure(run: Run) -> None:
         run.facts["reference"] = f"left out: {mebibytes(needed)} of free memory would be needed beside ours"
     how = {"model": asdict(model), "positions": settings.positions, "chunk": settings.chunk, "memory": settings.memory}
     for pairs in settings.pairs:
-        flops = model.training_flops(2 * pairs, settings.positions)
-        work = {"flops": flops, "copied_bytes": model.copied_bytes}
         cases = []
         for name in names:
             method, environment = CASES[name]
             cap = None if name == REFERENCE else settings.cap
             arguments = {"method": method, "pairs": pairs, "cap": cap, **how}
             given = GIVE_BACK if cap else {}
-            cases.append(
-                Case(name, "benchmarks.qwen_embedding.methods:train", arguments, given, peer=environment, work=work)
-            )
+            cases.append(Case(name, "benchmarks.qwen_embedding.methods:train", arguments, given, environment))
         run.group(_group(pairs), cases, "rounds", turns=settings.steps)
 
 
@@ -126,14 +122,10 @@ def report(run: Run) -> list[str]:
             "built in": lambda o: f"{o.result['build_seconds']:.1f} s" if "build_seconds" in o.result else "-",
             "s/step": lambda o: f"{o.median():.2f}" if o.steps else "-",
             "ours to it": lambda o, ours_to_it=ours_to_it: spread(ours_to_it(o), 2) if o.steps else "-",
-            **limit_columns(run.rates, files=True),
             "losses": lambda o: _died(o) or ", ".join(f"{loss:.5f}" for loss in o.values("loss")),
         }
         sections += [f"## {group}", case_table(outcomes, columns, "method")]
-    limit = (
-        "The limit counts a forward and a backward with nothing recomputed, AdamW, and bytes moved to and from files."
-    )
-    return [*sections, limit]
+    return sections
 
 
 def bounds(run: Run) -> list[str]:

@@ -6,9 +6,6 @@ gradient checkpointing does.
 """
 
 import importlib
-import os
-import socket
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -20,16 +17,16 @@ import torch._dynamo  # torch imports it in a first step, which would count
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.harness.case import FLOOR, LACKS_MEMORY, CannotRunError
+from benchmarks.harness.case import FLOOR, LOST, told_by
 from benchmarks.harness.io_counters import counts_of, measure
 from benchmarks.harness.memory import cap_memory
 from benchmarks.harness.worker import Reporter
+from benchmarks.models.contrastive import TEMPERATURE, contrastive_loss, sentence_transformers_gradient
+from benchmarks.models.deepspeed import deepspeed_nvme, start_deepspeed
 from benchmarks.qwen_embedding.workload import Model, batch_of
 
-TEMPERATURE = 0.05
 ADAMW = {"lr": 1e-5, "weight_decay": 0.01}
 WEIGHTS = Path("weights")  # a case works in the folder of the run
-LOST = (MemoryError, RuntimeError, OSError)
 
 Step = Callable[[Tensor, Tensor], float]
 """Tokens of both sides to the loss; the parameters are updated."""
@@ -45,11 +42,6 @@ class Made(NamedTuple):
 def embeddings(output: Any) -> Tensor:
     """The last token's state at length 1. Rows have no padding."""
     return functional.normalize(output.last_hidden_state[:, -1], dim=-1)
-
-
-def contrastive_loss(queries: Tensor, passages: Tensor) -> Tensor:
-    """Cross entropy of each query's scores against all passages."""
-    return functional.cross_entropy(queries @ passages.T / TEMPERATURE, torch.arange(len(queries)))
 
 
 def _transformers() -> Any:
@@ -86,64 +78,25 @@ def plain(chunk: int, memory: int) -> Made:
 
 def sentence_transformers(chunk: int, memory: int) -> Made:
     """The cached ranking loss of sentence-transformers over the model in memory."""
-    losses = importlib.import_module("sentence_transformers.sentence_transformer.losses")
-    transformer = importlib.import_module("sentence_transformers").SentenceTransformer
-
-    class Adapter(nn.Module):
-        """The encoder with the interface of a module of sentence-transformers."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = _resident()
-
-        def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-            output = self.encoder(input_ids=features["input_ids"], use_cache=False)
-            return {**features, "sentence_embedding": embeddings(output)}
-
-    model = transformer(modules=[Adapter()], device="cpu")
-    loss_fn = losses.CachedMultipleNegativesRankingLoss(model, scale=1 / TEMPERATURE, mini_batch_size=chunk)
-
-    def backward(queries: Tensor, passages: Tensor) -> Tensor:
-        loss: Tensor = loss_fn([{"input_ids": queries}, {"input_ids": passages}], torch.zeros(len(queries)))
-        loss.backward()
-        return loss.detach()
-
-    return Made(_updated(torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), backward))
+    encoder = _resident()
+    represent = lambda ids: embeddings(encoder(input_ids=ids, use_cache=False))  # noqa: E731
+    backward = sentence_transformers_gradient(encoder, represent, chunk)
+    return Made(_updated(torch.optim.AdamW(encoder.parameters(), fused=True, **ADAMW), backward))
 
 
 def deepspeed(chunk: int, memory: int) -> Made:
     """ZeRO-3 of one process with parameters and optimizer on NVMe, in fp32, the batch in one piece."""
-    os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))  # ninja
-    theirs: Any = importlib.import_module("deepspeed")
-    if not theirs.ops.op_builder.AsyncIOBuilder().is_compatible(verbose=False):
-        raise CannotRunError("its I/O library cannot be compiled here; install the headers of libaio (libaio-dev)")
-    transformers = _transformers()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    theirs.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    theirs, transformers = start_deepspeed(), _transformers()
     folder = Path("nvme").absolute()
     folder.mkdir(exist_ok=True)
-    on_disk = {"device": "nvme", "nvme_path": str(folder), "pin_memory": False}
     config = transformers.AutoConfig.from_pretrained(WEIGHTS)
     largest = config.vocab_size * config.hidden_size
     block = Model(1, config.hidden_size, 1).block_parameters
+    # The fewest buffers that train, each as large as the embedding; so a parameter lives for one layer only.
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": ADAMW},
-        "zero_optimization": {
-            "stage": 3,
-            # The fewest buffers that train, each as large as the embedding; so a parameter lives for one layer only.
-            "offload_param": {**on_disk, "buffer_count": 4, "buffer_size": largest},
-            "offload_optimizer": {**on_disk, "buffer_count": 4},
-            "stage3_max_live_parameters": 1,
-            "stage3_max_reuse_distance": 1,
-            "stage3_prefetch_bucket_size": 0,
-            "reduce_bucket_size": block,
-            "sub_group_size": block,
-        },
-        "aio": {"block_size": 1 << 20, "queue_depth": 16, "thread_count": 1, "overlap_events": True},
+        **deepspeed_nvme(folder, buffers=4, largest=largest, block=block, live=1),
     }
     # While this object lives, from_pretrained builds and reads parameters in parts.
     kept = importlib.import_module("transformers.integrations").HfDeepSpeedConfig(settings)
@@ -223,8 +176,5 @@ def train(
             loss, values = measure(lambda batch=batch: made.step(*batch), made.model)
             report.step(loss=loss, **values)
     except LOST as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
-        if not isinstance(error, MemoryError) and not LACKS_MEMORY.search(str(error)):
-            raise
-        return {"out_of_memory": f"{where}: {line.split('DefaultCPUAllocator: ')[-1][:200]}"}
+        return {"out_of_memory": f"{where}: {told_by(error)}"}
     return {"build_seconds": seconds, "statistics": counts_of(made.model) or None}

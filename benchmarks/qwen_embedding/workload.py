@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.models.work import adamw_bytes, gradient_bytes
-from offload.files.tensor_file import write_tensors
+from benchmarks.models.checkpoint import write_checkpoint
 
 HEAD_CHANNELS = 128
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -62,17 +60,6 @@ class Model:
         """Elements of all parameters."""
         return self.blocks * self.block_parameters + (self.vocabulary + 1) * self.width
 
-    def training_flops(self, rows: int, positions: int) -> float:
-        """Operations of the matrix products and the attention in a forward and a backward, nothing recomputed."""
-        tokens = float(rows * positions)
-        scores = 4.0 * positions * HEAD_CHANNELS * self.heads
-        return 3 * self.blocks * tokens * (2.0 * self.block_parameters + scores)
-
-    @property
-    def copied_bytes(self) -> float:
-        """Least bytes that a backward and AdamW move in memory."""
-        return gradient_bytes(self.parameters) + adamw_bytes(self.parameters)
-
     @property
     def configuration(self) -> dict[str, Any]:
         """The fields of transformers' ``config.json``."""
@@ -97,19 +84,10 @@ class Model:
 
 
 def write_model(folder: Path, model: Model) -> int:
-    """Writes configuration, weights (float32, a file for each block) and their index; returns the bytes of tensors."""
+    """Writes configuration and weights (float32, a file for each block); returns the bytes of tensors."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(model.configuration), encoding="utf-8")
-    weight_map: dict[str, str] = {}
-    total = 0
-    for k, tensors in enumerate(_parts(model)):
-        file = f"model-{k + 1:05d}-of-{model.blocks + 1:05d}.safetensors"
-        write_tensors(folder / file, tensors, {})
-        weight_map.update(dict.fromkeys(tensors, file))
-        total += sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
-    return total
+    return write_checkpoint(folder, _parts(model), model.blocks + 1)
 
 
 def _parts(model: Model) -> Iterator[dict[str, Tensor]]:

@@ -41,10 +41,9 @@ def measure(run: Run) -> None:
 
     def case(method: str, suffix: str, cap_bytes: int | None) -> Case:
         how = {"method": method, "settings": asdict(settings), "cap_bytes": cap_bytes, "evaluate": not suffix}
-        work = {"flops": settings.training_flops}
         target = "benchmarks.retrieval.methods:train"
         dies = method != OURS  # a method in memory that finds none is an answer
-        return Case(NAMES[method] + suffix, target, how, GIVE_BACK, work=work, may_lack_memory=dies)
+        return Case(NAMES[method] + suffix, target, how, GIVE_BACK, may_lack_memory=dies)
 
     cases = [case(method, "", None) for method in settings.methods]
     print(
@@ -60,10 +59,9 @@ def measure(run: Run) -> None:
 
 
 def _together(case: Case, settings: Settings) -> Case:
-    """A copy of a case of one process that runs over several ranks; its work is that of one of them."""
-    work = {kind: amount / settings.ranks for kind, amount in case.work.items()}
+    """A copy of a case of one process that runs over several ranks."""
     arguments = {**case.arguments, "together": True}
-    return replace(case, name=_name_of_ranks(settings), arguments=arguments, work=work, ranks=settings.ranks)
+    return replace(case, name=_name_of_ranks(settings), arguments=arguments, ranks=settings.ranks)
 
 
 def _name_of_ranks(settings: Settings) -> str:
@@ -76,11 +74,8 @@ def report(run: Run) -> list[str]:
     done = [outcome for outcome in free if outcome.result is not None]
 
     def change(kind: str, show: Callable[[float], str]) -> Callable[[Outcome], str]:
-        """Before and after the training, of held-out pairs. Older runs have the recall alone."""
-        of = {
-            when: lambda o, when=when: o.result.get(when) or {"recall": o.result.get(f"recall_{when}")} for when in WHEN
-        }
-        return lambda o: " -> ".join(show(of[when](o)[kind]) if kind in of[when](o) else "-" for when in WHEN)
+        """Before and after the training, of held-out pairs."""
+        return lambda o: " -> ".join(show(o.result[when][kind]) if kind in o.result[when] else "-" for when in WHEN)
 
     columns = {
         "peak memory": lambda o: mebibytes(o.peak_bytes),

@@ -151,8 +151,3 @@ def search(model: nn.Module, descriptions: Tensor, sources: Tensor, at: int = RE
     further = (scores < scores.diagonal()[:, None]).sum(dim=1)
     found = (further >= len(scores) - at).double().mean()
     return {"loss": contrastive_loss(*sides, TEMPERATURE).item(), "recall": found.item()}
-
-
-def recall(model: nn.Module, descriptions: Tensor, sources: Tensor) -> float:
-    """The recall of :func:`search`."""
-    return search(model, descriptions, sources)["recall"]

@@ -22,7 +22,6 @@ from benchmarks.harness.environment import cache_directory
 from benchmarks.harness.settings import option
 from benchmarks.models.dropout import row_keys
 from benchmarks.models.encoder import PADDING
-from benchmarks.models.work import block_flops
 from benchmarks.retrieval.corpus import Corpus, Pair
 
 if TYPE_CHECKING:
@@ -79,16 +78,6 @@ class Settings:
     def tokens_per_step(self) -> int:
         """Positions that one step encodes, padding included."""
         return self.batch * sum(LENGTHS)
-
-    @property
-    def training_flops(self) -> float:
-        """Operations of a forward and a backward, padding included, nothing recomputed.
-
-        Blocks and projection of both sides, and the scores of all rows against all rows; a backward is two forwards.
-        """
-        blocks = sum(self.depth * block_flops(self.dim, self.batch * tokens, tokens) for tokens in LENGTHS)
-        head = len(LENGTHS) * 2.0 * self.batch * self.dim**2
-        return 3 * (blocks + head + 2.0 * self.batch**2 * self.dim)
 
     def learning_rate_at(self, step: int) -> float:
         """Rises during the warm-up, then falls in a straight line to 5 % at the end."""

@@ -9,15 +9,11 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.harness.benchmark import Benchmark, Claim, Run
-from benchmarks.harness.case import Case, Outcome
-from benchmarks.harness.table import at_most, case_table, limit_columns, spread
+from benchmarks.harness.case import Case
+from benchmarks.harness.table import at_most, case_table, spread
 from benchmarks.train_overlap.methods import IN_TURN, OURS, PARTS, PIPELINED, TORCHREC, Settings
 
 MAXIMUM_RATIO = 1.10  # of the overlapped step to the slowest part alone
-LIMIT = (
-    "The limit of a step is the longest of the two latencies, which no machine shortens, of the matrix products on one "
-    "thread, and of the copies of the rows that it reads."
-)
 EVEN = "all are even"
 BALANCES = {  # latency of the loader and of the rows, as shares of the compute time
     "compute is slowest": (0.5, 0.5),
@@ -34,8 +30,7 @@ def measure(run: Run) -> None:
         load, rows = BALANCES[balance]
         name, peer = (balance, "") if pipeline == OURS else (f"{balance}: {pipeline}", pipeline)
         how = {"settings": asdict(run.settings), "load": load, "rows": rows, "pipeline": pipeline}
-        work = {"flops": run.settings.training_flops}
-        return Case(name, "benchmarks.train_overlap.methods:measure", how, peer=peer, work=work)
+        return Case(name, "benchmarks.train_overlap.methods:measure", how, peer=peer)
 
     run.group("balances", [*(case(balance, OURS) for balance in BALANCES), case(EVEN, TORCHREC)])
 
@@ -46,21 +41,14 @@ def report(run: Run) -> list[str]:
     def milliseconds(name: str) -> Any:
         return lambda outcome: f"{1e3 * outcome.median(name):.1f} ms"
 
-    # A latency is work that no machine does faster.
     columns = {
         **{f"{part} alone": milliseconds(part) for part in PARTS},
         IN_TURN: milliseconds(IN_TURN),
         PIPELINED: milliseconds(PIPELINED),
         "pipelined / slowest": lambda o: spread(o.ratios()),
-        **limit_columns({**run.rates, "seconds": 1.0}, more_work, lambda o: o.median(PIPELINED)),
         "read again": lambda o: f"{o.result['rows_refreshed'] / o.result['rows_read']:.1%}",
     }
-    return [case_table(run.outcomes, columns), LIMIT]
-
-
-def more_work(outcome: Outcome) -> dict[str, float]:
-    """Copies of the rows that a step reads, and the longest latency, which every machine takes."""
-    return {"copied_bytes": outcome.result["bytes_of_rows"], "seconds": max(outcome.result["latencies"])}
+    return [case_table(run.outcomes, columns)]
 
 
 def bounds(run: Run) -> list[str]:
@@ -86,4 +74,4 @@ def claims(run: Run) -> list[Claim]:
     ]
 
 
-BENCHMARK = Benchmark(Settings, measure, report, bounds, claims, rates=lambda settings: {"threads": 1})
+BENCHMARK = Benchmark(Settings, measure, report, bounds, claims)

@@ -37,11 +37,6 @@ class Settings:
     rounds: int = option(9, "repetitions of each case")
     batches: int = option(12, "timed batches of each method in a round")
 
-    @property
-    def training_flops(self) -> float:
-        """Operations of the dense part's matrix products in a forward and a backward."""
-        return 3 * 2.0 * self.bags * self.width * (self.table_dim + self.width + 1)
-
 
 class _Model(nn.Module):
     def __init__(self, settings: Settings, bag: nn.Module) -> None:
@@ -193,8 +188,6 @@ def measure(report: Reporter, settings: dict[str, Any], load: float, rows: float
     read = workload.bag.statistics()
     return {
         "losses": len(losses[PIPELINED]),
-        "latencies": [workload.load_latency, workload.rows_latency],
-        "bytes_of_rows": read.bytes_loaded / len(losses[PIPELINED]),
         "rows_refreshed": read.rows_refreshed,
         "rows_read": read.rows_read,
         "undistributed": dict(runner.statistics().undistributed) if pipeline == OURS else {},

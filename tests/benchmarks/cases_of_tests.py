@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,13 @@ def is_killed(report: Reporter) -> dict[str, Any]:
 
 def leaves_early(report: Reporter) -> dict[str, Any]:
     os._exit(0)
+
+
+def starts_another_and_hangs(report: Reporter) -> dict[str, Any]:
+    other = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    report.step(pid=other.pid)
+    signal.pause()
+    return {}
 
 
 def allocates(report: Reporter, mebibytes: int) -> dict[str, Any]:

@@ -15,8 +15,6 @@ from benchmarks.harness.benchmark import read_header, read_run
 from benchmarks.harness.case import CannotRunError, Case, Outcome
 from benchmarks.harness.worker import Reporter
 
-RATES = {"flops": 1e9, "copied_bytes": 1e9, "read_bytes": 1e6, "written_bytes": 1e6}  # of no machine
-
 
 class Recorder(Reporter):
     """A reporter that fills an outcome and grants a number of turns."""
@@ -60,6 +58,8 @@ def run_case(case: Case, folder: str | Path, turns: int = 0) -> Outcome:
             found.result = getattr(importlib.import_module(module), function)(Recorder(found, turns), **case.arguments)
         except CannotRunError as reason:
             found.skipped = str(reason)
+        except Exception as error:
+            found.failure = f"exit status 1: {type(error).__name__}: {error}"
     return found
 
 
@@ -95,5 +95,5 @@ def outcome(
     name: str, result: Mapping[str, Any] | None = None, *, arguments: Mapping[str, Any] | None = None, **values: Any
 ) -> Outcome:
     """An outcome of a case that never ran."""
-    case = {key: values.pop(key) for key in ("peer", "work", "may_lack_memory", "ranks") if key in values}
+    case = {key: values.pop(key) for key in ("peer", "may_lack_memory", "ranks") if key in values}
     return Outcome(Case(name, "m:f", arguments or {}, **case), None if result is None else dict(result), **values)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from benchmarks.models.dropout import RowDropout, mix, row_keys
 from benchmarks.models.encoder import build_encoder
 from benchmarks.models.transformer import Checkpointed, Stack
-from benchmarks.retrieval.methods import contrastive_loss, recall
+from benchmarks.retrieval.methods import contrastive_loss, search
 
 MASK = 2**64 - 1
 
@@ -125,6 +125,10 @@ def numbered(count: int) -> Tensor:
     return torch.stack([torch.zeros(count, dtype=torch.int64), torch.arange(count)], dim=1)
 
 
+def recall(model: nn.Module, descriptions: Tensor, sources: Tensor) -> float:
+    return search(model, descriptions, sources)["recall"]
+
+
 def test_recall_is_all_for_equal_representations_and_nothing_for_constant_or_broken_ones() -> None:
     assert recall(Lookup(torch.eye(40)), numbered(40), numbered(40)) == 1.0
     assert recall(Lookup(torch.ones(40, 3)), numbered(40), numbered(40)) == 0.0
@@ -149,17 +153,9 @@ def test_evaluation_leaves_the_mode_as_it_was() -> None:
     assert not model.training
 
 
-def test_parameters_and_arithmetic_are_those_of_the_stack_that_is_built() -> None:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.flop_counter import FlopCounterMode
-
+def test_parameters_are_those_of_the_stack_that_is_built() -> None:
     stack = Stack(blocks=2, dim=64, rows=3, positions=5)
-    model = stack.build()
-    assert sum(p.numel() for p in model.parameters()) == stack.parameters
-    # The counter does not see a fused attention.
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(stack.batch()).sum().backward()
-    assert counter.get_total_flops() == stack.training_flops
+    assert sum(p.numel() for p in stack.build().parameters()) == stack.parameters
 
 
 def test_a_block_is_the_same_alone_and_in_its_stack() -> None:

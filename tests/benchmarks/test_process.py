@@ -93,6 +93,14 @@ def test_a_case_that_dies_is_reported_with_its_reason(function: str, reason: str
     assert found.failure.startswith(reason)
 
 
+def test_a_case_that_is_not_done_in_time_ends_with_what_it_has_started(tmp_path: Path) -> None:
+    (found,) = run_group([replace(case("starts_another_and_hangs"), seconds=5.0)], tmp_path)
+    assert found.failure == "not done after 5 s"
+    other = found.steps[0]["pid"]
+    while psutil.pid_exists(other) and psutil.Process(other).status() != psutil.STATUS_ZOMBIE:
+        pass  # it was killed, and is gone as soon as it is scheduled
+
+
 def test_an_interrupted_parent_leaves_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(psutil.Process().children())
 

@@ -28,7 +28,7 @@ from benchmarks.harness.case import Outcome
 from benchmarks.harness.environment import cache_directory, environment_facts, filesystem_of
 from benchmarks.harness.settings import add_options, option, settings_of
 from benchmarks.harness.table import at_least, at_most, case_table, mebibytes, spread
-from tests.benchmarks.here import RATES, outcome
+from tests.benchmarks.here import outcome
 
 ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -64,8 +64,6 @@ def test_a_name_that_is_not_there_is_answered_with_those_that_are(capsys: pytest
         ("retrieval --dim 100", "expected a multiple of 64, got 100"),
         ("retrieval --batch 0", "expected at least 2, got 0"),
         ("retrieval --batch 2 --ranks 3", "expected a row for each rank"),
-        ("offload-step --shards 4 6", "each a multiple of the one before"),
-        ("offload-step --shards 4 4", "each a multiple of the one before"),
         ("pipe-ladder --chunks 4 --rows 2", "from 1 to 2 micro-batches"),
         ("build-huge --blocks 1 --dim 16", "expected parameters larger than the cap"),
     ],
@@ -184,7 +182,7 @@ def made(ratio: float, size: int = 8) -> Run:
     ]
     groups = {"pairs": pairs, "alone": [outcome("another", {}, steps=seconds, peaks={"steps": 4}, version="2")]}
     facts = {"date": "then", "command": "python x", "machine": "a machine", "homes": "a disk"}
-    return Run(Settings(size), facts, RATES, groups)
+    return Run(Settings(size), facts, groups)
 
 
 def test_from_the_lines_of_a_run_its_page_and_picture_are_made_again(tmp_path: Path) -> None:
@@ -193,7 +191,7 @@ def test_from_the_lines_of_a_run_its_page_and_picture_are_made_again(tmp_path: P
     header = read_header(lines)
     assert (header["benchmark"], header["settings"]["size"]) == ("test", 8)
     again = read_run(lines, BENCHMARK)
-    assert (again.settings, again.facts, again.rates, again.groups) == (run.settings, run.facts, run.rates, run.groups)
+    assert (again.settings, again.facts, again.groups) == (run.settings, run.facts, run.groups)
     assert publish("test", "what is it?", BENCHMARK, again, tmp_path / "t") == 0
     assert (tmp_path / "t.png").read_bytes().startswith(PNG)
     page = (tmp_path / "t.md").read_text()
@@ -219,7 +217,6 @@ def test_what_was_measured_before_an_interruption_of_a_run_is_in_its_file(
         run.group("second", [], turns=2)
 
     monkeypatch.setattr("benchmarks.harness.benchmark.run_group", run_group)
-    monkeypatch.setattr("benchmarks.harness.benchmark.measure_rates", lambda folder: (RATES, "fast"))
     monkeypatch.setattr("benchmarks.__main__.load", lambda name: replace(BENCHMARK, measure=measure))
     with pytest.raises(KeyboardInterrupt):
         main(["offload-step", "--out", str(tmp_path / "t"), "--home", str(tmp_path)])

@@ -1,5 +1,7 @@
-"""The methods of ``gpu-train``: ours, and those of ``memory-latency`` with an optimizer; and the process of a case."""
+"""The cases of ``gpu``: the CUDA tests; ours, and the methods of ``memory-latency`` with an optimizer."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,39 @@ from benchmarks.memory_latency.methods import METHODS
 from benchmarks.models.transformer import Block, Stack
 
 OURS = ("ours", "planned")
+ROOT = Path(__file__).parents[2]
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}  # fused: one pass over parameter, gradient and both moments
+
+
+#: A test file that cannot be imported affects only itself, and what another version of torch deprecates is no failure.
+TEST_OPTIONS = [
+    "-q",
+    "-n",
+    "5",
+    "--dist",
+    "load",
+    "-k",
+    "cuda",
+    "-p",
+    "no:cacheprovider",
+    "-W",
+    "default",
+    "--continue-on-collection-errors",
+]
+LAST_LINES = 12  # of what the tests print, for the page
+
+
+def run_tests(report: Reporter, paths: list[str]) -> dict[str, Any]:
+    """Runs the CUDA tests below ``paths``, from the root of the clone; its only step holds their last lines."""
+    command = [sys.executable, "-m", "pytest", *TEST_OPTIONS, *paths]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    lines = [line.rstrip() for line in done.stdout.splitlines() if line.strip()]
+    report.step(tail="\n".join(lines[-LAST_LINES:]))
+    if done.returncode:
+        raise RuntimeError(
+            f"pytest ended with status {done.returncode}: {lines[-1] if lines else 'it printed nothing'}"
+        )
+    return {}
 
 
 def _layers(stack: Stack) -> nn.Sequential:
