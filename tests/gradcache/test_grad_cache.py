@@ -64,26 +64,6 @@ def test_step_equals_the_whole_batch(
     assert_same_gradients(bare, ours)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_second_pass_draws_the_first_pass_masks_also_inside_get_rep_fn(streamed: Any, stream: bool) -> None:
-    """The peer replays the model's draws only; a dropout in get_rep_fn then draws another mask."""
-    model = tower(dropout=0.5)
-    called = streamed(model) if stream else model
-    masks: list[Tensor] = []
-
-    def rep(out: Tensor) -> Tensor:
-        dropped = nn.functional.dropout(out, 0.5)
-        masks.append((dropped == 0).detach())
-        return dropped
-
-    GradCache([called], 2, lambda r: r.square().sum(), get_rep_fn=rep)(torch.randn(6, 8))
-    first, second = masks[:3], masks[3:]
-    if stream:  # autograd comes back from the last chunk
-        second.reverse()
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert not torch.equal(first[0], first[1])
-
-
 def test_a_step_leaves_the_generator_in_the_state_of_the_whole_batch_in_the_same_chunks() -> None:
     model = tower(dropout=0.3)
     x = torch.randn(6, 8)
@@ -109,31 +89,6 @@ def test_a_step_that_is_interrupted_at_the_end_of_a_context_leaves_grad_mode_on(
     with pytest.raises(KeyboardInterrupt):
         getattr(step, entry)(torch.randn(4, 8))
     assert torch.is_grad_enabled()
-
-
-@pytest.mark.parametrize("chunks", [1, 64])
-def test_each_shard_is_loaded_twice_for_any_number_of_chunks_and_both_tied_towers(streamed: Any, chunks: int) -> None:
-    model = streamed(tower())
-    GradCache([model, model], 64 // chunks, SimpleContrastiveLoss())(torch.randn(64, 8), torch.randn(64, 8))
-    assert model.loads == [2] * 4
-    for j in range(4):
-        for i in range(2 * chunks):
-            assert model.events.count(f"F{j}.{i}") == 1
-            assert model.events.count(f"B{j}.{i}") == 1
-
-
-def test_subclass_that_replaces_model_call_is_obeyed_over_a_streamed_model(streamed: Any) -> None:
-    class Doubled(GradCache):
-        def model_call(self, model: nn.Module, model_input: Any) -> Any:
-            return 2 * super().model_call(model, model_input)
-
-    bare, ours = tower(), tower()
-    x = torch.randn(4, 8)
-    expected = whole_batch([bare], [x], lambda r: (2 * r).square().sum())
-    model = streamed(ours)
-    torch.testing.assert_close(Doubled([model], 2, lambda r: r.square().sum())(x), expected)
-    assert model.loads == [0] * 4
-    torch.testing.assert_close(ours[0].weight.grad, bare[0].weight.grad)
 
 
 def test_subclass_hooks_of_the_peer_take_part_in_a_step(assert_same_gradients: Any) -> None:
@@ -176,19 +131,6 @@ def test_subclass_hooks_of_the_peer_take_part_in_a_step(assert_same_gradients: A
     Own([ours], 2, lambda r: r.square().sum())(x)
     assert called == ["forward_no_grad", "build_cache", "forward_backward"]
     assert_same_gradients([bare], [ours])
-
-
-def test_no_grad_call_evaluates_the_loss_and_writes_no_gradient(streamed: Any) -> None:
-    """The peer raises in loss.backward()."""
-    for model in (tower(), streamed(tower())):
-        step = GradCache([model, model], 2, SimpleContrastiveLoss())
-        x, y = torch.randn(4, 8), torch.randn(4, 8)
-        with torch.no_grad():
-            loss = step(x, y)
-        torch.testing.assert_close(loss, SimpleContrastiveLoss()(model(x), model(y)).detach())
-        assert all(parameter.grad is None for parameter in model.parameters())
-        assert step.step_result is not None
-        assert step.step_result.representations[0].shape == (4, 6)
 
 
 def test_models_can_be_reassigned_between_steps(assert_same_gradients: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import UserDict
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from gradcache import GradCache
 from gradcache.functional import cached
 from gradcache.loss import SimpleContrastiveLoss
 from gradcache.nested import map_tensors, tensors_in
-from gradcache.used_modules import UsedModules
 from offload import OffloadModel
 
 
@@ -245,23 +243,6 @@ def test_a_cached_method_of_a_plain_object_counts_buffers_once() -> None:
     assert trainer.parts["model"][1].num_batches_tracked == 1
 
 
-def test_reach_finds_what_a_function_names() -> None:
-    inner, other, temperature = nn.Linear(1, 1), nn.Linear(1, 1), torch.zeros((), requires_grad=True)
-    holder = SimpleNamespace(modules=[inner], text="", numbers=list(range(1000)))
-
-    def helper(x: Tensor, head: nn.Module = other) -> Tensor:
-        return head(x) * temperature.exp()
-
-    def function(x: Tensor) -> Tensor:
-        return sum((helper(holder.modules[0](each)) for each in x), torch.zeros(()))
-
-    used = UsedModules(function)
-    assert {id(module) for module in used.modules} == {id(inner), id(other)}
-    assert [id(tensor) for tensor in used.tensors] == [id(temperature)]
-    assert len(used.parameters()) == 5
-    assert [id(m) for m in UsedModules(function).modules] == [id(m) for m in used.modules]
-
-
 EXECUTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "chunks": (lambda net: net.forward, {}),
     "processed": (lambda net: net, {"process_fn": lambda x: x * 1}),
@@ -335,22 +316,3 @@ def test_a_generator_that_a_layer_holds_draws_the_same_in_the_second_pass(how: s
         GradCache([ours], 6, lambda r: r.pow(2).sum())(x)
     for p, q in zip(bare.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad)
-
-
-def test_a_model_that_counts_in_an_attribute_counts_each_chunk_once_and_computes_the_same_in_both_passes() -> None:
-    class Numbered(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.calls = nn.Linear(4, 4), 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            numbered: Tensor = self.linear(x) * self.calls
-            return numbered
-
-    model = Numbered()
-    step = GradCache([model], 2, lambda reps: reps.square().sum(), audit=True)
-    step(torch.randn(6, 4))
-    assert model.calls == 3
-    assert step.step_result is not None
-    assert step.step_result.greatest_difference == 0

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from gradcache import GradCache
 from gradcache.loss import SimpleContrastiveLoss
-from gradcache.streamed import StreamedModel
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.streaming.streamer import Streamer
 
@@ -28,11 +27,6 @@ def tower(seed: int = 0, depth: int = 4, dropout: float = 0.0) -> nn.Sequential:
 def offloaded(layers: nn.Sequential, home: str = "cpu", **options: Any) -> OffloadModel:
     options = {"num_slices": 4, "checkpoint_activation": True, **options}
     return OffloadModel(layers, "cpu", home, **options)
-
-
-def test_the_engine_is_a_streamed_model() -> None:
-    assert isinstance(offloaded(tower()), StreamedModel)
-    assert not isinstance(tower(), StreamedModel)
 
 
 @settings(max_examples=15)
@@ -74,15 +68,6 @@ def test_each_shard_is_loaded_at_most_twice_and_each_layer_runs_twice_per_chunk(
     assert len(calls) == 2 * 4 * 2 * chunks
 
 
-def test_bytes_loaded_are_the_same_for_1_and_for_64_chunks() -> None:
-    loaded = []
-    for chunk_size in (64, 1):
-        model = offloaded(tower())
-        GradCache([model, model], chunk_size, SimpleContrastiveLoss())(torch.randn(64, 8), torch.randn(64, 8))
-        loaded.append(model.statistics().bytes_loaded)
-    assert loaded[0] == loaded[1]
-
-
 def test_dropout_in_layers_and_in_get_rep_fn_draws_the_same_masks_in_both_passes(assert_same_gradients: Any) -> None:
     """With one chunk the engine draws in the order of the bare model, so even the bare model's masks are met."""
     bare = tower(dropout=0.5)
@@ -116,17 +101,6 @@ def test_frozen_offloaded_tower_is_loaded_once_a_step_also_with_a_trainable_head
     assert frozen.statistics().shard_loads == 8
 
 
-def test_gradients_flow_through_an_offloaded_tower_to_what_computed_its_input(assert_same_gradients: Any) -> None:
-    before = [nn.Linear(8, 8), nn.Linear(8, 8)]
-    before[1].load_state_dict(before[0].state_dict())
-    bare = tower()
-    ours = offloaded(copy.deepcopy(bare))
-    x = torch.randn(6, 8)
-    bare(before[0](x).tanh()).square().sum().backward()
-    GradCache([ours], 2, lambda r: r.square().sum())(before[1](x).tanh())
-    assert_same_gradients([bare, before[0]], [ours, before[1]])
-
-
 def test_evaluation_under_no_grad_loads_each_shard_once_and_writes_no_gradient() -> None:
     model = offloaded(tower())
     with torch.no_grad():
@@ -146,23 +120,6 @@ def test_hooks_of_a_subclass_win_over_streaming(assert_same_gradients: Any) -> N
     (2 * bare(x)).square().sum().backward()
     Doubled([ours], 2, lambda r: r.square().sum())(x)
     assert_same_gradients([bare], [ours])
-
-
-@pytest.mark.parametrize("kind", ["steady", "fickle"])
-def test_audit_compares_what_the_engine_recomputed(kind: str) -> None:
-    class Counting(nn.Module):
-        calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            Counting.calls += kind == "fickle"
-            return x + Counting.calls
-
-    layers = nn.Sequential(*tower(dropout=0.5), Counting())
-    step = GradCache([offloaded(layers)], 2, lambda r: r.square().sum(), audit=True)
-    step(torch.randn(4, 8))
-    assert step.step_result is not None
-    assert step.step_result.greatest_difference is not None
-    assert (step.step_result.greatest_difference > 0.5) == (kind == "fickle")
 
 
 @pytest.mark.parametrize("position", range(1, 5))  # the first has nothing to train before it
@@ -234,50 +191,6 @@ def test_chunks_that_the_engine_runs_together_give_the_same_gradient_in_every_st
     assert step.step_result is not None
     assert step.step_result.greatest_difference is not None
     assert step.step_result.greatest_difference < 1e-6
-
-
-class Normalised(nn.Module):
-    """A streamed model inside another module, as in most real towers."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.normalize(self.body(x), dim=-1)
-
-
-@pytest.mark.parametrize("zeroed", ["no", "to none", "in place"])
-def test_gradients_accumulate_over_steps_in_a_wrapped_model_whose_home_is_on_disk(zeroed: str, tmp_path: Path) -> None:
-    bare = Normalised(tower())
-    ours = Normalised(offloaded(tower(), str(tmp_path) + "/"))
-    for step in range(3):
-        x, y = torch.randn(6, 8), torch.randn(6, 8)
-        for run in (bare, ours):
-            if zeroed != "no":
-                run.zero_grad(set_to_none=zeroed == "to none")
-            GradCache([run, run], 2, SimpleContrastiveLoss())(x, y)
-        for p, q in zip(bare.parameters(), ours.parameters(), strict=True):
-            torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=1e-6, msg=f"step {step}")
-
-
-def test_an_exception_leaves_the_gradients_of_a_wrapped_model_on_disk_as_they_were(tmp_path: Path) -> None:
-    ours = Normalised(offloaded(tower(), str(tmp_path) + "/"))
-    x, y, calls = torch.randn(6, 8), torch.randn(6, 8), []
-
-    def fails_in_the_second_pass(output: Tensor) -> Tensor:
-        calls.append(1)
-        if len(calls) == 8:
-            raise RuntimeError("no more")
-        return output
-
-    GradCache([ours, ours], 2, SimpleContrastiveLoss())(x, y)
-    before = [p.grad.clone() for p in ours.parameters() if p.grad is not None]
-    with pytest.raises(RuntimeError, match="no more"):
-        GradCache([ours, ours], 2, SimpleContrastiveLoss(), get_rep_fn=fails_in_the_second_pass)(x, y)
-    after = [p.grad for p in ours.parameters() if p.grad is not None]
-    assert len(before) == 8
-    assert all(map(torch.equal, before, after))
 
 
 def test_updates_that_are_pending_run_beside_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from gradcache import GradCache
-from gradcache.loss import SimpleContrastiveLoss
 from offload import MemoryPolicy, OffloadOptimizer
 from offload.streaming.streamer import Streamer
 from tests.gradcache.wrapped_towers import (
@@ -382,13 +381,3 @@ def test_chunks_that_the_model_runs_together_give_the_same_gradient_in_every_ste
         for model in (plain, ours):
             GradCache([model], 2, square)(rows(7, seed))
     assert_same(plain, ours)
-
-
-def test_losses_of_two_wrapped_towers_train_both() -> None:
-    plain = [Embedding(), Residual()]
-    ours = [with_offload(model) for model in plain]
-    loss = SimpleContrastiveLoss()
-    for models in (plain, ours):
-        GradCache(models, 2, lambda a, b: loss(a, b[:, :4]))(rows(6), rows(6, 4))
-    for expected, actual in zip(plain, ours, strict=True):
-        assert_same(expected, actual)

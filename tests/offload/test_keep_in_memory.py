@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from offload import DiskHome, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
+from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
 from offload.engine.cell import RUNS_NOTED
 from offload.engine.plans.contract import ShardBytes
 from offload.planning.plan import Kind, validate
@@ -179,13 +179,6 @@ def test_a_shard_in_memory_is_neither_loaded_nor_in_a_slot(home: str) -> None:
         assert (model.statistics().shard_loads > before) == bool(loaded)
 
 
-def test_an_update_of_a_shard_in_memory_is_in_the_plan_before_its_first_cell(tmp_path: Path) -> None:
-    _, model, _, _ours = trained(f"{tmp_path}/", "adamw", checkpoint_activation=True)
-    keep(model, [1])
-    plan = str(model.plan())
-    assert plan == "U0 L0 U1 U2 L2 F0.0 E0 U3 L3 F1.0 F2.0 F3.0 B3.0 D3 E3 L0 B2.0 D2 B1.0 D1 B0.0 D0"
-
-
 def anonymous_bytes() -> int:
     gc.collect()
     return_freed_memory()
@@ -224,45 +217,6 @@ def test_the_memory_of_a_shard_is_what_the_engine_says(tmp_path: Path) -> None:
     del stored
     expected = costs[1].total + costs[2].total + model._homes.shards[0].slot_bytes  # the slot that was used, too
     assert before - anonymous_bytes() == pytest.approx(expected, rel=0.03, abs=1 << 20)
-
-
-def test_the_estimate_counts_shards_in_memory(tmp_path: Path) -> None:
-    _, model, _, ours = trained(f"{tmp_path}/", "adamw", checkpoint_activation=True)
-    for k in range(2):
-        backward(model, k)
-        ours.step()
-        ours.zero_grad()
-    ours.synchronize()
-    apart = model.estimate(6)
-    assert "memory" not in apart.peak_bytes
-    keep(model, [0, 1])
-    costs = model._homes.bytes_in_memory()[:2]
-    together = model.estimate(6)
-    assert together.peak_bytes["memory"] == sum(cost.total for cost in costs)
-    assert together.bytes_loaded < apart.bytes_loaded
-    assert together.memory_bytes > apart.memory_bytes + sum(cost.weights + cost.states for cost in costs) // 2
-    keep(model, range(SHARDS))
-    assert model.estimate(6).bytes_loaded == 0
-
-
-def test_a_kept_home_holds_the_last_values_when_it_was_closed(tmp_path: Path) -> None:
-    bare, model, plain, ours = trained(DiskHome(tmp_path, keep=True), "momentum")
-    keep(model, [1, 3])
-    for k in range(3):
-        for run, optimizer in ((bare, plain), (model, ours)):
-            optimizer.zero_grad()
-            backward(run, k)
-            optimizer.step()
-    keep(model, [1, 2])
-    model.close()
-    assert_equal(bare, model)
-    del model, ours
-    with torch.device("meta"):
-        again = layers()
-    adopted = OffloadModel(again, "cpu", DiskHome(tmp_path, keep=True), SHARDS)
-    for a, b in zip(bare.parameters(), adopted.parameters(), strict=True):
-        assert torch.equal(a, b)
-    adopted.close()
 
 
 def test_checkpoints_do_not_depend_on_what_rests_in_memory(tmp_path: Path) -> None:
@@ -455,30 +409,6 @@ def test_gradients_of_a_shard_in_memory_are_in_no_file(tmp_path: Path) -> None:
     assert names == {"shard0-states", "shard1-states", "shard3-states"}
 
 
-@pytest.mark.parametrize("into_memory", [True, False])
-def test_data_that_is_assigned_before_a_move_moves(tmp_path: Path, into_memory: bool) -> None:
-    bare, model, _, _ours = trained(f"{tmp_path}/", "adamw")
-    keep(model, [] if into_memory else [1])
-    for run in (bare, model):
-        for parameter in run[1].parameters():  # type: ignore[index]
-            parameter.data = parameter.data * 2
-    keep(model, [1] if into_memory else [])
-    for run in (bare, model):
-        backward(run, 0)
-    assert_equal(bare, model)
-
-
-def test_updates_stay_pending_if_nothing_moves(tmp_path: Path) -> None:
-    _, model, _, ours = trained(f"{tmp_path}/", "adamw")
-    keep(model, [0])
-    backward(model, 0)
-    ours.step()
-    keep(model, [0])
-    assert [j for j, shard in enumerate(model._homes.shards) if shard.pending is not None][-3:] == [1, 2, 3]
-    keep(model, [1])
-    assert all(shard.pending is None for shard in model._homes.shards)
-
-
 def test_shards_that_are_cast_or_borrow_still_have_slots(tmp_path: Path) -> None:
     cast = Pair("sgd", f"{tmp_path}/cast/", param_dtype=torch.bfloat16)
     tied = Pair("sgd", f"{tmp_path}/tied/", tied=True, slices=4)
@@ -519,17 +449,6 @@ def drifting(first: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), Drifting(first), nn.Linear(WIDTH, WIDTH))
 
 
-def test_layers_that_write_their_weights_do_as_in_the_bare_model() -> None:
-    bare = drifting(1)
-    model = OffloadModel(copy.deepcopy(bare), "cpu", "cpu", 3, True)
-    keep(model, range(3))
-    for k in range(4):
-        for run in (bare, model):
-            run.zero_grad()
-            backward(run, k)
-        assert_equal(bare, model)
-
-
 def test_layers_that_begin_to_write_their_weights_late_are_copied_from_then_on(tmp_path: Path) -> None:
     bare = drifting(5)
     model = OffloadModel(copy.deepcopy(bare), "cpu", tmp_path, 3, True)
@@ -544,39 +463,6 @@ def test_layers_that_begin_to_write_their_weights_late_are_copied_from_then_on(t
     bare.load_state_dict(state)
     del state
     for k in range(4, 7):
-        for run in (bare, model):
-            run.zero_grad()
-            backward(run, k)
-        assert_equal(bare, model)
-
-
-def test_without_recomputation_late_writes_are_those_of_the_bare_model(tmp_path: Path) -> None:
-    bare = drifting(4)
-    model = OffloadModel(copy.deepcopy(bare), "cpu", tmp_path, 3, False)
-    keep(model, range(3))
-    for k in range(6):
-        for run in (bare, model):
-            run.zero_grad()
-            torch.manual_seed(k)
-            run(batch(k)).sum()
-        assert_equal(bare, model)
-
-
-def test_layers_that_take_their_weights_out_do_not_alias_a_home(tmp_path: Path) -> None:
-    class Passing(nn.Linear):
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(x), self.weight
-
-    class Using(nn.Linear):
-        def forward(self, x: Any) -> Tensor:
-            y, weight = x
-            return super().forward(y) @ weight
-
-    torch.manual_seed(0)
-    bare = nn.Sequential(Passing(WIDTH, WIDTH), Using(WIDTH, WIDTH))
-    model = OffloadModel(copy.deepcopy(bare), "cpu", tmp_path, 2, True)
-    keep(model, [0, 1])
-    for k in range(4):
         for run in (bare, model):
             run.zero_grad()
             backward(run, k)

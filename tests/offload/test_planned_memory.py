@@ -20,11 +20,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer
-from offload.engine.plans.gradients_held import accumulates_in_memory
 from offload.engine.plans.memory_planner import MemoryPlanner
-from offload.engine.plans.row_units import RowUnits, rounded_up
 from offload.planning.byte_forms import ByteForm
-from offload.planning.choose import least_bytes
 from offload.planning.explain import FewerBytes
 from offload.telemetry.peak import anonymous_bytes
 from offload.telemetry.statistics import DRAIN_TO_MEMORY, LOAD_FROM_MEMORY, UPDATE_IN_MEMORY
@@ -263,20 +260,6 @@ def test_a_size_that_ran_is_not_refused_later(tmp_path: Path, monkeypatch: pytes
     assert losses == train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 6)
 
 
-def test_no_plan_is_searched_again_in_each_step_of_a_size_that_does_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each search would first wait for all updates, which otherwise run while layers compute."""
-    model, optimizer, _ = trained_beyond(tmp_path, monkeypatch, 10)
-    monkeypatch.setattr("offload.engine.plans.memory_planner.choose", lambda *_: pytest.fail("searched"))
-    assert len(train(model, optimizer, 2)) == 2
-    # Nor where peaks go on to grow: with a larger margin even less fits.
-    memory, before = planner_of(model)._memory, planner_of(model)._memory.margin_bytes
-    monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 600 * MIB)
-    assert len(train(model, optimizer, 3)) == 3
-    assert memory.margin_bytes > before
-
-
 @pytest.mark.filterwarnings("ignore:.*a first step takes is not known:RuntimeWarning")
 def test_homes_in_memory_keep_boundaries_whatever_a_choice_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no file to spill them to: neither for a size that ran and no longer fits, nor for ``boundary_bytes``."""
@@ -354,28 +337,6 @@ def test_updates_in_files_take_the_buffers_that_are_reserved(kind: Any, tmp_path
     assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
     io_buffers = [*ours.buffer_pool._idle, *ours.buffer_pool._prefetched]
     assert 0 < sum(each._memory.numel() for each in io_buffers) <= model._homes.steps.reserved_bytes
-
-
-def test_accumulated_gradients_count(tmp_path: Path) -> None:
-    """Gradients in memory that no update has used leave less for graphs."""
-    model = OffloadModel(stack(), "cpu", tmp_path, memory=MemoryPolicy("64MiB", resident_bytes=0))
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
-    train(model, optimizer, 4)
-    planner, shards = planner_of(model), model._homes.shards
-    optimizer.synchronize()
-    optimizer.zero_grad()
-    assert not any(map(accumulates_in_memory, shards))
-    model(torch.randn(ROWS, WIDTH)).sum().backward()
-    assert planner.choice is not None
-    assert planner.choice.waiting
-    assert {shard.index for shard in shards if accumulates_in_memory(shard)} == planner.choice.waiting
-    before = planner._prediction
-    model(torch.randn(ROWS, WIDTH)).sum().backward()
-    assert planner._accumulates
-    assert before is not None
-    assert planner._prediction is not None
-    held = sum(s.nbytes for j in planner.choice.waiting for s in shards[j].own)
-    assert planner._prediction.peak.begin_bytes == before.peak.begin_bytes + held
 
 
 def test_the_report_names_each_choice_and_what_more_memory_would_buy(tmp_path: Path) -> None:
@@ -553,21 +514,6 @@ class Framed(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("num_slices", [2, 4])
-def test_gradients_around_blocks_are_made_before_the_shards_of_the_blocks_behind_that_code(
-    num_slices: int, tmp_path: Path
-) -> None:
-    """Parameters that code before and after the blocks uses: the second gradient is added to the first."""
-    model = OffloadModel(Framed(4, 16, 8), "cpu", tmp_path, num_slices, blocks="layers", memory="1MiB")
-    model(torch.ones(2, 16)).sum().backward()
-    outside = model._homes.outside_bytes()
-    nbytes = sum(p.nbytes for name, p in model.named_parameters() if "layers" not in name)
-    assert (outside.values, outside.states, outside.held) == (nbytes, 0, nbytes)
-    assert outside.made_before == {num_slices: nbytes}
-    assert outside.copied_before == {0: nbytes}
-    model.close()
-
-
 class Sequences(nn.Module):
     """Rows of any length, in blocks."""
 
@@ -612,52 +558,6 @@ def test_rows_that_are_longer_than_before_are_planned_or_refused_as_more_rows(tm
         model(words(16, 40000))
     assert model.statistics() == before
     model(words(16, 8)).square().mean().backward()
-
-
-@pytest.mark.parametrize(
-    ("shapes", "units"),
-    [
-        # Rows of tokens, and positions that they share: more rows, longer ones, fewer.
-        ([[(8, 32), (32,)], [(16, 32), (32,)], [(8, 64), (64,)], [(4, 32), (32,)]], [32, 64, 64, 32]),
-        # A table that all rows share comes first.
-        ([[(3, 9), (8, 5)], [(3, 9), (24, 5)], [(3, 9), (8, 10)]], [8, 24, 16]),
-        # Labels without a length come first.
-        ([[(8,), (8, 5)], [(16,), (16, 5)], [(4,), (4, 5)], [(4,), (4, 15)]], [8, 16, 4, 12]),
-        ([[], [(7, 0)], [(5, 2)], [(5, 3)]], [1, 7, 5, 7.5]),
-    ],
-)
-def test_rows_count_by_the_tensor_that_grows(shapes: list[list[tuple[int, ...]]], units: list[float]) -> None:
-    rows = RowUnits()
-    assert [rows.count([torch.zeros(shape) for shape in batch]) for batch in shapes] == units
-
-
-def test_a_single_row_counts_by_its_length_too(tmp_path: Path) -> None:
-    model = OffloadModel(Sequences(), "cpu", tmp_path, memory=MemoryPolicy("40MiB", resident_bytes=0), blocks="blocks")
-    sizes, predicted = [], []
-    for length in (64, 64, 64, 64, 65, 16, 16):
-        model(words(1, length)).square().mean().backward()
-        planner = planner_of(model)
-        sizes.append(planner._rows)
-        predicted.append(
-            0 if planner._prediction is None else planner._model(planner._rows or ()).sizes.boundaries((1, 0))
-        )
-    assert sizes == [(1,)] * 4 + [(1.125,), (0.25,), (0.25,)]
-    assert predicted[-1] * 4 == predicted[3] == 64 * WIDTH * 4
-
-
-def test_a_size_that_fits_exactly_is_not_refused_since_it_was_rounded_up(tmp_path: Path) -> None:
-    model = OffloadModel(Sequences(), "cpu", tmp_path, memory="40MiB", blocks="blocks")
-    planner = planner_of(model)
-    for _ in range(4):
-        model(words(16, 8)).square().mean().backward()
-
-    def fits(units: float) -> bool:
-        known = planner._model([units])
-        return least_bytes(known, planner._leanest(known)) <= planner.limit_bytes
-
-    length = next(n for n in range(9, 4000) if fits(2.0 * n) and not fits(rounded_up(2.0 * n, 16)))
-    model(words(16, length)).square().mean().backward()
-    assert planner._rows == (2.0 * length,)
 
 
 class Squares(nn.Module):
@@ -731,15 +631,6 @@ def test_states_of_an_optimizer_of_torch_that_outgrow_the_limit_are_told_once(
     assert all("are states of AdamW, which memory=31,457,280 does not count" in words for words in told)
 
 
-def test_other_arguments_do_not_change_how_long_rows_are(tmp_path: Path) -> None:
-    model = OffloadModel(Sequences(), "cpu", tmp_path, memory="40MiB", blocks="blocks")
-    sizes = []
-    for rows, weights in ((16, False), (16, True), (8, True), (8, False)):
-        model(words(rows, 8), torch.ones(rows) if weights else None).square().mean().backward()
-        sizes.append(planner_of(model)._rows)
-    assert sizes == [(16,), (16,), (8,), (8,)]
-
-
 def test_a_batch_that_is_smaller_than_one_that_ran_is_not_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -770,25 +661,6 @@ def test_fewer_or_smaller_micro_batches_than_ran_are_not_refused(
     for more in ([17], [16] * 3):
         with pytest.raises(ValueError, match="rows takes at least"):
             step(more)
-
-
-def test_what_large_batches_exceed_is_no_margin_of_small_ones_that_ran(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = OffloadModel(stack(), "cpu", tmp_path, memory="64MiB")
-    optimizer, memory = OffloadOptimizer(model, torch.optim.SGD, lr=0.1), planner_of(model)._memory
-    on_a_device(model, 0, monkeypatch)
-    train(model, optimizer, 8, rows=64)
-    small = memory.margin(64)
-    with monkeypatch.context() as patch:
-        patch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 50 * MIB)
-        for _ in range(3):
-            train(model, optimizer, 1, rows=256)
-    assert memory.margin(256) > small + 8 * MIB
-    assert [memory.margin(rows) for rows in (32, 64)] == [small, small]
-    assert [memory.margin(rows) for rows in (65, 300)] == [memory.margin(256)] * 2
-    train(model, optimizer, 2, rows=64)
-    assert memory.margin(64) == small
 
 
 @pytest.mark.filterwarnings("ignore:a step of micro-batches:RuntimeWarning")  # of what the losses of large ones take

@@ -6,7 +6,6 @@ import copy
 import pickle
 import random
 import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,26 +126,6 @@ def batch(seed: int = 0, rows: int = 6) -> torch.Tensor:
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def test_two_forwards_before_one_backward_keep_a_tape_each(pair: tuple[nn.Sequential, OffloadModel]) -> None:
-    bare, model = pair
-    for run in (bare, model):
-        seed_everything(1)
-        first, second = run(batch(1)), run(batch(2))
-        (first.sum() + (second * second).sum()).backward()
-    assert_same(bare, model, exact=True)
-
-
-def test_backwards_in_either_order_and_with_a_retained_graph(pair: tuple[nn.Sequential, OffloadModel]) -> None:
-    bare, model = pair
-    for run in (bare, model):
-        seed_everything(1)
-        first, second = run(batch(1)), run(batch(2))
-        first.sum().backward(retain_graph=True)
-        second.pow(2).sum().backward()
-        first.pow(2).sum().backward()
-    assert_same(bare, model, exact=True)
-
-
 def test_a_freed_graph_raises_as_in_torch(pair: tuple[nn.Sequential, OffloadModel]) -> None:
     _, model = pair
     loss = model(batch()).sum()
@@ -162,23 +141,6 @@ def test_the_tape_is_freed_by_backward_although_the_loss_lives(home: str) -> Non
     held = model._homes.meter.held_bytes
     slots = model._homes.streamer.slots * max(s.slot_bytes for s in model._homes.shards)
     assert held == slots
-
-
-def test_modules_in_front_and_behind_train(home: str) -> None:
-    torch.manual_seed(0)
-    front, behind = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-    bare = build(["dropout", "nested"])
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=2, checkpoint_activation=True)
-    gradients = []
-    for middle in (bare, model):
-        front.zero_grad()
-        behind.zero_grad()
-        seed_everything(3)
-        behind(middle(front(batch()))).sum().backward()
-        gradients.append([p.grad.clone() for p in (*front.parameters(), *behind.parameters())])
-    for g, h in zip(*gradients, strict=True):
-        assert torch.equal(g, h)
-    assert_same(bare, model, exact=True)
 
 
 def test_several_inputs_keywords_integers_and_bools_reach_the_first_layer(home: str) -> None:
@@ -241,25 +203,6 @@ def test_exactly_the_outputs_that_need_a_gradient_say_so() -> None:
     assert_same(bare, model, exact=True)
 
 
-def test_a_loss_that_skips_the_first_output_has_its_gradient() -> None:
-    bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), LAYERS["nested"]()[0])
-    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True)
-    for run in (bare, model):
-        run(batch())["pair"][1][0].sum().backward()
-    assert_same(bare, model, exact=True)
-
-
-def test_autograd_grad_on_inputs_leaves_parameters_alone(pair: tuple[nn.Sequential, OffloadModel]) -> None:
-    gradients = []
-    for run in pair:
-        seed_everything(0)
-        x = batch().requires_grad_()
-        (gradient,) = torch.autograd.grad(run(x).sum(), x)
-        gradients.append(gradient)
-        assert all(p.grad is None for p in run.parameters())
-    assert torch.equal(*gradients)
-
-
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_an_output_under_no_grad_requires_none_and_no_tape_is_kept(
     pair: tuple[nn.Sequential, OffloadModel], context: type
@@ -278,76 +221,6 @@ def test_an_output_under_no_grad_requires_none_and_no_tape_is_kept(
     model(batch()).sum().backward()  # and it still trains
 
 
-def test_eval_reaches_the_layers(pair: tuple[nn.Sequential, OffloadModel]) -> None:
-    bare, model = pair
-    outputs = []
-    for run in pair:
-        run.eval()
-        outputs.append(run(batch()))
-        outputs[-1].sum().backward()
-    assert torch.equal(*outputs)
-    assert_same(bare, model, exact=True)
-
-
-def test_a_mode_changed_between_forward_and_backward_does_not_change_the_gradient(
-    pair: tuple[nn.Sequential, OffloadModel],
-) -> None:
-    bare, model = pair
-    for run in pair:
-        seed_everything(0)
-        loss = run(batch()).sum()
-        run.eval()
-        loss.backward()
-        assert not any(module.training for module in run.modules())
-    assert_same(bare, model, exact=True)
-
-
-def test_hooks_on_layers_run(home: str) -> None:
-    bare = build(["linear", "nested"])
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=3, checkpoint_activation=True)
-    for run in (bare, model):
-        list(run.children())[1].register_forward_hook(lambda module, args, output: output * 3)
-        list(run.children())[1].weight.register_hook(lambda gradient: gradient * 0.5)
-        run(batch()).sum().backward()
-    assert_same(bare, model, exact=True)
-
-
-def test_gradients_of_a_layer_that_is_frozen_later_stop(home: str) -> None:
-    bare = build(["linear", "linear"])
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=4, checkpoint_activation=True)
-    for run in (bare, model):
-        for layer in list(run.children())[:2]:
-            layer.requires_grad_(False)
-        run(batch()).sum().backward()
-    assert_same(bare, model, exact=True)
-    # and shards in front of everything trainable are not visited in backward
-    assert model.statistics().shard_loads == 4
-
-
-def test_zero_grad_to_zeros_then_accumulates_in_place(pair: tuple[nn.Sequential, OffloadModel]) -> None:
-    bare, model = pair
-    for run in pair:
-        for step in range(3):
-            seed_everything(step)
-            run(batch(step)).sum().backward()
-            run.zero_grad(set_to_none=step % 2 == 0)
-        seed_everything(9)
-        run(batch(9)).sum().backward()
-    assert_same(bare, model, exact=True)
-
-
-def test_save_on_cpu_and_other_saved_tensor_hooks_around_the_model_are_harmless(
-    pair: tuple[nn.Sequential, OffloadModel],
-) -> None:
-    bare, model = pair
-    for run in pair:
-        seed_everything(0)
-        with torch.autograd.graph.save_on_cpu():
-            loss = run(batch()).pow(2).sum()
-        loss.backward()
-    assert_same(bare, model, exact=True)
-
-
 def test_backward_runs_after_the_model_was_dropped(home: str) -> None:
     bare = build(["linear", "dropout"])
     model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=3, checkpoint_activation=True)
@@ -362,25 +235,6 @@ def test_backward_runs_after_the_model_was_dropped(home: str) -> None:
         assert torch.equal(p.grad, q.grad)
 
 
-def test_one_column_keeps_its_dimension() -> None:
-    model = OffloadModel(
-        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), "cpu", num_slices=2, checkpoint_activation=True
-    )
-    assert model(torch.randn(5, 4)).shape == (5, 1)
-
-
-def test_sparse_gradients_stay_sparse(home: str) -> None:
-    torch.manual_seed(0)
-    bare = nn.Sequential(nn.Embedding(12, WIDTH, sparse=True), nn.Linear(WIDTH, 2))
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=2, checkpoint_activation=True)
-    for run in (bare, model):
-        for ids in ([1, 2, 2], [3, 1, 0]):
-            run(torch.tensor(ids)).sum().backward()
-    p, q = next(bare.parameters()).grad, next(model.parameters()).grad
-    assert q.is_sparse
-    assert torch.equal(p.to_dense(), q.to_dense())
-
-
 def test_a_list_of_modules_is_one_shard_each(home: str) -> None:
     bare = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)) for _ in range(3)))
     model = OffloadModel(list(copy.deepcopy(bare)), "cpu", home, checkpoint_activation=True)
@@ -389,33 +243,6 @@ def test_a_list_of_modules_is_one_shard_each(home: str) -> None:
         run(batch()).sum().backward()
     assert_same(bare, model, exact=True)
     assert len(model._homes.shards) == 3
-
-
-@pytest.mark.parametrize("recompute", [True, False])
-def test_any_optimizer_ema_and_clipping_work_on_the_parameters(home: str, recompute: bool) -> None:
-    bare = build(["linear", "nested"])
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=3, checkpoint_activation=recompute)
-    for run in (bare, model):
-        optimizer = torch.optim.AdamW(run.parameters(), lr=0.01, fused=True)
-        average = torch.optim.swa_utils.AveragedModel(nn.ParameterList(run.parameters()))
-        for step in range(3):
-            run(batch(step)).pow(2).sum().backward()
-            nn.utils.clip_grad_norm_(run.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-            average.update_parameters(nn.ParameterList(run.parameters()))
-        for p, q in zip(run.parameters(), average.module, strict=True):
-            p.data.copy_(q)  # through .data, which no version counter sees
-    assert_same(bare, model, exact=True)
-    assert torch.equal(bare.eval()(batch()), model.eval()(batch()))
-
-
-def test_load_state_dict_writes_the_homes(home: str) -> None:
-    source = build(["batchnorm", "linear"], seed=5)
-    model = OffloadModel(build(["batchnorm", "linear"], seed=6), "cpu", home, num_slices=2, checkpoint_activation=True)
-    model(batch())
-    model.load_state_dict(source.state_dict())
-    assert torch.equal(source.eval()(batch()), model.eval()(batch()))
 
 
 # --- mixed precision, meta device, copies ---------------------------------------------------------------------------
@@ -521,51 +348,8 @@ def test_a_meta_layer_that_cannot_initialise_itself_is_named() -> None:
         OffloadModel(layers, "cpu", num_slices=2, checkpoint_activation=False)
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-def test_copies_are_models_of_their_own(home: str, how: str, tmp_path: Path) -> None:
-    model = OffloadModel(
-        build(["dropout", "batchnorm"], tied=True),
-        "cpu",
-        home,
-        num_slices=4,
-        num_microbatches=2,
-        checkpoint_activation=False,
-    )
-    model(batch()).sum().backward()
-    model.zero_grad()
-    model.eval()
-    next(model.children()).train()
-    if how == "deepcopy":
-        other = copy.deepcopy(model)
-    elif how == "pickle":
-        other = pickle.loads(pickle.dumps(model))
-    else:
-        torch.save(model, tmp_path / "model.pt")
-        other = torch.load(tmp_path / "model.pt", weights_only=False)
-    assert [m.training for m in other.modules()] == [m.training for m in model.modules()]
-    layers = list(other.children())
-    assert layers[0].weight is layers[-1].weight
-    with torch.no_grad():
-        next(model.parameters()).zero_()
-    assert next(other.parameters()).any()
-    seed_everything(0)
-    other(batch()).sum().backward()
-    assert next(model.parameters()).grad is None
-    assert [s.slot_bytes for s in other._homes.shards] == [s.slot_bytes for s in model._homes.shards]
-
-
 def test_a_pickled_model_is_as_large_as_its_parameters(home: str) -> None:
     model = OffloadModel(
         nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), "cpu", home, num_slices=2, checkpoint_activation=False
     )
     assert len(pickle.dumps(model)) < 1.2 * sum(p.numel() * 4 for p in model.parameters())
-
-
-def test_state_dict_saves_and_loads_like_the_bare_models(home: str, tmp_path: Path) -> None:
-    bare = build(["batchnorm", "linear"], seed=8)
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=3, checkpoint_activation=False)
-    torch.save(model.state_dict(), tmp_path / "state.pt")
-    fresh = build(["batchnorm", "linear"], seed=9)
-    fresh.load_state_dict(torch.load(tmp_path / "state.pt"))
-    for (name, a), (_, b) in zip(bare.state_dict().items(), fresh.state_dict().items(), strict=True):
-        assert torch.equal(a, b), name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import weakref
 from pathlib import Path
 from typing import Any
@@ -112,41 +111,6 @@ def test_chunks_are_made_and_reduced_by_functions() -> None:
         assert close(p.grad, q.grad)
 
 
-def test_inputs_take_gradients() -> None:
-    bare = make()
-    model = wrap(bare)
-    found = []
-    for each in (bare, model):
-        extra = torch.ones(3, 5, WIDTH, requires_grad=True)
-        step(each, extra=extra * 2)
-        found.append(extra.grad)
-    assert torch.equal(*found)
-
-
-def test_gradients_of_single_tensors_and_of_retained_graphs() -> None:
-    bare = make()
-    model = wrap(bare)
-    found = []
-    for each in (bare, model):
-        torch.manual_seed(0)
-        loss = loss_of(each(words()))
-        weights = [each.words.weight, each.scales, each.encoder.layer[1].linear.weight]
-        found.append([torch.autograd.grad(loss, weights, retain_graph=True), torch.autograd.grad(loss, weights)])
-        assert all(p.grad is None for p in each.parameters())
-    for ours, theirs in zip(*found, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-def test_hooks_of_parameters_and_blocks_run_once() -> None:
-    model = wrap(make())
-    ran: list[str] = []
-    model.words.weight.register_hook(lambda grad: ran.append("words"))
-    model.scales.register_post_accumulate_grad_hook(lambda p: ran.append("scales"))
-    model.encoder.layer[1].register_forward_hook(lambda *_: ran.append("block"))
-    step(model)
-    assert sorted(ran) == ["block", "scales", "words"]
-
-
 def test_autocast_reaches_blocks_and_recomputations() -> None:
     bare = make()
     model = wrap(bare)
@@ -233,42 +197,6 @@ def test_code_between_blocks_runs_once_and_is_freed_as_in_the_plain_model() -> N
     assert alive[0] == alive[1]
 
 
-def test_two_forwards_before_their_backwards() -> None:
-    bare = make()
-    model = wrap(bare)
-    for each in (bare, model):
-        torch.manual_seed(0)
-        first, second = loss_of(each(words())), loss_of(each(words(seed=7)))
-        (first * second).backward()
-    assert_equal(bare, model, exact=False)
-
-
-def test_a_frozen_prefix_ends_backward_early() -> None:
-    bare = make(6)
-    for p in bare.parameters():
-        p.requires_grad_(False)
-    bare.norm.weight.requires_grad_(True)
-    for block in bare.encoder.layer[4:]:
-        block.linear.weight.requires_grad_(True)
-    model = wrap(bare)
-    for seed in range(3):
-        step(bare, seed), step(model, seed)
-        assert_equal(bare, model)
-    backward = [token for token in str(model.plan()).split() if token.startswith(("B", "G"))]
-    assert backward == ["B5.0", "B4.0"]
-
-
-def test_a_trainable_parameter_between_frozen_blocks() -> None:
-    bare = make()
-    for p in bare.parameters():
-        p.requires_grad_(False)
-    bare.scales.requires_grad_(True)
-    model = wrap(bare)
-    for seed in range(3):
-        step(bare, seed), step(model, seed)
-        assert_equal(bare, model)
-
-
 def test_requires_grad_may_change_between_steps() -> None:
     bare = make()
     model = wrap(bare)
@@ -294,18 +222,6 @@ def test_requires_grad_may_change_between_steps() -> None:
             assert_equal(bare, model)
 
 
-def test_only_the_suffix_trains() -> None:
-    bare = make()
-    for p in bare.parameters():
-        p.requires_grad_(False)
-    bare.norm.weight.requires_grad_(True)
-    model = wrap(bare)
-    for seed in range(3):
-        step(bare, seed), step(model, seed)
-        assert_equal(bare, model)
-    assert not any(token.startswith("B") for token in str(model.plan()).split())
-
-
 def test_it_is_the_model_that_was_wrapped() -> None:
     bare = make()
     model = wrap(bare)
@@ -324,45 +240,6 @@ def test_it_is_the_model_that_was_wrapped() -> None:
         len(model)
     with pytest.raises(RuntimeError, match="convert the layers"):
         model.half()
-
-
-def test_state_is_loaded_by_name() -> None:
-    bare, other = make(), make(seed=9)
-    model = wrap(bare)
-    model.load_state_dict(other.state_dict())
-    step(other), step(model)
-    assert_equal(other, model)
-
-
-def test_copies_and_pickles_have_homes_of_their_own() -> None:
-    bare = make()
-    model = wrap(bare)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert isinstance(other, Model)
-        step(other)
-        assert model.words.weight.grad is None
-        again = make()
-        step(again)
-        assert_equal(again, other)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_blocks_may_be_called_in_any_order(mode: Any) -> None:
-    class Any_(Model):
-        def forward(self, words: Tensor) -> Any:
-            x = self.words(words)
-            for k in (0, 1, 0, 3, 2):
-                x, _ = self.encoder.layer[k](x)
-            return x
-
-    torch.manual_seed(0)
-    bare = Any_().eval()
-    model = wrap(bare)
-    with mode():
-        assert torch.equal(bare(words()), model(words()))
-        x = torch.ones(1, 2, WIDTH)
-        assert torch.equal(bare.encoder.layer[2](x)[0], model.encoder.layer[2](x)[0])
-        assert torch.equal(bare(words()), model(words()))
 
 
 @pytest.mark.parametrize("home", ["cpu", "disk"])
@@ -397,19 +274,6 @@ class Order(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("order", [(0, 2), (0, 1), (0, 1, 2, 1), (1, 0, 2), ()])
-@pytest.mark.parametrize("m", [1, 2])
-def test_another_order_of_calls_is_equal_to_the_plain_model(order: tuple[int, ...], m: int) -> None:
-    bare = Order((0, 1, 2))
-    model = wrap(bare, blocks="layer", num_microbatches=m)
-    for calls in ((0, 1, 2), order, (0, 1, 2)):
-        x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).requires_grad_()
-        for each in (bare, model):
-            each.order = calls
-            each(x).square().sum().backward()
-        assert_equal(bare, model, exact=m == 1)
-
-
 def test_a_block_alone_with_gradients_is_equal_to_the_plain_one() -> None:
     bare = make()
     model = wrap(bare)
@@ -433,28 +297,6 @@ def test_a_parameter_of_a_block_that_other_code_uses_gets_both_gradients(home: s
         for each in (bare, model):
             each(torch.ones(2, WIDTH)).square().sum().backward()
         assert_equal(bare, model, exact=False)
-
-
-def test_code_sees_what_a_block_writes_into_its_input() -> None:
-    class Writes(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x.add_(1))
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.ModuleList([nn.Linear(WIDTH, WIDTH), Writes(WIDTH, WIDTH)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.layer[0](x)
-            return self.layer[1](x) + x
-
-    bare = Outer()
-    model = wrap(bare, blocks="layer")
-    for _ in range(4):
-        for each in (bare, model):
-            each(torch.ones(2, WIDTH)).square().sum().backward()
-        assert_equal(bare, model)
 
 
 def test_errors_and_interrupts_anywhere_leave_the_model_usable() -> None:
@@ -495,13 +337,6 @@ def test_a_failed_construction_leaves_the_model_as_it_was(monkeypatch: pytest.Mo
     assert_equal(bare, model)
 
 
-def test_adapters_added_after_wrapping_are_refused() -> None:
-    model = wrap(make())
-    model.encoder.layer[0].adapter = nn.Linear(WIDTH, WIDTH)
-    with pytest.raises(RuntimeError, match="wrap them afterwards"):
-        model(words())
-
-
 def test_nothing_keeps_a_forward_alive() -> None:
     model = wrap(make())
     output = model(words())
@@ -514,14 +349,6 @@ def test_nothing_keeps_a_forward_alive() -> None:
         assert not any(True for _ in model._engine._forwards)
     finally:
         gc.enable()
-
-
-def test_frozen_weights_keep_shards_loaded() -> None:
-    model = wrap(make(), memory=MemoryPolicy.fixed(slots=4)).eval()
-    with torch.no_grad(), model.frozen_weights():
-        for _ in range(3):
-            model(words())
-    assert model.statistics().shard_loads == 4
 
 
 # --- which blocks ---------------------------------------------------------------------------------------------------

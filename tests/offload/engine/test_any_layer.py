@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer
+from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from pipe.recompute.phase import is_recomputing
-from tests.offload.parameters_outside import ActNorm, Custom, TiedHead
+from tests.offload.parameters_outside import Custom
 
 WIDTH = 8
 
@@ -53,77 +52,6 @@ def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
 # --- what leaves a visit owns its memory ------------------------------------------------------------------------------
 
 
-class TiedInput(nn.Module):
-    """Passes its table on, for a head that is tied to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(16, WIDTH)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.table(x.abs().long()[:, 0]), self.table.weight
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return torch.tanh(self.linear(value[0])), value[1]
-
-
-class Queries(nn.Module):
-    """Learned queries: a view of a parameter beside the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.latent = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.latent.expand(x.size(0), WIDTH)
-
-
-@pytest.mark.parametrize("kind", ["tied", "queries", "parameter"])
-def test_a_parameter_that_a_layer_returns_does_not_change_with_the_slot(
-    wrap: Callable[..., OffloadModel], kind: str
-) -> None:
-    torch.manual_seed(0)
-    if kind == "tied":
-        bare = nn.Sequential(TiedInput(), Block(), Block(), TiedHead())
-    elif kind == "queries":
-        bare = nn.Sequential(Queries(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Queries())
-    else:
-        bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Queries())
-    for context in (torch.no_grad, torch.enable_grad, torch.inference_mode):
-        model = wrap(bare)
-        with context():
-            kept = [model(batch(seed)) for seed in (1, 2)]
-            for seed in (3, 4):
-                model(batch(seed))
-            assert_same(kept, [bare(batch(seed)) for seed in (1, 2)])
-    assert_same(train(wrap(bare), batch(1), batch(2)), train(copy.deepcopy(bare), batch(1), batch(2)))
-
-
-def test_an_output_that_is_a_parameter_is_a_copy_that_may_be_written(wrap: Callable[..., OffloadModel]) -> None:
-    class Returns(nn.Linear):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return super().forward(x), self.weight
-
-    torch.manual_seed(0)
-    bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), Returns(WIDTH, WIDTH))
-    model = wrap(bare)
-    y, weight = bare(batch(1))
-    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
-        weight.mul_(2)
-    (y.sum() + (weight * 2).square().sum()).backward()
-    y, weight = model(batch(1))
-    weight.mul_(2)
-    (y.sum() + weight.square().sum()).backward()
-    assert_same(list(model.parameters()), list(bare.parameters()))
-    assert_same([p.grad for p in model.parameters()], [p.grad for p in bare.parameters()])
-
-
 @pytest.mark.parametrize("slots", [2, 3, 4])
 def test_a_view_of_a_weight_that_outlives_its_visit_keeps_its_values(home: str, slots: int) -> None:
     torch.manual_seed(0)
@@ -143,41 +71,6 @@ def test_a_view_of_a_weight_that_outlives_its_visit_keeps_its_values(home: str, 
         warnings.simplefilter("error")
         with torch.no_grad():
             model(batch(3))  # nothing keeps views of these: no slot is given up
-
-
-class Twice(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, x
-
-
-class WritesFirst(nn.Module):
-    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
-        a, b = value
-        a.mul_(3)
-        return a + b
-
-
-@pytest.mark.parametrize("budget", [None, 0])
-def test_a_tensor_that_is_passed_on_twice_is_one_tensor_when_written_in_place(home: str, budget: int | None) -> None:
-    torch.manual_seed(0)
-    bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), Twice(), WritesFirst(), nn.Linear(WIDTH, WIDTH), Twice())
-    for recompute in (False, True):
-        model = OffloadModel(
-            copy.deepcopy(bare),
-            "cpu",
-            home,
-            5,
-            recompute,
-            memory=MemoryPolicy.fixed(boundary_bytes=budget if recompute else None),
-        )
-        a, b = model(batch())
-        (a.pow(2).sum() + b.sum()).backward()
-        c, d = copy.deepcopy(bare)(batch())
-        plain = copy.deepcopy(bare)
-        c, d = plain(batch())
-        (c.pow(2).sum() + d.sum()).backward()
-        assert_same([a, b], [c, d])
-        assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])  # type: ignore[misc]
 
 
 class PassesViews(nn.Module):
@@ -200,33 +93,6 @@ def test_an_in_place_write_that_shows_in_another_input_is_refused(wrap: Callable
 # --- writes to weights ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("assigns", [False, True])
-def test_an_initialisation_from_data_stays(wrap: Callable[..., OffloadModel], assigns: bool) -> None:
-    torch.manual_seed(0)
-    bare = nn.Sequential(
-        nn.Linear(WIDTH, WIDTH),
-        ActNorm(WIDTH, assigns=assigns),
-        nn.Linear(WIDTH, WIDTH),
-        ActNorm(WIDTH, assigns=assigns),
-    )
-    model, results = wrap(bare), []
-    for run in (bare, model):
-        results.append([*train(run, batch(1), batch(2)), *(p.detach().clone() for p in run.parameters())])
-    assert_same(results[1], results[0])
-
-
-class Renormed(nn.Module):
-    """Clips its weight through ``.data`` in every forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.5)
-        return x @ self.weight
-
-
 class Decaying(nn.Module):
     """Writes another value at each run."""
 
@@ -240,19 +106,6 @@ class Decaying(nn.Module):
             with torch.no_grad():
                 self.weight.mul_(0.5)
         return x @ self.weight
-
-
-def test_weights_that_are_written_in_every_forward_keep_the_written_values(wrap: Callable[..., OffloadModel]) -> None:
-    torch.manual_seed(0)
-    bare = nn.Sequential(Renormed(), nn.Linear(WIDTH, WIDTH), Renormed())
-    model = wrap(bare)
-    for run in (bare, model):
-        optimizer = torch.optim.SGD(run.parameters(), lr=0.1)
-        for seed in range(5):
-            optimizer.zero_grad()
-            run(batch(seed)).pow(2).sum().backward()
-            optimizer.step()
-    assert_same(list(model.parameters()), list(bare.parameters()))
 
 
 @pytest.mark.parametrize("asks", [False, True])
@@ -297,17 +150,6 @@ def test_weights_that_a_layer_writes_in_a_late_forward_keep_the_values(home: str
     assert torch.equal(model.get_parameter("0.weight"), torch.full((WIDTH,), 7.0))
 
 
-def test_data_that_is_assigned_after_the_last_forward_is_stored_by_close(tmp_path: Any) -> None:
-    model = OffloadModel(mlp(), "cpu", DiskHome(tmp_path, keep=True), 4, checkpoint_activation=False)
-    nn.utils.vector_to_parameters(torch.full((288,), 5.0), model.parameters())
-    model.close()
-    with torch.device("meta"):
-        layers = mlp()
-    adopted = OffloadModel(layers, "cpu", DiskHome(tmp_path, keep=True), 4, checkpoint_activation=False)
-    assert all(torch.equal(value, torch.full_like(value, 5.0)) for value in adopted.state_dict().values())
-    adopted.close()
-
-
 @pytest.mark.parametrize("when", ["before the step", "after the step"])
 def test_data_that_is_assigned_around_a_step_is_stepped_as_in_torch(home: str, when: str) -> None:
     bare, model = mlp(), OffloadModel(mlp(), "cpu", home, 4, True)
@@ -325,15 +167,6 @@ def test_data_that_is_assigned_around_a_step_is_stepped_as_in_torch(home: str, w
         if when == "before the step":
             optimizer.step()
         run(batch())
-    assert_same(list(model.parameters()), list(bare.parameters()))
-
-
-def test_parameters_that_exchange_their_data_keep_both(wrap: Callable[..., OffloadModel]) -> None:
-    bare, model = mlp(), wrap(mlp())
-    for run in (bare, model):
-        a, b = run.get_parameter("0.0.weight"), run.get_parameter("3.0.weight")
-        a.data, b.data = b.data, a.data
-    assert_same(train(model, batch()), train(bare, batch()))
     assert_same(list(model.parameters()), list(bare.parameters()))
 
 
@@ -429,16 +262,6 @@ def test_load_state_dict_with_assign_is_refused_and_one_that_copies_works(
     assert not any(value.any() for value in model.state_dict().values())
 
 
-def test_other_modules_and_buffers_after_wrapping_are_followed(wrap: Callable[..., OffloadModel]) -> None:
-    bare, model = mlp(), wrap(mlp())
-    for run in (bare, model):
-        for layer in run.children():
-            layer[1] = nn.BatchNorm1d(WIDTH, affine=False)  # type: ignore[index,operator]
-    for _ in range(2):
-        assert_same(train(model, batch(1), batch(2)), train(bare, batch(1), batch(2)))
-    assert_same(list(model.buffers()), list(bare.buffers()))
-
-
 class Residual(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x)
@@ -495,71 +318,6 @@ def test_parameters_that_share_memory_without_being_tied_are_refused() -> None:
     for layer, row in zip(apart, flat, strict=True):
         layer.weight.data = row
     OffloadModel(apart, "cpu", num_slices=3, checkpoint_activation=False)
-
-
-def test_a_forward_from_before_data_was_assigned_cannot_go_back_after_another_one(
-    wrap: Callable[..., OffloadModel],
-) -> None:
-    model = wrap(mlp())
-    loss = model(batch()).sum()
-    model.get_parameter("2.0.weight").data = torch.zeros(WIDTH, WIDTH)
-    with torch.no_grad():
-        model(batch())
-    with pytest.raises(RuntimeError, match=r"2\.0\.weight .* was given other data"):
-        loss.backward()
-
-
-def test_data_that_was_assigned_may_be_used_outside_of_the_model_before_the_next_forward(
-    wrap: Callable[..., OffloadModel],
-) -> None:
-    bare, model = mlp(), wrap(mlp())
-    for run in (bare, model):
-        weight = run.get_parameter("2.0.weight")
-        weight.data = torch.full((WIDTH, WIDTH), 0.1)
-        (weight.pow(2).sum() + run(batch()).sum()).backward()
-    assert_same([p.grad for p in model.parameters()], [p.grad for p in bare.parameters()])  # type: ignore[misc]
-
-
-def test_weights_that_a_hook_begins_to_write_later_keep_the_written_values(wrap: Callable[..., OffloadModel]) -> None:
-    def halve(module: nn.Module, args: Any) -> None:
-        if not is_recomputing():
-            with torch.no_grad():
-                module[0].weight.mul_(0.5)  # type: ignore[index]
-
-    bare, model = mlp(), wrap(mlp())
-    for run in (bare, model):
-        for step in range(6):
-            if step == 3:
-                next(iter(run.children())).register_forward_pre_hook(halve)
-            run(batch())
-    assert_same(list(model.parameters()), list(bare.parameters()))
-
-
-def test_a_persistent_home_is_not_closed_over_layers_that_were_replaced(tmp_path: Any) -> None:
-    model = OffloadModel(mlp(), "cpu", DiskHome(tmp_path, keep=True), 4, checkpoint_activation=False)
-    before = model.get_submodule("0")[0]  # type: ignore[index]
-    swap(model)
-    with pytest.raises(RuntimeError, match="wrap them afterwards"):
-        model.close()
-    model.get_submodule("0")[0] = before  # type: ignore[index,operator]
-    model.close()
-
-
-def test_copies_and_pickles_keep_the_hooks_of_the_model_itself() -> None:
-    model = OffloadModel(mlp(), "cpu", num_slices=3, checkpoint_activation=False)
-    model.register_forward_hook(double)
-    model.register_forward_pre_hook(add_one, with_kwargs=True)
-    expected = model(batch())
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(other(batch()), expected)
-
-
-def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return output * 2
-
-
-def add_one(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return (args[0] + 1,), kwargs
 
 
 def test_a_shallow_copy_is_refused() -> None:

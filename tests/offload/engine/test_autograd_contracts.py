@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call
 
 from offload import OffloadModel, OffloadOptimizer
 
@@ -137,75 +136,7 @@ def test_of_the_shards_before_all_that_was_asked_for_one_at_most_is_loaded(wrap:
     assert model.statistics().shard_loads - before <= 2  # one ahead of its use
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_backward_with_inputs_accumulates_into_those_alone(
-    wrap: Callable[..., OffloadModel], tied: bool, microbatches: int
-) -> None:
-    bare, model = mlp(tied=tied), wrap(mlp(tied=tied), num_microbatches=microbatches)
-    for run in (bare, model):
-        chosen = [p for name, p in run.named_parameters() if name.startswith(("0.", "2."))]
-        for scale in (1.0, 3.0):
-            (run(batch()) * scale).sum().backward(inputs=chosen)
-    assert_equal(gradients(model), gradients(bare), atol=1e-5)
-
-
-def test_backward_with_inputs_reaches_the_input_and_parameters_alike(wrap: Callable[..., OffloadModel]) -> None:
-    results = []
-    for run in (mlp(), wrap(mlp())):
-        x, first = batch().requires_grad_(), next(iter(run.parameters()))
-        run(x).sum().backward(inputs=[x, first])
-        results.append([x.grad, *gradients(run)])
-    assert_equal(*results)
-
-
-def test_autograd_grad_returns_gradients_of_parameters_and_leaves_grad_alone(
-    wrap: Callable[..., OffloadModel],
-) -> None:
-    results = []
-    for run in (mlp(), wrap(mlp())):
-        names = dict(run.named_parameters())
-        run(batch()).sum().backward()
-        unused = torch.ones(1, requires_grad=True)
-        wanted = [names["3.0.bias"], names["0.0.weight"], unused]
-        found = torch.autograd.grad(run(batch() * 2).sum(), wanted, allow_unused=True)
-        results.append([*found, *gradients(run)])
-    assert_equal(*results)
-
-
 # --- hooks of parameters --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_a_hook_on_a_parameter_runs_once_on_the_sum(wrap: Callable[..., OffloadModel], microbatches: int) -> None:
-    bare, model = mlp(tied=True), wrap(mlp(tied=True), num_microbatches=microbatches)
-    calls: list[int] = []
-    for run in (bare, model):
-        for p in run.parameters():
-            p.register_hook(lambda gradient: (calls.append(1), gradient.clamp(-0.5, 0.5))[1])
-        for _ in range(2):
-            run(batch()).sum().backward()
-        assert len(calls) == 2 * len(list(run.parameters()))
-        calls.clear()
-    assert_equal(gradients(model), gradients(bare), atol=1e-5)
-
-
-def test_an_optimizer_step_in_a_post_accumulate_hook_moves_the_weights(wrap: Callable[..., OffloadModel]) -> None:
-    bare, model = mlp(tied=True), wrap(mlp(tied=True))
-    for run in (bare, model):
-        optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in run.parameters()}
-
-        def step(p: Tensor, optimizers: dict[Any, Any] = optimizers) -> None:
-            optimizers[p].step()
-            optimizers[p].zero_grad()
-
-        for p in run.parameters():
-            p.register_post_accumulate_grad_hook(step)
-        for _ in range(3):
-            run(batch()).sum().backward()
-    expected = [p.detach() for p in bare.parameters()]
-    assert_equal([p.detach() for p in model.parameters()], expected, atol=1e-5)  # type: ignore[arg-type]
-    assert gradients(model) == [None] * 7
 
 
 def test_hooks_of_parameters_run_for_a_tape_too(home: str) -> None:
@@ -235,46 +166,7 @@ def test_hooks_beside_updates_in_backward_are_refused_before_a_shard_is_updated(
     assert not all(map(torch.equal, before, model.parameters()))
 
 
-# --- other parameters than its own ----------------------------------------------------------------------------------
-
-
-def test_functional_call_with_other_parameters_is_refused(wrap: Callable[..., OffloadModel]) -> None:
-    model = wrap(mlp())
-    other = {name: (p.detach() + 0.1).requires_grad_() for name, p in model.named_parameters()}
-    with pytest.raises(RuntimeError, match="functional_call"):
-        functional_call(model, other, (batch(),))
-    model(batch()).sum().backward()
-
-
 # --- gradients that were handed out ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def runs(wrap: Callable[..., OffloadModel]) -> tuple[nn.Module, OffloadModel]:
-    return mlp(tied=True), wrap(mlp(tied=True))
-
-
-def test_gradients_kept_across_zero_grad_are_not_overwritten(runs: tuple[nn.Module, OffloadModel]) -> None:
-    kept = []
-    for run in runs:
-        tasks = []
-        for scale in (1.0, 7.0, -2.0):
-            run.zero_grad()
-            (run(batch()) * scale).sum().backward()
-            tasks.append([p.grad for p in run.parameters()])
-        kept.append([gradient for task in tasks for gradient in task])
-    assert_equal(kept[1], kept[0], atol=1e-5)
-
-
-def test_accumulation_continues_in_a_gradient_whose_neighbours_are_kept(runs: tuple[nn.Module, OffloadModel]) -> None:
-    results = []
-    for run in runs:
-        first, second = list(run.parameters())[:2]
-        run(batch()).sum().backward()
-        held, first.grad = first.grad, None
-        (run(batch()) * 2).sum().backward()
-        results.append([held, first.grad, second.grad])
-    assert_equal(results[1], results[0], atol=1e-5)
 
 
 def test_files_of_gradients_do_not_pile_up(tmp_path: Any) -> None:
@@ -287,31 +179,3 @@ def test_files_of_gradients_do_not_pile_up(tmp_path: Any) -> None:
         counts.append(len(list(tmp_path.rglob("*gradients*"))))
     assert counts == [4] * 4
     assert all(gradient is not None for gradient in held)
-
-
-class HalfUsed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.used(x))
-
-
-def test_hooks_of_a_parameter_without_a_gradient_do_not_run(wrap: Callable[..., OffloadModel]) -> None:
-    torch.manual_seed(0)
-    bare = nn.Sequential(HalfUsed(), HalfUsed())
-    model, calls = wrap(bare), []
-    for run in (bare, model):
-        seen: list[str] = []
-        for name, p in run.named_parameters():
-            p.register_hook(lambda _, name=name: seen.append(name))  # noqa: B023
-            p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(f"{name} {p.grad is None}"))  # noqa: B023
-        run(batch()).sum().backward()
-        # and where the gradient comes from elsewhere they do
-        unused = run.get_parameter("1.unused.weight")
-        (run(batch()).sum() + unused.sum()).backward()
-        run(batch()).sum().backward()
-        calls.append(sorted(seen))
-    assert calls[0] == calls[1]
-    assert_equal(gradients(model), gradients(bare))

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from offload import MemoryPolicy, OffloadModel
-from offload.engine.layouts import take_apart
 from pipe import Pipe
 
 WIDTH, NODES = 6, 5
@@ -170,26 +169,6 @@ def tensors() -> dict[str, Tensor]:
         "bsr": dense.to_sparse_bsr((2, 2)),
         "bsc": dense.to_sparse_bsc((2, 2)),
     }
-
-
-@pytest.mark.parametrize("layout", ["strided", "coo", "csr", "csc", "bsr", "bsc"])
-def test_a_tensor_is_equal_to_the_one_that_was_taken_apart(layout: str) -> None:
-    tensor = tensors()[layout]
-    parts = take_apart(tensor)
-    assert all(part.layout is torch.strided for part in parts.tensors)
-    joined = parts.join([part.clone() for part in parts.tensors])
-    assert joined.layout is tensor.layout
-    assert torch.equal(joined.to_dense(), tensor.to_dense())
-
-
-def test_a_subclass_is_not_taken_apart() -> None:
-    class Tagged(Tensor):
-        pass
-
-    tagged = torch.zeros(3).as_subclass(Tagged)
-    parts = take_apart(tagged)
-    assert not parts.tensors
-    assert parts.join([]) is tagged
 
 
 class Tagged(Tensor):

@@ -3,49 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from offload import MemoryPolicy, OffloadModel
-from offload.engine.plans.regroup import joined, runs_together, split_output
 from tests.offload.zoo import WIDTH, build
-
-
-def call(rows: int, width: int = WIDTH, flag: bool = True) -> tuple[tuple[torch.Tensor, ...], dict[str, object]]:
-    return (torch.randn(rows, width), torch.arange(rows)), {"flag": flag}
-
-
-SIZES = st.lists(st.tuples(st.integers(1, 5), st.sampled_from([3, 4]), st.booleans()), min_size=1, max_size=12)
-
-
-@given(sizes=SIZES, most=st.integers(1, 12))
-def test_joining_keeps_order_and_bounds_and_splits_again(sizes: list[tuple[int, int, bool]], most: int) -> None:
-    chunks = [call(*size) for size in sizes]
-    runs = runs_together(chunks, lambda chunk: most)
-    assert [i for run in runs for i in run] == [*range(len(chunks))]
-    rows = [[sizes[i][0] for i in run] for run in runs]
-    assert all(sum(group) <= most or len(group) == 1 for group in rows)
-    groups = [joined([chunks[i] for i in run]) for run in runs]
-    back = [piece for group, r in zip(groups, rows, strict=True) for piece in split_output(group[0][0], r)]
-    for chunk, piece in zip(chunks, back, strict=True):
-        assert torch.equal(chunk[0][0], piece)
-
-
-def runs_of(*chunks: Any, most: int = 100) -> list[list[int]]:
-    return runs_together(chunks, lambda chunk: most)
-
-
-def test_neighbours_that_differ_stay_apart() -> None:
-    assert runs_of(call(2), call(2, width=3)) == [[0], [1]]
-    assert runs_of(call(2), call(2, flag=False)) == [[0], [1]]
-    assert runs_of(((torch.tensor(1.0),), {}), ((torch.tensor(1.0),), {})) == [[0], [1]]
-    assert runs_of(call(2), call(2), call(2), most=4) == [[0, 1], [2]]
-    assert runs_of(call(2), call(2), most=0) == [[0], [1]]
 
 
 def step(model: OffloadModel, chunks: list[torch.Tensor], skip: int | None = None) -> list[torch.Tensor]:

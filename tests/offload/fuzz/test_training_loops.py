@@ -12,8 +12,28 @@ from tests.offload.fuzz.corpus import CORPUS
 from tests.offload.fuzz.draw import programs
 from tests.offload.fuzz.known import KNOWN
 from tests.offload.fuzz.lockstep import check, run
+from tests.offload.fuzz.loops import FORMS, LOOPS, loop
 from tests.offload.fuzz.program import Program
 from tests.offload.fuzz.without import MECHANISMS, without
+
+#: Of the corpus, what ours refuses; everything else ends equal.
+REFUSED = {
+    *(
+        "forward_mode_is_refused_or_right",
+        "torch_func_grad_is_refused_or_right",
+        "a_functional_call_is_refused_or_right",
+    ),
+    *("torch_func_grad_of_a_model_with_blocks_is_refused_or_right", "a_state_loaded_by_assignment_trains"),
+    *("a_hook_writes_weights_of_a_forward_that_waits_for_its_recomputation", "adapters_are_followed_or_refused"),
+    *("a_state_that_is_kept_by_reference_keeps_its_numbers", "a_replaced_layer_is_followed_or_refused"),
+    *("a_replaced_parameter_is_followed_or_refused", "weight_norm_is_followed_or_refused"),
+    *("spectral_norm_is_followed_or_refused", "other_data_between_forward_and_backward_is_kept"),
+    *("other_data_is_noticed_although_another_forward_has_run", "a_kept_home_is_not_closed_without_a_replaced_layer"),
+    *(
+        "an_own_forward_of_a_sequential_is_run_or_refused",
+        "a_backward_that_is_refused_leaves_no_gradient_around_blocks",
+    ),
+}
 
 EXPECTED_TO_FAIL = {claim: known for known in KNOWN for claim in known.claims}
 
@@ -23,13 +43,19 @@ def marks(claim: str) -> list[pytest.MarkDecorator]:
     return [] if known is None else [pytest.mark.xfail(strict=True, reason=known.name, run=not known.crashes)]
 
 
-CLAIMS = [pytest.param(program, id=claim, marks=marks(claim)) for claim, program in CORPUS.items()]
+CLAIMS = [pytest.param(claim, program, id=claim, marks=marks(claim)) for claim, program in CORPUS.items()]
 
 
-@pytest.mark.parametrize("program", CLAIMS)
-def test_claim(program: Program) -> None:
+@pytest.mark.parametrize(("claim", "program"), CLAIMS)
+def test_claim(claim: str, program: Program) -> None:
     outcome = check(program)
-    assert outcome.kind in ("equal", "refused"), outcome
+    assert outcome.kind == ("refused" if claim in REFUSED else "equal"), outcome
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_of_any_module_trains_like_the_plain_model(name: str, form: str) -> None:
+    assert check(loop(name, form)).kind == "equal"
 
 
 @settings(max_examples=300, derandomize=True, database=None, suppress_health_check=list(HealthCheck))

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.planning.choose import NothingFitsError, choose, fill, least_bytes
+from offload.planning.choose import NothingFitsError, choose, least_bytes
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
 from offload.planning.peak_memory import StepBytes
 from offload.planning.plan import validate
 from offload.planning.planner import Updates
 from offload.planning.simulate import Costs
-from offload.planning.step_model import Choice, Given, StepModel, costs_of, predict
+from offload.planning.step_model import Choice, Given, StepModel, predict
 
 MIB = 1 << 20
 
@@ -107,31 +107,12 @@ def test_bytes_go_to_whole_shards_first_then_to_graphs(model: StepModel, share: 
         assert least_bytes(model, tried) > limit
 
 
-def test_times_decide_only_where_bytes_are_left() -> None:
-    """The clock may choose among slots, gradients that wait and boundaries; what is kept and rests follows bytes."""
-    for model in (model_of(), replace(model_of(), resting_bytes={})):
-        limit = least_of(model) + 180 * MIB
-        slow = replace(model, costs=replace(model.costs, load=[3.0] * 6, drain=[3.0] * 6, boundary=[1.0] * 7))
-        found, other = choose(model, limit), choose(slow, limit)
-        assert (found.in_memory, found.kept) == (other.in_memory, other.kept)
-
-
 def test_with_enough_memory_nothing_is_loaded_and_nothing_recomputed() -> None:
     model = model_of()
     found = predict(model, choose(model, 10_000 * MIB))
     assert found.choice.in_memory == frozenset(range(6))
     assert len(found.choice.kept) == 6
     assert found.plan.loads == ()
-
-
-def test_gradients_wait_in_the_memory_that_graphs_have_left() -> None:
-    """When backward is at the first shards, the graphs of the last ones are freed."""
-    model = replace(model_of(12), resting_bytes={})
-    limit = 500 * MIB
-    found = predict(model, choose(model, limit))
-    without = fill(replace(model, gradients_wait=False), Choice(found.choice.slots), limit)
-    assert found.choice.kept == without.kept
-    assert len(found.choice.waiting) > 3
 
 
 def on_a_device(model: StepModel, host_bytes: int) -> StepModel:
@@ -152,15 +133,6 @@ def test_gradients_that_wait_in_host_memory_take_none_of_a_device() -> None:
     assert len(choose(fewer, limit).waiting) == 2
 
 
-def test_gradients_that_wait_beside_a_device_are_copied_there() -> None:
-    model = on_a_device(model_of(2, load=0.5), 1 << 40)
-    assert costs_of(model, Choice(2, waiting=frozenset({0}))).drain == [0.001, 0.5]
-    assert costs_of(replace(model, costs=replace(model.costs, waiting_drain=())), Choice(2, frozenset({1}))).drain == [
-        0.5,
-        0.0,
-    ]
-
-
 def test_what_is_given_is_not_searched() -> None:
     model = replace(
         model_of(),
@@ -178,14 +150,6 @@ def test_nothing_fits_says_the_least_that_works() -> None:
     assert predict(model, choose(model, least)).memory_bytes <= least
     with pytest.raises(NothingFitsError, match=f"{least:,} bytes, 1 more"):
         choose(model, least - 1)
-
-
-def test_a_margin_is_a_part_of_what_is_predicted() -> None:
-    model = model_of()
-    wider = replace(model, margin_bytes=100 * MIB)
-    limit = 400 * MIB
-    assert predict(wider, choose(wider, limit)).memory_bytes <= limit
-    assert len(choose(wider, limit).kept) < len(choose(model, limit).kept)
 
 
 # Next to the least, memory does not always grow with the bytes of boundaries.
@@ -223,10 +187,3 @@ def test_the_work_of_a_prediction_grows_in_proportion_to_the_shards(
         choice = Choice(min(3, shards - len(in_memory)), in_memory, kept, boundary_bytes)
         lines.append(lines_run(lambda model=model, choice=choice: predict(model, choice)))  # type: ignore[misc]
     assert lines[1] < 1.1 * 4 * lines[0]
-
-
-def test_slots_are_as_large_as_the_largest_shard_that_is_loaded() -> None:
-    """Also where all shards rest in memory while a plan for others is searched."""
-    model = replace(model_of(3), slot_bytes=[10 * MIB, 30 * MIB, 20 * MIB])
-    for in_memory, expected in (((), 60), ((1,), 40), ((1, 2), 20), ((0, 1, 2), 0)):
-        assert predict(model, Choice(2, frozenset(in_memory))).course[0].weights == expected * MIB

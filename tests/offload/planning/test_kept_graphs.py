@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from offload import MemoryPolicy, OffloadModel
-from offload.planning.peak_memory import graphs_that_fit
 from tests.offload.zoo import WIDTH
 
 
@@ -31,28 +28,6 @@ def build(kinds: list[str]) -> nn.Sequential:
         "inplace": InPlace,
     }
     return nn.Sequential(*(make[kind]() for kind in kinds))
-
-
-@given(
-    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5),
-    rows=st.lists(st.integers(1, 4), min_size=1, max_size=4),
-    first=st.integers(0, 4),
-    budget=st.integers(0, 120),
-)
-def test_graphs_are_kept_from_the_first_cell_of_backward_on_until_one_does_not_fit(
-    sizes: list[int], rows: list[int], first: int, budget: int
-) -> None:
-    kept = graphs_that_fit(sizes, rows, first=first, budget_bytes=budget)
-    order = [(j, i) for j in reversed(range(first, len(sizes))) for i in range(len(rows))]
-    count = len(kept)
-    assert set(order[:count]) == kept
-    needs = [sizes[j] * rows[i] for j, i in order]
-    assert sum(needs[:count]) <= budget
-    assert count == len(order) or sum(needs[: count + 1]) > budget
-
-
-def test_nothing_is_kept_beyond_a_shard_that_was_never_measured() -> None:
-    assert graphs_that_fit([1, None, 1], [1, 1], first=0, budget_bytes=9) == {(2, 0), (2, 1)}
 
 
 @pytest.mark.parametrize(("budget", "runs"), [("1MiB", 1), (None, 2), (1, 2)])
@@ -262,41 +237,3 @@ def test_a_first_layer_that_writes_over_what_input_fn_hands_on_does_not_write_ov
     plain = build(["inplace", "linear"])
     plain(before).sum().backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
-
-
-class Drifting(nn.Module):
-    """Multiplies by a buffer that each forward writes in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("scale", torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.scale.mul_(0.9)
-        scaled: Tensor = self.linear(x) * self.scale
-        return scaled
-
-
-def test_a_kept_graph_holds_a_buffer_as_it_was_before_later_micro_batches_wrote_it() -> None:
-    """Its backward was refused, although without kept graphs the model trained."""
-    torch.manual_seed(0)
-    bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), Drifting(), Drifting())
-    models = [
-        OffloadModel(
-            copy.deepcopy(bare),
-            "cpu",
-            num_slices=3,
-            checkpoint_activation=True,
-            num_microbatches=3,
-            memory=MemoryPolicy.fixed(graph_bytes=size),
-        )
-        for size in (None, "1MiB")
-    ]
-    for _ in range(2):  # the first measures
-        x = torch.randn(6, WIDTH)
-        for model in models:
-            model(x).square().sum().backward()
-    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
