@@ -326,32 +326,6 @@ def test_an_interrupt_at_any_line_moves_all_or_nothing(tmp_path: Path) -> None:
     assert_states_equal(plain, ours)
 
 
-def test_a_step_with_shards_in_memory_survives_an_interrupt_at_any_line(tmp_path: Path) -> None:
-    bare, model, plain, ours = trained(f"{tmp_path}/", "momentum", 3, checkpoint_activation=True)
-    for k in range(3):  # afterwards no forward compares weights
-        for run, optimizer in ((bare, plain), (model, ours)):
-            optimizer.zero_grad()
-            backward(run, k)
-            optimizer.step()
-    keep(model, [0, 2])
-
-    def forward_and_backward() -> None:
-        ours.zero_grad()
-        backward(model, 9)
-
-    ours.synchronize()
-    plain.zero_grad()
-    backward(bare, 9)
-    forward_and_backward()
-    lines = {line[:2]: line for line in lines_of(forward_and_backward)}
-    for line in lines.values():
-        interrupted(forward_and_backward, line)
-        for shard in model._homes.shards:
-            assert all(s.parameter.data_ptr() == shard.home_view(s).data_ptr() for s in shard.own), line
-        forward_and_backward()
-        assert_equal(bare, model)
-
-
 HOLDERS: dict[str, Callable[[OffloadModel, OffloadOptimizer], object]] = {
     "a state_dict": lambda model, ours: model.state_dict(),
     "an array": lambda model, ours: next(model[1].parameters()).detach().numpy(),

@@ -41,7 +41,9 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "graphs": ("host", {"checkpoint_activation": True, "memory": MemoryPolicy.fixed(graph_bytes=1 << 20)}, "plain"),
     "keep": ("host", {"checkpoint_activation": False, "num_microbatches": 2}, "in backward"),
     "cast": ("disk", {"checkpoint_activation": True, "param_dtype": torch.bfloat16}, "clipped"),
+    "resting": ("disk", {"checkpoint_activation": True}, "plain"),
 }
+RESTING = [0, 2]  #: shards that rest in memory in the configuration of that name
 
 
 class Run:
@@ -49,6 +51,7 @@ class Run:
 
     def __init__(self, configuration: str, folder: Path) -> None:
         self.home, self.arguments, self.kind = CONFIGURATIONS[configuration]
+        self.resting = RESTING if configuration == "resting" else []
         self.folder = folder
         self.made = 0
         self.run_without_interrupt()
@@ -67,6 +70,7 @@ class Run:
         home = "cpu" if self.home == "host" else f"{self.folder}/{self.made}/"
         layers = build(["linear", "inplace_dropout", "rnn"])
         self.model = OffloadModel(layers, "cpu", home, num_slices=3, **self.arguments)
+        self.model._homes.keep_in_memory(self.resting)
         self.optimizer: torch.optim.Optimizer
         if self.kind == "plain":
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
