@@ -18,9 +18,10 @@ with contextlib.suppress(ImportError):  # not installed where only the tests tha
     from hypothesis import settings
 
     # What a checkout must pass is the same set of examples everywhere. New ones are drawn on purpose, by
-    # --hypothesis-profile=search.
+    # --hypothesis-profile=search, or of longer searches thousands by --hypothesis-profile=long.
     settings.register_profile("same examples", deadline=None, derandomize=True)
     settings.register_profile("search", deadline=None)
+    settings.register_profile("long", deadline=None, max_examples=10_000)
     settings.load_profile("same examples")
 
 

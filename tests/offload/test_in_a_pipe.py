@@ -17,7 +17,6 @@ from gradcache import GradCache
 from offload import OffloadModel, OffloadOptimizer
 from pipe import Pipe
 from pipe.batchnorm import DeferredBatchNorm
-from pipe.schedule import fill_drain, simulate
 from tests.offload.zoo import WIDTH, build
 from tests.pipe.turns import Turner
 
@@ -48,37 +47,6 @@ def test_a_pipe_of_offloaded_stages_trains_like_the_bare_layers(home: str, mode:
             optimizer.zero_grad()
     for p, q in zip(bare.parameters(), pipe.parameters(), strict=True):
         torch.testing.assert_close(p, q)
-
-
-@pytest.mark.parametrize("mode", ["never", "always"])
-def test_dropout_in_offloaded_stages_is_that_of_a_pipe_over_the_bare_ones(home: str, mode: str) -> None:
-    bare = build(["dropout", "linear", "dropout"])
-    parts = nn.Sequential(copy.deepcopy(bare[:2]), copy.deepcopy(bare[2:]))
-    results = []
-    for model in (parts, stages(home, bare, (2, len(bare) - 2))):
-        pipe = Pipe(model, [1, 1], ["cpu", "cpu"], 3, mode)
-        torch.manual_seed(0)
-        output = pipe(torch.ones(6, WIDTH))
-        output.sum().backward()
-        results.append([output.detach(), torch.get_rng_state(), *(p.grad for p in pipe.parameters())])
-    for expected, got in zip(*results, strict=True):
-        torch.testing.assert_close(expected, got)
-
-
-@pytest.mark.filterwarnings("ignore:the Sequential in Pipe loads its shards more than twice:RuntimeWarning")
-def test_a_grad_cache_over_a_pipe_of_offloaded_stages(home: str) -> None:
-    def loss(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(a @ b.T, torch.arange(len(a)))
-
-    bare = build(["linear", "inplace"])
-    pipe = Pipe(stages(home, bare, (2, len(bare) - 2)), [1, 1], ["cpu", "cpu"], 2, "never")
-    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
-    expected = loss(bare(x), bare(y))
-    expected.backward()
-    got = GradCache([pipe, pipe], 4, loss)(x, y)
-    torch.testing.assert_close(got, expected.detach())
-    for p, q in zip(bare.parameters(), pipe.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
 
 
 # --- fewer devices than stages: stages take turns, loaded for their turn ----------------------------------------------
@@ -204,24 +172,6 @@ def test_the_next_stage_loads_while_the_one_before_it_computes(home: str) -> Non
     assert resident == [[0], [0, 1], [0, 1], [0, 1], [1, 2], [1, 2], [1, 2], [1, 2], [1, 2]]
 
 
-def test_the_number_of_loads_is_the_number_of_turns_in_the_table(home: str) -> None:
-    stages = offloaded(blocks(4), home)
-    pipe = Pipe(stages, [1] * 4, ["cpu", "cpu"], 2, "never")
-    pipe.train_step(torch.randn(ROWS, WIDTH), torch.zeros(ROWS, WIDTH), nn.MSELoss(), schedule="fill_drain")
-    turns = simulate(fill_drain(2, 4, [0, 1, 0, 1])).turns
-    assert turns == (3, 3)
-    loads = [stage.statistics().shard_loads for stage in stages]
-    # Room for two keeps both stages of a device from forward to backward.
-    assert loads == [1, 1, 1, 1]
-
-
-def test_a_stage_with_a_device_entry_of_its_own_is_loaded_once_a_step(home: str) -> None:
-    stages = offloaded(blocks(2), home)
-    pipe = Pipe(stages, [1, 1], ["cpu", "cpu"], 3, "never")
-    pipe.train_step(torch.randn(ROWS, WIDTH), torch.zeros(ROWS, WIDTH), nn.MSELoss())
-    assert [stage.statistics().shard_loads for stage in stages] == [1, 1]
-
-
 @pytest.mark.parametrize("write", [lambda p: p.data.fill_(0.5), lambda p: p.detach().fill_(0.5)])
 def test_weights_written_between_two_calls_are_loaded_anew(home: str, write: Any) -> None:
     stages = offloaded(blocks(3, dropout=0.0), home)
@@ -236,18 +186,6 @@ def test_weights_written_between_two_calls_are_loaded_anew(home: str, write: Any
         part.load_state_dict(stage.state_dict())
         expected = part.eval()(expected)
     torch.testing.assert_close(pipe(x), expected)
-
-
-def test_offloaded_gradients_accumulate_over_steps(home: str) -> None:
-    parts = blocks(2, dropout=0.0)
-    bare = nn.Sequential(*copy.deepcopy(parts))
-    pipe = Pipe(offloaded(parts, home), [1, 1], ["cpu"], 1)
-    for step in range(3):
-        x, y = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
-        pipe.train_step(x, y, nn.MSELoss())
-        nn.functional.mse_loss(bare(x), y).backward()
-    for p, q in zip(bare.parameters(), pipe.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
 
 
 def test_an_offloaded_optimizer_updates_stages_that_take_turns(home: str) -> None:

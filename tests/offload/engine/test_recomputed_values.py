@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -225,87 +224,6 @@ def test_the_last_product_of_a_block_is_not_recomputed(kind: Callable[[], nn.Mod
         assert products(model, x) == products(bare, x) + 2
 
 
-#: What choosers have read: not an attribute that a recomputation puts back.
-LOG: list[list[float]] = []
-
-
-class Chooser(nn.Module):
-    """A gate that no gradient reaches, read on the host, by which one of several parts is chosen."""
-
-    def __init__(self, read: Callable[[Tensor], list[float]]) -> None:
-        super().__init__()
-        self.gate, self.parts = nn.Linear(WIDTH, 4), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.read = read
-
-    def forward(self, x: Tensor) -> Tensor:
-        numbers = self.read(self.gate(x.mean(0)))
-        LOG.append(numbers)
-        return torch.tanh(self.parts[max(range(4), key=numbers.__getitem__)](x))
-
-
-READERS: list[Callable[[Tensor], list[float]]] = [
-    Tensor.tolist,
-    lambda t: [float(number) for number in t.detach()],
-    lambda t: [number.item() for number in t.unbind()],
-    lambda t: list(map(float, t.detach().numpy())),
-    lambda t: list(map(float, np.asarray(t.data))),
-    lambda t: [t.max().eq(number).item() for number in t],
-    lambda t: list(np.ctypeslib.as_array((ctypes.c_float * 4).from_address(t.data_ptr()))),
-]
-
-
-@pytest.mark.parametrize("read", READERS)
-def test_a_choice_by_values_read_on_the_host_is_made_again(read: Callable[[Tensor], list[float]]) -> None:
-    """Its gate once was recomputed as not-a-number, which chose another part than the forward."""
-    torch.manual_seed(1)
-    bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), Chooser(read), nn.Linear(WIDTH, WIDTH))
-    # Rounded up to the fourth part by what not-a-number compares as, so let the choice be another one.
-    with torch.no_grad():
-        bare[1].gate.bias.copy_(torch.tensor([0.0, 0.0, 9.0, 0.0]))
-    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=3, checkpoint_activation=True)
-    LOG.clear()
-    for _ in range(2):
-        x = torch.randn(4, WIDTH)
-        for expected, actual in zip(run(bare, x), run(model, x), strict=True):
-            torch.testing.assert_close(actual, expected)
-        bare.zero_grad()
-        model.zero_grad()
-        assert LOG[0] == LOG[1] == LOG[2], "the plain model, the forward and its recomputation read the same"
-        LOG.clear()
-
-
-def test_an_intermediate_that_a_layer_keeps_has_its_values_after_backward() -> None:
-    class Keeping(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            self.kept = self.down(F.gelu(self.up(x)))
-            return x + self.kept
-
-    bare = nn.Sequential(Keeping())
-    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=1, checkpoint_activation=True)
-    x = torch.randn(4, WIDTH)
-    for _ in range(2):
-        run(bare, x)
-        run(model, x)
-        torch.testing.assert_close(next(model.children()).kept, bare[0].kept)
-
-
-def test_a_hook_on_a_gradient_finds_the_values_that_its_closure_holds() -> None:
-    """It reads them in backward, when it is too late to compute them."""
-
-    class Weighing(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.down(F.gelu(self.up(x)))
-            z = x + y
-            z.register_hook(lambda gradient: gradient * y)
-            return z * 2
-
-    bare = nn.Sequential(Weighing(), nn.Linear(WIDTH, WIDTH))
-    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True)
-    x = torch.randn(4, WIDTH)
-    for expected, actual in zip(run(bare, x), run(model, x), strict=True):
-        torch.testing.assert_close(actual, expected)
-
-
 def test_a_sum_that_no_gradient_needs_has_its_values_after_backward() -> None:
     class Summing(Block):
         def __init__(self) -> None:
@@ -325,10 +243,3 @@ def test_a_sum_that_no_gradient_needs_has_its_values_after_backward() -> None:
     for expected, actual in zip(run(bare, x), run(model, x), strict=True):
         torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(next(model.children()).total, bare[0].total)
-
-
-def test_a_layer_behind_that_saves_a_product_keeps_it_alive() -> None:
-    bare = nn.Sequential(Block(), nn.Tanh())
-    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=1, checkpoint_activation=True)
-    x = torch.randn(4, WIDTH)
-    assert products(model, x) == products(bare, x) + 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -22,7 +21,6 @@ from tests.offload.fuzz.gradients import (
     ZeroGrad,
 )
 from tests.offload.fuzz.hooks import Hook, RemoveHooks
-from tests.offload.fuzz.known import excluded
 from tests.offload.fuzz.models import MODELS, ROWWISE, WRITERS
 from tests.offload.fuzz.passes import (
     Backward,
@@ -230,10 +228,8 @@ WITH_UPDATES: tuple[type[Statement], ...] = (
 )
 
 
-def allowed(setup: Setup, behind: Sequence[Statement], statement: Statement, waiting: bool, but: str | None) -> bool:
-    """Whether a statement is within what is promised for a setup, and runs into none of what is known to fail."""
-    if excluded(setup, statement, waiting=waiting, behind=behind, but=but):
-        return False
+def allowed(setup: Setup, statement: Statement, waiting: bool) -> bool:
+    """Whether a statement is within what is promised for a setup."""
     if setup.updates == "backward" and not isinstance(statement, WITH_UPDATES):
         return isinstance(statement, Forward) and statement.mode in ("no_grad", "eval", "inference")
     # The first run that writes weights is taken back, and repeated with its graph: these layers run twice there.
@@ -275,22 +271,19 @@ def waiting_after(waiting: int, statement: Statement) -> int:
     return waiting
 
 
-def sensible(setup: Setup, but: str | None) -> bool:
-    """Whether a setup is within what is promised, and runs into none of what is known to fail."""
+def sensible(setup: Setup) -> bool:
+    """Whether a setup is within what is promised."""
     if setup.microbatches > 1 and setup.model not in ROWWISE:
         return False
     if setup.model in BLOCKS and setup.home == "kept":  # such a home would not hold what is outside of the blocks
         return False
-    if setup.updates == "backward" and setup.max_norm is not None:
-        return False
-    return not excluded(setup, None, but=but)
+    return setup.updates != "backward" or setup.max_norm is None
 
 
 @st.composite
-def programs(draw: st.DrawFn, most: int = 7, but: str | None = None, models: Sequence[str] | None = None) -> Program:
-    """Programs of up to ``most`` phrases over some ``models``, which run into nothing known to fail ``but`` this."""
-    drawn = setups if models is None else st.builds(replace, setups, model=st.sampled_from(models))
-    setup = draw(drawn.filter(lambda setup: sensible(setup, but)))
+def programs(draw: st.DrawFn, most: int = 7) -> Program:
+    """Programs of up to ``most`` phrases."""
+    setup = draw(setups.filter(sensible))
     found = draw(st.lists(phrases, min_size=1, max_size=most))
     if setup.home == "kept" and draw(flags):
         found.append((Reopen(),))
@@ -299,7 +292,7 @@ def programs(draw: st.DrawFn, most: int = 7, but: str | None = None, models: Seq
     statements: list[Statement] = []
     waiting = 0
     for statement in (statement for part in found for statement in part):
-        if allowed(setup, statements, statement, waiting > 0, but):
+        if allowed(setup, statement, waiting > 0):
             statements.append(statement)
             waiting = waiting_after(waiting, statement)
     return Program(setup, tuple(statements))

@@ -52,11 +52,6 @@ class Failure:
     #: Where an error came from.
     trace: str = ""
 
-    @property
-    def signature(self) -> tuple[str, str]:
-        """Equal for failures that are likely to be one."""
-        return self.statement, self.what.split(":")[0].split(".")[0] + (self.trace or _kind(self.what))
-
     def __str__(self) -> str:
         return f"at statement {self.at} ({self.statement}): {self.what}{' ' + self.trace if self.trace else ''}"
 
@@ -248,7 +243,3 @@ def _place(error: BaseException) -> str:
 
 def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:160]}"
-
-
-def _kind(what: str) -> str:
-    return " NaN" if "NaN" in what else ""

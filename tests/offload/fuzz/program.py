@@ -6,8 +6,7 @@ does the same to two worlds, the plain model's and ours; what it returns is comp
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -78,22 +77,3 @@ class Program:
     def __repr__(self) -> str:
         lines = "".join(f"    {statement!r},\n" for statement in self.statements)
         return f"Program({self.setup!r}, (\n{lines}))"
-
-    def without(self, k: int, count: int = 1) -> Program:
-        """Without ``count`` statements from ``k`` on."""
-        return Program(self.setup, self.statements[:k] + self.statements[k + count :])
-
-    def simpler(self) -> list[Callable[[], Program]]:
-        """All programs with one field of one statement, or of the setup, as simple as can be."""
-        found: list[Callable[[], Program]] = []
-        for field in fields(self.setup):
-            if getattr(self.setup, field.name) != field.default:
-                change = {field.name: field.default}
-                found.append(lambda change=change: Program(replace(self.setup, **change), self.statements))
-        for k, statement in enumerate(self.statements):
-            for field in fields(statement):
-                if getattr(statement, field.name) != field.default:
-                    other = replace(statement, **{field.name: field.default})
-                    after = (*self.statements[:k], other, *self.statements[k + 1 :])
-                    found.append(lambda after=after: Program(self.setup, after))
-        return found

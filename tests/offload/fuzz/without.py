@@ -1,7 +1,4 @@
-"""Takes one mechanism out of the engine, so that it can be seen that programs find what it is there for.
-
-``python -m tests.offload.fuzz --without "weight writes"`` draws programs against an engine that lacks it.
-"""
+"""Takes one mechanism out of the engine, so that it can be seen that programs find what it is there for."""
 
 from __future__ import annotations
 

@@ -165,16 +165,6 @@ def test_a_parameter_of_several_layers_keeps_its_gradient_in_full(home: str) -> 
         torch.testing.assert_close(found[name], p.grad if whole else p.grad.to(BF16))
 
 
-def test_autograd_grad_returns_gradients_in_full(home: str) -> None:
-    bare = layers()
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=6, gradient_dtype=BF16)
-    loss_of(model(batch(1))).backward()
-    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    found, expected = (torch.autograd.grad(loss_of(each(batch(2))), [each[0].weight]) for each in (model, bare))
-    assert torch.equal(*found, *expected)
-    assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))
-
-
 @pytest.mark.parametrize("how", ["stored", "a forward waits"])
 def test_a_second_backward_is_refused_before_anything_ran(home: str, how: str) -> None:
     model = OffloadModel(layers(), "cpu", home, num_slices=6, gradient_dtype=BF16)
@@ -223,33 +213,6 @@ def test_gradients_that_autograd_itself_returns_are_not_rounded(home: str) -> No
         assert torch.equal(requested, gradient)
         assert torch.equal(p.grad, gradient.to(BF16) if k else gradient)
     assert torch.equal(seen[-1], expected[0])
-
-
-@pytest.mark.parametrize(("store", "moved"), [("split", 30), (BF16, 26)], ids=["split", "bfloat16"])
-def test_beside_store_dtype_a_step_moves_4_bytes_less_and_trains_alike(tmp_path: Path, store: Any, moved: int) -> None:
-    """Of matrices, and without what slots keep."""
-    torch.manual_seed(0)
-    bare = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5)))
-    how: dict[str, Any] = {"num_slices": 5, "memory": MemoryPolicy.fixed(slots=2), "store_dtype": store}
-    models = [
-        OffloadModel(copy.deepcopy(bare), "cpu", f"{tmp_path}/{dtype}/", gradient_dtype=dtype, **how)
-        for dtype in (None, BF16)
-    ]
-    optimizers = [OffloadOptimizer(model, torch.optim.Adam, max_norm=0.1) for model in models]
-    for _ in range(3):
-        before = models[1].statistics().bytes_moved
-        for model, optimizer in zip(models, optimizers, strict=True):
-            model(torch.ones(2, 64)).pow(2).mean().backward()
-            grads = [p.grad for p in model.parameters()]
-            assert {g.dtype for g in grads if g is not None} == {BF16 if model is models[1] else torch.float32}
-            del grads
-            optimizer.step()
-            optimizer.zero_grad()
-    found = models[1].statistics().bytes_moved - before
-    each = 64 * 64
-    assert found == (5 * moved - 2 * 2) * each
-    for p, q in zip(*(model.state_dict().values() for model in models), strict=True):
-        torch.testing.assert_close(p, q, rtol=0.02, atol=1e-3)
 
 
 def test_sparse_gradients_and_those_of_updates_in_backward_are_not_rounded(home: str) -> None:
