@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +12,7 @@ import pytest
 
 from benchmarks.harness import peers
 from benchmarks.harness.case import CannotRunError, Case, Outcome
-from benchmarks.harness.memory import PeakMeter, cap_memory, memory_of
+from benchmarks.harness.memory import PeakMeter, cap_memory
 from benchmarks.harness.peers import PEERS, find_peer, variable_of
 from benchmarks.harness.process import CaseProcess
 from benchmarks.harness.schedule import run_group
@@ -43,11 +40,6 @@ def test_a_case_reports_its_steps_its_moments_and_its_result() -> None:
     assert found.result == {"steps": 3}
     assert found.steps == [{"loss": 0.0}, {"loss": 1.0}, {"loss": 2.0}]
     assert found.peak_bytes >= found.moments["after"] / 2 > 0
-
-
-def test_a_case_works_in_the_folder_of_its_run(tmp_path: Path) -> None:
-    (found,) = run_group([case("works_in")], tmp_path)
-    assert found.result == {"folder": str(tmp_path)}
 
 
 def test_a_case_gets_its_environment_unless_the_user_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,8 +86,8 @@ def test_a_case_that_dies_is_reported_with_its_reason(function: str, reason: str
 
 
 def test_a_case_that_is_not_done_in_time_ends_with_what_it_has_started(tmp_path: Path) -> None:
-    (found,) = run_group([replace(case("starts_another_and_hangs"), seconds=5.0)], tmp_path)
-    assert found.failure == "not done after 5 s"
+    (found,) = run_group([replace(case("starts_another_and_hangs"), seconds=3.0)], tmp_path)
+    assert found.failure == "not done after 3 s"
     other = found.steps[0]["pid"]
     while psutil.pid_exists(other) and psutil.Process(other).status() != psutil.STATUS_ZOMBIE:
         pass  # it was killed, and is gone as soon as it is scheduled
@@ -146,23 +138,6 @@ def test_a_peak_belongs_to_the_phase_in_which_it_was() -> None:
     assert found.peaks["small"] < found.moments["held"] - 48 * MEBIBYTE
 
 
-def test_the_meter_ends_with_the_process_and_keeps_its_peak() -> None:
-    # The child answers once it holds the bytes, and ends when its input is closed: no clock is involved.
-    program = f"held = bytearray(b'1') * {32 * MEBIBYTE}\nprint(flush=True)\ninput()"
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        meter = PeakMeter(child.pid, interval_seconds=0.001)
-        meter.phase("held")
-        child.communicate(b"\n")
-        meter.stop()
-    assert max(meter.peaks.values()) >= 32 * MEBIBYTE
-    assert meter.data_peak_bytes >= 32 * MEBIBYTE
-    with pytest.raises(ProcessLookupError):
-        memory_of(child.pid)
-    assert memory_of(os.getpid())[0] > 0
-
-
 @linux
 def test_a_capped_process_can_take_what_the_cap_leaves_and_dies_of_more() -> None:
     fits = run_alone(case("allocates_under_a_cap", cap_mebibytes=96, mebibytes=32))
@@ -180,23 +155,6 @@ def test_a_cap_below_what_the_process_holds_is_refused_as_a_want_of_memory() -> 
         cap_memory(1 << 20)
     assert resource.getrlimit(resource.RLIMIT_DATA)[0] != 1 << 20
     assert outcome("dead", failure=f"exit status 1: MemoryError: {told.value}").lacked_memory
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc: other C libraries have no such threshold")
-def test_a_freed_block_leaves_a_process_that_was_started_to_give_back() -> None:
-    program = """
-import os, torch
-from benchmarks.harness.memory import memory_of
-before = memory_of(os.getpid())[0]
-pieces = [torch.ones(1 << 18) for _ in range(64)]
-held = memory_of(os.getpid())[0] - before
-last = pieces[-1]
-del pieces
-left = memory_of(os.getpid())[0] - before
-assert held > 60 << 20 and left < 8 << 20, (held, left)
-"""
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment).returncode == 0
 
 
 # --- peers -----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import pytest
 from benchmarks.__main__ import BENCHMARKS, CLAIMED, RESULTS, load, main
 from benchmarks.harness.benchmark import (
     Benchmark,
-    Claim,
     Run,
     broken_bounds,
     publish,
@@ -25,9 +24,9 @@ from benchmarks.harness.benchmark import (
     write_lines,
 )
 from benchmarks.harness.case import Outcome
-from benchmarks.harness.environment import cache_directory, environment_facts, filesystem_of
+from benchmarks.harness.environment import environment_facts, filesystem_of
 from benchmarks.harness.settings import add_options, option, settings_of
-from benchmarks.harness.table import at_least, at_most, case_table, mebibytes, spread
+from benchmarks.harness.table import at_most, case_table
 from tests.benchmarks.here import outcome
 
 ROOT = Path(__file__).parents[2]
@@ -138,26 +137,6 @@ def test_a_table_has_aligned_columns_and_a_row_for_a_case_without_a_result() -> 
     ]
 
 
-def test_figures_and_bounds_in_words() -> None:
-    assert mebibytes(1234567890) == "1,177 MiB"
-    assert spread([1.2, 1.0, 1.05]) == "1.050 (1.00 to 1.20)"
-    assert spread([]) == "-"
-    assert at_most("x", 1.0, 1.0) == at_least("x", 1.0, 1.0) == []
-    assert at_most("x", 2.0, 1.5) == ["x must be at most 1.5, is 2"]
-    assert at_least("x", float("nan"), 1.5) == ["x must be at least 1.5, is nan"]
-
-
-def test_an_outcome_knows_its_medians_and_ratios() -> None:
-    found = outcome("a", {}, steps=[{"seconds": 3.0}, {"seconds": 1.0, "more": 6}, {"seconds": 2.0}])
-    assert found.median() == 2.0
-    with pytest.raises(KeyError):
-        found.median("more")
-    assert found.ratio() != found.ratio()  # NaN: there is no reference
-    found.reference = [{"seconds": 1.0}] * 3
-    assert (found.ratios(), found.ratio()) == ([3.0, 1.0, 2.0], 2.0)
-    assert outcome("b", steps=[{"ratio": 4.0}]).ratio() == 4.0
-
-
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -240,23 +219,6 @@ def test_a_case_of_ours_that_failed_breaks_a_bound_and_a_peer_that_failed_does_n
     assert broken_bounds(BENCHMARK, run) == []
     run.groups["alone"].append(outcome("b", failure="killed", may_lack_memory=True))
     assert broken_bounds(BENCHMARK, run) == ["b: killed"]
-
-
-def test_a_claim_shows_the_median_with_its_range_and_what_a_peak_is_counted_above() -> None:
-    assert Claim("a", "b", [0.5, 0.7, 0.6], 0.25, " above torch").cells() == [
-        "a",
-        "b",
-        "0.60 (0.50 to 0.70)",
-        "0.25 above torch",
-    ]
-    assert Claim("a", "b", [1.0]).cells()[3] == "-"
-
-
-def test_the_cache_follows_xdg_and_ignores_a_relative_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_directory() == tmp_path / "gradstream"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert cache_directory().is_absolute()
 
 
 # --- environment -----------------------------------------------------------------------------------------------------

@@ -6,34 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.models.encoder import PADDING
 from benchmarks.retrieval.corpus import Corpus, Pair
-from benchmarks.retrieval.workload import encode, tokenizer_for
+from benchmarks.retrieval.workload import tokenizer_for
 
 TRAINING = Pair("m", "Read bytes from the open file.", "def read_bytes(openFile):\n    return openFile.read()")
 HELD_OUT = Pair("n", "Quench the zygote.", "def quench(zygote): return zygote")
 CORPUS = Corpus((TRAINING,) * 3, (HELD_OUT,), 2)
 
 
-def test_case_underscores_and_punctuation_do_not_separate_a_name_from_its_words(tmp_path: Path) -> None:
-    tokenizer = tokenizer_for(CORPUS, 400, tmp_path)
-    rows = encode(tokenizer, ["read_bytes(openFile)", "ReadBytes, open file", "Read bytes: open File."], 8)
-    assert (rows[0] == rows[1]).all()
-    assert (rows[0] == rows[2]).all()
-
-
 def test_the_held_out_side_has_no_part_in_the_vocabulary(tmp_path: Path) -> None:
     vocabulary = tokenizer_for(CORPUS, 400, tmp_path).get_vocab()
     assert "bytes" in vocabulary
     assert not any(token in vocabulary for token in ("quench", "zygote", "zy"))
-
-
-def test_texts_are_cut_and_padded_to_the_length(tmp_path: Path) -> None:
-    rows = encode(tokenizer_for(CORPUS, 400, tmp_path), ["file", "file file file file"], 3)
-    assert rows.shape == (2, 3)
-    assert rows[0, 0] != PADDING
-    assert (rows[0, 1:] == PADDING).all()
-    assert (rows[1] == rows[0, 0]).all()
 
 
 def test_a_tokenizer_is_trained_once_for_each_corpus_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,8 +27,3 @@ def test_a_tokenizer_is_trained_once_for_each_corpus_and_size(tmp_path: Path, mo
     assert len(list(tmp_path.iterdir())) == 3
     monkeypatch.setattr("benchmarks.retrieval.workload._train", lambda *_: pytest.fail("trained again"))
     assert tokenizer_for(CORPUS, 400, tmp_path).get_vocab() == first.get_vocab()
-
-
-def test_a_vocabulary_that_cannot_hold_the_bytes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="more than 256 tokens"):
-        tokenizer_for(CORPUS, 256, tmp_path)
