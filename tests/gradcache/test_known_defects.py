@@ -6,6 +6,7 @@ import contextlib
 import copy
 import random
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -97,12 +98,6 @@ def test_member_that_can_not_be_cut_is_refused_until_it_is_declared() -> None:
     with pytest.raises(TypeError, match="broadcast"):
         GradCache([Texts()], 2, energy)(given)
     GradCache([Texts()], 2, energy, broadcast=("names",))(given)
-
-
-def test_split_function_that_loses_rows_is_refused() -> None:
-    step = GradCache([tower()], 2, energy, split_input_fn=lambda x, size: [x[:2], x[2:4]])
-    with pytest.raises(ValueError, match="expected split_input_fn to return all 10 rows, got 4"):
-        step(torch.randn(10, 8))
 
 
 # -- 2: the cache is cut as the input was --------------------------------------------------------------------------
@@ -235,112 +230,68 @@ def test_dropout_on_the_device_is_replayed_although_the_inputs_are_on_the_host()
 # -- 4: buffers and inputs -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_batch_norm_is_counted_once(momentum: float | None) -> None:
-    def model() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6, momentum=momentum), nn.Linear(6, 6))
+class ByFunction(nn.Module):
+    """Its statistics are written by torch's kernel, without a new version of the tensor."""
 
-    bare, ours = model(), model()
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tower()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("var", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(self.inner(x), self.mean, self.var, training=True)
+
+
+class Moving(ByFunction):
+    """Replaces a buffer by another tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x) * (self.mean + 1)
+        self.mean = 0.5 * self.mean + 0.5 * out.detach().mean(0)
+        return out
+
+
+class Greedy(ByFunction):
+    """Writes over its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x.mul_(2.0))
+        return out
+
+
+WRITERS: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": lambda: nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)),
+    "its average": lambda: nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6, momentum=None), nn.Linear(6, 6)),
+    "spectral norm": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 6)), nn.Linear(6, 6)),
+    "a function": ByFunction,
+    "a replaced buffer": Moving,
+    "its input": Greedy,
+}
+
+
+@pytest.mark.parametrize("what", WRITERS)
+def test_what_a_forward_writes_is_met_as_it_was_by_the_second_pass_and_written_once(what: str) -> None:
+    bare, ours = WRITERS[what](), WRITERS[what]()
+    ours.load_state_dict(bare.state_dict())
     x = torch.randn(9, 8)
-    energy(torch.cat([bare(part) for part in x.split(3)])).backward()
-    step = GradCache([ours, ours], 3, lambda a, b: energy(a), audit=True)
-    with torch.no_grad():
-        expected = copy.deepcopy(bare)
-        for part in x.split(3):
-            expected(part)
-    step(x, x)
-    for name, buffer in expected.named_buffers():
-        torch.testing.assert_close(dict(ours.named_buffers())[name], buffer)
-    for name, parameter in bare.named_parameters():
-        torch.testing.assert_close(dict(ours.named_parameters())[name].grad, parameter.grad)
-    assert step.step_result is not None
-    assert step.step_result.greatest_difference == 0.0
+    kept = x.clone()
 
+    def loss(r: Tensor) -> Tensor:
+        return (r * r.detach().exp()).sum()
 
-def test_statistics_of_a_layer_that_calls_batch_norm_by_function_are_counted_once() -> None:
-    """torch's kernel writes them without a new version of the tensor."""
-
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = tower()
-            self.register_buffer("mean", torch.zeros(6))
-            self.register_buffer("var", torch.ones(6))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.batch_norm(self.inner(x), self.mean, self.var, training=True)
-
-    once, ours = Own(), Own()
-    x = torch.randn(9, 8)
-    for part in x.split(3):
-        once(part)
-    GradCache([ours], 3, lambda r: (r * r.detach().exp()).sum())(x)
-    torch.testing.assert_close(ours.mean, once.mean)
-    torch.testing.assert_close(ours.var, once.var)
-
-
-def test_spectral_norm_sees_the_vectors_of_the_first_pass_and_moves_once_per_chunk() -> None:
-    def model() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 6)), nn.Linear(6, 6))
-
-    bare, ours = model(), model()
-    x = torch.randn(9, 8)
-    energy(torch.cat([bare(part) for part in x.split(3)])).backward()
-    step = GradCache([ours], 3, energy, audit=True)
+    expected = torch.cat([bare(part.clone()) for part in x.split(3)])
+    loss(expected).backward()
+    step = GradCache([ours], 3, loss, audit=True)
     step(x)
+    assert torch.equal(x, kept)
     assert step.step_result is not None
     assert step.step_result.greatest_difference == 0.0
+    torch.testing.assert_close(step.step_result.representations[0], expected.detach())
     for (_, mine), (_, theirs) in zip(ours.named_buffers(), bare.named_buffers(), strict=True):
         torch.testing.assert_close(mine, theirs)
     for mine, theirs in zip(ours.parameters(), bare.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
-
-
-def test_buffer_that_is_replaced_by_another_tensor_is_restored_too() -> None:
-    class Moving(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = tower()
-            self.register_buffer("mean", torch.ones(6))
-
-        def forward(self, x: Tensor) -> Tensor:
-            out = self.inner(x) * self.mean
-            self.mean = 0.5 * self.mean + 0.5 * out.detach().mean(0)
-            return out
-
-    model = Moving()
-    reference = copy.deepcopy(model)
-    x = torch.randn(6, 8)
-    expected = torch.cat([reference(part) for part in x.split(2)])
-    step = GradCache([model], 2, energy, audit=True)
-    step(x)
-    assert step.step_result is not None
-    assert step.step_result.greatest_difference == 0.0
-    torch.testing.assert_close(step.step_result.representations[0], expected.detach())
-    torch.testing.assert_close(model.mean, reference.mean)
-
-
-def test_model_that_writes_over_its_input_meets_the_same_input_twice(assert_same_gradients: Any) -> None:
-    class Greedy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = tower()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x.mul_(2.0))
-
-    bare, ours = Greedy(), Greedy()
-    x = torch.randn(6, 8)
-    kept = x.clone()
-    energy(bare(x.clone())).backward()
-    step = GradCache([ours], 2, energy, audit=True)
-    step(x)
-    assert step.step_result is not None
-    assert step.step_result.greatest_difference == 0.0
-    assert_same_gradients([bare], [ours])
-    assert torch.equal(x, kept)
 
 
 # -- 7: validation before gradients --------------------------------------------------------------------------------
@@ -376,34 +327,6 @@ def test_unreduced_loss_is_refused_before_any_gradient_is_written() -> None:
         step(torch.randn(4, 8), torch.randn(4, 8), reduction="none")
     assert models[0][0].weight.grad is before
     assert torch.equal(before, torch.ones_like(before))
-
-
-def test_exception_in_the_second_pass_leaves_the_gradients_of_before_the_step() -> None:
-    class Fragile(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = tower()
-            self.broken = True
-
-        def forward(self, x: Tensor) -> Tensor:
-            if torch.is_grad_enabled() and self.broken and bool(x[0, 0] > 3):
-                raise RuntimeError("broken")
-            return self.inner(x)
-
-    model, other = Fragile(), tower(1)
-    x = torch.zeros(6, 8)
-    x[4:] = 4.0
-    step = GradCache([other, model], 2, energy)
-    step(torch.randn(6, 8), torch.zeros(6, 8))
-    before = {name: parameter.grad for name, parameter in other.named_parameters()}
-    values = {name: gradient.clone() for name, gradient in before.items() if gradient is not None}
-    with pytest.raises(RuntimeError, match="broken"):
-        step(torch.randn(6, 8), x)
-    for name, parameter in other.named_parameters():
-        assert parameter.grad is before[name]
-        assert torch.equal(values[name], parameter.grad)
-    model.broken = False
-    step(torch.randn(6, 8), x)
 
 
 def test_tuple_and_dict_representations_reach_the_loss_as_they_are(assert_same_gradients: Any, streamed: Any) -> None:
@@ -557,19 +480,6 @@ def test_learnable_temperature_gets_the_gradient_of_the_whole_batch_once(chunk_s
     bare(model(x), model(y)).backward()
     GradCache([model, model], chunk_size, ours)(x, y)
     torch.testing.assert_close(ours.scale.grad, bare.scale.grad)
-
-
-def test_gradients_flow_on_to_what_computed_the_input(assert_same_gradients: Any, streamed: Any) -> None:
-    """Not in the peer: its chunks' backwards run through the shared graph a second time and fail."""
-    before = [nn.Linear(8, 8) for _ in range(3)]
-    for module in before[1:]:
-        module.load_state_dict(before[0].state_dict())
-    x, y = torch.randn(6, 8), torch.randn(6, 8)
-    bare, ours = tower(), tower()
-    energy(bare(before[0](torch.cat([x, y])).tanh())).backward()
-    hidden = before[1](torch.cat([x, y])).tanh()
-    GradCache([ours, ours], 2, energy)(hidden[:6], hidden[6:])
-    assert_same_gradients([bare, before[0]], [ours, before[1]])
 
 
 # -- 12: decorators ------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from typing import Any
 
 import pytest
@@ -174,35 +173,6 @@ def test_mini_batches_are_as_wide_as_their_longest_row_and_hold_so_many_tokens(
     assert all("sentence_embedding" not in column for column in batch)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_value_and_gradients_are_those_of_the_package(assert_same_gradients: Any) -> None:
-    package = pytest.importorskip("sentence_transformers.sentence_transformer.losses", reason="needs the extra")
-    transformer = pytest.importorskip("sentence_transformers").SentenceTransformer
-    theirs, ours = (transformer(modules=[Encoder()], device="cpu") for _ in range(2))
-    batch = [features(7, 4 + k, k) for k in range(3)]
-    expected = package.CachedMultipleNegativesRankingLoss(theirs, mini_batch_size=3)(copy.deepcopy(batch), None)
-    expected.backward()
-    loss = CachedMultipleNegativesRankingLoss(ours, mini_batch_size=3)(batch, None)
-    loss.backward()
-    torch.testing.assert_close(loss, expected)
-    assert_same_gradients([theirs], [ours])
-
-
-VARIANTS: list[dict[str, Any]] = [
-    {},
-    {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"},
-    {"directions": ("doc_to_query", "query_to_doc"), "partition_mode": "joint"},
-    {"directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")},
-    *(
-        {"hardness_mode": mode, "hardness_strength": 5.0}
-        for mode in ("in_batch_negatives", "hard_negatives", "all_negatives")
-    ),
-    {"hardness_mode": "all_negatives", "hardness_strength": 3.0, "directions": ("query_to_doc", "doc_to_doc")},
-    {"mini_batch_num_tokens": 9},
-    {"gather_across_devices": True},
-]
-
-
 def pair(**options: Any) -> tuple[Any, Any, Any, Any, Any]:
     package = pytest.importorskip("sentence_transformers.sentence_transformer.losses", reason="needs the extra")
     transformer = pytest.importorskip("sentence_transformers").SentenceTransformer
@@ -215,56 +185,6 @@ def pair(**options: Any) -> tuple[Any, Any, Any, Any, Any]:
         ours,
         CachedMultipleNegativesRankingLoss(ours, **options),
     )
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("columns", [2, 4])
-def test_arguments_of_the_installed_release_mean_what_they_mean_there(
-    variant: dict[str, Any], columns: int, assert_same_gradients: Any
-) -> None:
-    _, theirs, expected_loss, ours, loss = pair(**variant)
-    batch = [padded([3, 5, 2, 6, 1, 4, 2]) for _ in range(columns)]
-    for k, column in enumerate(batch):
-        column["input_ids"] = (column["input_ids"] * (k + 1) + k) % 20
-    expected = expected_loss(copy.deepcopy(batch), None)
-    (expected * 0.5).backward()
-    value = loss(batch, None)
-    (value * 0.5).backward()
-    torch.testing.assert_close(value, expected)
-    assert_same_gradients([theirs], [ours])
-    theirs_config, config = expected_loss.get_config_dict(), loss.get_config_dict()
-    assert config == theirs_config
-    assert loss.temperature == expected_loss.temperature
-    assert [column.keys() for column in batch] == [padded([1]).keys()] * columns
-    with torch.no_grad():
-        torch.testing.assert_close(loss(batch, None), expected_loss(copy.deepcopy(batch), None))
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dimensions", [-1, 1, 2])
-@pytest.mark.parametrize("weights", [None, [1.0, 0.3, 2.0]])
-def test_matryoshka_around_the_loss_gives_its_gradient(
-    dimensions: int, weights: list[float] | None, assert_same_gradients: Any
-) -> None:
-    """It went around the model's forward, which was back in its place when the second pass ran."""
-    package, theirs, expected_loss, ours, loss = pair()
-    wrapped = [
-        package.MatryoshkaLoss(model, inner, [6, 4, 2], weights, n_dims_per_step=dimensions)
-        for model, inner in ((theirs, expected_loss), (ours, loss))
-    ]
-    batch = [features(7, 4 + k, k) for k in range(3)]
-    values = []
-    for each in wrapped:
-        random.seed(3)
-        value = each(copy.deepcopy(batch), None)
-        (value * 0.5).backward()
-        values.append(value.detach())
-        with torch.no_grad():
-            random.seed(3)
-            torch.testing.assert_close(each(copy.deepcopy(batch), None), values[-1])
-    torch.testing.assert_close(values[0], values[1])
-    assert_same_gradients([theirs], [ours])
 
 
 def test_a_wrapper_that_weighs_gradients_of_representations_alone_refuses_a_similarity_that_trains() -> None:

@@ -336,8 +336,23 @@ def both(release: Any, make_tokenizer: Any, name: str, **options: Any) -> tuple[
     return found[0], found[1]
 
 
+RANKING: list[dict[str, Any]] = [
+    {},
+    {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"},
+    {"directions": ("doc_to_query", "query_to_doc"), "partition_mode": "joint"},
+    {"directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")},
+    *(
+        {"hardness_mode": mode, "hardness_strength": 5.0}
+        for mode in ("in_batch_negatives", "hard_negatives", "all_negatives")
+    ),
+    {"hardness_mode": "all_negatives", "hardness_strength": 3.0, "directions": ("query_to_doc", "doc_to_doc")},
+    {"mini_batch_num_tokens": 9},
+    {"gather_across_devices": True},
+]
+
 CASES = [("CachedGISTEmbedLoss", options) for options in (*GUIDED, {"guide_words": WORDS + 1}, {"dropout": 0.3})]
 CASES += [(name, {"dropout": 0.3}) for name in NAMES if "GIST" not in name]
+CASES += [("CachedMultipleNegativesRankingLoss", options) for options in RANKING]
 CASES += [("MegaBatchMarginLoss", {"use_mini_batched_version": False, "positive_margin": 0.5})]
 
 
@@ -356,6 +371,7 @@ def test_values_and_gradients_are_those_of_the_installed_release(
         (values[-1] * 0.5).backward()
     torch.testing.assert_close(values[1], values[0])
     assert_same_gradients([found[0].model], [found[1].model], 1e-5)  # gradients up to 10
+    assert getattr(found[1], "temperature", None) == getattr(found[0], "temperature", None)
     theirs, ours = (loss.get_config_dict() for loss in found)
     theirs.pop("guide", None), ours.pop("guide", None)
     assert ours == theirs
@@ -366,12 +382,12 @@ def test_values_and_gradients_are_those_of_the_installed_release(
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "MegaBatchMarginLoss"])
-@pytest.mark.parametrize("dimensions", [-1, 1])
+@pytest.mark.parametrize(("dimensions", "weights"), [(-1, [1.0, 0.3, 2.0]), (1, [1.0, 0.3, 2.0]), (2, None)])
 def test_matryoshka_around_it_gives_the_release_s_gradient(
-    name: str, dimensions: int, release: Any, make_tokenizer: Any, assert_same_gradients: Any
+    name: str, dimensions: int, weights: Any, release: Any, make_tokenizer: Any, assert_same_gradients: Any
 ) -> None:
     found = both(release, make_tokenizer, name)
-    wrapped = [release.MatryoshkaLoss(loss.model, loss, [8, 4, 2], [1.0, 0.3, 2.0], dimensions) for loss in found]
+    wrapped = [release.MatryoshkaLoss(loss.model, loss, [8, 4, 2], weights, dimensions) for loss in found]
     values = []
     for each in wrapped:
         random.seed(3)

@@ -20,7 +20,6 @@ from tests.gradcache.wrapped_towers import (
     Embedding,
     Normalised,
     Residual,
-    TwoBodies,
     assert_same,
     bodies,
     layer_by_layer,
@@ -69,30 +68,7 @@ def test_a_step_over_wrapped_models_has_the_gradients_and_buffers_of_the_plain_t
     assert_same(plain, ours)
 
 
-@pytest.mark.parametrize("kind", ["normalised", "residual", "two bodies", "sequential"])
-def test_the_gradient_is_that_of_the_batch_in_one_piece(kind: str) -> None:
-    plain = KINDS[kind]()
-    ours = with_offload(plain)
-    expected = square(plain(rows(9)), plain(rows(6, 4)))
-    expected.backward()
-    loss = GradCache([ours, ours], [2, 4], square)(rows(9), rows(6, 4))
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-13, atol=0)
-    assert_same(plain, ours)
-
-
 # --- random numbers ------------------------------------------------------------------------------------------------
-
-
-def test_with_one_chunk_random_numbers_buffers_and_generator_are_those_of_the_plain_tower(home: Any) -> None:
-    plain = Embedding(dropout=0.4)
-    ours = with_offload(plain, home)
-    torch.manual_seed(1)
-    square(plain(rows(8))).backward()
-    expected = torch.get_rng_state()
-    torch.manual_seed(1)
-    GradCache([ours], 8, square)(rows(8))
-    assert torch.equal(torch.get_rng_state(), expected)
-    assert_same(plain, ours)
 
 
 @pytest.mark.parametrize("recompute", [True, False], ids=["checkpoint", "graphs"])
@@ -109,16 +85,6 @@ def test_dropout_draws_the_same_masks_in_both_passes_and_batch_norm_counts_each_
     GradCache([ours], 3, square)(x)
     assert torch.equal(torch.get_rng_state(), expected)
     assert_same(plain, ours)
-
-
-def test_the_second_pass_computes_the_representations_of_the_first() -> None:
-    ours = with_offload(Embedding(dropout=0.4))
-    step = GradCache([ours, ours], 3, square, audit=True)
-    for _ in range(2):
-        step(rows(8), rows(5, 4))
-        assert step.step_result is not None
-        assert step.step_result.greatest_difference is not None
-        assert step.step_result.greatest_difference < 1e-14
 
 
 # --- several steps, optimizers -------------------------------------------------------------------------------------
@@ -185,32 +151,6 @@ def test_updates_that_are_pending_run_beside_the_next_step(
     assert_same(plain, ours)
 
 
-def test_gradients_stored_in_16_bits_receive_the_sum_of_all_chunks() -> None:
-    class Tower(nn.Module):
-        def __init__(self, body: nn.Module) -> None:
-            super().__init__()
-            self.body = body
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.body(x) * 1.0
-
-    torch.manual_seed(0)
-    bare = nn.Sequential(nn.Linear(16, 8, bias=False)).bfloat16()
-    x = torch.rand(512, 16).bfloat16()
-    ours = Tower(offloaded(bare, num_slices=1))
-    (weight,) = ours.parameters()
-
-    def loss(representations: Tensor) -> Tensor:
-        # Inside a visit a parameter is on the compute device, where a hook's sum would stay.
-        assert not getattr(weight, "_post_accumulate_grad_hooks", None)
-        return representations.float().sum()
-
-    GradCache([ours], 1, loss)(x)
-    assert weight.grad is not None
-    exact = x.double().sum(0).expand(8, 16)
-    assert float((weight.grad.double() - exact).norm() / exact.norm()) < 0.01
-
-
 # --- evaluation, frozen parts --------------------------------------------------------------------------------------
 
 
@@ -233,22 +173,6 @@ class Runs(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return x
-
-
-def test_a_body_that_the_tower_calls_without_gradients_is_loaded_once() -> None:
-    class Frozen(Embedding):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                h = self.body(self.prefix(x))
-            return self.suffix(h.mul_(3).tanh_())
-
-    plain = Frozen()
-    ours = with_offload(plain)
-    for model in (plain, ours):
-        GradCache([model], 2, square)(rows(6))
-    assert_same(plain, ours)
-    assert all(parameter.grad is None for body in bodies(ours) for parameter in body.parameters())
-    assert loads(ours) == [SHARDS]
 
 
 def test_a_frozen_body_passes_gradients_to_what_is_trained_before_it() -> None:
@@ -340,15 +264,6 @@ def test_a_model_waits_for_the_chunks_of_a_tower_that_calls_another_one_first() 
     GradCache([ours, One(ours.second)], 2, square)(*inputs)
     assert_same(plain, ours)
     assert max(loads(ours)) <= 2 * SHARDS
-
-
-def test_a_wrapped_tower_beside_a_plain_one(home: Any) -> None:
-    plain, other = Embedding(), TwoBodies()
-    ours, other_again = with_offload(plain, home), copy.deepcopy(other)
-    GradCache([plain, other], 2, lambda a, b: square(a) + square(b) * a.mean())(rows(6), rows(6, 4))
-    GradCache([ours, other_again], 2, lambda a, b: square(a) + square(b) * a.mean())(rows(6), rows(6, 4))
-    assert_same(plain, ours)
-    assert_same(other, other_again)
 
 
 def test_micro_batches_of_the_model_stay_micro_batches() -> None:

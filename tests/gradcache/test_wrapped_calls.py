@@ -6,6 +6,7 @@ import copy
 import threading
 import types
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -79,28 +80,6 @@ def test_a_tower_may_write_over_its_input_and_over_what_the_body_returns() -> No
     square(plain(x.clone())).backward()
     GradCache([ours], 2, square)(given)
     assert torch.equal(given, x)
-    assert_same(plain, ours)
-
-
-def test_a_large_buffer_that_a_tower_writes_on_both_sides_of_the_body_is_written_once() -> None:
-    class Queue(Residual):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("queue", torch.zeros(4096, WIDTH, dtype=torch.float64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            assert isinstance(self.queue, Tensor)
-            h = self.first(x) + self.queue[0]
-            self.queue.add_(1)
-            h = self.body(h) + self.queue[1]
-            self.queue.mul_(1.5)
-            return h
-
-    plain = Queue()
-    ours = with_offload(plain)
-    for model in (plain, ours):
-        for seed in (3, 4):
-            GradCache([model], 6, square)(rows(6, seed))
     assert_same(plain, ours)
 
 
@@ -182,19 +161,6 @@ def test_a_backward_outside_autocast_repeats_what_ran_inside_it() -> None:
     assert_same(plain, ours, 1e-6)
 
 
-def test_a_checkpoint_around_batch_norm_in_the_prefix_counts_each_chunk_once() -> None:
-    class Checkpointed(Embedding):
-        def prefix(self, x: Tensor) -> Tensor:
-            return checkpoint(super().prefix, x, use_reentrant=False)
-
-    plain = Checkpointed()
-    ours = with_offload(plain)
-    for model in (plain, ours):
-        GradCache([model], 2, square)(rows(6))
-    assert_same(plain, ours)
-    assert max(loads(ours)) <= 2 * SHARDS
-
-
 def test_hooks_that_do_not_call_models_keep_their_meaning_and_the_number_of_loads() -> None:
     class Own(GradCache):
         def split_inputs(self, model_input: Any, chunk_size: int) -> list[Any]:
@@ -212,22 +178,6 @@ def test_hooks_that_do_not_call_models_keep_their_meaning_and_the_number_of_load
 
 
 # --- what a tower does around the call ------------------------------------------------------------------------------
-
-
-def test_a_tower_may_keep_things_in_attributes_between_prefix_and_suffix() -> None:
-    class KeepsMask(Residual):
-        mask: Tensor
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.mask = (x > 0).double()
-            return self.body(self.first(x)) * self.mask
-
-    plain = KeepsMask()
-    ours = with_offload(plain)
-    square(plain(rows(6))).backward()
-    GradCache([ours], 2, square)(rows(6))
-    assert_same(plain, ours)
-    assert max(loads(ours)) <= 2 * SHARDS
 
 
 def test_autocast_around_the_call_is_in_force_when_the_model_runs() -> None:
@@ -249,46 +199,6 @@ def test_autocast_around_the_call_is_in_force_when_the_model_runs() -> None:
     for model in (plain, ours):
         GradCache([model], 2, square)(x)
     assert_same(plain, ours, 1e-6)
-    assert max(loads(ours)) <= 2 * SHARDS
-
-
-def test_training_flags_that_a_tower_sets_for_its_call_hold_when_the_model_runs() -> None:
-    class Toggles(Residual):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            self.body.eval()
-            h = self.body(x)
-            self.body.train()
-            return nn.functional.dropout(h, 0.0, self.training)
-
-    plain = Toggles()
-    plain.body = layers(0, dropout=0.5)
-    ours = with_offload(plain)
-    for _ in range(2):
-        for model in (plain, ours):
-            GradCache([model], 2, square)(rows(6))
-    assert_same(plain, ours)
-    assert all(module.training for module in ours.modules())
-    assert max(loads(ours)) <= 2 * 2 * SHARDS
-
-
-def test_training_flags_that_a_tower_sets_before_its_call_hold_in_its_suffix_and_not_in_the_next_chunk() -> None:
-    class Around(Embedding):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.norm_before(self.first(x))
-            self.norm_before.eval()
-            self.drop.eval()
-            h = self.drop(self.body(x))
-            self.norm_before.train()
-            self.drop.train()
-            return self.last(h)
-
-    plain = Around(dropout=0.5)
-    plain.body = layers()
-    ours = with_offload(plain)
-    for model in (plain, ours):
-        GradCache([model], 2, square)(rows(6))
-    assert_same(plain, ours)
     assert max(loads(ours)) <= 2 * SHARDS
 
 
@@ -383,7 +293,86 @@ def test_chunks_that_call_models_in_different_orders_are_right_with_one_warning(
     assert sum(loads(ours)) <= 6 * SHARDS
 
 
-class Sometimes(Residual):
+# --- towers that train as the plain ones ---------------------------------------------------------------------------
+
+
+class Queue(Residual):
+    """Writes a large buffer on both sides of the body."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(4096, WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.queue, Tensor)
+        h = self.first(x) + self.queue[0]
+        self.queue.add_(1)
+        h = self.body(h) + self.queue[1]
+        self.queue.mul_(1.5)
+        return h
+
+
+class CheckpointedPrefix(Embedding):
+    """With batch normalisation, which counts each chunk once."""
+
+    def prefix(self, x: Tensor) -> Tensor:
+        return checkpoint(super().prefix, x, use_reentrant=False)
+
+
+class KeepsMask(Residual):
+    """Keeps things in attributes between prefix and suffix."""
+
+    mask: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mask = (x > 0).double()
+        return self.body(self.first(x)) * self.mask
+
+
+class Toggles(Residual):
+    """Training flags that it sets for its call hold when the model runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = layers(0, dropout=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.body.eval()
+        h = self.body(x)
+        self.body.train()
+        return nn.functional.dropout(h, 0.0, self.training)
+
+
+class FlagsAround(Embedding):
+    """Training flags that it sets before its call hold in its suffix, and not in the next chunk."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.5)
+        self.body = layers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm_before(self.first(x))
+        self.norm_before.eval()
+        self.drop.eval()
+        h = self.drop(self.body(x))
+        self.norm_before.train()
+        self.drop.train()
+        return self.last(h)
+
+
+class Unrecorded(Embedding):
+    """Calls its body without gradients, and writes over what it returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.body(self.prefix(x))
+        return self.suffix(h.mul_(3).tanh_())
+
+
+class Several(Residual):
+    """Calls its model never, once or twice."""
+
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for _ in range(int(x.detach()[0, 0] > 0) + int(x.detach()[0, 1] > 0)):
@@ -391,133 +380,47 @@ class Sometimes(Residual):
         return x
 
 
-def test_chunks_that_call_a_model_another_number_of_times_share_the_visits_of_each_call() -> None:
-    plain = Sometimes()
-    ours = with_offload(plain)
-    parts = rows(16, 6).split(2)
-    square(torch.cat([plain(part) for part in parts])).backward()
-    GradCache([ours], 2, square)(torch.cat(parts))
-    assert_same(plain, ours)
-    assert max(loads(ours)) <= 2 * 2 * SHARDS
-
-
-def chunk_by_chunk(tower: nn.Module, x: Tensor) -> None:
-    """A step of the plain tower, whose chunks of two rows run in their order."""
-    square(torch.cat([tower(part) for part in x.split(2)])).backward()
-
-
-class NormBehind(Sometimes):
-    """Calls its model once or twice, for all chunks or not, and writes running statistics behind the last call."""
+class NormBehind(Several):
+    """Writes running statistics behind the last call, and draws there."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.drop = nn.BatchNorm1d(WIDTH).double(), nn.Dropout(0.0)
+        self.norm, self.drop = nn.BatchNorm1d(WIDTH).double(), nn.Dropout(0.4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.drop(self.norm(super().forward(x)))
 
 
-def test_running_statistics_behind_the_last_call_are_written_in_the_order_of_the_chunks() -> None:
-    plain = NormBehind()
-    ours = with_offload(plain)
-    x = rows(16, 6)
-    calls = [int(h[0, 0] > 0) + int(h[0, 1] > 0) for h in plain.first(x).split(2)]
-    assert sorted(calls) not in (calls, [0] * 8), calls
-    for _ in range(2):
-        chunk_by_chunk(plain, x)
-        GradCache([ours], 2, square)(x)
-    assert_same(plain, ours)
-    assert all(module.training for module in ours.modules())
+class Evaluates(NormBehind):
+    """Its second call is in evaluation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        if float(x.detach()[0, 0]) > 0:
+            self.body.eval()
+            h = h + self.body(x)
+            self.body.train()
+        return self.norm(h)
 
 
-def test_an_end_that_is_taken_back_draws_its_random_numbers_once() -> None:
-    plain = NormBehind()
-    plain.drop.p = 0.4
-    ours = with_offload(plain)
-    torch.manual_seed(1)
-    chunk_by_chunk(plain, rows(16, 6))
-    expected = torch.get_rng_state()
-    torch.manual_seed(1)
-    GradCache([ours], 2, square)(rows(16, 6))
-    assert torch.equal(torch.get_rng_state(), expected)
-    assert_same(plain, ours)
+class Replaces(Several):
+    """Replaces a buffer behind its last call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(0, WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        self.seen = torch.cat([self.seen, h.detach()])
+        return h
 
 
-def test_a_second_call_in_evaluation_leaves_the_order_of_running_statistics() -> None:
-    class Evaluates(NormBehind):
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.body(x)
-            if float(x.detach()[0, 0]) > 0:
-                self.body.eval()
-                h = h + self.body(x)
-                self.body.train()
-            return self.norm(h)
-
-    plain = Evaluates()
-    ours = with_offload(plain)
-    chunk_by_chunk(plain, rows(16, 6))
-    GradCache([ours], 2, square)(rows(16, 6))
-    assert_same(plain, ours)
-    assert all(module.training for module in ours.modules())
-
-
-def test_a_buffer_that_is_replaced_behind_the_last_call_is_written_in_the_order_of_the_chunks() -> None:
-    class Replaces(Sometimes):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("seen", torch.zeros(0, WIDTH, dtype=torch.float64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = super().forward(x)
-            self.seen = torch.cat([self.seen, h.detach()])
-            return h
-
-    plain = Replaces()
-    ours = with_offload(plain)
-    chunk_by_chunk(plain, rows(16, 6))
-    GradCache([ours], 2, square)(rows(16, 6))
-    assert_same(plain, ours)
-
-
-def test_a_norm_on_both_sides_of_a_call_is_warned_of_once() -> None:
-    class BothSides(Residual):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(WIDTH).double()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(self.body(self.norm(self.first(x))))
-
-    plain = BothSides()
-    ours = with_offload(plain)
-    chunk_by_chunk(plain, rows(6))
-    with pytest.warns(RuntimeWarning, match="BothSides writes buffers of a BatchNorm1d .* another order"):
-        GradCache([ours], 2, square)(rows(6))
-    for (name, parameter), (_, other) in zip(plain.named_parameters(), ours.named_parameters(), strict=True):
-        torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-10, atol=1e-13, msg=name)
-    GradCache([ours], 2, square)(rows(6))
-
-
-def test_a_subclass_with_a_model_call_of_its_own_runs_chunk_by_chunk_and_warns_once() -> None:
-    class Doubled(GradCache):
-        def model_call(self, model: nn.Module, model_input: Any) -> Any:
-            return 2 * super().model_call(model, model_input)
-
-    plain = Residual()
-    ours = with_offload(plain)
-    (2 * plain(rows(4))).square().sum().backward()
-    step = Doubled([ours], 2, lambda r: r.square().sum())
-    with pytest.warns(RuntimeWarning, match="Sequential in Residual .* Doubled replaces model_call"):
-        step(rows(4))
-    assert_same(plain, ours)
-    step(rows(4))
-
-
-# --- what chunks set in one place -----------------------------------------------------------------------------------
+_GLOBALS, _LOCALS = types.SimpleNamespace(), threading.local()
 
 
 class Shared(nn.Module):
-    """Keeps something of each chunk before the body, and reads it behind the body."""
+    """Keeps something of each chunk in one place before the body, and reads it behind the body."""
 
     def __init__(self, place: str) -> None:
         super().__init__()
@@ -539,13 +442,75 @@ class Shared(nn.Module):
         return self.last(h * (self.stack.pop() if kept is None else kept.mask))
 
 
-_GLOBALS, _LOCALS = types.SimpleNamespace(), threading.local()
-
-
-@pytest.mark.parametrize("place", ["global", "thread-local", "deep object", "stack"])
-def test_code_behind_a_body_reads_what_its_own_chunk_has_set_before_it(place: str) -> None:
-    plain = Shared(place)
+def test_a_large_buffer_that_a_tower_writes_on_both_sides_of_the_body_is_written_once() -> None:
+    plain = Queue()
     ours = with_offload(plain)
     for model in (plain, ours):
-        GradCache([model], 2, square)(rows(8))
+        for seed in (3, 4):
+            GradCache([model], 6, square)(rows(6, seed))
     assert_same(plain, ours)
+
+
+#: Each, and how often a step loads its shards.
+TOWERS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    **{kind.__name__: (kind, 2) for kind in (CheckpointedPrefix, KeepsMask, Toggles, FlagsAround)},
+    **{kind.__name__: (kind, 4) for kind in (Several, NormBehind, Evaluates, Replaces)},
+    "Unrecorded": (Unrecorded, 1),
+    **{
+        f"Shared {place}": (lambda place=place: Shared(place), 2)
+        for place in ("global", "thread-local", "deep object", "stack")
+    },
+}
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_tower_that_does_this_around_its_call_trains_as_the_plain_one(name: str) -> None:
+    """All chunks run in their order: what they write, and draw outside of the body, is as in the plain tower."""
+    make, most = TOWERS[name]
+    plain = make()
+    ours = with_offload(plain)
+    x = rows(16, 6)
+    for seed in range(2):
+        states = []
+        for model in (plain, ours):
+            torch.manual_seed(seed)
+            GradCache([model], 2, square)(x)
+            states.append(torch.get_rng_state())
+        assert torch.equal(*states)
+    assert_same(plain, ours)
+    assert all(module.training for module in ours.modules())
+    assert max(loads(ours)) <= 2 * most * SHARDS
+
+
+def test_a_norm_on_both_sides_of_a_call_is_warned_of_once() -> None:
+    class BothSides(Residual):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(WIDTH).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.body(self.norm(self.first(x))))
+
+    plain = BothSides()
+    ours = with_offload(plain)
+    square(torch.cat([plain(part) for part in rows(6).split(2)])).backward()
+    with pytest.warns(RuntimeWarning, match="BothSides writes buffers of a BatchNorm1d .* another order"):
+        GradCache([ours], 2, square)(rows(6))
+    for (name, parameter), (_, other) in zip(plain.named_parameters(), ours.named_parameters(), strict=True):
+        torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-10, atol=1e-13, msg=name)
+    GradCache([ours], 2, square)(rows(6))
+
+
+def test_a_subclass_with_a_model_call_of_its_own_runs_chunk_by_chunk_and_warns_once() -> None:
+    class Doubled(GradCache):
+        def model_call(self, model: nn.Module, model_input: Any) -> Any:
+            return 2 * super().model_call(model, model_input)
+
+    plain = Residual()
+    ours = with_offload(plain)
+    (2 * plain(rows(4))).square().sum().backward()
+    step = Doubled([ours], 2, lambda r: r.square().sum())
+    with pytest.warns(RuntimeWarning, match="Sequential in Residual .* Doubled replaces model_call"):
+        step(rows(4))
+    assert_same(plain, ours)
+    step(rows(4))

@@ -115,29 +115,6 @@ def test_after_an_exception_gradients_are_as_before_and_the_model_is_usable(
     assert_same(plain, ours)
 
 
-def test_an_interrupt_in_the_suffix_leaves_the_model_usable() -> None:
-    class Interrupted(Residual):
-        interrupts = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = super().forward(x)
-            if self.interrupts:
-                raise KeyboardInterrupt
-            return h
-
-    plain = Interrupted()
-    ours = with_offload(plain)
-    assert isinstance(ours, Interrupted)
-    ours.interrupts = True
-    with pytest.raises(KeyboardInterrupt):
-        GradCache([ours], 2, square)(rows(6))
-    assert all(parameter.grad is None for parameter in ours.parameters())
-    ours.interrupts = False
-    for model in (plain, ours):
-        GradCache([model], 2, square)(rows(6))
-    assert_same(plain, ours)
-
-
 class Interrupt:
     """Raises KeyboardInterrupt at the n-th line that the code around streamed models runs."""
 

@@ -216,29 +216,6 @@ def test_the_peak_is_a_formula_without_the_number_of_shards(tmp_path: Path) -> N
 # --- chunks ---------------------------------------------------------------------------------------------------------
 
 
-def test_forward_chunks_and_a_backward_equal_one_graph(home: str) -> None:
-    bare = build(["dropout", "batchnorm", "nested"])
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=3, checkpoint_activation=True)
-    chunks = list(batch(9).split(3))
-    torch.manual_seed(1)
-    values = list(chunks)
-    for begin, end in ((s.first, s.first + len(s.layers)) for s in model._homes.shards):
-        for i, value in enumerate(values):
-            for layer in list(bare)[begin:end]:
-                value = layer(value)
-            values[i] = value
-    expected = torch.cat(values)
-    loss = expected.t() @ expected
-    loss.sum().backward()
-    torch.manual_seed(1)
-    outputs = model.forward_chunks(chunks)
-    whole = torch.cat(outputs)
-    (whole.t() @ whole).sum().backward()
-    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
-    assert at_home(model)
-
-
 def test_output_fn_belongs_to_the_last_shard_and_is_replayed() -> None:
     bare = build(["linear"])
     model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=True)

@@ -444,12 +444,6 @@ def test_synchronize_writes_weights_that_rest_in_memory_to_a_kept_home(tmp_path:
     model.close()
 
 
-def test_resident_bytes_of_a_fixed_policy_keep_shards_in_memory(tmp_path: Path) -> None:
-    model = OffloadModel(stack(), "cpu", tmp_path, memory=MemoryPolicy.fixed(resident_bytes="14MiB"))
-    train(model, OffloadOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9), 4)
-    assert 0 < len(planner_of(model)._in_memory) < DEPTH
-
-
 @settings(max_examples=8, derandomize=True)
 @given(
     depth=st.integers(1, 5),

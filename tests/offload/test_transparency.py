@@ -235,16 +235,6 @@ def test_backward_runs_after_the_model_was_dropped(home: str) -> None:
         assert torch.equal(p.grad, q.grad)
 
 
-def test_a_list_of_modules_is_one_shard_each(home: str) -> None:
-    bare = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)) for _ in range(3)))
-    model = OffloadModel(list(copy.deepcopy(bare)), "cpu", home, checkpoint_activation=True)
-    for run in (bare, model):
-        seed_everything(0)
-        run(batch()).sum().backward()
-    assert_same(bare, model, exact=True)
-    assert len(model._homes.shards) == 3
-
-
 # --- mixed precision, meta device, copies ---------------------------------------------------------------------------
 
 

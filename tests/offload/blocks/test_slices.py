@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradcache import GradCache
-from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer, init_empty_weights
+from offload import DiskHome, MemoryPolicy, OffloadModel, init_empty_weights
 from tests.offload.blocks.towers import WIDTH, Block, assert_equal, loss_of, make, words
 
 BLOCKS = "encoder.layer"
@@ -31,21 +30,6 @@ def step(model: nn.Module, seed: int = 3, **inputs: Any) -> tuple[Tensor, Tensor
 
 def sizes(model: Any) -> list[int]:
     return [len(shard.layers) for shard in model._homes.shards]
-
-
-@pytest.mark.parametrize("slices", [1, 2, 5])
-@pytest.mark.parametrize(("recompute", "home"), [(True, "disk"), (False, "disk"), (True, "cpu")])
-def test_steps_are_bit_equal_for_any_number_of_slices(slices: int, recompute: bool, home: str, tmp_path: Path) -> None:
-    bare = make(5)
-    model = wrap(bare, tmp_path if home == "disk" else "cpu", num_slices=slices, checkpoint_activation=recompute)
-    assert len(sizes(model)) == slices
-    for seed in range(2):  # gradients accumulate
-        for a, b in zip(step(bare, seed), step(model, seed), strict=True):
-            assert torch.equal(a, b)
-        assert_equal(bare, model)
-    with torch.no_grad():
-        bare.eval(), model.eval()
-        assert torch.equal(bare(words())["logits"], model(words())["logits"])
 
 
 def test_each_shard_is_loaded_once_per_pass_with_all_of_its_blocks(tmp_path: Path) -> None:
@@ -76,22 +60,6 @@ def test_chunks_and_spilled_boundaries_are_bit_equal_to_a_shard_for_each_block(
     str(models[1].plan()), models[1].estimate(5)
 
 
-def test_a_backward_may_be_repeated_and_asked_for_some_gradients() -> None:
-    bare = make(4)
-    found = []
-    for each in (bare, wrap(bare)):
-        torch.manual_seed(0)
-        extra = torch.ones(3, 5, WIDTH, requires_grad=True)
-        loss = loss_of(each(words(), extra=extra))
-        asked = [each.encoder.layer[2].linear.weight, extra]
-        once = torch.autograd.grad(loss, asked, retain_graph=True)
-        (last,) = torch.autograd.grad(loss, [each.encoder.layer[3].linear.weight], retain_graph=True)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        found.append([*once, last, extra.grad, each.encoder.layer[0].linear.weight.grad])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
 def test_what_is_frozen_ends_backward_at_the_first_shard_that_trains() -> None:
     bare = make(6)
     for p in (*bare.parameters(), *(q for block in bare.encoder.layer[:3] for q in block.parameters())):
@@ -101,27 +69,6 @@ def test_what_is_frozen_ends_backward_at_the_first_shard_that_trains() -> None:
     step(bare), step(model)
     assert_equal(bare, model)
     assert [t for t in str(model.plan()).split() if t.startswith("B")] == ["B2.0", "B1.0"]
-
-
-def test_gradcache_an_optimizer_and_resident_parameters_follow_the_slices(tmp_path: Path) -> None:
-    bare = make(5, dropout=0.0)
-    for name, p in bare.encoder.named_parameters():
-        p.requires_grad_("norm" in name)
-    models = [wrap(bare, tmp_path / str(n), num_slices=n, resident="*.norm.*") for n in (5, 2)]
-    optimizers = [OffloadOptimizer(model, torch.optim.SGD, lr=0.1) for model in models]
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(x @ y.T, torch.arange(len(x)))
-
-    for _ in range(2):
-        losses = []
-        for model, optimizer in zip(models, optimizers, strict=True):
-            cache = GradCache([model, model], 2, loss, get_rep_fn=lambda output: output["states"].mean(1))
-            losses.append(cache(words(4), words(4, 7, seed=2)))
-            optimizer.step()
-            optimizer.zero_grad()
-        assert torch.equal(*losses)
-        assert_equal(*models)
 
 
 class Counts(nn.Module):
@@ -196,15 +143,6 @@ def test_a_change_in_place_of_what_entered_a_block_changes_no_gradient_and_is_re
         assert_equal(bare, model)
     with pytest.raises(RuntimeError, match="changed in place"):
         model(x).sum().backward()
-
-
-def test_blocks_out_of_order_run_by_themselves_without_gradients() -> None:
-    bare = make(4).eval()
-    model = wrap(bare)
-    x = torch.randn(2, WIDTH)
-    with torch.no_grad():
-        for k in reversed(range(4)):
-            assert torch.equal(model.encoder.layer[k](x)[0], bare.encoder.layer[k](x)[0])
 
 
 def test_copies_have_the_same_slices_and_wrong_numbers_are_refused() -> None:

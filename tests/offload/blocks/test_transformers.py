@@ -277,19 +277,6 @@ def test_adapters_train_over_a_base_that_is_only_read(family: Family, tmp_path: 
     assert all(torch.equal(p, q) for p, q in zip(frozen, before, strict=True))
 
 
-def test_chunks_of_different_lengths_train_adapters_as_the_plain_model() -> None:
-    for name in ("bert", "qwen3", "t5 encoder"):
-        family = FAMILIES[name]
-        bare = lora(make(family)).eval()
-        model = wrap(bare, _blocks_in(bare, family.blocks))
-        outputs = model.forward_chunks([((), family.inputs(k)) for k in range(3)], output_fn=loss_of)
-        torch.autograd.backward(outputs, [torch.ones(())] * 3)
-        losses = torch.stack([loss_of(bare(**family.inputs(k))) for k in range(3)])
-        losses.sum().backward()
-        assert torch.equal(losses.detach(), torch.stack(outputs))
-        assert_equal(bare, model, exact=False)
-
-
 @pytest.mark.parametrize("method", ["resize_token_embeddings", "add_adapter", "merge_and_unload"])
 def test_methods_of_libraries_that_replace_parameters_are_refused_before_anything_changed(method: str) -> None:
     family = FAMILIES["llama with a tied head"]

@@ -51,7 +51,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "a Sequential in files": {"model": "batchnorm", "home": "disk", "checkpoint": True, "boundary": 0, "late": True},
     "a Sequential whose graphs are kept": {"model": "inplace", "home": "disk"},
     "tied layers": {"model": "tied", "home": "disk", "checkpoint": True},
-    "blocks in files": {"model": "blocks", "home": "disk", "checkpoint": True, "late": True},
+    "two blocks a shard in files": {"model": "blocks", "slices": 2, "home": "disk", "checkpoint": True, "late": True},
     "blocks whose graphs are kept": {"model": "blocks_normed"},
 }
 
