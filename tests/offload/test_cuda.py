@@ -92,7 +92,7 @@ def test_a_stream_that_runs_late_changes_nothing(late: str, recompute: bool, mon
 
 
 def test_homes_may_be_written_as_soon_as_an_inference_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twin: test_late_lane.py::test_no_load_is_under_way_when_an_inference_returns."""
+    """Twin: test_every_wait.py, the_host_waits_at_the_end_of_a_pass_and_never_before."""
     forward = nn.Linear.forward
 
     def slow_forward(self: nn.Linear, x: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ torch.cuda.synchronize()
 
 
 def test_the_sanitizer_finds_no_race() -> None:
-    """Twin: test_late_lane.py::test_each_wait_is_needed."""
+    """Twin: test_every_wait.py::test_without_this_wait."""
     result = subprocess.run(
         [sys.executable, "-c", SANITIZED],
         env={**os.environ, "TORCH_CUDA_SANITIZER": "1", "PYTHONPATH": str(ROOT)},

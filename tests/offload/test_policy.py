@@ -23,7 +23,7 @@ from offload.memory import layout_of, limits_for, memory_of
 from offload.planning.budget import shown_bytes
 from offload.planning.partition import cut_within, merge_small_layers
 from offload.telemetry.statistics import Meter
-from tests.offload.zoo import WIDTH, build
+from tests.offload.zoo import build
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 MIB = 1 << 20
@@ -159,16 +159,6 @@ def test_shards_slots_and_recomputation_that_are_given_stay() -> None:
     assert not model_of(memory="auto", checkpoint_activation=False)._homes.recompute
 
 
-def test_a_step_in_a_memory_is_that_of_the_bare_model(home: str) -> None:
-    bare = build(["linear", "inplace", "linear"])
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, memory="64MiB")
-    x = torch.randn(5, WIDTH)
-    for one in (bare, model):
-        one(x).square().sum().backward()
-    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
-
-
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 @pytest.mark.parametrize("given", ["memory", "slices", "nothing"])
 def test_a_copy_has_the_same_memory(given: str, how: str) -> None:
@@ -183,15 +173,6 @@ def test_a_copy_has_the_same_memory(given: str, how: str) -> None:
     assert cuts_of(other) == cuts_of(model)
     assert other._homes.streamer.slots == model._homes.streamer.slots
     assert (other._offloaded.memory_limits is None) == (model._offloaded.memory_limits is None) == (given == "slices")
-
-
-def test_the_default_is_switched_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload.memory, "DEFAULT_MEMORY", "auto")
-    model = model_of()
-    assert cuts_of(model) == [1] * 4
-    assert model._homes.recompute
-    assert model._offloaded.memory_limits is not None
-    assert cuts_of(model_of(num_slices=2)) == [2, 2]
 
 
 # --- limits ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import nn
 
 from offload.embedding.bag import OffloadEmbeddingBag
 from offload.embedding.rowwise import RowWiseAdagrad
-from pipe.train import Distributes, InlineLane, Lane, Ticket, TrainPipelineSparseDist
+from pipe.train import InlineLane, Lane, Ticket, TrainPipelineSparseDist
 
 # torch's own optimizers build sparse tensors without saying whether their invariants are to be checked.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
@@ -217,22 +217,6 @@ def test_without_reading_updated_rows_again_a_read_that_is_early_trains_another_
     assert not torch.allclose(model.bag.weight, reference.bag.weight, atol=1e-4)
 
 
-def test_without_the_wait_before_a_lookup_a_read_that_is_late_has_no_rows() -> None:
-    model = Model(pair(mode="sum")[1])
-    run(model, LateLane())  # with it, all is well
-
-    class NoWait(LateTicket):
-        def succeeded(self) -> Any:
-            return True
-
-    class Careless(LateLane):
-        def submit(self, job: Any) -> Any:
-            return NoWait(job)
-
-    with pytest.raises(AttributeError, match="_value"):
-        run(Model(pair(mode="sum")[1]), Careless())
-
-
 def test_rows_that_no_gradient_reached_are_not_read_again() -> None:
     _, ours = pair(mode="sum")
     model = Model(ours)
@@ -319,10 +303,6 @@ def test_bad_arguments_are_refused_by_name(options: Any, message: Any) -> None:
 def test_indices_of_another_kind_are_refused(indices: Any) -> None:
     with pytest.raises(ValueError, match="expected indices as a 1- or 2-dimensional integer tensor"):
         pair()[1](indices)
-
-
-def test_the_module_speaks_the_protocol_of_the_train_pipelines() -> None:
-    assert isinstance(pair()[1], Distributes)
 
 
 @pytest.mark.cuda

@@ -159,18 +159,6 @@ def test_a_sparse_input_gets_its_sparse_gradient(recompute: bool) -> None:
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-6, atol=1e-6)
 
 
-def tensors() -> dict[str, Tensor]:
-    dense = torch.eye(4).repeat(1, 2)
-    return {
-        "strided": dense,
-        "coo": dense.to_sparse(),
-        "csr": dense.to_sparse_csr(),
-        "csc": dense.to_sparse_csc(),
-        "bsr": dense.to_sparse_bsr((2, 2)),
-        "bsc": dense.to_sparse_bsc((2, 2)),
-    }
-
-
 class Tagged(Tensor):
     """A tensor of a class of its own."""
 

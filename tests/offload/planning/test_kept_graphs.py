@@ -174,26 +174,6 @@ def test_saved_tensor_hooks_of_the_user_see_every_tensor_of_a_kept_graph() -> No
     assert sorted(seen)[-2:] == [3 * 2 * WIDTH, 3 * 2 * WIDTH]  # what entered the activation, and its result
 
 
-def test_kept_graphs_of_a_retained_forward_serve_two_backwards(home: str) -> None:
-    model = OffloadModel(
-        build(["linear", "tanh", "linear"]),
-        "cpu",
-        home,
-        checkpoint_activation=True,
-        num_slices=3,
-        memory=MemoryPolicy.fixed(graph_bytes="1MiB"),
-    )
-    x = torch.randn(4, WIDTH)
-    model(x).sum().backward()
-    model.zero_grad()
-    loss = model(x).square().sum()
-    loss.backward(retain_graph=True)
-    once = [p.grad.clone() for p in model.parameters()]
-    loss.backward()
-    for p, gradient in zip(model.parameters(), once, strict=True):
-        torch.testing.assert_close(p.grad, 2 * gradient)
-
-
 def test_activations_are_counted_once_each_although_their_memory_is_reused() -> None:
     """What a first run drops is freed, and its address given to the next tensor."""
     rows = 64

@@ -13,10 +13,8 @@ from torch import Tensor
 
 from offload import OffloadModel, OffloadOptimizer
 from offload.engine.suspend import SuspendedForward
-from offload.streaming.lane import CopyLanes
 from tests.offload.blocks.towers import Model, loss_of, make, words
 from tests.offload.scenarios.lanes import LateThread
-from tests.offload.scenarios.training import NotingLane
 from tests.waits import fails_with
 
 
@@ -78,16 +76,6 @@ def a_step_that_is_interrupted_while_a_thread_updates_is_whole(monkeypatch: pyte
     expected = before if all(torch.equal(now[name], before[name]) for name in now) else dict(bare.state_dict())
     for name, value in model.state_dict().items():
         assert torch.allclose(value, expected[name]), f"a part of the step came later: {name}"
-
-
-@fails_with("the call returned before its load")
-def a_block_that_runs_by_itself_has_been_read(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    log: list[tuple[str, str]] = []
-    monkeypatch.setattr("offload.model.open_lanes", lambda device, **_: CopyLanes(*(NotingLane(log) for _ in range(3))))
-    model = wrap(make(2), path)
-    with torch.no_grad():
-        model.encoder.layer[1](torch.randn(1, 2, 8))
-    assert ("host", "L1") in log, "the call returned before its load"
 
 
 class _Stopped(Exception):

@@ -48,17 +48,6 @@ def loads_see_the_updates_of_their_homes(monkeypatch: pytest.MonkeyPatch, path: 
 
 
 @fails_with("Tensor-likes are not")
-def shards_in_memory_are_used_after_their_updates(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    for seed in SEEDS:
-        run_late(monkeypatch, seed)
-        update_on(monkeypatch, LateLane(seed))
-        pair = Pair("sgd", f"{path}/")
-        pair.model._homes.keep_in_memory(range(3))  # with all four, ``step()`` would wait for them
-        for action in ("backward", "step", "zero", "eval"):
-            pair.do(action)
-
-
-@fails_with("Tensor-likes are not")
 def shards_move_after_their_updates(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     for seed in SEEDS:
         run_late(monkeypatch, seed)

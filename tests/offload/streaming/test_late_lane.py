@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offload import MemoryPolicy, OffloadModel
-from offload.streaming.lane import Arrival, CopyLanes, ThreadCopyLane
+from offload.streaming.lane import Arrival, ThreadCopyLane
 from offload.streaming.streamer import Streamer
 from offload.telemetry.statistics import Meter
 from tests.late_cuda import DEVICE, LateCuda
@@ -84,50 +84,6 @@ def test_copies_overtake_each_other_at_all(late: Late, tmp_path: Path) -> None:
     assert lanes[0].log != sorted(lanes[0].log)
 
 
-@pytest.mark.parametrize(
-    ("forgotten", "why"),
-    [
-        ("L", "layers read a slot that is not filled"),
-        ("D", "an optimizer reads gradients that have not arrived"),
-    ],
-)
-def test_without_the_wait_for_loads_or_drains_weights_differ(
-    late: Late, tmp_path: Path, forgotten: str, why: str
-) -> None:
-    late(1, forgets=forgotten)
-    try:
-        same = equal(both(f"{tmp_path}/"))
-    except RuntimeError:  # what is not in the slot yet looks as if a layer had written its weights
-        same = False
-    assert not same, f"expected a difference, since {why}"
-
-
-def test_without_the_wait_for_a_fetch_there_is_no_boundary_to_read(late: Late, tmp_path: Path) -> None:
-    late(1, forgets="fetch")
-    with pytest.raises(IndexError, match="list index out of range"):
-        both(f"{tmp_path}/")
-
-
-def test_a_fetch_must_run_after_its_spill(late: Late, tmp_path: Path) -> None:
-    late(0, forgets="spill")
-    with pytest.raises(IndexError, match="list index out of range"):  # nothing was stored that could be fetched
-        both(f"{tmp_path}/", tied=False)
-
-
-def test_an_eviction_waits_for_its_load(late: Late, tmp_path: Path) -> None:
-    """A forward that fails leaves an unused load behind; it must not arrive in the slot after the next one."""
-    late(0)
-    model = OffloadModel(build(["linear"] * 4), "cpu", f"{tmp_path}/", num_slices=6, checkpoint_activation=True)
-    layers = list(model.children())
-    x = torch.randn(3, WIDTH)
-    expected = model(x).detach()
-    handle = layers[0].register_forward_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        model(x)
-    handle.remove()
-    assert torch.equal(model(x), expected)
-
-
 def test_a_prefetch_that_was_interrupted_takes_no_slot(
     late: Late, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,27 +127,6 @@ def test_a_copy_on_a_thread_waits_on_the_host_for_its_predecessors() -> None:
     lane.submit("U0", lambda: seen.append(gradients.by_host), [gradients]).synchronize()
     lane.close()
     assert seen == [True]
-
-
-def test_no_load_is_under_way_when_an_inference_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device the host is ahead of its copies: the user may write to the homes as soon as the call returns."""
-    arrivals: list[Finished] = []
-
-    class Recorded(ThreadCopyLane):
-        def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
-            arrivals.append(Finished(super().submit(token, copy, after)))
-            return arrivals[-1]
-
-    monkeypatch.setattr(
-        "offload.model.open_lanes", lambda device, **_: CopyLanes(*(Recorded(name, device) for name in ("a", "b", "c")))
-    )
-    model = OffloadModel(
-        build(["linear"]), "cpu", num_slices=3, memory=MemoryPolicy.fixed(slots=3), checkpoint_activation=True
-    )
-    with torch.no_grad():
-        model(torch.randn(3, WIDTH))
-    assert len(arrivals) == 3
-    assert all(arrival.by_host for arrival in arrivals)
 
 
 def test_the_second_step_begins_before_the_first_has_ended_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
