@@ -103,26 +103,6 @@ def test_frozen_tower_and_integer_outputs_need_no_gradient() -> None:
     assert step.models[0][0].weight.grad is not None
 
 
-def test_no_grad_gives_plain_representations() -> None:
-    model = tower()
-    x = torch.randn(4, 8)
-    with torch.no_grad():
-        (reps,) = GradCache([model], 3, unused).encode(x)
-    torch.testing.assert_close(reps, model(x).detach())
-    assert not reps.requires_grad
-
-
-def test_gradient_scaler_of_the_caller_scales_the_second_pass(assert_same_gradients: Any) -> None:
-    bare, ours = tower(), tower()
-    x = torch.randn(4, 8)
-    bare(x).square().sum().backward()
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-    (reps,) = GradCache([ours], 2, unused).encode(x)
-    scaler.scale(reps.square().sum()).backward()
-    scaler.unscale_(torch.optim.SGD(ours.parameters()))
-    assert_same_gradients([bare], [ours])
-
-
 @pytest.mark.parametrize("rows", [2, 8])
 def test_representations_may_be_written_in_place_unless_they_share_memory(
     rows: int, assert_same_gradients: Any
