@@ -37,14 +37,14 @@ Source: GPipe (Huang et al., 2019); torchgpipe (Kim et al., 2020), section 3.2.3
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from pipe.microbatch import Batch
-from pipe.nested import flatten, unflatten
+from pipe.nested import map_together, requires_grad
 from pipe.recompute.function_state import function_state
 from pipe.recompute.phase import enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing
 from pipe.recompute.recomputed import Call
@@ -97,12 +97,7 @@ def checkpoint(
     if torch.compiler.is_compiling():
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
     call, output = _first(function, args, kwargs, None)
-    if call is None:
-        return output
-    leaves, spec = flatten(output)
-    if _apply(Checkpoint, call, leaves):
-        _apply(Recompute, call, leaves)
-    return unflatten(leaves, spec)
+    return output if call is None else _behind(Recompute, call, _behind(Checkpoint, call, output))
 
 
 def _first(
@@ -133,54 +128,40 @@ def _first(
     return call, output
 
 
-def _apply(node: type[torch.autograd.Function], call: Call, leaves: list[Any]) -> bool:
-    """Puts a node behind the leaves that need a gradient, in their place. Returns whether there are any."""
-    where = [k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
-    if where:
-        for k, output in zip(where, node.apply(call, *[leaves[k] for k in where]), strict=True):
-            leaves[k] = output
-    return bool(where)
+def _behind(node: type[torch.autograd.Function], call: Call, output: Any) -> Any:
+    """The output with a node behind those of its tensors that need a gradient."""
+    return map_together(partial(node.apply, call), output, only=requires_grad)
 
 
 class Checkpointing:
     """Makes the pair of :class:`Checkpoint` and :class:`Recompute` for one call.
 
     Args:
-        function: called with the value of ``batch``, once now and once in backward.
-        batch: the input.
+        function: called with ``value``, once now and once in backward.
+        value: the input.
         module: all that the function uses besides its input, if that is known.
     """
 
-    def __init__(self, function: Callable[[Any], Any], batch: Batch, *, module: nn.Module | None = None) -> None:
-        self.function = function
-        self.batch = batch
-        self._module = module
+    def __init__(self, function: Callable[[Any], Any], value: Any, *, module: nn.Module | None = None) -> None:
+        self._function, self._value, self._module = function, value, module
         self._call: Call | None = None
 
-    def checkpoint(self) -> Batch:
+    def checkpoint(self) -> Any:
         """Runs the function and returns its output as the result of :class:`Checkpoint`.
 
         Raises:
             RuntimeError: if the function changed its input in place.
         """
-        call, output = _first(self.function, (self.batch.value,), {}, self._module)
-        if call is None:
-            return Batch(output)
-        leaves, spec = flatten(output)
-        if _apply(Checkpoint, call, leaves):
-            self._call = call
-        return Batch(unflatten(leaves, spec))
+        self._call, output = _first(self._function, (self._value,), {}, self._module)
+        return output if self._call is None else _behind(Checkpoint, self._call, output)
 
-    def recompute(self, batch: Batch) -> None:
-        """Applies :class:`Recompute` to the output in place. Nodes between the halves delay only Checkpoint.
+    def recompute(self, output: Any) -> Any:
+        """The output as the result of :class:`Recompute`. Nodes between the halves delay only Checkpoint.
 
         Without this call, Checkpoint recomputes when it receives its gradient.
         """
         call, self._call = self._call, None
-        if call is not None:
-            leaves, spec = flatten(batch.value)
-            _apply(Recompute, call, leaves)
-            batch.value = unflatten(leaves, spec)
+        return output if call is None else _behind(Recompute, call, output)
 
 
 class Checkpoint(torch.autograd.Function):

@@ -19,7 +19,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from pipe.torch_private.autograd import HiddenHooks
+from pipe.torch_private.autograd import HiddenHooks, has_hooks
+from pipe.torch_private.tensors import add_all
 
 __all__ = ["StepGradients", "parameters_of"]
 
@@ -27,15 +28,13 @@ __all__ = ["StepGradients", "parameters_of"]
 def parameters_of(module: nn.Module, *, without: Iterable[object]) -> list[nn.Parameter]:
     """The parameters of a module, except those of the modules ``without``, which are not accessed."""
     hidden = {id(other) for other in without}
-    if not hidden:
-        return list(module.parameters())
     found: dict[int, nn.Parameter] = {}
     waiting: list[nn.Module | None] = [module]
     while waiting:
         inner = waiting.pop()
         if inner is not None and id(inner) not in hidden:
-            found.update((id(p), p) for p in inner._parameters.values() if p is not None)
-            waiting.extend(inner._modules.values())
+            found.update([(id(p), p) for p in inner._parameters.values() if p is not None])
+            waiting += inner._modules.values()
     return list(found.values())
 
 
@@ -58,33 +57,42 @@ class StepGradients:
     @contextlib.contextmanager
     def accumulated(self) -> Iterator[None]:
         """A context in which gradients start from None. At its end they are added to the earlier gradients."""
-        before = [(parameter, parameter.grad, HiddenHooks(parameter)) for parameter in self.parameters]
-        done = 0
+        before = [(parameter, parameter.grad) for parameter in self.parameters]
+        hidden = [(parameter, HiddenHooks(parameter)) for parameter in self.parameters if has_hooks(parameter)]
         try:
             try:
-                for parameter, _, hooks in before:
+                for parameter in self.parameters:
                     parameter.grad = None
+                for _, hooks in hidden:
                     hooks.hide()
                 yield
             finally:
-                for _, _, hooks in before:
+                for _, hooks in hidden:
                     hooks.restore()
-            for parameter, gradient, hooks in before:
-                self._finish(parameter, gradient, hooks)
-                done += 1
+            with torch.no_grad():
+                self._scale()
+                for parameter, hooks in hidden:
+                    if parameter.grad is not None:
+                        parameter.grad = hooks.changed(parameter.grad)
         except BaseException:
-            for parameter, gradient, _ in before[done:]:
+            for parameter, gradient in before:
                 parameter.grad = gradient
             raise
-
-    def _finish(self, parameter: nn.Parameter, before: Tensor | None, hooks: HiddenHooks) -> None:
-        gradient = parameter.grad
-        if gradient is None:
-            parameter.grad = before
-            return
         with torch.no_grad():
-            if self.scale is not None:
-                gradient.mul_(self.scale.to(gradient.device))
-            gradient = hooks.changed(gradient)
-            parameter.grad = gradient if before is None else before.add_(gradient)
-            hooks.run_after_accumulation()
+            reached = {id(parameter) for parameter, _ in hidden if parameter.grad is not None}
+            sums = [(gradient, parameter.grad) for parameter, gradient in before if gradient is not None]
+            added = [(a, b) for a, b in sums if b is not None]
+            if added:
+                add_all([a for a, _ in added], [b for _, b in added])
+            for parameter, gradient in before:
+                if gradient is not None:
+                    parameter.grad = gradient
+            for parameter, hooks in hidden:
+                if id(parameter) in reached:
+                    hooks.run_after_accumulation()
+
+    def _scale(self) -> None:
+        if self.scale is not None:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.scale.to(parameter.grad.device))

@@ -50,10 +50,8 @@ _AVERAGED = (
     nn.SmoothL1Loss,
     nn.SoftMarginLoss,
 )
-#: Forwards of modules and functions whose divisor depends on the targets.
-_BY_TARGETS: tuple[Any, ...] = (*(module.forward for module in _INDEXED), F.cross_entropy, F.nll_loss)
-#: Those whose divisor is the same for every row.
-_BY_ROWS: tuple[Any, ...] = (
+_BY_TARGETS = (*(module.forward for module in _INDEXED), F.cross_entropy, F.nll_loss)
+_BY_ROWS = (
     *(module.forward for module in _AVERAGED),
     F.binary_cross_entropy,
     F.binary_cross_entropy_with_logits,
@@ -69,6 +67,8 @@ _BY_ROWS: tuple[Any, ...] = (
     F.smooth_l1_loss,
     F.soft_margin_loss,
 )
+#: By the id of a forward or function of torch: whether its divisor depends on the targets, or is the same for each row.
+_DIVISORS = {**{id(f): "targets" for f in _BY_TARGETS}, **{id(f): "rows" for f in _BY_ROWS}}
 
 
 class UndeclaredReductionError(ValueError):
@@ -91,8 +91,8 @@ class _Declared:
     reduction: str | None = None
     divisor: str | None = None
     """``"targets"``, ``"rows"``, or None for a loss that is not one of torch's."""
-    options: Mapping[str, Any] | None = None
-    """Attributes or keyword arguments."""
+    options: Callable[[], Mapping[str, Any]] = dict
+    """Returns attributes or keyword arguments."""
     summed: Callable[[], LossFn] | None = None
     """Makes the same loss, summed."""
 
@@ -120,11 +120,11 @@ def micro_losses(
     if found is None and reduction is None:
         # With one micro-batch, its loss is that of the batch.
         return [MicroLoss(loss_fn, None) for _ in rows]
-    if kind == "sum":
+    if kind == "sum" or len(rows) == 1:
         return [MicroLoss(loss_fn, 1.0) for _ in rows]
     if declared.divisor == "targets":
         return _weighted_by_targets(loss_fn, declared, targets, rows)
-    if reduction is None and declared.divisor is None and len(rows) > 1:
+    if reduction is None and declared.divisor is None:
         _check_mean(declared)
     return _weighted_by_rows(loss_fn, rows)
 
@@ -167,10 +167,10 @@ def _weighted_by_rows(loss_fn: LossFn, rows: Sequence[int]) -> list[MicroLoss]:
 def _weighted_by_targets(
     loss_fn: LossFn, declared: _Declared, targets: Sequence[Any], rows: Sequence[int]
 ) -> list[MicroLoss]:
-    assert declared.options is not None
     if not all(isinstance(target, Tensor) and not target.is_floating_point() for target in targets):
         return _weighted_by_rows(loss_fn, rows)  # class probabilities: the mean is over rows
-    weight, ignored = declared.options.get("weight"), declared.options.get("ignore_index", -100)
+    options = declared.options()
+    weight, ignored = options.get("weight"), options.get("ignore_index", -100)
     divisors = torch.stack([_divisor(target, weight, ignored) for target in targets]).tolist()
     total = sum(divisors)
     if total == 0:
@@ -193,9 +193,13 @@ def _declared(loss_fn: Any) -> _Declared:
     loss_fn = _unwrapped(loss_fn)
     if isinstance(loss_fn, nn.Module):
         forward = None if "forward" in vars(loss_fn) else type(loss_fn).forward
-        options = {**vars(loss_fn), **loss_fn._buffers, **loss_fn._parameters}
         summed = functools.partial(_summing, loss_fn)
-        return _Declared(_named(getattr(loss_fn, "reduction", None)), _divisor_of(forward), options, summed)
+        return _Declared(
+            _named(getattr(loss_fn, "reduction", None)),
+            _DIVISORS.get(id(forward)),
+            lambda: {**vars(loss_fn), **loss_fn._buffers, **loss_fn._parameters},
+            summed,
+        )
     keywords: Mapping[str, Any] = {}
     function = loss_fn
     if isinstance(loss_fn, functools.partial):
@@ -205,8 +209,8 @@ def _declared(loss_fn: Any) -> _Declared:
     options = {**_defaults(function), **keywords}
     return _Declared(
         _named(options.get("reduction", getattr(function, "reduction", None))),
-        _divisor_of(function),
-        options,
+        _DIVISORS.get(id(function)),
+        lambda: options,
         lambda: functools.partial(function, **{**keywords, "reduction": "sum"}),
     )
 
@@ -223,12 +227,6 @@ def _unwrapped(loss_fn: Any) -> Any:
         if inner is None:
             return loss_fn
         loss_fn = inner
-
-
-def _divisor_of(function: Any) -> str | None:
-    if any(function is known for known in _BY_TARGETS):
-        return "targets"
-    return "rows" if any(function is known for known in _BY_ROWS) else None
 
 
 def _named(reduction: Any) -> str | None:
@@ -251,7 +249,7 @@ def _defaults(function: Any) -> dict[str, Any]:
 
 def _check_mean(declared: _Declared) -> None:
     """Refuses a loss that is not torch's, declares a mean, and has options that ignore or weight some rows."""
-    options = declared.options or {}
+    options = declared.options()
     names = "ignore_index", "padding_idx", "pad_token_id", "weight", "mask"
     suspects = [name for name in names if options.get(name) is not None]
     if suspects:

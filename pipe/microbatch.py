@@ -7,28 +7,25 @@ silently. A single micro-batch is the batch itself: nothing is split, and sizes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipe.nested import flatten, holder_in, tensors_in, unflatten
+from pipe.nested import flatten, holder_in, unflatten
 
 __all__ = [
-    "Batch",
     "NoChunk",
     "RowsOfOutputs",
     "check",
     "check_rows",
-    "gather",
     "gather_nested",
     "map_batch",
     "refuse_holder",
     "rows_of",
     "rows_of_micro_batches",
-    "scatter",
     "split_nested",
 ]
 
@@ -64,6 +61,8 @@ def _whole(leaf: Any) -> Any:
 
 def map_batch(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Applies ``function`` to every tensor of the mini-batch, those in :class:`NoChunk` included."""
+    if isinstance(value, Tensor):
+        return function(value)
     leaves, spec = flatten(value)
     for k, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
@@ -103,6 +102,8 @@ def split_nested(value: Any, chunks: int) -> list[Any]:
     """
     if chunks < 1:
         raise ValueError(f"expected at least 1 micro-batch, got chunks={chunks}")
+    if chunks == 1 and isinstance(value, Tensor):
+        return [value]
     leaves, spec = flatten(value)
     count = 1 if chunks == 1 else min(chunks, max(rows_of(value), 1))
     if count == 1:
@@ -269,96 +270,10 @@ def check_rows(values: Sequence[Any], call: Any) -> None:
                 rows.dimension(k, column)
 
 
-class Batch:
-    """A micro-batch: one interface for a single tensor and for nested values.
-
-    Indices count the tensors in the order of :func:`pipe.nested.flatten`; other leaves stay in their places::
-
-        batch[0] = function(batch[0])
-        batch[:] = function(*batch)
-        output = batch.call(layer)          # layer(tensor), or layer(nested value)
-    """
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    @property
-    def atomic(self) -> bool:
-        """Whether the micro-batch is one bare tensor."""
-        return isinstance(self.value, Tensor)
-
-    @property
-    def tensor(self) -> Tensor:
-        """The bare tensor. A nested value has none."""
-        if not isinstance(self.value, Tensor):
-            raise AttributeError("expected a batch of one tensor, got a nested value; use .tensors")
-        return self.value
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors of a nested value. A bare tensor has none."""
-        if self.atomic:
-            raise AttributeError("expected a batch of a nested value, got one tensor; use .tensor")
-        return tuple(tensors_in(self.value))
-
-    @property
-    def tensor_or_tensors(self) -> Any:
-        """The value: a tensor or a nested value."""
-        return self.value
-
-    def call(self, function: Callable[[Any], Any]) -> Batch:
-        """The batch of ``function(value)``."""
-        return Batch(function(self.value))
-
-    def __repr__(self) -> str:
-        return f"Batch[atomic={self.atomic}]({self.value!r})"
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(tensors_in(self.value))
-
-    def __len__(self) -> int:
-        return len(tensors_in(self.value))
-
-    def __getitem__(self, index: int) -> Tensor:
-        return tensors_in(self.value)[index]
-
-    @overload
-    def __setitem__(self, index: int, value: Tensor) -> None: ...
-
-    @overload
-    def __setitem__(self, index: slice, value: tuple[Tensor, ...] | list[Tensor]) -> None: ...
-
-    def __setitem__(self, index: int | slice, value: Any) -> None:
-        leaves, spec = flatten(self.value)
-        positions = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        if isinstance(index, int):
-            leaves[positions[index]] = value
-        else:
-            if index != slice(None):
-                raise NotImplementedError(f"expected [:] or an integer, got {index}; assign all tensors at once")
-            if len(value) != len(positions):
-                raise IndexError(f"expected {len(positions)} tensors to replace those of the batch, got {len(value)}")
-            for position, tensor in zip(positions, value, strict=True):
-                leaves[position] = tensor
-        self.value = unflatten(leaves, spec)
-
-
 def check(input: Any) -> None:
     """Refuses a mini-batch without a tensor."""
-    if not any(isinstance(leaf, (Tensor, NoChunk)) for leaf in flatten(input)[0]):
+    if not isinstance(input, Tensor) and not any(isinstance(leaf, (Tensor, NoChunk)) for leaf in flatten(input)[0]):
         raise TypeError(
             f"expected a tensor or a nested value with tensors, got {type(input).__name__} without any; "
             f"pass the mini-batch as a tensor, or as a tuple or another pytree node of tensors"
         )
-
-
-def scatter(input: Any, chunks: int) -> list[Batch]:
-    """Cuts a mini-batch into micro-batches: :func:`split_nested`, each wrapped in a :class:`Batch`."""
-    return [Batch(value) for value in split_nested(input, chunks)]
-
-
-def gather(outputs: list[Batch], rows: RowsOfOutputs | None = None) -> Any:
-    """Concatenates micro-batches into a mini-batch: :func:`gather_nested` of their values."""
-    return gather_nested([batch.value for batch in outputs], rows)

@@ -6,7 +6,7 @@ matching gradients) flattens the value here, works on the leaves and rebuilds th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ __all__ = [
     "holder_in",
     "map_distinct",
     "map_tensors",
+    "map_together",
     "parts_of",
+    "requires_grad",
     "tensors_in",
     "unflatten",
 ]
@@ -201,6 +203,24 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         leaves, call = found
         return _joined_call([function(x) if isinstance(x, Tensor) else x for x in leaves], call)
     return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def requires_grad(tensor: Tensor) -> bool:
+    """Whether it needs a gradient."""
+    return tensor.requires_grad
+
+
+def map_together(
+    function: Callable[..., Iterable[Any]], value: Any, *, only: Callable[[Tensor], bool] | None = None
+) -> Any:
+    """The same structure with all its tensors (that are in ``only``) replaced by what one call with them returns."""
+    leaves, spec = flatten(value)
+    where = [k for k, x in enumerate(leaves) if isinstance(x, Tensor) and (only is None or only(x))]
+    if not where:
+        return value
+    for k, tensor in zip(where, function(*[leaves[k] for k in where]), strict=True):
+        leaves[k] = tensor
+    return unflatten(leaves, spec)
 
 
 def map_distinct(function: Callable[[Tensor], Any], value: Any, mapping: MapTensors = map_tensors) -> Any:

@@ -35,17 +35,17 @@ from pipe.placement import (
 )
 from pipe.recompute.thread_state import restores_thread_state
 from pipe.refusals import (
-    arguments_explained,
     check_optimizers,
     check_plain,
     check_reduced,
     check_rows_first,
     check_updates,
+    explain_arguments,
     restored_on,
 )
 from pipe.schedule import Schedule, StageAction, fill_drain, one_forward_one_backward
 from pipe.skip.skippable import verify_skippables
-from pipe.step import PipelineStep, split_target
+from pipe.step import PipelineStep, moved, split_target
 from pipe.stream import AbstractStream, new_stream, use_device
 from pipe.torch_private.tracing import outside_of_compiled_graphs
 from pipe.turn import TakesTurns, frozen_weights, share_places, takers_in
@@ -245,35 +245,49 @@ class Pipe(nn.Module):
         self._follow()
         if not self._stages:
             return input
-        batches = [microbatch.Batch(value) for value in self._micro_batches(input)]
-        check_rows_first(self[0], input, len(batches))
+        batches = self._micro_batches(input)
         takers = self._ensure_turns()
-        if torch.is_grad_enabled() and len(batches) > 1:
-            check_updates(takers)
+        if len(batches) > 1:
+            check_rows_first(self[0], input)
+            if torch.is_grad_enabled():
+                check_updates(takers)
         record = self._record if self._recorders else None
-        if len(batches) == len(self._stages) == 1 and record is None and not (self._checkpoint_stop(1) or takers):
-            with arguments_explained(self), mini_batch(1), use_device(self.devices[0]):
-                return self._stages[0]((batches[0].value, ()))[0]
-        kind = ("forward", torch.is_grad_enabled(), *self._modes())
-        with (
-            arguments_explained(self),
-            frozen_weights(takers),
-            mini_batch(len(batches)),
-            self._draws.ordered(kind, self._stages) as in_order,
-        ):
+        checkpoint_stop = self._checkpoint_stop(len(batches))
+        alone = len(batches) == len(self._stages) == 1 and record is None and not (checkpoint_stop or takers)
+        with self._mini_batch("forward", len(batches), takers) as in_order:
+            if alone:
+                with use_device(self.devices[0]):
+                    return self._stages[0]((batches[0], ()))[0]
             Pipeline(
                 batches,
                 self._stages,
                 self._ensure_copy_streams(),
                 places=self._places,
-                checkpoint_stop=self._checkpoint_stop(len(batches)),
+                checkpoint_stop=checkpoint_stop,
                 in_order=in_order,
                 record=record,
             ).run()
         if len(batches) == 1:
-            return batches[0].value
+            return batches[0]
         rows = microbatch.rows_of_micro_batches(input, len(batches))
-        return microbatch.gather(batches, microbatch.RowsOfOutputs(self, rows, self._selected))
+        return microbatch.gather_nested(batches, microbatch.RowsOfOutputs(self, rows, self._selected))
+
+    @contextlib.contextmanager
+    def _mini_batch(self, kind: str, count: int, takers: Sequence[TakesTurns]) -> Iterator[bool]:
+        """A context for one mini-batch of ``count`` micro-batches; yields whether the cells of a clock run in order."""
+        try:
+            with mini_batch(count):
+                if not takers and len({stage.device for stage in self._stages}) == 1:
+                    yield False  # one thread
+                    return
+                modes = [layer.training for layer in self._modules.values() if layer is not None]
+                # On these it depends whether layers draw random numbers.
+                on = kind, torch.is_grad_enabled(), self.training, *modes
+                with frozen_weights(takers), self._draws.ordered(on, self._stages) as in_order:
+                    yield in_order
+        except TypeError as error:
+            explain_arguments(self, error)
+            raise
 
     def train_step(
         self,
@@ -330,32 +344,28 @@ class Pipe(nn.Module):
         check_reduced(self)
         inputs = self._micro_batches(input)
         rows = microbatch.rows_of_micro_batches(input, self.chunks)
-        check_rows_first(self[0], input, len(rows))
         losses = micro_losses(loss_fn, reduction, split_target(target, rows), rows)
         plan = self._schedule(schedule, len(rows))
         takers = self._ensure_turns()
         gradients = StepGradients(parameters_of(self, without=takers))
         if len(rows) > 1:
+            check_rows_first(self[0], input)
             check_updates(takers)
             check_optimizers(gradients.parameters)
-        last = self.devices[-1]
-        moved = microbatch.map_batch(lambda t: t.to(last, non_blocking=last.type != "cpu"), target)
+        targets = split_target(microbatch.map_batch(lambda t: moved(t, self.devices[-1]), target), rows)
         kind_of_loss: Any = type(loss_fn)
         code: Hashable = getattr(loss_fn, "__code__", kind_of_loss)
         tried = losses[0].weight is not None or len(rows) == 1 or code in self._counting
         with (
-            arguments_explained(self),
             contextlib.nullcontext() if tried else restored_on(UndeclaredReductionError, self, self.devices),
             gradients.accumulated(),
-            frozen_weights(takers),
-            mini_batch(len(rows)),
-            self._draws.ordered(("step", *self._modes()), self._stages) as in_order,
+            self._mini_batch("step", len(rows), takers) as in_order,
         ):
             loss = PipelineStep(
                 self._stages,
                 plan,
                 inputs,
-                split_target(moved, rows),
+                targets,
                 losses,
                 rows,
                 gradients,
@@ -386,13 +396,7 @@ class Pipe(nn.Module):
             trace.append(action)
 
     def _micro_batches(self, input: Any) -> list[Any]:
-        first = self.devices[0]
-        moved = microbatch.map_batch(lambda t: t.to(first, non_blocking=first.type != "cpu"), input)
-        return microbatch.split_nested(moved, self.chunks)
-
-    def _modes(self) -> tuple[bool, ...]:
-        """The training modes of the pipe and its layers, on which it depends whether they draw random numbers."""
-        return self.training, *(layer.training for layer in self._modules.values() if layer is not None)
+        return microbatch.split_nested(microbatch.map_batch(lambda t: moved(t, self.devices[0]), input), self.chunks)
 
     def _follow(self) -> None:
         """Updates the stages with layers that were replaced."""

@@ -43,7 +43,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -51,53 +51,58 @@ from torch import Tensor
 from pipe.checkpoint import Checkpointing
 from pipe.copy import Copy, Wait
 from pipe.dependency import fork, join
-from pipe.microbatch import Batch
+from pipe.nested import flatten, map_together, requires_grad, unflatten
 from pipe.refusals import refuse_holders
 from pipe.schedule import StageAction, clock_cycles, coming_turns, forward_clocks
 from pipe.skip.namespace import Key
 from pipe.stage import Stage
-from pipe.stream import AbstractStream, current_stream, use_device
+from pipe.stream import AbstractStream, current_stream, use_device, use_stream
 from pipe.torch_private.autograd import in_backward
 from pipe.worker import Task, task_runner
 
 __all__ = ["Pipeline", "clock_cycles", "copy", "wait"]
 
 
-def copy(batch: Batch, prev_stream: AbstractStream, next_stream: AbstractStream) -> None:
-    """Copies the tensors of a batch to the device of ``next_stream``, in place of the old ones."""
-    batch[:] = Copy.apply(prev_stream, next_stream, *batch)  # type: ignore[no-untyped-call]
+def copy(value: Any, prev_stream: AbstractStream, next_stream: AbstractStream) -> Any:
+    """The value with its tensors copied to the device of ``next_stream``."""
+    return map_together(partial(Copy.apply, prev_stream, next_stream), value)
 
 
-def wait(batch: Batch, prev_stream: AbstractStream, next_stream: AbstractStream) -> None:
-    """Makes ``next_stream`` wait for ``prev_stream`` before it reads the batch, and the reverse in backward."""
-    batch[:] = Wait.apply(prev_stream, next_stream, *batch)  # type: ignore[no-untyped-call]
+def wait(value: Any, prev_stream: AbstractStream, next_stream: AbstractStream) -> Any:
+    """The value; ``next_stream`` waits for ``prev_stream`` before it reads it, and the reverse in backward."""
+    return map_together(partial(Wait.apply, prev_stream, next_stream), value)
 
 
-def _anchor(batch: Batch) -> int | None:
-    """The index of the first tensor that needs a gradient: a Fork or Join of another would not be in the graph."""
-    return next((k for k, tensor in enumerate(batch) if tensor.requires_grad), None)
+def _anchored(value: Any) -> int | None:
+    """The leaf that orders backwards: the first that needs a gradient. A Fork of another would not be in the graph."""
+    leaves = flatten(value)[0]
+    return next((k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad), None)
 
 
-def _fork(batch: Batch) -> Tensor | None:
-    """A phony that depends on the batch, if any of its tensors needs a gradient."""
-    k = _anchor(batch)
+def _fork(value: Any) -> tuple[Any, Tensor | None]:
+    """The value, and a phony that depends on it, if any of its tensors needs a gradient."""
+    k = _anchored(value)
     if k is None:
-        return None
-    batch[k], phony = fork(batch[k])
-    return phony
+        return value, None
+    leaves, spec = flatten(value)
+    leaves[k], phony = fork(leaves[k])
+    return unflatten(leaves, spec), phony
 
 
-def _join(batch: Batch, phony: Tensor | None) -> None:
-    k = _anchor(batch)
-    if k is not None and phony is not None:
-        batch[k] = join(batch[k], phony)
+def _join(value: Any, phony: Tensor | None) -> Any:
+    k = _anchored(value)
+    if k is None or phony is None:
+        return value
+    leaves, spec = flatten(value)
+    leaves[k] = join(leaves[k], phony)
+    return unflatten(leaves, spec)
 
 
 class Pipeline:
     """One forward of all micro-batches over all stages.
 
     Args:
-        batches: the micro-batches; :meth:`run` replaces their values by the outputs.
+        batches: the micro-batches; :meth:`run` replaces them by the outputs.
         stages: the stages, in order.
         copy_streams: for each stage, a stream for each micro-batch.
         places: for each stage, the place where it takes turns (:mod:`pipe.turn`); by default each has its own.
@@ -108,7 +113,7 @@ class Pipeline:
 
     def __init__(
         self,
-        batches: list[Batch],
+        batches: list[Any],
         stages: Sequence[Stage],
         copy_streams: Sequence[Sequence[AbstractStream]],
         *,
@@ -124,7 +129,7 @@ class Pipeline:
         self.in_order = in_order
         self.record = record
         self._streams = [current_stream(stage.device) for stage in stages]
-        self._skips: list[dict[Key, Batch]] = [{} for _ in batches]
+        self._skips: list[dict[Key, Any]] = [{} for _ in batches]
         self._places = tuple(range(len(stages)) if places is None else places)
         self._clocks = forward_clocks(len(batches), self._places)
         #: For the first cell of each turn, the stage that has the next turn at its place.
@@ -145,94 +150,91 @@ class Pipeline:
             for actions in self._clocks:
                 cells = [(action.micro_batch, action.stage) for action in actions]
                 phonies = self._fence(cells)
-                tasks = [(j, self._task(i, j, phony)) for (i, j), phony in zip(cells, phonies, strict=True)]
-                outputs = run(tasks)
-                for (i, j), (_, task), output in zip(cells, tasks, outputs, strict=True):
-                    self._finish(i, j, task, output)
+                made = [self._task(i, j, phony) for (i, j), phony in zip(cells, phonies, strict=True)]
+                outputs = run([task for task, _ in made])
+                for (i, j), (_, halves), output in zip(cells, made, outputs, strict=True):
+                    self._finish(i, j, halves, *output)
                 # Without this, the tasks keep inputs alive while the next clock runs.
-                del tasks, outputs
+                del made, outputs, output
 
     def _fence(self, cells: list[tuple[int, int]]) -> list[Tensor | None]:
         """Orders and copies the inputs of the cells of a clock, before any of them computes."""
         phonies: list[Tensor | None] = []
         for i, j in cells:
             # batches[i - 1] is still the output of stage j here: it is copied to the next stage later in this loop.
-            phonies.append(_fork(self.batches[i - 1]) if i > 0 else self._turn_phonies.pop((i, j), None))
-            stage, target = self.stages[j], self.copy_streams[j][i]
+            if i > 0:
+                self.batches[i - 1], phony = _fork(self.batches[i - 1])
+            else:
+                phony = self._turn_phonies.pop((i, j), None)
+            phonies.append(phony)
+            stage, target, skips = self.stages[j], self.copy_streams[j][i], self._skips[i]
             if j > 0 and self.stages[j - 1].device != stage.device:
-                copy(self.batches[i], self.copy_streams[j - 1][i], target)
+                self.batches[i] = copy(self.batches[i], self.copy_streams[j - 1][i], target)
             for route in stage.arriving:
                 if self.stages[route.stashed_at].device != stage.device:
-                    copy(self._skips[i][route.key], self.copy_streams[route.stashed_at][i], target)
+                    skips[route.key] = copy(skips[route.key], self.copy_streams[route.stashed_at][i], target)
         return phonies
 
-    def _task(self, i: int, j: int, phony: Tensor | None) -> Task:
+    def _task(self, i: int, j: int, phony: Tensor | None) -> tuple[Task, Checkpointing | None]:
         stage, compute_stream = self.stages[j], self._streams[j]
         if j > 0 and self.stages[j - 1].device != stage.device:
             # Without this, the layers read the boundary before its copy is complete.
-            wait(self.batches[i], self.copy_streams[j][i], compute_stream)
+            self.batches[i] = wait(self.batches[i], self.copy_streams[j][i], compute_stream)
         popped = []
         for route in stage.arriving:
             skip = self._skips[i].pop(route.key)
             if self.stages[route.stashed_at].device != stage.device:
-                wait(skip, self.copy_streams[j][i], compute_stream)
-            popped.append(skip.value)
-        batch = Batch((self.batches[i].value, popped))
+                skip = wait(skip, self.copy_streams[j][i], compute_stream)
+            popped.append(skip)
+        input = self.batches[i], popped
         function = partial(_recorded, stage, self.record, StageAction("F", j, i)) if self.record else stage
         after = self._coming.get((i, j))
         # Without an input that needs a gradient, no Join can order the backward of this cell. Autograd orders ready
         # nodes by sequence number, highest first. But each thread counts for itself; without inline, the nodes of a new
         # worker thread would have low numbers and run after the backward of the previous micro-batch.
-        inline = _anchor(batch) is None
-        _join(batch, phony)
+        inline = _anchored(input) is None
+        input = _join(input, phony)
+        halves, compute = None, cast("Callable[[], Any]", partial(function, input))
         if i < self.checkpoint_stop:
-            halves = Checkpointing(function, batch, module=stage.layers)
-            compute = _then(halves.checkpoint, after)
-            return Task(compute_stream, compute=compute, finalize=halves.recompute, inline=inline)
-        return Task(compute_stream, compute=_then(partial(batch.call, function), after), finalize=None, inline=inline)
+            halves = Checkpointing(function, input, module=stage.layers)
+            compute = halves.checkpoint
+        return Task(j, compute if after is None else partial(_then, compute, after), compute_stream, inline), halves
 
-    def _finish(self, i: int, j: int, task: Task, output: Batch) -> None:
+    def _finish(self, i: int, j: int, halves: Checkpointing | None, value: Any, stashed: list[Any]) -> None:
         """Handles a cell's output: adds waits for tensors that leave the device, then the Recompute half."""
         stage, leaving = self.stages[j], self.copy_streams[j][i]
-        value, stashed = output.value
         coming = self.stages[j + 1].device if j < len(self.stages) - 1 else stage.device
-        refuse_holders(j, value, stashed, checkpointed=i < self.checkpoint_stop, copied=coming != stage.device)
-        main, skips = Batch(value), [Batch(tensor) for tensor in stashed]
+        refuse_holders(j, value, stashed, checkpointed=halves is not None, copied=coming != stage.device)
         # Without these waits, the copy reads the output before it is computed; and in backward, the layers read the
         # gradient before it is copied.
         if coming != stage.device:
-            wait(main, self._streams[j], leaving)
-        for route, skip in zip(stage.leaving, skips, strict=True):
+            value = wait(value, self._streams[j], leaving)
+        for k, route in enumerate(stage.leaving):
             if self.stages[route.popped_at].device != stage.device:
-                wait(skip, self._streams[j], leaving)
-        output.value = (main.value, [skip.value for skip in skips])
-        with use_device(stage.device):
-            task.finalize(output)
+                stashed[k] = wait(stashed[k], self._streams[j], leaving)
+        if halves is not None:
+            with use_device(stage.device), use_stream(self._streams[j]):
+                value, stashed = halves.recompute((value, stashed))
         if self.record is not None:
-            _mark(output, self.record, StageAction("B", j, i))
-        value, stashed = output.value
-        self.batches[i] = Batch(value)
+            mark = partial(_Mark.apply, self.record, StageAction("B", j, i))
+            value, stashed = map_together(mark, (value, stashed), only=requires_grad)
         if j in self._next_turn:
             # Without this, backward may switch to and fro between the stages of a place. All micro-batches are ordered
             # after the next turn, not only the last: one whose input needs no gradient does not order the one before.
-            phony, following = _fork(self.batches[i]), self._next_turn[j]
+            value, phony = _fork(value)
+            following = self._next_turn[j]
             if phony is not None:
                 held = self._turn_phonies.get(following)
                 self._turn_phonies[following] = phony if held is None else join(held, phony)
-        self._skips[i].update((route.key, Batch(skip)) for route, skip in zip(stage.leaving, stashed, strict=True))
+        self.batches[i] = value
+        self._skips[i].update((route.key, skip) for route, skip in zip(stage.leaving, stashed, strict=True))
 
 
-def _then(compute: Callable[[], Batch], coming: Stage | None) -> Callable[[], Batch]:
-    """``compute``, followed by ``prefetch()`` of the stage that has the next turn, which starts to load it."""
-    if coming is None:
-        return compute
-
-    def run() -> Batch:
-        batch = compute()
-        coming.prefetch()
-        return batch
-
-    return run
+def _then(compute: Callable[[], Any], coming: Stage) -> Any:
+    """What ``compute`` returns, after ``prefetch()`` of the stage that has the next turn, which starts to load it."""
+    output = compute()
+    coming.prefetch()
+    return output
 
 
 def _recorded(stage: Stage, record: Callable[[StageAction], None], action: StageAction, input: Any) -> Any:
@@ -256,10 +258,3 @@ class _Mark(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.record(ctx.action)
         return (None, None, *gradients)
-
-
-def _mark(output: Batch, record: Callable[[StageAction], None], action: StageAction) -> None:
-    where = [k for k, tensor in enumerate(output) if tensor.requires_grad]
-    marked = _Mark.apply(record, action, *(output[k] for k in where))  # type: ignore[no-untyped-call]
-    for k, tensor in zip(where, marked or (), strict=True):
-        output[k] = tensor

@@ -126,13 +126,18 @@ def updated_stages(stages: Sequence[Stage], layers: Mapping[str, nn.Module | Non
 
     Refuses layers that were added, removed, renamed or moved, that take turns, or that were replaced in a partition.
     """
-    wrapped = [item for stage in stages for item in stage.wrapped]
-    if not _same_items([item for stage in stages for item in stage.layers._modules.items()], wrapped):
+    now: list[tuple[str, Any]] = list(layers.items())
+    wrapped: list[tuple[str, Any]] = []
+    partitioned: list[tuple[str, Any]] = []
+    for stage in stages:
+        wrapped += stage.wrapped
+        partitioned += stage.layers._modules.items()
+    if partitioned != wrapped:  # a module is equal to itself alone
         raise RuntimeError(
             "expected layers to be replaced in the Pipe, got one replaced in its partitions, which parameters() does "
             "not read; use setattr(pipe, name, layer)"
         )
-    if _same_items(list(layers.items()), wrapped):
+    if now == wrapped:
         return None
     if list(layers) != [name for name, _ in wrapped] or None in layers.values():
         raise RuntimeError(
@@ -140,19 +145,19 @@ def updated_stages(stages: Sequence[Stage], layers: Mapping[str, nn.Module | Non
             f"{[name for name, layer in layers.items() if layer is not None]}; a layer can be replaced, but to add, "
             f"remove or move layers, make a new Pipe"
         )
-    now = {name: layer for name, layer in layers.items() if layer is not None}
+    present = {name: layer for name, layer in now if layer is not None}
     for name, before in wrapped:
-        if now[name] is not before and takers_in([before, now[name]]):
+        if present[name] is not before and takers_in([before, present[name]]):
             raise RuntimeError(
                 f"expected layers that take turns not to be replaced after wrapping, got another object as "
                 f"{name!r}; make a new Pipe"
             )
-    verify_skippables(nn.Sequential(OrderedDict(now)))
+    verify_skippables(nn.Sequential(OrderedDict(present)))
     partitions = []
     for stage in stages:
         # A shallow copy: later recomputations of an earlier forward run the layers of that forward.
         partition = copy.copy(stage.layers)
-        partition._modules = {name: now[name] for name, _ in stage.wrapped}
+        partition._modules = {name: present[name] for name, _ in stage.wrapped}
         partitions.append(partition)
     return stages_of(partitions, [stage.device for stage in stages])
 
@@ -177,7 +182,3 @@ def without_partitions(state_dict: dict[str, Any], prefix: str, layers: Containe
     for key, name in names.items():
         state_dict[name] = state_dict.pop(key)
     return []
-
-
-def _same_items(a: Sequence[tuple[str, object]], b: Sequence[tuple[str, object]]) -> bool:
-    return len(a) == len(b) and all(x[0] == y[0] and x[1] is y[1] for x, y in zip(a, b, strict=True))

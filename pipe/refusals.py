@@ -20,13 +20,13 @@ from pipe.recompute.replay import Replay
 from pipe.turn import TakesTurns
 
 __all__ = [
-    "arguments_explained",
     "beyond_layers",
     "check_optimizers",
     "check_plain",
     "check_reduced",
     "check_rows_first",
     "check_updates",
+    "explain_arguments",
     "refuse_holders",
     "restored_on",
 ]
@@ -66,11 +66,9 @@ def beyond_layers(module: nn.Sequential) -> list[str]:
     return [name for name, there in found.items() if there]
 
 
-def check_rows_first(first: nn.Module, input: Any, micro_batches: int) -> None:
+def check_rows_first(first: nn.Module, input: Any) -> None:
     """Refuses a recurrent first layer that takes dimension 0, along which micro-batches are cut, for time."""
-    if not (isinstance(first, nn.RNNBase) and isinstance(input, Tensor)):
-        return
-    if micro_batches > 1 and (input.dim() == 2 or not first.batch_first):
+    if isinstance(first, nn.RNNBase) and isinstance(input, Tensor) and (input.dim() == 2 or not first.batch_first):
         raise ValueError(
             f"expected a first layer whose input has the rows in dimension 0, got {type(first).__name__}("
             f"batch_first={first.batch_first}) and an input of shape {tuple(input.shape)}, whose dimension 0 is time; "
@@ -78,25 +76,20 @@ def check_rows_first(first: nn.Module, input: Any, micro_batches: int) -> None:
         )
 
 
-@contextlib.contextmanager
-def arguments_explained(layers: nn.Module) -> Iterator[None]:
+def explain_arguments(layers: nn.Module, error: TypeError) -> None:
     """Explains the ``TypeError`` of a layer that does not take exactly one argument."""
-    try:
-        yield
-    except TypeError as error:
-        for name, layer in layers.named_children():
-            signature = None
-            try:
-                signature = inspect.signature(layer.forward)
-                signature.bind(None)
-            except (TypeError, ValueError):
-                if signature is None:  # a scripted layer
-                    continue
-                raise TypeError(
-                    f"expected layers that take one argument, got layer {name!r} ({type(layer).__name__}), whose "
-                    f"forward takes {signature}; take a tuple and unpack it: def forward(self, inputs): a, b = inputs"
-                ) from error
-        raise
+    for name, layer in layers.named_children():
+        signature = None
+        try:
+            signature = inspect.signature(layer.forward)
+            signature.bind(None)
+        except (TypeError, ValueError):
+            if signature is None:  # a scripted layer
+                continue
+            raise TypeError(
+                f"expected layers that take one argument, got layer {name!r} ({type(layer).__name__}), whose "
+                f"forward takes {signature}; take a tuple and unpack it: def forward(self, inputs): a, b = inputs"
+            ) from error
 
 
 def check_reduced(module: nn.Module) -> None:

@@ -152,6 +152,18 @@ class Schedule:
                 sorted((a for _, a in ready), key=lambda a: (a.kind == "B", a.stage if a.kind == "F" else -a.stage))
             )
 
+    @cached_property
+    def coming(self) -> dict[StageAction, StageAction]:
+        """See :func:`coming_turns`."""
+        return coming_turns(self.clocks(), self.lines_of_stages)
+
+    @cached_property
+    def interleaves(self) -> bool:
+        """Whether the last stage runs a backward before its last forward."""
+        last = self.stages - 1
+        kinds = [action.kind for action in self.orders[self.lines_of_stages[last]] if action.stage == last]
+        return "F" in kinds[kinds.index("B") :]
+
     def validate(self) -> Schedule:
         """Checks the schedule and returns it: every cell runs forward once and backward once, all cells of a stage on
         one device; stages and micro-batches are numbered from 0; there is no deadlock.

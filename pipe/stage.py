@@ -29,11 +29,16 @@ def writes_input(layers: nn.Module) -> bool:
 
     Layers without parameters may return their input unchanged; a layer with parameters returns a new tensor.
     """
-    for layer in layers.modules():
-        if getattr(layer, "inplace", False):
+    waiting: list[nn.Module | None] = [layers]
+    while waiting:
+        layer = waiting.pop()
+        if layer is None:
+            continue
+        if layer.__dict__.get("inplace", getattr(type(layer), "inplace", False)):
             return True
-        if any(parameter is not None for parameter in layer._parameters.values()):
+        if layer._parameters and any(parameter is not None for parameter in layer._parameters.values()):
             return False
+        waiting += reversed(layer._modules.values())
     return False
 
 
@@ -43,7 +48,7 @@ class Stage:
     def __init__(self, layers: nn.Sequential, device: torch.device, index: int, layout: SkipLayout) -> None:
         self.layers = layers
         #: The layers as they were wrapped.
-        self.wrapped = tuple((name, layer) for name, layer in layers._modules.items() if layer is not None)
+        self.wrapped = [(name, layer) for name, layer in layers._modules.items() if layer is not None]
         self.device = device
         self.index = index
         self.arriving = layout.arriving(index)

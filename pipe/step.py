@@ -28,16 +28,16 @@ from torch import Tensor
 from pipe.checkpoint import Checkpointing
 from pipe.gradients import StepGradients
 from pipe.loss import MicroLoss, UndeclaredReductionError, sum_and_count
-from pipe.microbatch import Batch, rows_of, split_nested
-from pipe.nested import flatten, map_tensors, tensors_in, unflatten
+from pipe.microbatch import rows_of, split_nested
+from pipe.nested import TreeSpec, flatten, tensors_in, unflatten
 from pipe.refusals import refuse_holders
-from pipe.schedule import Schedule, StageAction, coming_turns
+from pipe.schedule import Schedule, StageAction
 from pipe.skip.namespace import Key
 from pipe.stage import Stage
 from pipe.stream import current_stream
 from pipe.worker import Task, task_runner
 
-__all__ = ["PipelineStep", "split_target"]
+__all__ = ["PipelineStep", "moved", "split_target"]
 
 
 @dataclass
@@ -57,10 +57,11 @@ class _Cell:
 class _Boundary:
     """The output of one cell that is the input of another, without its graph."""
 
-    value: Any
+    leaves: list[Any]
+    spec: TreeSpec
     cell: _Cell
     index: dict[int, int]
-    """Position of a leaf of ``value`` -> its index in the outputs of ``cell``, for leaves that need a gradient."""
+    """Position of a leaf -> its index in the outputs of ``cell``, for leaves that need a gradient."""
 
 
 class PipelineStep:
@@ -98,46 +99,37 @@ class PipelineStep:
         self.record = record
         # The user's input counts as the output of a cell without a backward; run() passes its gradients on at the end.
         self._origins = [_Cell() for _ in inputs]
-        self._values = [self._detach(x, cell) for x, cell in zip(inputs, self._origins, strict=True)]
+        self._values = dict(enumerate(map(self._detach, inputs, self._origins)))
         self._skips: list[dict[Key, _Boundary]] = [{} for _ in inputs]
         self._cells: dict[tuple[int, int], _Cell] = {}
         self._losses: dict[int, Tensor] = {}
         self._counts: dict[int, Tensor | float] = {}
-        last = len(stages) - 1
-        kinds = [action.kind for action in schedule.orders[schedule.lines_of_stages[last]] if action.stage == last]
-        #: Whether a backward begins before the losses (and counts) of all micro-batches are known.
-        self._backward_before_last_count = "F" in kinds[kinds.index("B") :]
         # As large as the counts, if these count rows; a power of two, so that dividing by it is exact.
         self._scale = 2.0 ** round(math.log2(max(1, sum(rows))))
-        self._coming = coming_turns(schedule.clocks(), schedule.lines_of_stages)
 
     def run(self) -> Tensor:
         """Runs the step; returns the loss of the batch, detached."""
-        streams = [current_stream(stage.device) for stage in self.stages]
         devices = [stage.device for stage in self.stages]
+        streams = [current_stream(device) for device in devices]
         with task_runner(devices, in_order=self.in_order) as run, torch.enable_grad():
             for actions in self.schedule.clocks():
-                tasks = []
-                for action in actions:
-                    compute = partial(self._act, action)
-                    tasks.append((action.stage, Task(streams[action.stage], compute=compute, finalize=None)))
-                run(tasks)
-        total = torch.stack([loss for _, loss in sorted(self._losses.items())]).sum()
+                run([Task(a.stage, partial(self._act, a), streams[a.stage]) for a in actions])
+        losses = [loss for _, loss in sorted(self._losses.items())]
+        total = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
         if self._counts:
             total = (total / self._count()).to(total.dtype)
-            if self._backward_before_last_count:
+            if self.schedule.interleaves:
                 self.gradients.scale = self._scale / self._count()
         self._finish_inputs()
         return total
 
-    def _act(self, action: StageAction) -> Batch:
+    def _act(self, action: StageAction) -> None:
         self.record(action)
         work = self._forward if action.kind == "F" else self._backward
-        batch = work(action.stage, action.micro_batch)
-        coming = self._coming.get(action)
+        work(action.stage, action.micro_batch)
+        coming = self.schedule.coming.get(action) if self.schedule.coming else None
         if coming is not None:
             self.stages[coming.stage].prefetch(backward=coming.kind == "B")
-        return batch
 
     @staticmethod
     def _detach(value: Any, cell: _Cell) -> _Boundary:
@@ -150,31 +142,29 @@ class PipelineStep:
                 cell.outputs.append(leaf)
                 cell.gradients.append(None)
                 leaves[position] = leaf.detach()
-        return _Boundary(unflatten(leaves, spec), cell, index)
+        return _Boundary(leaves, spec, cell, index)
 
     def _receive(self, boundary: _Boundary, cell: _Cell, device: torch.device) -> Any:
         """The value on the device of the consuming cell, with new autograd leaves where a gradient is needed."""
-        leaves, spec = flatten(map_tensors(lambda t: t.to(device, non_blocking=device.type != "cpu"), boundary.value))
+        leaves = [moved(x, device) if isinstance(x, Tensor) else x for x in boundary.leaves]
         for position, k in boundary.index.items():
             leaf = leaves[position].detach().requires_grad_()
             cell.sources.append((leaf, boundary.cell, k))
             leaves[position] = leaf
-        return unflatten(leaves, spec)
+        return unflatten(leaves, boundary.spec)
 
-    def _forward(self, j: int, i: int) -> Batch:
+    def _forward(self, j: int, i: int) -> None:
         stage = self.stages[j]
         cell = self._cells[j, i] = _Cell()
-        value = self._receive(self._values[i], cell, stage.device)
-        self._values[i] = _Boundary(None, cell, {})
+        value = self._receive(self._values.pop(i), cell, stage.device)
         popped = [self._receive(self._skips[i].pop(route.key), cell, stage.device) for route in stage.arriving]
-        batch = Batch((value, popped))
         # A cell whose backward follows directly would be recomputed at once: checkpointing would only cost time.
         checkpointed = i < self.checkpoint_stop and not self.schedule.follows_at_once(j, i)
         if checkpointed:
             # Without its Recompute half: the gradient is already computed when this cell's backward begins.
-            value, stashed = Checkpointing(stage, batch, module=stage.layers).checkpoint().value
+            value, stashed = Checkpointing(stage, (value, popped), module=stage.layers).checkpoint()
         else:
-            value, stashed = batch.call(stage).value
+            value, stashed = stage((value, popped))
         coming = self.stages[j + 1].device if j < len(self.stages) - 1 else stage.device
         refuse_holders(j, value, stashed, checkpointed=checkpointed, copied=coming != stage.device)
         for route, skip in zip(stage.leaving, stashed, strict=True):
@@ -183,7 +173,6 @@ class PipelineStep:
             self._values[i] = self._detach(value, cell)
         else:
             self._finish_output(i, value, cell)
-        return batch
 
     def _finish_output(self, i: int, output: Any, cell: _Cell) -> None:
         weight = self.losses[i].weight
@@ -199,11 +188,11 @@ class PipelineStep:
             raise ValueError("expected a loss that needs a gradient, got one that does not; is anything trainable?")
         if counted is not None:
             weighted = loss.reshape(())
-            if self._backward_before_last_count:
+            if self.schedule.interleaves:
                 self._check_scalable(weighted, cell)
                 weighted = weighted / self._scale
         elif weight is not None or len(self.losses) == 1:
-            weighted = loss.reshape(()) * (1.0 if weight is None else weight)
+            weighted = loss.reshape(()) if weight in (None, 1.0) else loss.reshape(()) * weight
         else:
             raise UndeclaredReductionError(
                 f"expected a loss that tells what it divides by, got {_name_of(self.losses[i].function)}, which "
@@ -237,7 +226,7 @@ class PipelineStep:
                 f"{shapes}, whose gradients cannot be scaled once the count is known; pass schedule='fill_drain'"
             )
 
-    def _backward(self, j: int, i: int) -> Batch:
+    def _backward(self, j: int, i: int) -> None:
         cell = self._cells.pop((j, i))
         last = j == len(self.stages) - 1
         pairs = [
@@ -246,16 +235,13 @@ class PipelineStep:
             if gradient is not None or (last and k == len(cell.outputs) - 1)
         ]
         cell.outputs, cell.gradients = [], []
-        if last and self._counts and not self._backward_before_last_count:
+        if last and self._counts and not self.schedule.interleaves:
             output, _ = pairs[-1]
             pairs[-1] = output, self._count().reciprocal().to(output)
-        if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        _run_backward(pairs)
         for leaf, source, k in cell.sources:
             if leaf.grad is not None:
                 source.gradients[k] = leaf.grad.to(source.outputs[k].device, non_blocking=leaf.is_cuda)
-        cell.sources = []
-        return Batch(None)
 
     def _finish_inputs(self) -> None:
         """Runs backward from the gradients of the user's inputs into the graph that produced these inputs."""
@@ -266,8 +252,17 @@ class PipelineStep:
             for output, gradient in zip(cell.outputs, cell.gradients, strict=True)
             if gradient is not None
         ]
-        if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        _run_backward(pairs)
+
+
+def _run_backward(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+    if pairs:
+        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device; the host does not wait for a copy there."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def split_target(target: Any, rows: Sequence[int]) -> list[Any]:

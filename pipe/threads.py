@@ -206,11 +206,13 @@ class Threads:
             self._queue.put(barrier)
             barrier.wait_idle()
 
-    def close(self) -> None:
-        """Refuses further work; submitted work still runs. Does not wait."""
+    def close(self, *, wait: bool = False) -> None:
+        """Refuses further work; submitted work still runs. ``wait``: returns when the threads have ended."""
         self._closed = True
         if self._made_in == os.getpid():
             self._stop()
+            for thread in self._started if wait else ():
+                thread.join()
 
 
 def _nothing() -> None:

@@ -28,6 +28,16 @@ __all__ = [
 class _Phase(threading.local):
     checkpointing = False
     recomputing = False
+
+    @property
+    def flags(self) -> tuple[bool, bool]:
+        """What the two functions of the user read."""
+        return self.checkpointing, self.recomputing
+
+    @flags.setter
+    def flags(self, flags: tuple[bool, bool]) -> None:
+        self.checkpointing, self.recomputing = flags
+
     #: Whether recomputations of forwards that run now do not stop when all saved tensors are there.
     to_the_end = False
 

@@ -19,13 +19,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType, MethodType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from pipe.recompute.phase import phase
+from pipe.recompute.phase import is_recomputing, phase
 from pipe.torch_private.autograd import SavedTensorHooks, pop_saved_tensor_hooks, saved_tensor_hooks, set_grad_enabled
-from pipe.torch_private.dispatch import DISPATCH_MODES, FUNCTION_MODES, ModeStack
+from pipe.torch_private.dispatch import DISPATCH_MODES, FUNCTION_MODES, ModeStack, modes_active
 
 __all__ = [
     "PACKAGES",
@@ -33,6 +33,7 @@ __all__ = [
     "ThreadState",
     "close_contexts",
     "holds_generators",
+    "in_settings_of_this_thread",
     "lasting_hooks",
     "no_autocast",
     "release_generators",
@@ -59,8 +60,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@dataclass(frozen=True)
-class Autocast:
+class Autocast(NamedTuple):
     """The autocast settings of one device type."""
 
     device_type: str
@@ -88,7 +88,7 @@ def lasting_hooks() -> SavedTensorHooks | None:
     return None if hooks is None or _ends_with_its_forward(hooks) else hooks
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ThreadState:
     """The thread-local settings around one call.
 
@@ -117,13 +117,13 @@ class ThreadState:
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            autocasts=tuple(Autocast.of(kind) for kind in sorted({"cpu", *device_types} - {"meta"})),
+            autocasts=tuple([Autocast.of(kind) for kind in sorted({"cpu", *device_types} - {"meta"})]),
             cache_casts=torch.is_autocast_cache_enabled(),
             hooks=saved_tensor_hooks(),
             # The default device is one of these modes, whether set by set_default_device or by a context.
-            function_modes=tuple(FUNCTION_MODES.active()),
-            dispatch_modes=tuple(DISPATCH_MODES.active()),
-            phase=(phase.checkpointing, phase.recomputing),
+            function_modes=tuple(FUNCTION_MODES.active()) if modes_active() else (),
+            dispatch_modes=tuple(DISPATCH_MODES.active()) if modes_active() else (),
+            phase=phase.flags,
             holds_generators=holds_generators(),
             variables=contextvars.copy_context(),
         )
@@ -143,6 +143,8 @@ class ThreadState:
                     stack.enter_context(torch.inference_mode(self.inference))
                 if self.grad != torch.is_grad_enabled():
                     stack.enter_context(torch.set_grad_enabled(self.grad))
+                stack.callback(setattr, phase, "flags", phase.flags)
+                phase.flags = self.phase
             for autocast in self.autocasts:
                 now = Autocast.of(autocast.device_type)
                 if now != autocast or (autocast.enabled and cache != torch.is_autocast_cache_enabled()):
@@ -176,9 +178,31 @@ class ThreadState:
                 torch.set_autocast_dtype(autocast.device_type, autocast.dtype)
         torch.set_autocast_cache_enabled(self.cache_casts)
         set_grad_enabled(self.grad)
-        phase.checkpointing, phase.recomputing = self.phase
+        phase.flags = self.phase
         if not self.holds_generators:
             release_generators()
+
+
+_fresh: dict[frozenset[str], ThreadState] = {}  # the settings of a new thread, for types of devices
+
+
+def in_settings_of_this_thread(job: Callable[[], R], device_types: Iterable[str]) -> Callable[[], R]:
+    """The job with this thread's settings around it, for another thread (with the settings of a new thread)."""
+    kinds = frozenset({"cuda", *device_types})
+    thread_state, context = ThreadState.capture(kinds), contextvars.copy_context()
+    thread_state.phase = phase.checkpointing, is_recomputing()  # a backward is under way in this thread alone
+    # The current device belongs to a thread as well: without this, a loader's "cuda" would be device 0.
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    if device is None and thread_state == _fresh.get(kinds):
+        return functools.partial(context.run, job)
+
+    def run() -> R:
+        if kinds not in _fresh:
+            _fresh[kinds] = ThreadState.capture(kinds)
+        with contextlib.nullcontext() if device is None else torch.cuda.device(device), thread_state.again():
+            return context.run(job)
+
+    return run
 
 
 def _enter(stack: contextlib.ExitStack, kind: ModeStack, modes: tuple[Any, ...]) -> None:

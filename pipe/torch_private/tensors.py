@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["memory_of", "multiply_all", "native_uses", "negative_view", "storage_uses"]
+__all__ = ["add_all", "memory_of", "multiply_all", "native_uses", "negative_view", "storage_uses"]
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -16,6 +16,11 @@ def memory_of(tensor: Tensor) -> int:
 def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiplies tensors in place."""
     torch._foreach_mul_(tensors, factor)
+
+
+def add_all(tensors: list[Tensor], others: list[Tensor]) -> None:
+    """Adds to each tensor the other one at its place, in place."""
+    torch._foreach_add_(tensors, others)
 
 
 def negative_view(tensor: Tensor) -> Tensor:

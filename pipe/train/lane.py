@@ -21,7 +21,6 @@ Assumes
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -30,33 +29,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from pipe.recompute.thread_state import ThreadState
+from pipe.recompute.thread_state import in_settings_of_this_thread
 from pipe.threads import Outcome, Threads
 
 __all__ = ["InlineLane", "Lane", "Lanes", "ThreadLane", "Ticket", "fence"]
 
 T = TypeVar("T")
-
-
-_fresh: dict[str, ThreadState] = {}  # the settings of a new thread, by device type
-
-
-def _in_settings_of_this_thread(job: Callable[[], T], device_type: str) -> Callable[[], T]:
-    """The job with this thread's settings around it, for another thread (with the settings of a new thread)."""
-    device_types = {"cuda", device_type}
-    thread_state, context = ThreadState.capture(device_types), contextvars.copy_context()
-    # The current device belongs to a thread as well: without this, a loader's "cuda" would be device 0.
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    if device is None and thread_state == _fresh.get(device_type):
-        return functools.partial(context.run, job)
-
-    def run() -> T:
-        if device_type not in _fresh:
-            _fresh[device_type] = ThreadState.capture(device_types)
-        with contextlib.nullcontext() if device is None else torch.cuda.device(device), thread_state.again():
-            return context.run(job)
-
-    return run
 
 
 def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
@@ -157,7 +135,7 @@ class ThreadLane(Lane):
     def submit(self, job: Callable[[], T]) -> Ticket[T]:
         """Queues the job."""
         ticket: Ticket[T] = Ticket()
-        job = _in_settings_of_this_thread(job, self._device_type)
+        job = in_settings_of_this_thread(job, {self._device_type})
         self._threads.submit(functools.partial(ticket.run, job, self.stream))
         return ticket
 

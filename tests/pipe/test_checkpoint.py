@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from pipe.checkpoint import Checkpointing, checkpoint, is_checkpointing, is_recomputing
 from pipe.dependency import fork, join
-from pipe.microbatch import Batch
 
 
 class Log(torch.autograd.Function):
@@ -211,20 +210,17 @@ def test_recomputation_runs_before_operations_between_recompute_and_checkpoint()
         return Log.apply(timeline, "inside", x)
 
     x = torch.ones(1, requires_grad=True)
-    halves = Checkpointing(function, Batch(x))
-    output = halves.checkpoint()
-    output[0] = Log.apply(timeline, "wait for the gradient", output[0])
-    halves.recompute(output)
-    output[0] = Log.apply(timeline, "gradient leaves", output[0])
-    output[0].backward()
+    halves = Checkpointing(function, x)
+    output = Log.apply(timeline, "wait for the gradient", halves.checkpoint())
+    Log.apply(timeline, "gradient leaves", halves.recompute(output)).backward()
     assert timeline == ["forward", "gradient leaves", "recompute", "wait for the gradient", "inside"]
 
 
 def test_without_the_recompute_half_the_gradient_recomputes() -> None:
     runs = []
     x = torch.ones(2, requires_grad=True)
-    output = Checkpointing(lambda t: runs.append(is_recomputing()) or t.exp(), Batch(x)).checkpoint()
-    output.tensor.sum().backward()
+    output = Checkpointing(lambda t: runs.append(is_recomputing()) or t.exp(), x).checkpoint()
+    output.sum().backward()
     assert runs == [False, True]
     assert torch.equal(x.grad, x.detach().exp())
 
@@ -239,10 +235,8 @@ def test_micro_batches_go_back_in_reverse_through_the_phony() -> None:
                 timeline.append(i)
             return layer(x)
 
-        halves = Checkpointing(function, Batch(x))
-        output = halves.checkpoint()
-        halves.recompute(output)
-        return output.tensor
+        halves = Checkpointing(function, x)
+        return halves.recompute(halves.checkpoint())
 
     first, phony = fork(run(0, torch.ones(1, 2)))
     second = run(1, join(torch.ones(1, 2, requires_grad=True), phony))
@@ -278,11 +272,11 @@ def test_activations_of_the_first_run_are_released_before_it_returns() -> None:
 def test_the_graph_is_freed_without_the_garbage_collector() -> None:
     gc.disable()
     try:
-        halves = Checkpointing(lambda x: x * 2, Batch(torch.ones(2, requires_grad=True) * 1))
-        boundary = weakref.ref(halves.batch.value)
-        output = halves.checkpoint()
-        halves.recompute(output)
-        del halves, output
+        x = torch.ones(2, requires_grad=True) * 1
+        boundary = weakref.ref(x)
+        halves = Checkpointing(lambda x: x * 2, x)
+        output = halves.recompute(halves.checkpoint())
+        del halves, output, x
         assert boundary() is None
     finally:
         gc.enable()

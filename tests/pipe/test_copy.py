@@ -10,6 +10,7 @@ from torch import nn
 from pipe import Pipe, pipeline, stream
 from pipe import copy as copies
 from pipe.copy import Copy, Wait
+from pipe.nested import map_tensors
 from pipe.stream import (
     CPUStream,
     current_stream,
@@ -126,9 +127,9 @@ class Timeline:
         self.events = events = []
 
         def logged(name: Any) -> Any:
-            def function(batch: Any, prev: Any, to: Any) -> None:
+            def function(value: Any, prev: Any, to: Any) -> Any:
                 events.append(f"{name} {prev}>{to}")
-                batch[:] = [Logged.apply(events, f"{name} {to}>{prev}", t) for t in batch]
+                return map_tensors(lambda t: Logged.apply(events, f"{name} {to}>{prev}", t), value)
 
             return function
 

@@ -18,6 +18,7 @@ from pipe import Pipe, is_recomputing
 from pipe.checkpoint import checkpoint
 from pipe.recompute.generators import held_generators
 from pipe.recompute.replay import Replay
+from pipe.stream import CPUStream
 from pipe.worker import Task, task_runner
 from tests.pipe.test_worker import CPU, META
 
@@ -169,14 +170,14 @@ def test_a_pipe_that_was_evaluated_first_learns_anew_in_training(two_devices: li
 def test_tasks_in_order_begin_when_the_one_before_has_ended() -> None:
     order: list[str] = []
 
-    def task(name: str) -> Task:
+    def task(stage: int, name: str) -> Task:
         def compute() -> Any:
             order.extend([f"{name} begins", f"{name} ends"])
 
-        return Task(torch.device("cpu"), compute=compute, finalize=None)  # type: ignore[arg-type]
+        return Task(stage, compute, CPUStream)
 
     with task_runner([CPU, META], in_order=True) as run:
-        run([(1, task("b")), (0, task("a")), (1, task("c"))])
+        run([task(1, "b"), task(0, "a"), task(1, "c")])
     assert order == [f"{name} {what}" for name in "bac" for what in ("begins", "ends")]
 
 

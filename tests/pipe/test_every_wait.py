@@ -3,6 +3,7 @@
 The waits between the stages of a train pipeline have a table of their own (``train/test_waits.py``).
 """
 
+import contextlib
 import inspect
 import threading
 from typing import Any
@@ -18,7 +19,7 @@ from pipe.stream import CPUStream, wait_stream
 from pipe.threads import Future, Threads
 from pipe.torch_private import amp
 from pipe.train.lane import InlineLane, Ticket
-from pipe.worker import spawn_workers
+from pipe.worker import Task, task_runner
 from tests.late_cuda import LateCuda, LateEvent, LateStream
 from tests.pipe.test_copy import Timeline
 from tests.waits import fails_with, find_sites, is_value_used, take_out
@@ -141,13 +142,38 @@ class Thread:
         self.joined = True
 
 
-@fails_with("a worker was not joined")
-def workers_have_ended_when_their_context_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    monkeypatch.setattr("pipe.worker.Thread", lambda **_: made.append(Thread()) or made[-1])
-    with spawn_workers([torch.device("cpu")]):
-        pass
-    assert [thread.joined for thread in made] == [True], "a worker was not joined"
+@fails_with("a task had not ended")
+def a_clock_ends_when_all_its_tasks_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, go_on = [], threading.Event()
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    def work() -> None:
+        go_on.wait(60)
+        ended.append(1)
+
+    with task_runner([torch.device("cpu"), torch.device("meta")]) as run:
+        timer = threading.Timer(0.2, go_on.set)
+        timer.start()
+        with contextlib.suppress(ZeroDivisionError):
+            run([Task(0, fail, CPUStream), Task(1, work, CPUStream)])
+        found = list(ended)
+    assert found == [1], "a task had not ended"
+
+
+@fails_with("a result was lost")
+def a_clock_returns_what_its_tasks_have_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    with task_runner([torch.device("cpu"), torch.device("meta")]) as run:
+        assert run([Task(1, lambda: 7, CPUStream)]) == [7], "a result was lost"
+
+
+@fails_with("a thread was not joined")
+def threads_have_ended_when_they_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool: Any = Threads(1, "test")
+    pool._started.append(Thread())
+    pool.close(wait=True)
+    assert pool._started[0].joined, "a thread was not joined"
 
 
 # --- lanes of the train pipelines -----------------------------------------------------------------------------------
@@ -296,11 +322,16 @@ WAITS = {
             ("wait(skip, self.copy_streams[j][i], compute_stream)", a_pipe_waits_on_both_sides_of_every_copy),
         ],
         "Pipeline._finish": [
-            ("wait(main, self._streams[j], leaving)", a_pipe_waits_on_both_sides_of_every_copy),
-            ("wait(skip, self._streams[j], leaving)", a_pipe_waits_on_both_sides_of_every_copy),
+            ("wait(value, self._streams[j], leaving)", a_pipe_waits_on_both_sides_of_every_copy),
+            ("wait(stashed[k], self._streams[j], leaving)", a_pipe_waits_on_both_sides_of_every_copy),
         ],
     },
-    "pipe.worker": {"spawn_workers": [("thread.join()", workers_have_ended_when_their_context_ends)]},
+    "pipe.worker": {
+        "task_runner": [
+            ("future.wait_idle()", a_clock_ends_when_all_its_tasks_have_ended),
+            ("futures[k].wait()", a_clock_returns_what_its_tasks_have_returned),
+        ]
+    },
     "pipe.train.lane": {
         "Ticket._run_on": [("stream.record_event()", compute_comes_after_what_a_lane_issued)],
         "Ticket.succeeded": [
@@ -328,6 +359,7 @@ WAITS = {
         "Outcome.wait": [("self.wait_idle()", waits_end_after_the_work)],
         "Future.run_or_wait": [("self.wait()", waits_end_after_the_work)],
         "Future.cancel": [("self.wait_idle()", waits_end_after_the_work)],
+        "Threads.close": [("thread.join()", threads_have_ended_when_they_are_closed)],
         "Threads.wait_idle": [("barrier.wait_idle()", a_thread_is_idle_after_all_its_work)],
         "_finish_work": [("thread.join(pool._exit_seconds)", the_interpreter_ends_after_work_that_runs)],
     },
@@ -336,14 +368,24 @@ WAITS = {
 #: Waits whose value is used, and what has that value without waiting.
 STAND_INS = {
     "pipe.train.lane Ticket._run_on: stream.record_event()": lambda stream: LateEvent(),  # which was never recorded
+    "pipe.worker task_runner: futures[k].wait()": lambda future: None,
+    **{
+        f"pipe.pipeline Pipeline.{site}": lambda value, *_: value
+        for site in (
+            "_task: wait(self.batches[i], self.copy_streams[j][i], compute_stream)",
+            "_task: wait(skip, self.copy_streams[j][i], compute_stream)",
+            "_finish: wait(value, self._streams[j], leaving)",
+            "_finish: wait(stashed[k], self._streams[j], leaving)",
+        )
+    },
 }
 
 #: What is found by its name and does not wait.
 EXCEPTIONS = {
-    "pipe.pipeline _join: join(batch[k], phony)": "an order of backward, in the graph (test_dependency)",
+    "pipe.pipeline _join: join(leaves[k], phony)": "an order of backward, in the graph (test_dependency)",
     "pipe.pipeline Pipeline._finish: join(held, phony)": "the same",
     "pipe.pipeline Pipeline.run: self._fence(cells)": "calls what is in this table",
-    "pipe.pipeline Pipeline.run: self._finish(i, j, task, output)": "calls what is in this table",
+    "pipe.pipeline Pipeline.run: self._finish(i, j, halves, *output)": "calls what is in this table",
     "pipe.threads Future: Outcome.wait": "another name of what is in this table",
     "pipe.threads Outcome.__init__: self._gate.acquire()": "a new lock, not shared yet",
     "pipe.threads Outcome.wait_idle: self._gate.acquire(timeout=RECHECK_SECONDS)": "without it the loop asks in vain",

@@ -8,17 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipe.microbatch import (
-    Batch,
     NoChunk,
     check,
-    gather,
     gather_nested,
     rows_of,
     rows_of_micro_batches,
-    scatter,
     split_nested,
 )
-from pipe.nested import flatten, tensors_in
+from pipe.nested import flatten
 
 
 @given(rows=st.integers(1, 12), chunks=st.integers(1, 15))
@@ -104,61 +101,9 @@ def test_a_scalar_output_of_several_micro_batches_is_an_error() -> None:
     assert gather_nested([torch.zeros(())]).dim() == 0
 
 
-class TestBatch:
-    def test_of_one_tensor(self) -> None:
-        x = torch.ones(2)
-        batch = Batch(x)
-        assert batch.atomic
-        assert batch.tensor is x
-        assert batch.tensor_or_tensors is x
-        assert list(batch) == [x]
-        assert len(batch) == 1
-        assert batch[0] is x
-        with pytest.raises(AttributeError, match=r"use \.tensor$"):
-            _ = batch.tensors
-        with pytest.raises(IndexError):
-            _ = batch[1]
-        batch[0] = y = torch.zeros(2)
-        assert batch.value is y
-        batch[:] = (x,)
-        assert batch.value is x
-        with pytest.raises(IndexError, match="expected 1 tensors"):
-            batch[:] = (x, y)
-
-    def test_of_nested_values_counts_tensors_and_keeps_the_rest(self) -> None:
-        x, y = torch.ones(2), torch.zeros(2)
-        batch = Batch({"a": x, "b": (None, y)})
-        assert not batch.atomic
-        assert batch.tensors == (x, y)
-        assert len(batch) == 2
-        assert batch[1] is y
-        with pytest.raises(AttributeError, match=r"use \.tensors$"):
-            _ = batch.tensor
-        batch[1] = x
-        assert batch.value["b"][0] is None
-        assert batch.value["b"][1] is x
-        batch[:] = (y, y)
-        assert batch.value["a"] is y
-        with pytest.raises(NotImplementedError):
-            batch[0:1] = (x,)
-
-    def test_call_wraps_the_output(self) -> None:
-        assert Batch((1, 2)).call(lambda pair: pair[0] + pair[1]).value == 3
-
-    def test_repr_shows_the_value(self) -> None:
-        assert repr(Batch(3)) == "Batch[atomic=False](3)"
-
-
 def test_check_wants_something_to_cut() -> None:
     check(torch.zeros(1))
     check({"a": [torch.zeros(1), 3]})
     for nothing in (3, [], {"a": "b"}, None):
         with pytest.raises(TypeError, match="expected a tensor"):
             check(nothing)
-
-
-def test_scatter_and_gather_speak_batches() -> None:
-    x = torch.arange(6)
-    batches = scatter((x, x * 2), 4)
-    assert [len(batch[0]) for batch in batches] == [2, 2, 1, 1]
-    assert all(torch.equal(a, b) for a, b in zip(tensors_in(gather(batches)), (x, x * 2), strict=True))

@@ -3,11 +3,12 @@
 from collections import OrderedDict, namedtuple
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipe.nested import flatten, map_tensors, tensors_in, unflatten
+from pipe.nested import flatten, map_tensors, map_together, requires_grad, tensors_in, unflatten
 from pipe.torch_private.data import pytree
 
 Point = namedtuple("Point", "x y")
@@ -83,3 +84,17 @@ def test_a_call_and_a_list_of_it_have_the_structure_that_torch_gives_them(
         assert pytree.tree_flatten(again)[1] == general
         assert all(a is b for a, b in zip(pytree.tree_leaves(again), expected, strict=True))
         assert flatten(map_tensors(lambda t: t, value))[1] == general
+
+
+def test_tensors_that_are_replaced_together_keep_their_places() -> None:
+    x, y = torch.ones(2, requires_grad=True), torch.zeros(2)
+    value = {"a": x, "b": (None, y)}
+    assert map_together(lambda *tensors: [3 * t for t in tensors], value)["b"][0] is None
+    swapped = map_together(lambda a, b: (b, a), value)
+    assert (swapped["a"], swapped["b"][1]) == (y, x)
+    only = map_together(lambda *tensors: [None for _ in tensors], value, only=requires_grad)
+    assert only["a"] is None
+    assert only["b"][1] is y
+    with pytest.raises(ValueError, match="zip"):
+        map_together(lambda *tensors: tensors[:1], value)
+    assert map_together(lambda *tensors: tensors, (3, "text")) == (3, "text")

@@ -92,12 +92,12 @@ def test_skips_between_stages_have_the_gradients_of_the_bare_module(mode: Any) -
 
 def test_a_skip_is_copied_once_and_straight_to_the_device_of_its_consumer(monkeypatch: pytest.MonkeyPatch) -> None:
     copies = []
-    monkeypatch.setattr(pipeline, "copy", lambda batch, prev, to: copies.append((prev, to, batch.value.sum().item())))
+    monkeypatch.setattr(pipeline, "copy", lambda x, prev, to: copies.append((prev, to, x.sum().item())) or x)
     pipe = Pipe(nn.Sequential(StashA(), nn.Identity(), nn.Identity(), PopA()), [1, 1, 1, 1], chunks=1)
     for j, stage in enumerate(pipe._stages):
         stage.device = torch.device("cpu", j)  # so that the pipeline takes them for different devices
     pipe._copy_streams = [[f"stream {j}"] for j in range(4)]
-    monkeypatch.setattr(pipeline, "wait", lambda batch, prev, to: None)
+    monkeypatch.setattr(pipeline, "wait", lambda x, prev, to: x)
     pipe(torch.ones(2, 3))
     assert copies == [
         ("stream 0", "stream 1", 12.0),
@@ -111,8 +111,8 @@ def test_a_skip_waits_for_the_stage_that_stashes_it_and_is_waited_for_by_the_one
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waits = []
-    monkeypatch.setattr(pipeline, "copy", lambda batch, prev, to: None)
-    monkeypatch.setattr(pipeline, "wait", lambda batch, prev, to: waits.append((prev, to, batch.value.sum().item())))
+    monkeypatch.setattr(pipeline, "copy", lambda x, prev, to: x)
+    monkeypatch.setattr(pipeline, "wait", lambda x, prev, to: waits.append((prev, to, x.sum().item())) or x)
     monkeypatch.setattr(pipeline, "current_stream", lambda device: f"compute {device.index}")
     pipe = Pipe(nn.Sequential(StashA(), nn.Identity(), PopA()), [1, 1, 1], chunks=1)
     for j, stage in enumerate(pipe._stages):
