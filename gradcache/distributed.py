@@ -45,7 +45,7 @@ from gradcache.used_modules import UsedModules, leaves_of
 from offload import OffloadEmbeddingBag
 from offload.identities import identities_only
 from pipe.nested import tensors_in
-from pipe.recompute.module_contents import EngineHook
+from pipe.recompute.contents import EngineHook
 from pipe.torch_private.autograd import at_end_of_backward
 
 __all__ = [

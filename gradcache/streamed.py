@@ -34,7 +34,7 @@ from gradcache import representations
 from gradcache.chunks import call_arguments
 from gradcache.nested import tensors_in
 from gradcache.two_pass import InputGradients, is_trainable
-from pipe.recompute.module_contents import EngineHook
+from pipe.recompute.contents import EngineHook
 from pipe.recompute.phase import recomputing_to_the_end
 
 if TYPE_CHECKING:

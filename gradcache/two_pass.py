@@ -30,7 +30,7 @@ from offload.identities import identities_only
 from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.module_state import WatchedModule
 from pipe.recompute.replay import Replay, devices_of
-from pipe.recompute.rerun import RepeatableLayers, Rerun
+from pipe.recompute.rerun import RepeatableLayers
 
 __all__ = [
     "ChunkState",
@@ -139,9 +139,9 @@ class InputGradients:
 class ChunkState(RandContext):
     """The state of one chunk's first pass that its second pass needs. As a context it replays the random states."""
 
-    def __init__(self, rerun: Rerun) -> None:
-        super().__init__(replay=rerun.replay)
-        self._rerun = rerun
+    def __init__(self, layers: RepeatableLayers, replay: Replay) -> None:
+        super().__init__(replay=replay)
+        self._layers = layers
         self.rows = 0
         self.requires_grad = True
         self.first: Any = None
@@ -153,7 +153,7 @@ class ChunkState(RandContext):
         """
         # Buffers keep the values of the first pass until backward is done, which may read them.
         with contextlib.ExitStack() as until_backward, torch.enable_grad():
-            output = self._rerun.repeat(encoder, chunk, until=until_backward)
+            output = self._layers.repeat(encoder, chunk, self._replay, until=until_backward)
             difference = 0.0 if self.first is None else representations.greatest_difference(self.first, output)
             self.first = None
             if check is not None:
@@ -177,10 +177,10 @@ def first_pass(
     """
     # All devices in use, since a wrapper may move the chunk to any of them.
     layers.devices = devices_in_use(tensors) | layers.watched.devices
-    rerun = layers.rerun()
-    with rerun.first(), torch.set_grad_enabled(with_graph):
-        output = layers.run(encoder, chunk, rerun)
-    state = ChunkState(rerun)
+    replay = layers.begin()
+    with replay.first(), torch.set_grad_enabled(with_graph):
+        output = layers.run(encoder, chunk, replay)
+    state = ChunkState(layers, replay)
     state.requires_grad = not with_graph or any(tensor.requires_grad for tensor in tensors_in(output))
     output = representations.detached(output)
     state.rows = representations.rows_in(output)

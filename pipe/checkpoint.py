@@ -42,12 +42,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from pipe.nested import map_together, requires_grad
-from pipe.recompute.function_state import function_state
+from pipe.nested import LEAVES, flatten, map_together, requires_grad
+from pipe.recompute.captured import captured, frozen
+from pipe.recompute.generators import generators_of
+from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.phase import enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing
 from pipe.recompute.recomputed import Call
+from pipe.recompute.replay import Replay
+from pipe.recompute.rerun import refuse_cached_parametrizations
+from pipe.recompute.thread_state import Settings
 from pipe.torch_private.autograd import keeps_graph
 
 __all__ = [
@@ -109,11 +115,10 @@ def _first(
     """
     if not torch.is_grad_enabled():
         return None, function(*args, **kwargs)
-    found = function_state(function, args, kwargs, module)
+    found = _before(function, args, kwargs, module)
     if found is None:
         return None, function(*args, **kwargs)
-    state, again = found
-    call = Call("a checkpointed function", again, state, None)
+    call = Call("a checkpointed function", *found, None)
     call.to_the_end = True  # so that all that the second run saves is compared
     inputs = call.save_inputs(args, kwargs)
     before = [tensor._version for tensor in inputs]
@@ -126,6 +131,38 @@ def _first(
                 f"inplace=False in its first layer"
             )
     return call, output
+
+
+def _before(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], module: nn.Module | None
+) -> tuple[Callable[..., Any], Replay] | None:
+    """The function that is to run again, and the state before its first run.
+
+    None if it cannot be repeated, since its layers find their shapes in this run.
+    """
+    found = None
+    leaves = flatten(args if module is not None else (args, kwargs))[0]
+    if module is not None:
+        watched = WatchedModule(module)
+    else:
+        others = [x for x in leaves if type(x) not in LEAVES and not isinstance(x, Tensor)]
+        if others or not isinstance(function, nn.Module):
+            found = captured(function, others)
+            watched = WatchedModule(*found.modules)
+        else:
+            watched = WatchedModule(function)
+    for each in watched.all:
+        if isinstance(each, LazyModuleMixin) and each.has_uninitialized_params():
+            return None
+    refuse_cached_parametrizations(watched.all)
+    devices = watched.devices | {x.device for x in leaves if isinstance(x, Tensor)}
+    held = watched.generators
+    if found is not None:
+        devices |= {x.device for x in found.tensors}
+        held = list({id(each): each for each in (*held, *found.generators)}.values())
+    modules = ModuleState(watched) if watched.all else None
+    state = Replay(generators_of(devices, held), Settings(devices), modules, found)
+    return function if module is not None else frozen(function), state
 
 
 def _behind(node: type[torch.autograd.Function], call: Call, output: Any) -> Any:

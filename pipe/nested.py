@@ -160,12 +160,14 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
     """Names and values of an object's own attributes, those in slots included."""
-    names = dict.fromkeys(getattr(value, "__dict__", ()))
+    yield from getattr(value, "__dict__", {}).items()
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
-        names.update(dict.fromkeys((slots,) if isinstance(slots, str) else slots))
-    for name in names:
-        yield name, getattr(value, name, None)
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            own = f"_{kind.__name__.lstrip('_')}{name}" if private else name
+            if name not in ("__dict__", "__weakref__") and hasattr(value, own):
+                yield own, getattr(value, own)
 
 
 def holder_in(value: Any, *, needs_grad: bool = False) -> Any:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipe.microbatch import refuse_holder
 from pipe.nested import holder_in
-from pipe.recompute.generators import held_generators
+from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.replay import Replay
 from pipe.turn import TakesTurns
 
@@ -133,19 +133,12 @@ def refuse_holders(stage: int, value: Any, stashed: Sequence[Any], *, checkpoint
 
 @contextlib.contextmanager
 def restored_on(error: type[Exception], module: nn.Module, devices: Iterable[torch.device]) -> Iterator[None]:
-    """A context that restores buffers and random generators if ``error`` is raised in it."""
-    buffers = [
-        (owner, name, buffer, buffer.detach().clone())
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
-    replay = Replay.capture(devices, held_generators(module.modules()))
+    """A context that restores buffers, attributes and random generators if ``error`` is raised in it."""
+    watched = WatchedModule(module)
+    replay = Replay.capture(devices, watched.generators, ModuleState(watched))
     try:
-        yield
+        with replay.running():
+            yield
     except error:
-        replay.rewind()
-        with torch.no_grad():
-            for owner, name, buffer, value in buffers:
-                owner._buffers[name] = buffer.copy_(value)
+        replay.take_back()
         raise

@@ -55,7 +55,7 @@ from pipe.nested import TreeSpec, flatten, unflatten
 from pipe.phony import get_phony
 from pipe.recompute.first_write import FirstWrites
 from pipe.recompute.phase import enable_recomputing
-from pipe.recompute.rerun import Rerun
+from pipe.recompute.replay import Replay, Rewound
 from pipe.recompute.thread_state import ThreadState
 from pipe.torch_private.autograd import saved_tensor_hooks
 from pipe.torch_private.dispatch import DISPATCH_MODES
@@ -272,7 +272,7 @@ class SuspendedForward:
     def __init__(self, chunk: Any, encoder: Callable[[Any], Any], tower: TowerState) -> None:
         self._chunk, self._encoder, self.tower = chunk, encoder, tower
         self._thread_state = ThreadState.capture(device.type for device in tower.layers.devices)
-        self._segments: list[Rerun] = []
+        self._segments: list[Replay] = []
         #: Those that have run, by number; None if the model runs the call itself, inside the forward.
         self.calls: list[Call | None] = []
         #: The call at which the forward is suspended, if it is.
@@ -303,7 +303,8 @@ class SuspendedForward:
         modes = self.tower.layers.modes
         # The graph before the chunk is the caller's; one backward runs through it, after all chunks.
         output = self._run(InputGradients().as_leaves(self._chunk))
-        written = self._segments[-1].module_state.written
+        modules = self._segments[-1].modules
+        written = [] if modules is None else modules.written
         early = not (self._suspended or in_turn) and bool(written)
         if early:
             self._segments.pop().take_back()
@@ -361,7 +362,7 @@ class SuspendedForward:
                     output, self._entering = self._entering, []
                 # Backward may read buffers, or repeat code that writes them: the earliest segments are restored last.
                 for segment in reversed(self._segments):
-                    self._segment.enter_context(segment.module_state.again())
+                    self._segment.enter_context(Rewound(segment, generators=False))
                 yield output
         finally:
             self._stop_at, self._in_backward, self._entering = None, False, []
@@ -444,7 +445,7 @@ class SuspendedForward:
         """Begins segment ``k``: the first time it records the state, later it restores that state."""
         if k == len(self._segments):
             # Attributes that a tower sets in one segment are read in the next.
-            self._segments.append(self.tower.layers.rerun(attributes=False))
+            self._segments.append(self.tower.layers.begin(attributes=False))
             self._segment.enter_context(self._segments[k].first())
         else:
             self._segment.enter_context(self._segments[k].again(settings=False))

@@ -39,6 +39,11 @@ class BufferValue:
         #: Set when a later forward writes the buffer.
         self.value: Tensor | None = None
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether other code has written the buffer in place."""
+        return self.value is None and self.version is not None and self.tensor._version != self.version
+
 
 class BufferHabits:
     """Knowledge about a buffer that is kept between forwards."""

@@ -36,9 +36,9 @@ _MISSING = object()
 
 
 class Captured:
-    """What a function uses besides its arguments."""
+    """What a function uses besides its arguments, of which a further run must find the same as the first."""
 
-    __slots__ = ("generators", "modules", "tensors", "values")
+    __slots__ = ("_members", "_versions", "generators", "modules", "tensors", "values")
 
     def __init__(self) -> None:
         self.generators: list[Any] = []
@@ -47,6 +47,55 @@ class Captured:
         #: Owners of variables and elements that the function may read: a description, the owner's dictionary or
         #: container, and the names of the variables (None: all elements).
         self.values: list[tuple[str, Any, tuple[str, ...] | None]] = []
+        #: The members of each owner before the first run; None for one that this changed.
+        self._members: list[list[Any] | None] = []
+        #: Of the tensors after the first run.
+        self._versions: list[int] = []
+
+    def record(self) -> None:
+        """To be called before the first run."""
+        self._members = [_members(owner, names) for _, owner, names in self.values]
+
+    def record_changes(self) -> None:
+        """After the first run. What the function itself changes is no change by others."""
+        for k, ((_, owner, names), before) in enumerate(zip(self.values, self._members, strict=True)):
+            if _changed(before, owner, names) is not None:
+                self._members[k] = None
+        self._versions = [-1 if x.is_inference() else x._version for x in self.tensors]
+
+    def check(self, name: str) -> None:
+        """Raises RuntimeError if other code has changed something since the first run; ``name``: of the function."""
+        for tensor, version in zip(self.tensors, self._versions, strict=False):
+            if version != -1 and tensor._version != version:
+                raise RuntimeError(
+                    f"expected a tensor of shape {tuple(tensor.shape)} that {name} uses to be the same in backward, "
+                    f"got one that was changed in place since; clone it before changing it, or pass it as an argument"
+                )
+        for (what, owner, names), before in zip(self.values, self._members, strict=True):
+            k = _changed(before, owner, names)
+            if k is not None:
+                which = f"{what}, {names[k]!r}," if names is not None else what
+                raise RuntimeError(
+                    f"expected {which} that {name} uses to be the same in backward, got one that was changed "
+                    f"since; pass its value as an argument, or change it after backward"
+                )
+
+
+def _members(owner: Any, names: tuple[str, ...] | None) -> list[Any]:
+    if names is not None:
+        return [owner.get(name, _MISSING) for name in names]
+    return [x for pair in owner.items() for x in pair] if isinstance(owner, dict) else [*owner]
+
+
+def _changed(before: list[Any] | None, owner: Any, names: tuple[str, ...] | None) -> int | None:
+    """The index of the first member that is another object, or None. What was empty may be a record of the user's."""
+    if not before:
+        return None
+    after = _members(owner, names)
+    for k, (a, b) in enumerate(zip(before, after, strict=False)):
+        if a is not b:
+            return k
+    return None if len(before) == len(after) else min(len(before), len(after))
 
 
 def captured(function: Callable[..., Any], given: Iterable[Any] = ()) -> Captured:

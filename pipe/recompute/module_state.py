@@ -7,7 +7,7 @@ norm) would be read in their new state and be updated twice.
 Invariants
     * A recomputation uses the modules, parameters and modes of the forward, or :class:`RuntimeError` names what
       changed. It runs the hooks of the forward, and finds the attributes that the forward found
-      (:mod:`pipe.recompute.module_contents`).
+      (:mod:`pipe.recompute.contents`).
     * Buffers that the forward or a later one wrote have, during the recomputation, their values from before the
       forward. The recomputation writes to copies, so the buffers of the module are updated once per forward.
     * A buffer larger than a few kilobytes is copied only if a forward writes it: just before the write, or before the
@@ -30,9 +30,10 @@ import torch
 from torch import Tensor, nn
 
 from pipe.recompute.buffer_values import BufferBefore, BufferHabits, BufferValue
+from pipe.recompute.contents import Contents
 from pipe.recompute.first_write import FirstWrites
 from pipe.recompute.generators import held_generators
-from pipe.recompute.module_contents import ModuleContents, global_hooks
+from pipe.torch_private.modules import global_module_hooks
 
 __all__ = ["ModuleState", "WatchedModule"]
 
@@ -113,6 +114,11 @@ class WatchedModule:
 class ModuleState:
     """The state of watched modules before one forward that is to be repeated.
 
+    Args:
+        watched: the modules.
+        attributes: whether these are saved, too.
+        compares: whether :meth:`check` finds parameters and modes that were changed.
+
     Usage::
 
         state = ModuleState(watched)
@@ -125,13 +131,13 @@ class ModuleState:
     """
 
     __slots__ = (
-        "_attributes", "_before", "_buffers", "_contents", "_global", "_members", "_modes", "_shared", "_wanted",
-        "_watched", "changed", "written",
+        "_attributes", "_before", "_buffers", "_compares", "_contents", "_global", "_members", "_modes", "_shared",
+        "_wanted", "_watched", "changed", "written",
     )  # fmt: skip
 
-    def __init__(self, watched: WatchedModule, *, attributes: bool = True) -> None:
-        self._watched, self._attributes = watched, attributes
-        self._contents = ModuleContents(watched.all, attributes)
+    def __init__(self, watched: WatchedModule, *, attributes: bool = True, compares: bool = True) -> None:
+        self._watched, self._attributes, self._compares = watched, attributes, compares
+        self._contents = Contents.of_modules(watched.all, attributes)
         self._modes = [module.training for module in watched.all]
         self._members: list[tuple[Any, ...]] = []
         self._wanted: list[tuple[int, bool]] = []
@@ -157,7 +163,7 @@ class ModuleState:
     def record_changes(self) -> ModuleState:
         """To be called after the forward: drops the copies of unchanged buffers. Returns itself."""
         self.changed = self._contents.record_changes()
-        self._global = global_hooks()
+        self._global = _global_hooks()
         before, self._before = self._before, []
         for buffer in before:
             if buffer.was_written(self._watched.compared):
@@ -167,19 +173,27 @@ class ModuleState:
             else:
                 shared = buffer.known.shared_value(buffer.tensor, buffer.version)
                 self._shared.append((buffer.owner, buffer.name, shared))
-        # Read after the forward, so that a layer may change its own parameters in place in it, or replace them.
-        self._members = self._watched.members()
-        self._wanted = [(p._version, p.requires_grad) for _, p in self._watched.parameters]
+        if self._compares:
+            # Read after the forward, so that a layer may change its own parameters in place in it, or replace them.
+            self._members = self._watched.members()
+            self._wanted = [(p._version, p.requires_grad) for _, p in self._watched.parameters]
         return self
 
-    @property
-    def written_since(self) -> list[str]:
-        """Names of the buffers that the forward only read, and that were written in place since, with values lost."""
-        return [
-            repr(name)
-            for _, name, shared in self._shared
-            if shared.value is None and shared.version is not None and shared.tensor._version != shared.version
-        ]
+    def check(self, of: str = "the module") -> None:
+        """Raises RuntimeError if a further run would read other values; ``of``: for the error.
+
+        That is if a buffer that the forward only read was written in place since, and its value is lost; and, if that
+        is compared, if a parameter was modified in place or replaced, or a module changed its mode.
+        """
+        for _, name, shared in self._shared:
+            if shared.is_lost:
+                raise RuntimeError(
+                    f"buffer {name!r} of {of} was written in place between the forward and its backward, which runs "
+                    f"the layers again: they would read the new value. Write it after the backward, assign a new "
+                    f"tensor instead, or compute without recomputation"
+                )
+        if self._compares:
+            self._check_modules()
 
     def take_back(self) -> None:
         """After the forward: restores attributes, and the values from before it in the buffers that it wrote."""
@@ -194,19 +208,19 @@ class ModuleState:
             else:
                 owner._buffers[name] = value.clone()
 
-    def present(self) -> ModuleContents:
+    def present(self) -> Contents:
         """What the modules hold now."""
-        return ModuleContents(self._watched.all, self._attributes)
+        return Contents.of_modules(self._watched.all, self._attributes)
 
     def put(self) -> bool:
         """Gives the modules their state from before the forward; returns whether attributes or hooks had another."""
-        if self._global is not None and self._global != global_hooks():
+        if self._global is not None and self._global != _global_hooks():
             raise RuntimeError(
                 "hooks for all modules (register_module_forward_hook and its like) were registered or removed between "
                 "a forward and its backward, which runs layers again: it would compute something else; register them "
                 "before the forward and remove them after the backward, or compute without checkpointing"
             )
-        self._contents.check()
+        self._contents.check("before its backward")
         changed = self._contents.put()
         for owner, name, shared in self._shared:
             owner._buffers[name] = shared.tensor if shared.value is None else shared.value.clone()
@@ -227,8 +241,7 @@ class ModuleState:
         finally:
             present.put()
 
-    def check(self) -> None:
-        """Raises RuntimeError if a parameter was modified in place or replaced, or a module changed its mode."""
+    def _check_modules(self) -> None:
         watched = self._watched
         # Without this, what was replaced later would run in the recomputation and get the gradient.
         replaced = watched.replaced(self._members)
@@ -258,3 +271,13 @@ def _is_sharded(member: Any) -> bool:
     """Whether it is a DTensor: sharded modules replace sharded by whole parameters and vice versa."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(member, module.DTensor)
+
+
+def _global_hooks() -> list[Any]:
+    """Hooks for all modules, without those of torch itself, which change no result."""
+    return [
+        (key, hook)
+        for hooks in global_module_hooks()
+        for key, hook in hooks.items()
+        if not str(getattr(hook, "__module__", None)).startswith("torch.")
+    ]

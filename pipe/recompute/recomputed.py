@@ -13,7 +13,7 @@ checkpoint are what they are without it. Every backward that asks runs the call 
 Guarantees
     * What enters is saved as autograd saves it: hooks around the call (``save_on_cpu``) see it, and a change in place
       raises torch's error.
-    * The second run has the state of the first (:mod:`pipe.recompute.region`) and its settings (autocast, modes), and
+    * The second run has the state of the first (:mod:`pipe.recompute.replay`) and its settings (autocast, modes), and
       leaves the present state as it is.
     * A second run that saves other tensors than the first (another number, shape, type or device) raises RuntimeError.
 
@@ -32,7 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipe.nested import LEAVES, TreeSpec, flatten, unflatten
 from pipe.recompute.phase import phase
-from pipe.recompute.region import RunState, Settings
+from pipe.recompute.replay import Replay, Rewound
 from pipe.recompute.thread_state import close_contexts, holds_generators, release_generators, shared_generators
 from pipe.torch_private.autograd import at_end_of_backward, backward_number
 from pipe.torch_private.dispatch import subclasses_enabled, with_subclasses
@@ -70,12 +70,11 @@ class Call:
 
     __slots__ = (
         "again", "begins", "count", "ended", "kinds", "leaves", "made", "name", "number", "on_save", "places",
-        "references", "repeated", "saved", "settings", "spec", "state", "to_the_end",
+        "references", "repeated", "saved", "spec", "state", "to_the_end",
     )  # fmt: skip
 
-    def __init__(self, name: str, again: Callable[..., Any], state: RunState, references: References | None) -> None:
+    def __init__(self, name: str, again: Callable[..., Any], state: Replay, references: References | None) -> None:
         self.name, self.again, self.state, self.references = name, again, state, references
-        self.settings = Settings(state.devices)
         self.to_the_end = phase.to_the_end
         #: Whether the first run has ended. Until then, backwards inside it run the part before them again.
         self.ended = False
@@ -96,7 +95,7 @@ class Call:
             leaves, self.spec = flatten((args, kwargs))
             objects = [x for x in leaves if type(x) not in LEAVES and not isinstance(x, Tensor)]
             if objects:
-                self.state.add_objects(objects)
+                self.state.add_arguments(objects)
         else:
             leaves = list(args)
         self.places = [k for k, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -124,8 +123,13 @@ class Call:
 
     def first(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The first run: ``function(*args, **kwargs)``."""
-        with self.state.first(), saved_tensors_hooks(*uncompiled_hooks(self.pack, _unpack)):
-            output = function(*args, **kwargs)
+        checkpointing, phase.checkpointing = phase.checkpointing, True
+        try:
+            with self.state.running(), saved_tensors_hooks(*uncompiled_hooks(self.pack, _unpack)):
+                output = function(*args, **kwargs)
+        finally:
+            phase.checkpointing = checkpointing
+        self.state.record_changes()
         self.ended = True
         return output
 
@@ -144,7 +148,8 @@ class Call:
 
     def run_again(self) -> None:
         """Makes all tensors that the first run saved."""
-        self.state.check(self.name)
+        if self.ended:
+            self.state.check(self.name)
         if self.begins is not None:
             self.begins()
         leaves = list(self.leaves)
@@ -182,11 +187,11 @@ class Call:
             return detached
 
         hooks = saved_tensors_hooks(*uncompiled_hooks(pack, _same))
-        state, lock = self.state.again(), self.state.lock
+        state, lock = Rewound(self.state), self.state.lock
         held = lock is not shared_generators or holds_generators()
         again = self.again if subclasses_enabled() else with_subclasses(self.again)
         try:
-            with lock, state, self.settings.again(), torch.enable_grad(), hooks:
+            with lock, state, self.state.settings.again(), torch.enable_grad(), hooks:
                 again(*args, **kwargs)
         except Stop:
             pass
@@ -249,7 +254,7 @@ def recomputed(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    state: RunState,
+    state: Replay,
     *,
     again: Callable[..., Any] | None = None,
     references: References | None = None,

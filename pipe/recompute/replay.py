@@ -1,33 +1,47 @@
-"""Saves random generator states and thread settings before a forward, and restores them around its recomputation.
+"""The state besides arguments that a second run of some layers must find as the first did.
 
-A recomputed forward is only the same function if it draws the same random numbers and runs under the same settings
-(autocast, default device, modes, saved-tensor hooks: see :mod:`pipe.recompute.thread_state`).
+``torch.utils.checkpoint`` restores autocast and the global generators. A :class:`Replay` adds the generators that
+layers hold, what modules and arguments hold (buffers, attributes, hooks), and all settings of the thread::
+
+    replay = Replay.capture([device], modules=ModuleState(watched))
+    with replay.first():
+        output = call(...)
+    ...
+    with replay.again():
+        call(...)
 
 Guarantees
-    * Inside :meth:`Replay.again` every saved generator repeats the draws of the first forward. Afterwards it has the
-      state from before the recomputation, so the user's draws do not change.
-    * A generator that the forward did not draw from is dropped by :meth:`Replay.record_changes`: a deterministic
-      forward is recomputed without reading or writing any generator.
-    * Recomputations in several threads that draw from generators of the process or of layers run one at a time.
+    * In each further run buffers, attributes, modes and objects that are arguments have their values from before the
+      first run, and those from before it afterwards: a running statistic, or a counter, counts once.
+    * Every generator repeats the draws of the first run, and has its present state afterwards. One that the first run
+      did not draw from is neither read nor written again.
+    * Further runs in several threads that draw from generators of the process or of layers run one at a time.
 
 Assumes
-    * Nothing else draws from a shared generator *while* a recomputation that draws from it runs.
+    * Nothing else draws from a shared generator *while* a run that draws from it is repeated.
+
+Source: GPipe (Huang et al., 2019), section 2.3; torchgpipe saves the CPU's and one device's state only.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from pipe.nested import tensors_in
-from pipe.recompute.generators import Generator, generators_of
-from pipe.recompute.phase import enable_recomputing
-from pipe.recompute.thread_state import ThreadState, shared_generators
+from pipe.recompute.captured import Captured
+from pipe.recompute.contents import Contents
+from pipe.recompute.generators import Generator, generators_in, generators_of
+from pipe.recompute.module_state import ModuleState
+from pipe.recompute.phase import phase
+from pipe.recompute.thread_state import Settings, ThreadState, shared_generators
 
 __all__ = ["Replay", "autocast_without_cache", "devices_of"]
+
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 def devices_of(*values: Any) -> set[torch.device]:
@@ -51,67 +65,167 @@ def autocast_without_cache(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 class Replay:
-    """The generator states and thread settings at the start of one forward.
+    """The state before one run.
 
-    Usage::
-
-        replay = Replay.capture([device])
-        output = function(input)            # draws random numbers, casts
-        replay.record_changes()                       # drops the generators that were not drawn from
-        ...
-        with replay.again():
-            output = function(input)        # the same numbers, the same casts
-
-    Source: GPipe (Huang et al., 2019), section 2.3; torchgpipe saves the CPU's and one device's state only.
+    Args:
+        generators: those that the run may draw from.
+        settings: of the thread.
+        modules: what the modules that run hold; None: nothing of it can change.
+        captured: what else the function that runs uses; it is compared.
     """
 
-    __slots__ = ("_states", "_thread_state")
+    __slots__ = ("_arguments", "_captured", "_states", "copies_input", "modules", "settings")
 
-    def __init__(self, states: list[tuple[Generator, Any]], thread_state: ThreadState) -> None:
-        self._states = states
-        self._thread_state = thread_state
+    def __init__(
+        self,
+        generators: Iterable[Generator],
+        settings: Settings,
+        modules: ModuleState | None = None,
+        captured: Captured | None = None,
+    ) -> None:
+        self._states: list[tuple[Generator, Any]] = [(each, each.get()) for each in generators]
+        self.settings, self.modules, self._captured = settings, modules, captured
+        self._arguments: Contents | None = None
+        #: Whether the layers write into their input, so that each run needs a copy of it.
+        self.copies_input = False
+        if captured is not None:
+            captured.record()
 
     @classmethod
-    def capture(cls, devices: Iterable[torch.device], generators: Iterable[Any] = ()) -> Replay:
-        """Saves the state before a forward that runs on ``devices`` and may draw from ``generators`` of layers."""
+    def capture(
+        cls, devices: Iterable[torch.device], generators: Iterable[Any] = (), modules: ModuleState | None = None
+    ) -> Replay:
+        """The state before a run on ``devices`` that may draw from ``generators`` of layers."""
         devices = set(devices)
-        states = [(generator, generator.get()) for generator in generators_of(devices, generators)]
-        return cls(states, ThreadState.capture(device.type for device in devices))
+        return cls(generators_of(devices, generators), Settings(devices, whole=True), modules)
+
+    def add_arguments(self, objects: Sequence[Any]) -> None:
+        """Before the first run: adds what can be reached from the objects that the modules get as arguments."""
+        self._arguments = Contents.reachable(objects)
+        known = {id(generator.owner) for generator, _ in self._states}
+        more = [each for each in generators_in(self._arguments.values) if id(each) not in known]
+        self._states += [(each, each.get()) for each in generators_of((), more)[-len(more) :] if more]
+
+    @contextlib.contextmanager
+    def first(self) -> Iterator[None]:
+        """A context for the first run. Raises RuntimeError if it changed a value that could not be saved."""
+        with self.running():
+            yield
+        self.record_changes()
+
+    def running(self) -> contextlib.AbstractContextManager[Any]:
+        """The same without :meth:`record_changes`."""
+        return _NOTHING if self.modules is None else self.modules.running()
 
     def record_changes(self) -> Replay:
-        """Drops every generator whose state has not changed since :meth:`capture`. Returns itself."""
-        self._states = [(generator, state) for generator, state in self._states if generator.moved(state)]
+        """After the first run: drops what it did not change. Returns itself."""
+        self._states = [(each, state) for each, state in self._states if each.moved(state)]
+        if self.modules is not None:
+            self.modules.record_changes()
+        if self._arguments is not None:
+            self._arguments.check("by the first run, which got it")
+        if self._captured is not None:
+            self._captured.record_changes()
         return self
+
+    def check(self, name: str) -> None:
+        """Raises RuntimeError if a further run would read other values than the first; ``name``: of it."""
+        if self.modules is not None:
+            self.modules.check(name)
+        if self._captured is not None:
+            self._captured.check(name)
+
+    def take_back(self) -> None:
+        """After the first run: undoes what it drew, and wrote into buffers and attributes."""
+        for generator, before in self._states:
+            generator.set(before)
+        if self.modules is not None:
+            self.modules.take_back()
+        if self._arguments is not None:
+            self._arguments.put()
 
     @property
     def drawn(self) -> tuple[str, ...]:
-        """Names of the generators that a replay rewinds."""
-        return tuple(generator.name for generator, _ in self._states)
+        """After the first run: names of the generators that it drew from."""
+        return tuple([generator.name for generator, _ in self._states])
 
-    def rewind(self) -> None:
-        """Sets the saved generators to their states from before the forward."""
-        for generator, state in self._states:
-            generator.set(state)
+    @property
+    def lock(self) -> contextlib.AbstractContextManager[Any]:
+        """To be held in a further run: two that rewind a generator of the process mix their draws."""
+        for generator, _ in self._states:
+            if generator.shared:
+                return shared_generators
+        return _NOTHING
+
+    def present(self) -> Contents | None:
+        """What the modules hold now, to be put back after a further run."""
+        return None if self.modules is None else self.modules.present()
+
+    def put(self) -> None:
+        """Gives the modules their state from before the first run."""
+        if self.modules is not None:
+            self.modules.put()
 
     @contextlib.contextmanager
-    def again(self, *, settings: bool = True) -> Iterator[None]:
-        """A context with the generator states and thread settings of :meth:`capture`; restores the present ones.
-
-        Grad mode is the caller's: a recomputation usually needs a graph where the forward had none.
+    def again(self, *, until: contextlib.ExitStack | None = None, settings: bool = True) -> Iterator[None]:
+        """A context for a further run, whose changes are undone. Grad mode is the caller's.
 
         Args:
-            settings: False for a part of a forward, which runs with the settings that the parts before it have left.
+            until: restores modes, buffers and attributes instead of this context, for a backward that reads them.
+            settings: False for a part of a run, which has the settings that the parts before it have left.
         """
-        shared = any(generator.shared for generator, _ in self._states)
         # Not by the stack: an interrupt between taking a lock and registering its release would leave it locked.
-        with shared_generators if shared else contextlib.nullcontext(), contextlib.ExitStack() as stack:
-            for generator, state in self._states:
-                # Registered before the generator is rewound, so that an exception in between restores all of them.
-                stack.callback(generator.set, generator.get())
-                generator.set(state)
-            stack.enter_context(enable_recomputing())
+        with self.lock, contextlib.ExitStack() as stack:
+            if until is not None:
+                until.enter_context(Rewound(self, generators=False))
+            stack.enter_context(Rewound(self, contents=until is None))
             if settings:
-                # Without autocast's cache of casted weights: it is keyed by parameter and outlives a recomputation
-                # inside an enclosing autocast; it may hold a cast made under no_grad, whose gradient would be lost.
-                stack.enter_context(self._thread_state.again(recomputation=True, cache_casts=False))
+                stack.enter_context(self.settings.again())
             yield
+
+
+class Rewound:
+    """A context in which generators, modules and arguments are as before the first run.
+
+    It can be left again where an interrupt kept it from being left.
+    """
+
+    __slots__ = ("_arguments", "_contents", "_entered", "_flags", "_generators", "_replay", "_which")
+
+    def __init__(self, replay: Replay, *, generators: bool = True, contents: bool = True) -> None:
+        self._replay, self._which = replay, (generators, contents)
+        self._entered = False
+
+    def __enter__(self) -> None:
+        replay = self._replay
+        generators, contents = self._which
+        states = replay._states if generators else ()
+        self._flags = phase.checkpointing, phase.recomputing
+        self._generators = [(generator, generator.get()) for generator, _ in states]
+        self._contents = replay.present() if contents else None
+        self._arguments: Contents | None = None
+        self._entered = True
+        if generators:
+            phase.checkpointing, phase.recomputing = False, True
+        if contents and replay._arguments is not None:
+            self._arguments = replay._arguments.again()
+        for generator, before in states:
+            generator.set(before)
+        if contents:
+            replay.put()
+
+    def __exit__(self, *raised: Any) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Restores what it found. May be called at any time, and again."""
+        if not self._entered:
+            return
+        for generator, now in self._generators:
+            generator.set(now)
+        for held in (self._contents, self._arguments):
+            if held is not None:
+                held.put()
+        if self._which[0]:
+            phase.checkpointing, phase.recomputing = self._flags
+        self._entered = False

@@ -30,16 +30,15 @@ from pipe.torch_private.dispatch import DISPATCH_MODES, FUNCTION_MODES, ModeStac
 __all__ = [
     "PACKAGES",
     "Autocast",
+    "Settings",
     "ThreadState",
     "close_contexts",
     "holds_generators",
     "in_settings_of_this_thread",
     "lasting_hooks",
-    "no_autocast",
     "release_generators",
     "restores_thread_state",
     "shared_generators",
-    "with_variables",
 ]
 
 #: Generators of the process belong to all threads; two recomputations that rewind them must not overlap.
@@ -55,6 +54,8 @@ def release_generators() -> None:
     while holds_generators():
         shared_generators.release()
 
+
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -212,21 +213,43 @@ def _enter(stack: contextlib.ExitStack, kind: ModeStack, modes: tuple[Any, ...])
             stack.enter_context(kind.pushed(mode))
 
 
-@contextlib.contextmanager
-def with_variables(then: contextvars.Context) -> Iterator[None]:
-    """A context in which the context variables of this thread have their values of ``then``."""
-    with contextlib.ExitStack() as stack:
-        _enter_variables(stack, then)
-        yield
+class Settings:
+    """The settings of this thread that a further run must have again: autocast, default device, modes, variables.
 
+    Args:
+        devices: those that the run uses.
+        whole: also the saved-tensor hooks.
+    """
 
-@contextlib.contextmanager
-def no_autocast(kinds: Iterable[str]) -> Iterator[None]:
-    """A context without autocast on these types of devices."""
-    with contextlib.ExitStack() as stack:
-        for kind in kinds:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+    __slots__ = ("_kinds", "_then", "_variables")
+
+    def __init__(self, devices: Iterable[torch.device], *, whole: bool = False) -> None:
+        self._kinds = [device.type for device in devices]
+        self._variables = contextvars.copy_context()
+        self._then = ThreadState.capture(self._kinds) if whole or self._any_set() else None
+
+    def _any_set(self) -> bool:
+        kinds = self._kinds
+        return modes_active() or torch.is_autocast_enabled("cpu") or any(map(torch.is_autocast_enabled, kinds))
+
+    def again(self) -> contextlib.AbstractContextManager[Any]:
+        """A context with these settings; grad mode is the caller's."""
+        if self._then is None and not self._any_set() and self._variables == contextvars.copy_context():
+            return _NOTHING
+        return self._entered()
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self._then is not None:
+                # Without autocast's cache of casted weights: it is keyed by parameter and outlives a recomputation
+                # inside an enclosing autocast; it may hold a cast made under no_grad, whose gradient would be lost.
+                stack.enter_context(self._then.again(recomputation=True, cache_casts=False))
+            else:
+                for kind in {"cpu", *self._kinds} if self._any_set() else ():
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+                _enter_variables(stack, self._variables)
+            yield
 
 
 _UNSET: Any = object()

@@ -272,6 +272,6 @@ def test_a_rewound_replay_leaves_generators_as_they_were() -> None:
     replay = Replay.capture((), [generator])
     state = torch.get_rng_state()
     drawn = generator.random(), torch.rand(2)
-    replay.rewind()
+    replay.take_back()
     assert torch.equal(torch.get_rng_state(), state)
     assert generator.random() == drawn[0]

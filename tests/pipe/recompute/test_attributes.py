@@ -87,7 +87,7 @@ def test_a_hidden_state_enters_the_recomputation_as_it_entered_the_forward(wrap:
 @pytest.mark.parametrize("wrap", [by_checkpoints, by_offload])
 def test_a_tensor_that_is_changed_in_place_and_is_no_buffer_is_refused(wrap: Callable[..., Any]) -> None:
     run = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), Scaled()))
-    with pytest.raises(RuntimeError, match="attribute 'scale', a tensor, in place"):
+    with pytest.raises(RuntimeError, match=r"attribute 'scale', a tensor .* in place"):
         run(torch.randn(2, WIDTH))
 
 

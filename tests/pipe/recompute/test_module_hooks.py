@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from pipe.checkpoint import checkpoint
-from pipe.recompute.module_contents import EngineHook
+from pipe.recompute.contents import EngineHook
 from pipe.recompute.module_state import ModuleState, WatchedModule
 
 

@@ -44,12 +44,12 @@ def repeatable(module: nn.Module) -> RepeatableLayers:
 def test_a_second_run_gives_the_same_and_leaves_no_trace() -> None:
     module = Counting()
     layers, x = repeatable(module), torch.randn(3, 4)
-    rerun = layers.rerun()
-    with rerun.first(), torch.no_grad():
-        output = layers.run(module, x, rerun)
+    replay = layers.begin()
+    with replay.first(), torch.no_grad():
+        output = layers.run(module, x, replay)
     module(x)  # another forward in between
     state = torch.get_rng_state()
-    again = rerun.repeat(module, x)
+    again = layers.repeat(module, x, replay)
     assert torch.equal(again, output)
     assert (module.calls, float(module.total)) == (2, 2.0)
     assert torch.equal(torch.get_rng_state(), state)
