@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipe.torch_private.autograd import HiddenHooks, has_hooks
+from pipe.torch_private.autograd import HiddenHooks
 from pipe.torch_private.tensors import add_all
 
 __all__ = ["StepGradients", "parameters_of"]
@@ -58,7 +59,8 @@ class StepGradients:
     def accumulated(self) -> Iterator[None]:
         """A context in which gradients start from None. At its end they are added to the earlier gradients."""
         before = [(parameter, parameter.grad) for parameter in self.parameters]
-        hidden = [(parameter, HiddenHooks(parameter)) for parameter in self.parameters if has_hooks(parameter)]
+        hooked: list[Any] = [p for p in self.parameters if p._backward_hooks or p._post_accumulate_grad_hooks]  # type: ignore[attr-defined, unused-ignore]
+        hidden = [(parameter, HiddenHooks(parameter)) for parameter in hooked]
         try:
             try:
                 for parameter in self.parameters:
@@ -69,30 +71,30 @@ class StepGradients:
             finally:
                 for _, hooks in hidden:
                     hooks.restore()
-            with torch.no_grad():
-                self._scale()
-                for parameter, hooks in hidden:
-                    if parameter.grad is not None:
-                        parameter.grad = hooks.changed(parameter.grad)
+            if self.scale is not None or hidden:
+                self._change(hidden)
         except BaseException:
             for parameter, gradient in before:
                 parameter.grad = gradient
             raise
-        with torch.no_grad():
-            reached = {id(parameter) for parameter, _ in hidden if parameter.grad is not None}
-            sums = [(gradient, parameter.grad) for parameter, gradient in before if gradient is not None]
-            added = [(a, b) for a, b in sums if b is not None]
-            if added:
-                add_all([a for a, _ in added], [b for _, b in added])
-            for parameter, gradient in before:
-                if gradient is not None:
+        ended = [hooks for parameter, hooks in hidden if parameter.grad is not None]
+        earlier = [(parameter, gradient) for parameter, gradient in before if gradient is not None]
+        if earlier or ended:
+            with torch.no_grad():
+                both = [(gradient, more) for p, gradient in earlier if (more := p.grad) is not None]
+                if both:
+                    add_all(*zip(*both, strict=True))
+                for parameter, gradient in earlier:
                     parameter.grad = gradient
-            for parameter, hooks in hidden:
-                if id(parameter) in reached:
+                for hooks in ended:
                     hooks.run_after_accumulation()
 
-    def _scale(self) -> None:
-        if self.scale is not None:
-            for parameter in self.parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(self.scale.to(parameter.grad.device))
+    @torch.no_grad()
+    def _change(self, hidden: Iterable[tuple[nn.Parameter, HiddenHooks]]) -> None:
+        """Scales the gradients of the step, and passes them through hooks."""
+        for parameter in self.parameters if self.scale is not None else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.scale.to(parameter.grad.device))
+        for parameter, hooks in hidden:
+            if parameter.grad is not None:
+                parameter.grad = hooks.changed(parameter.grad)

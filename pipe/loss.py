@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812, RUF100
 
-__all__ = ["LossFn", "MicroLoss", "UndeclaredReductionError", "micro_losses", "sum_and_count"]
+__all__ = ["LossFn", "MicroLoss", "UndeclaredReductionError", "micro_losses"]
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -82,6 +82,35 @@ class MicroLoss:
     function: LossFn
     weight: float | None
     """Its weight in the loss of the batch; None if it depends on what the function returns."""
+    alone: bool = False
+    """Whether it is that of the whole batch."""
+
+    def of(self, output: Any, target: Any) -> tuple[Tensor, Tensor | float | None]:
+        """The weighted loss, 0-dimensional, and what it is still to be divided by, if it depends on what is returned.
+
+        Raises:
+            ValueError: if it is no loss, or does not tell what it divides by.
+        """
+        loss = self.function(output, target)
+        count: Tensor | float | None = None
+        if self.weight is None and isinstance(loss, tuple) and len(loss) == 2:
+            loss, count = _sum_and_count(*loss)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            hint = " (without reduction=, it may return (sum, count))" if isinstance(loss, tuple) else ""
+            raise ValueError(
+                f"expected loss_fn to return a tensor of one element, got {_described(loss)}; reduce the loss{hint}"
+            )
+        if not loss.requires_grad:
+            raise ValueError("expected a loss that needs a gradient, got one that does not; is anything trainable?")
+        if self.weight is None and count is None and not self.alone:
+            name = getattr(self.function, "__qualname__", None) or type(self.function).__name__
+            raise UndeclaredReductionError(
+                f"expected a loss that tells what it divides by, got {name}, which returns one number for each of "
+                f"several micro-batches; pass reduction='mean' if that is the mean over rows, reduction='sum' if it is "
+                f"the sum, or return (sum, count)"
+            )
+        loss = loss.reshape(()) if loss.dim() else loss
+        return loss if self.weight in (None, 1.0) else loss * self.weight, count
 
 
 @dataclass(frozen=True)
@@ -119,7 +148,7 @@ def micro_losses(
     kind = _kind(found if reduction is None else reduction)
     if found is None and reduction is None:
         # With one micro-batch, its loss is that of the batch.
-        return [MicroLoss(loss_fn, None) for _ in rows]
+        return [MicroLoss(loss_fn, None, len(rows) == 1) for _ in rows]
     if kind == "sum" or len(rows) == 1:
         return [MicroLoss(loss_fn, 1.0) for _ in rows]
     if declared.divisor == "targets":
@@ -129,11 +158,7 @@ def micro_losses(
     return _weighted_by_rows(loss_fn, rows)
 
 
-def sum_and_count(returned: Any) -> tuple[Tensor, Tensor | float] | None:
-    """The parts of ``(sum, count)``, or None if a loss returned no pair."""
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        return None
-    total, count = returned
+def _sum_and_count(total: Any, count: Any) -> tuple[Tensor, Tensor | float]:
     a_count = isinstance(count, (int, float)) or (
         isinstance(count, Tensor) and count.numel() == 1 and not count.requires_grad
     )
@@ -146,7 +171,7 @@ def sum_and_count(returned: Any) -> tuple[Tensor, Tensor | float] | None:
 
 
 def _described(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _kind(reduction: str | None) -> str | None:
@@ -218,12 +243,12 @@ def _declared(loss_fn: Any) -> _Declared:
 def _unwrapped(loss_fn: Any) -> Any:
     """The loss behind ``torch.compile``, or behind a bound ``forward`` of a module."""
     while True:
-        inner = vars(loss_fn).get("_torchdynamo_orig_callable") if hasattr(loss_fn, "__dict__") else None
-        if inner is None and isinstance(loss_fn, nn.Module):
+        if isinstance(loss_fn, nn.Module):
             inner = loss_fn._modules.get("_orig_mod")
-        if inner is None and isinstance(getattr(loss_fn, "__self__", None), nn.Module):
-            module = loss_fn.__self__
-            inner = module if loss_fn in (module.forward, module.__call__) else None
+        else:
+            inner = getattr(loss_fn, "_torchdynamo_orig_callable", None)
+            if inner is None and isinstance(module := getattr(loss_fn, "__self__", None), nn.Module):
+                inner = module if loss_fn in (module.forward, module.__call__) else None
         if inner is None:
             return loss_fn
         loss_fn = inner

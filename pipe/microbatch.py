@@ -89,6 +89,8 @@ def rows_of_micro_batches(value: Any, chunks: int) -> list[int]:
     The tensors of a single micro-batch may differ in dimension 0; its rows are the largest one.
     """
     if chunks == 1:
+        if isinstance(value, Tensor):
+            return [value.size(0) if value.dim() else 1]
         return [max((leaf.size(0) for leaf in flatten(value)[0] if _is_split(leaf)), default=1)]
     rows = rows_of(value)
     count = min(chunks, max(rows, 1))

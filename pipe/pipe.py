@@ -45,7 +45,8 @@ from pipe.refusals import (
 )
 from pipe.schedule import Schedule, StageAction, fill_drain, one_forward_one_backward
 from pipe.skip.skippable import verify_skippables
-from pipe.step import PipelineStep, moved, split_target
+from pipe.stage import Stage
+from pipe.step import PipelineStep, moved, split_target, step_of_one_cell
 from pipe.stream import AbstractStream, new_stream, use_device
 from pipe.torch_private.tracing import outside_of_compiled_graphs
 from pipe.turn import TakesTurns, frozen_weights, share_places, takers_in
@@ -253,11 +254,9 @@ class Pipe(nn.Module):
                 check_updates(takers)
         record = self._record if self._recorders else None
         checkpoint_stop = self._checkpoint_stop(len(batches))
-        alone = len(batches) == len(self._stages) == 1 and record is None and not (checkpoint_stop or takers)
+        if len(batches) == len(self._stages) == 1 and record is None and not (checkpoint_stop or takers):
+            return self._run_alone(lambda stage: stage((batches[0], ()))[0])
         with self._mini_batch("forward", len(batches), takers) as in_order:
-            if alone:
-                with use_device(self.devices[0]):
-                    return self._stages[0]((batches[0], ()))[0]
             Pipeline(
                 batches,
                 self._stages,
@@ -272,14 +271,20 @@ class Pipe(nn.Module):
         rows = microbatch.rows_of_micro_batches(input, len(batches))
         return microbatch.gather_nested(batches, microbatch.RowsOfOutputs(self, rows, self._selected))
 
+    def _run_alone(self, run: Callable[[Stage], Any]) -> Any:
+        """Runs the only micro-batch on the only stage, which does not take turns."""
+        try:
+            with mini_batch(1), use_device(self.devices[0]):
+                return run(self._stages[0])
+        except TypeError as error:
+            explain_arguments(self, error)
+            raise
+
     @contextlib.contextmanager
     def _mini_batch(self, kind: str, count: int, takers: Sequence[TakesTurns]) -> Iterator[bool]:
         """A context for one mini-batch of ``count`` micro-batches; yields whether the cells of a clock run in order."""
         try:
             with mini_batch(count):
-                if not takers and len({stage.device for stage in self._stages}) == 1:
-                    yield False  # one thread
-                    return
                 modes = [layer.training for layer in self._modules.values() if layer is not None]
                 # On these it depends whether layers draw random numbers.
                 on = kind, torch.is_grad_enabled(), self.training, *modes
@@ -356,6 +361,10 @@ class Pipe(nn.Module):
         kind_of_loss: Any = type(loss_fn)
         code: Hashable = getattr(loss_fn, "__code__", kind_of_loss)
         tried = losses[0].weight is not None or len(rows) == 1 or code in self._counting
+        if len(rows) == len(self._stages) == 1 and not takers:
+            with gradients.accumulated():
+                cell = inputs[0], targets[0], losses[0], self._record
+                return self._run_alone(lambda stage: step_of_one_cell(stage, *cell))  # type: ignore[no-any-return]
         with (
             contextlib.nullcontext() if tried else restored_on(UndeclaredReductionError, self, self.devices),
             gradients.accumulated(),

@@ -127,11 +127,8 @@ def updated_stages(stages: Sequence[Stage], layers: Mapping[str, nn.Module | Non
     Refuses layers that were added, removed, renamed or moved, that take turns, or that were replaced in a partition.
     """
     now: list[tuple[str, Any]] = list(layers.items())
-    wrapped: list[tuple[str, Any]] = []
-    partitioned: list[tuple[str, Any]] = []
-    for stage in stages:
-        wrapped += stage.wrapped
-        partitioned += stage.layers._modules.items()
+    wrapped = [item for stage in stages for item in stage.wrapped]
+    partitioned = [item for stage in stages for item in stage.layers._modules.items()]
     if partitioned != wrapped:  # a module is equal to itself alone
         raise RuntimeError(
             "expected layers to be replaced in the Pipe, got one replaced in its partitions, which parameters() does "

@@ -94,7 +94,7 @@ def explain_arguments(layers: nn.Module, error: TypeError) -> None:
 
 def check_reduced(module: nn.Module) -> None:
     """Refuses ``train_step`` under DistributedDataParallel: it bypasses DDP's forward, so no gradient is reduced."""
-    for wrapper in _wrappers:
+    for wrapper in _wrappers if _wrappers else ():
         reduces = wrapper.require_backward_grad_sync and wrapper.process_group.size() > 1
         if reduces and any(inner is module for inner in wrapper.module.modules()):
             raise RuntimeError(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipe.nested import map_tensors
 from pipe.skip.layout import SkipLayout
 from pipe.skip.namespace import Key
-from pipe.skip.tracker import SkipTracker, use_skip_tracker
+from pipe.skip.tracker import SkipTracker, exchange_tracker
 from pipe.turn import takers_in
 
 __all__ = ["Stage", "writes_input"]
@@ -78,6 +78,10 @@ class Stage:
             # An in-place operation on a micro-batch would write into the storage of the mini-batch, and on a saved
             # boundary it would change the input of the recomputation.
             value = map_tensors(Tensor.clone, value)
-        with use_skip_tracker(SkipTracker(zip(self._entering, popped, strict=True))) as tracker:
+        tracker = SkipTracker(zip(self._entering, popped, strict=True))
+        before = exchange_tracker(tracker)
+        try:
             value = self.layers(value)
-            return value, [tracker.load(route.key) for route in self.leaving]
+        finally:
+            exchange_tracker(before)
+        return value, [tracker.load(route.key) for route in self.leaving]

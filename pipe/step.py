@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pipe.checkpoint import Checkpointing
 from pipe.gradients import StepGradients
-from pipe.loss import MicroLoss, UndeclaredReductionError, sum_and_count
+from pipe.loss import MicroLoss
 from pipe.microbatch import rows_of, split_nested
 from pipe.nested import TreeSpec, flatten, tensors_in, unflatten
 from pipe.refusals import refuse_holders
@@ -37,7 +37,7 @@ from pipe.stage import Stage
 from pipe.stream import current_stream
 from pipe.worker import Task, task_runner
 
-__all__ = ["PipelineStep", "moved", "split_target"]
+__all__ = ["PipelineStep", "moved", "split_target", "step_of_one_cell"]
 
 
 @dataclass
@@ -62,6 +62,22 @@ class _Boundary:
     cell: _Cell
     index: dict[int, int]
     """Position of a leaf -> its index in the outputs of ``cell``, for leaves that need a gradient."""
+
+
+_ONLY = StageAction("F", 0, 0), StageAction("B", 0, 0)
+
+
+def step_of_one_cell(
+    stage: Stage, input: Any, target: Any, loss: MicroLoss, record: Callable[[StageAction], None]
+) -> Tensor:
+    """Runs the step of one micro-batch on one stage, as the layers would run it; returns its loss, detached."""
+    with torch.enable_grad():
+        record(_ONLY[0])
+        total, count = loss.of(stage((input, ()))[0], target)
+        total = total if count is None else (total / count).to(total.dtype)
+        record(_ONLY[1])
+        total.backward()
+    return total.detach()
 
 
 class PipelineStep:
@@ -175,32 +191,14 @@ class PipelineStep:
             self._finish_output(i, value, cell)
 
     def _finish_output(self, i: int, output: Any, cell: _Cell) -> None:
-        weight = self.losses[i].weight
-        loss = self.losses[i].function(output, self.targets[i])
-        counted = sum_and_count(loss) if weight is None else None
-        if counted is not None:
-            loss, self._counts[i] = counted
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            hint = " (without reduction=, it may return (sum, count))" if isinstance(loss, tuple) else ""
-            raise ValueError(f"expected loss_fn to return a tensor of one element, got {got}; reduce the loss{hint}")
-        if not loss.requires_grad:
-            raise ValueError("expected a loss that needs a gradient, got one that does not; is anything trainable?")
-        if counted is not None:
-            weighted = loss.reshape(())
+        loss, count = self.losses[i].of(output, self.targets[i])
+        self._losses[i] = loss.detach()
+        if count is not None:
+            self._counts[i] = count
             if self.schedule.interleaves:
-                self._check_scalable(weighted, cell)
-                weighted = weighted / self._scale
-        elif weight is not None or len(self.losses) == 1:
-            weighted = loss.reshape(()) if weight in (None, 1.0) else loss.reshape(()) * weight
-        else:
-            raise UndeclaredReductionError(
-                f"expected a loss that tells what it divides by, got {_name_of(self.losses[i].function)}, which "
-                f"returns one number for each of {len(self.losses)} micro-batches; pass reduction='mean' if that is "
-                f"the mean over rows, reduction='sum' if it is the sum, or return (sum, count)"
-            )
-        self._losses[i] = loss.detach().reshape(()) if counted is not None else weighted.detach()
-        cell.outputs.append(weighted)
+                self._check_scalable(loss, cell)
+                loss = loss / self._scale
+        cell.outputs.append(loss)
         cell.gradients.append(None)
 
     def _count(self) -> Tensor:
@@ -274,10 +272,6 @@ def split_target(target: Any, rows: Sequence[int]) -> list[Any]:
         )
     targets = split_nested(target, len(rows))
     return targets if len(targets) == len(rows) else targets * len(rows)
-
-
-def _name_of(function: Any) -> str:
-    return str(getattr(function, "__qualname__", None) or type(function).__name__)
 
 
 def _leaves_of(output: Tensor) -> list[Tensor]:

@@ -115,15 +115,16 @@ class ThreadState:
     @classmethod
     def capture(cls, device_types: Iterable[str] = ()) -> ThreadState:
         """Saves the settings of this thread; autocast for the CPU and for ``device_types``."""
+        modes = modes_active()
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            autocasts=tuple([Autocast.of(kind) for kind in sorted({"cpu", *device_types} - {"meta"})]),
+            autocasts=tuple([Autocast.of(kind) for kind in _with_autocast(frozenset(device_types))]),
             cache_casts=torch.is_autocast_cache_enabled(),
             hooks=saved_tensor_hooks(),
             # The default device is one of these modes, whether set by set_default_device or by a context.
-            function_modes=tuple(FUNCTION_MODES.active()) if modes_active() else (),
-            dispatch_modes=tuple(DISPATCH_MODES.active()) if modes_active() else (),
+            function_modes=tuple(FUNCTION_MODES.active()) if modes else (),
+            dispatch_modes=tuple(DISPATCH_MODES.active()) if modes else (),
             phase=phase.flags,
             holds_generators=holds_generators(),
             variables=contextvars.copy_context(),
@@ -204,6 +205,11 @@ def in_settings_of_this_thread(job: Callable[[], R], device_types: Iterable[str]
             return context.run(job)
 
     return run
+
+
+@functools.lru_cache(maxsize=64)
+def _with_autocast(device_types: frozenset[str]) -> tuple[str, ...]:
+    return tuple(sorted({"cpu", *device_types} - {"meta"}))
 
 
 def _enter(stack: contextlib.ExitStack, kind: ModeStack, modes: tuple[Any, ...]) -> None:

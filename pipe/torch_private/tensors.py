@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-def add_all(tensors: list[Tensor], others: list[Tensor]) -> None:
+def add_all(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
     """Adds to each tensor the other one at its place, in place."""
     torch._foreach_add_(tensors, others)
 
