@@ -31,28 +31,13 @@ __all__ = [
     "unflatten",
 ]
 
-TreeSpec = pytree.TreeSpec
+#: The structure of a nested value: None for a leaf; for exact tuples, lists and dicts the type, the keys of a dict, and
+#: the structures of the members; pytree's for other containers.
+TreeSpec = None | tuple[type, "list[Any] | None", "list[Any]"] | pytree.TreeSpec
 MapTensors = Callable[[Callable[[Tensor], Any], Any], Any]
 
-# Fast paths for the structures that most cells pass to each other: one tensor, one tensor with an empty list (of skip
-# tensors), the (args, kwargs) of a call, and a list of one of these. The general flattening takes as long as a small
-# layer.
-_LEAF: TreeSpec = pytree.tree_flatten(None)[1]
-_LEAF_AND_NONE: TreeSpec = pytree.tree_flatten((None, []))[1]
-
-#: Types of leaves that a call has in the fast path; another type takes the general one.
+#: Types of most leaves, with which pytree need not be asked.
 LEAVES: set[type] = {Tensor, nn.Parameter, type(None), bool, int, float, str}
-_NAMES = {str}
-#: Number of positional arguments, names of the others, and for each argument the length of a tuple, or None for a leaf.
-_Call = tuple[int, tuple[Any, ...], tuple[int | None, ...]]
-#: Structures of calls, and the call of each by the id of its structure.
-_specs: dict[_Call, TreeSpec] = {}
-_calls: dict[int, _Call] = {}
-#: By the id of a structure: that of a list of one such value, and the other way round.
-_lists: dict[int, TreeSpec] = {}
-_members: dict[int, TreeSpec] = {}
-#: A program has a few; one that makes up names of arguments takes the general path from here on.
-_MOST_CALLS = 512
 
 #: Sparse layouts of compressed rows or columns.
 COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
@@ -61,101 +46,47 @@ COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     """The leaves of a nested value in a fixed order, and the structure that :func:`unflatten` needs."""
     if isinstance(value, Tensor):
-        return [value], _LEAF
-    if _is_leaf_and_none(value):
-        return [value[0]], _LEAF_AND_NONE
-    if type(value) is list and len(value) == 1 and (isinstance(value[0], Tensor) or _flat_call(value[0])):
-        leaves, inner = flatten(value[0])
-        spec = _lists.get(id(inner))
-        if spec is None:
-            spec = pytree.tree_flatten(value)[1]
-            if inner is _LEAF or _is_fast_call(inner):
-                _members[id(spec)] = inner
-                _lists[id(inner)] = spec
-        return leaves, spec
-    found = _flat_call(value)
-    if found is None:
-        return pytree.tree_flatten(value)
-    leaves, call = found
-    spec = _specs.get(call)
-    if spec is None:
-        spec = pytree.tree_flatten(value)[1]
-        if len(_specs) < _MOST_CALLS:
-            _calls[id(spec)] = call  # before the structure is used by others
-            spec = _specs.setdefault(call, spec)
-    return leaves, spec
-
-
-def _flat_call(value: Any) -> tuple[list[Any], _Call] | None:
-    """The leaves and the structure of the (args, kwargs) of a call, if it has only leaves and tuples of them."""
-    if type(value) is not tuple or len(value) != 2 or type(value[0]) is not tuple or type(value[1]) is not dict:
-        return None
-    args, kwargs = value
-    if not _NAMES.issuperset(map(type, kwargs)):
-        return None  # 1 and True would be one name
+        return [value], None
     leaves: list[Any] = []
-    lengths: list[int | None] = []
-    for x in (*args, *kwargs.values()) if kwargs else args:
-        kind = type(x)
-        if kind in LEAVES:
-            leaves.append(x)
-            lengths.append(None)
-        elif kind is tuple and LEAVES.issuperset(map(type, x)):
-            leaves += x
-            lengths.append(len(x))
-        else:
-            return None
-    return leaves, (len(args), tuple(kwargs), tuple(lengths))
+    return leaves, _flatten(value, leaves)
 
 
-def _joined_call(leaves: list[Any], call: _Call) -> Any:
-    count, names, lengths = call
-    values = leaves
-    if lengths.count(None) < len(lengths):
-        values, at = [], 0
-        for n in lengths:
-            values.append(leaves[at] if n is None else tuple(leaves[at : at + n]))
-            at += 1 if n is None else n
-    return tuple(values[:count]), dict(zip(names, values[count:], strict=True))
-
-
-def _is_leaf_and_none(value: Any) -> bool:
-    return (
-        type(value) is tuple
-        and len(value) == 2
-        and type(value[1]) is list
-        and not value[1]
-        and isinstance(value[0], Tensor)
-    )
+def _flatten(value: Any, leaves: list[Any]) -> TreeSpec:
+    kind = type(value)
+    if kind is tuple or kind is list or kind is dict:
+        inner: list[Any] = []
+        for x in value.values() if kind is dict else value:
+            if type(x) in LEAVES:
+                leaves.append(x)
+                inner.append(None)
+            else:
+                inner.append(_flatten(x, leaves))
+        return kind, [*value] if kind is dict else None, inner
+    if isinstance(value, Tensor):
+        leaves.append(value)
+        return None
+    found, spec = pytree.tree_flatten(value)
+    leaves += found
+    return None if spec.is_leaf() else spec
 
 
 def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
     """The nested value of structure ``spec`` with these ``leaves``."""
-    if spec is _LEAF:
-        return leaves[0]
-    if spec is _LEAF_AND_NONE:
-        return leaves[0], []
-    inner = _members.get(id(spec))
-    if inner is not None and _lists.get(id(inner)) is spec:
-        return [unflatten(leaves, inner)]
-    if _is_fast_call(spec) and len(leaves) == spec.num_leaves:
-        return _joined_call(leaves, _calls[id(spec)])
-    return pytree.tree_unflatten(leaves, spec)
+    return leaves[0] if spec is None else _unflatten(iter(leaves), spec)
 
 
-def _is_fast_call(spec: TreeSpec) -> bool:
-    call = _calls.get(id(spec))
-    return call is not None and _specs.get(call) is spec
+def _unflatten(leaves: Iterator[Any], spec: TreeSpec) -> Any:
+    if isinstance(spec, pytree.TreeSpec):
+        return pytree.tree_unflatten([next(leaves) for _ in range(spec.num_leaves)], spec)
+    assert spec is not None
+    kind, names, inner = spec
+    members = [next(leaves) if each is None else _unflatten(leaves, each) for each in inner]
+    return dict(zip(names, members, strict=True)) if names is not None else kind(members)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in a nested value, in the order of :func:`flatten`."""
-    if isinstance(value, Tensor):
-        return [value]
-    if _is_leaf_and_none(value):
-        return [value[0]]
-    found = _flat_call(value)
-    return [leaf for leaf in (pytree.tree_leaves(value) if found is None else found[0]) if isinstance(leaf, Tensor)]
+    return [value] if isinstance(value, Tensor) else [x for x in flatten(value)[0] if isinstance(x, Tensor)]
 
 
 def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
@@ -200,11 +131,8 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """The same structure with ``function`` applied to every tensor; other leaves stay as they are."""
     if isinstance(value, Tensor):
         return function(value)
-    found = _flat_call(value)
-    if found is not None:
-        leaves, call = found
-        return _joined_call([function(x) if isinstance(x, Tensor) else x for x in leaves], call)
-    return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
+    leaves, spec = flatten(value)
+    return unflatten([function(x) if isinstance(x, Tensor) else x for x in leaves], spec)
 
 
 def requires_grad(tensor: Tensor) -> bool:

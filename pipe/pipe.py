@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -353,18 +354,18 @@ class Pipe(nn.Module):
         plan = self._schedule(schedule, len(rows))
         takers = self._ensure_turns()
         gradients = StepGradients(parameters_of(self, without=takers))
+        targets = split_target(microbatch.map_batch(partial(moved, device=self.devices[-1]), target), rows)
+        if len(rows) == len(self._stages) == 1 and not takers:
+            cell = inputs[0], targets[0], losses[0], self._record
+            with gradients.accumulated():
+                return self._run_alone(lambda stage: step_of_one_cell(stage, *cell))  # type: ignore[no-any-return]
         if len(rows) > 1:
             check_rows_first(self[0], input)
             check_updates(takers)
             check_optimizers(gradients.parameters)
-        targets = split_target(microbatch.map_batch(lambda t: moved(t, self.devices[-1]), target), rows)
         kind_of_loss: Any = type(loss_fn)
         code: Hashable = getattr(loss_fn, "__code__", kind_of_loss)
         tried = losses[0].weight is not None or len(rows) == 1 or code in self._counting
-        if len(rows) == len(self._stages) == 1 and not takers:
-            with gradients.accumulated():
-                cell = inputs[0], targets[0], losses[0], self._record
-                return self._run_alone(lambda stage: step_of_one_cell(stage, *cell))  # type: ignore[no-any-return]
         with (
             contextlib.nullcontext() if tried else restored_on(UndeclaredReductionError, self, self.devices),
             gradients.accumulated(),
@@ -405,7 +406,8 @@ class Pipe(nn.Module):
             trace.append(action)
 
     def _micro_batches(self, input: Any) -> list[Any]:
-        return microbatch.split_nested(microbatch.map_batch(lambda t: moved(t, self.devices[0]), input), self.chunks)
+        here = microbatch.map_batch(partial(moved, device=self.devices[0]), input)
+        return microbatch.split_nested(here, self.chunks)
 
     def _follow(self) -> None:
         """Updates the stages with layers that were replaced."""

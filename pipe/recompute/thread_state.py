@@ -115,11 +115,15 @@ class ThreadState:
     @classmethod
     def capture(cls, device_types: Iterable[str] = ()) -> ThreadState:
         """Saves the settings of this thread; autocast for the CPU and for ``device_types``."""
+        return cls._of(_with_autocast(frozenset(device_types)))
+
+    @classmethod
+    def _of(cls, kinds: tuple[str, ...]) -> ThreadState:
         modes = modes_active()
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            autocasts=tuple([Autocast.of(kind) for kind in _with_autocast(frozenset(device_types))]),
+            autocasts=tuple([Autocast.of(kind) for kind in kinds]),
             cache_casts=torch.is_autocast_cache_enabled(),
             hooks=saved_tensor_hooks(),
             # The default device is one of these modes, whether set by set_default_device or by a context.
@@ -212,6 +216,12 @@ def _with_autocast(device_types: frozenset[str]) -> tuple[str, ...]:
     return tuple(sorted({"cpu", *device_types} - {"meta"}))
 
 
+@functools.cache
+def _kinds_here() -> tuple[str, ...]:
+    device = torch.accelerator.current_accelerator()
+    return _with_autocast(frozenset(() if device is None else [device.type]))
+
+
 def _enter(stack: contextlib.ExitStack, kind: ModeStack, modes: tuple[Any, ...]) -> None:
     active = {id(mode) for mode in kind.active()} if modes else set()
     for mode in modes:
@@ -278,8 +288,7 @@ def restores_thread_state(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        device = torch.accelerator.current_accelerator()
-        before = ThreadState.capture(() if device is None else [device.type])
+        before = ThreadState._of(_kinds_here())
         try:
             return function(*args, **kwargs)
         except BaseException as error:
