@@ -92,9 +92,10 @@ class StepGradients:
     @torch.no_grad()
     def _change(self, hidden: Iterable[tuple[nn.Parameter, HiddenHooks]]) -> None:
         """Scales the gradients of the step, and passes them through hooks."""
-        for parameter in self.parameters if self.scale is not None else ():
-            if parameter.grad is not None:
-                parameter.grad.mul_(self.scale.to(parameter.grad.device))
+        scale = self.scale
+        for parameter in self.parameters:
+            if scale is not None and parameter.grad is not None:
+                parameter.grad.mul_(scale.to(parameter.grad.device))
         for parameter, hooks in hidden:
             if parameter.grad is not None:
                 parameter.grad = hooks.changed(parameter.grad)

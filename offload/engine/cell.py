@@ -253,7 +253,7 @@ class Block:
             state.take_back()
             visit.restore_written(written, views)
             return self.keep(call, args, kwargs, visit, views, token, watch)
-        if (drawn := state.drawn) or modes not in self._draws:
+        if (drawn := bool(state.drawn)) or modes not in self._draws:
             self._note_draws(modes, drawn)
         if self._inputs.writes(modes) and not copied:
             self._inputs.refuse(modes)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,7 @@ def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-def add_all(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+def add_all(tensors: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> None:
     """Adds to each tensor the other one at its place, in place."""
     torch._foreach_add_(tensors, others)
 
