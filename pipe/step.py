@@ -16,6 +16,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -71,7 +72,7 @@ def step_of_one_cell(
     stage: Stage, input: Any, target: Any, loss: MicroLoss, record: Callable[[StageAction], None]
 ) -> Tensor:
     """Runs the step of one micro-batch on one stage, as the layers would run it; returns its loss, detached."""
-    with torch.enable_grad():
+    with contextlib.nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
         record(_ONLY[0])
         total, count = loss.of(stage((input, ()))[0], target)
         total = total if count is None else (total / count).to(total.dtype)

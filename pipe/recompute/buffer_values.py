@@ -6,8 +6,6 @@ the first write. Forwards that only read a buffer share one value of it.
 
 from __future__ import annotations
 
-from enum import Enum
-
 import torch
 from torch import Tensor, nn
 
@@ -18,14 +16,6 @@ __all__ = ["BufferBefore", "BufferHabits", "BufferValue"]
 
 # Copying up to this size costs no more than finding out whether a copy is needed.
 _SMALL_BYTES = 1 << 14
-
-
-class _Habit(Enum):
-    """How earlier forwards used a buffer."""
-
-    READ = "read"
-    WRITTEN = "written"
-    WRITTEN_UNCOUNTED = "written without counting a version"
 
 
 class BufferValue:
@@ -48,18 +38,19 @@ class BufferValue:
 class BufferHabits:
     """Knowledge about a buffer that is kept between forwards."""
 
-    __slots__ = ("habits", "normalises", "shared")
+    __slots__ = ("normalises", "shared", "uncounted", "written")
 
     def __init__(self, owner: nn.Module) -> None:
         # Kernels of normalisation layers write running statistics in training, possibly without counting a version.
         self.normalises = isinstance(owner, BatchOrInstanceNorm)
-        self.habits: list[_Habit | None] = [None, None]  # in evaluation and in training
+        #: In evaluation and in training: whether forwards write it, and whether some do so without counting a version.
+        self.written: list[bool | None] = [None, None]
+        self.uncounted = [False, False]
         self.shared: BufferValue | None = None
 
     def may_change(self, buffer: Tensor, *, training: bool) -> bool:
         """Whether forwards may write the buffer before a backward: if it is small, or an earlier one wrote it."""
-        written = self.habits[training] not in (None, _Habit.READ)
-        return bool(_memory_of(buffer)) and (written or buffer.nbytes <= _SMALL_BYTES)
+        return bool(_memory_of(buffer)) and (bool(self.written[training]) or buffer.nbytes <= _SMALL_BYTES)
 
     def shared_value(self, tensor: Tensor, version: int | None) -> BufferValue:
         """What all forwards that read the buffer at this version share; made for the first."""
@@ -92,8 +83,8 @@ class BufferBefore:
         self.copied_ahead = True
         if tensor.numel() * tensor.element_size() > _SMALL_BYTES and self.version is not None and not tensor.is_meta:
             self.memory = _memory_of(tensor)
-            habit = known.habits[self.training]
-            self.copied_ahead = self.memory is None or (compiled if habit is None else habit is not _Habit.READ)
+            written = known.written[self.training]
+            self.copied_ahead = self.memory is None or (compiled if written is None else written)
         self.copied = self.copied_ahead
         # If not copied, a tensor with the same memory, which is kept even if the buffer gets other memory.
         if self.copied:
@@ -114,28 +105,26 @@ class BufferBefore:
             self.copy()  # the old memory is unchanged by now, but may be written later
         #: Whether a version tells that it did. Batch normalisation increments that of ``num_batches_tracked`` only.
         self.counted = replaced or (self.version is not None and self.tensor._version != self.version)
-        known, habits, mode = self.known, self.known.habits, self.training
+        known, mode = self.known, self.training
         counted = self.counted or self.version is None or (known.normalises and self.owner.training)
         if counted and not self.copied:
-            habits[mode] = _Habit.WRITTEN
+            known.written[mode] = True
             raise RuntimeError(
                 f"buffer {self.name!r} of a {type(self.owner).__name__} was written without being detected in "
                 f"advance, as by compiled code, so its old value is lost to the recomputation of this forward; "
                 f"run the step again: from now on it is copied before the forward"
             )
-        uncounted = habits[mode] is _Habit.WRITTEN_UNCOUNTED or (self.copied and not self.copied_ahead)
-        if not counted and not uncounted and (known, mode) not in compared:
-            # A kernel that writes without counting a version does so in every forward: one comparison is enough.
-            compared.add((known, mode))
-            uncounted = self.copied and not self.value.is_meta and not torch.equal(self.value, self.tensor)
-        if counted:
-            if habits[mode] is not _Habit.WRITTEN_UNCOUNTED:
-                habits[mode] = _Habit.WRITTEN
-        elif uncounted:
-            habits[mode] = _Habit.WRITTEN_UNCOUNTED
-        else:
-            habits[mode] = habits[mode] or _Habit.READ
-            return False
+        if not counted:
+            uncounted = known.uncounted[mode] or (self.copied and not self.copied_ahead)
+            if not uncounted and (known, mode) not in compared:
+                # A kernel that writes without counting a version does so in every forward: one comparison is enough.
+                compared.add((known, mode))
+                uncounted = self.copied and not self.value.is_meta and not torch.equal(self.value, self.tensor)
+            known.uncounted[mode] = uncounted
+            if not uncounted:
+                known.written[mode] = bool(known.written[mode])
+                return False
+        known.written[mode] = True
         known.keep_for_readers(self.tensor, self.version, self.value)
         return True
 

@@ -38,30 +38,20 @@ class Generator:
     name: str
     get: Callable[[], Any]
     set: Callable[[Any], Any]
-    moved: Callable[[Any], bool]
-    """Whether the generator has left a given state."""
+    same: Callable[[Any, Any], bool] = operator.eq
+    """Whether two states are equal."""
     shared: bool = True
     """Whether other threads may draw from it."""
     owner: Any = None
     """The generator itself, if a module or an argument holds it."""
 
-
-def _generator(
-    name: str,
-    get: Callable[[], Any],
-    set_: Callable[[Any], Any],
-    same: Callable[[Any, Any], bool],
-    shared: bool = True,
-    owner: Any = None,
-) -> Generator:
-    return Generator(name, get, set_, lambda state: not same(state, get()), shared, owner)
+    def moved(self, state: Any) -> bool:
+        """Whether the generator has left a state."""
+        return not self.same(state, self.get())
 
 
-_of_cpu = torch.default_generator
-_CPU = Generator(
-    "cpu", _of_cpu.get_state, torch.set_rng_state, lambda state: not torch.equal(state, _of_cpu.get_state())
-)
-_PYTHON = _generator("python", random.getstate, random.setstate, operator.eq)
+_CPU = Generator("cpu", torch.default_generator.get_state, torch.set_rng_state, torch.equal)
+_PYTHON = Generator("python", random.getstate, random.setstate)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -76,7 +66,7 @@ def _numpy() -> Any:
     return sys.modules["numpy"].random
 
 
-_NUMPY = _generator("numpy", lambda: _numpy().get_state(legacy=False), lambda state: _numpy().set_state(state), _same)
+_NUMPY = Generator("numpy", lambda: _numpy().get_state(legacy=False), lambda state: _numpy().set_state(state), _same)
 
 
 def generators_of(devices: Iterable[torch.device], held: Iterable[Any] = ()) -> list[Generator]:
@@ -86,46 +76,47 @@ def generators_of(devices: Iterable[torch.device], held: Iterable[Any] = ()) -> 
     for device in sorted({d for d in devices if d.type not in ("cpu", "meta")}, key=str):
         module = torch.get_device_module(device)
         get, set_ = partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
-        found.append(_generator(str(device), get, set_, torch.equal, shared=False))
+        found.append(Generator(str(device), get, set_, torch.equal, shared=False))
     return found + [_held(generator) for generator in held]
 
 
 def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
     """The generators that ``modules`` hold themselves, each once. Their submodules are not searched."""
-    found: dict[int, Any] = {}
-    kinds = generator_types()
+    held: list[Any] = []
     for module in modules:
         for name, value in module.__dict__.items():
-            if type(value) in _NONE or name in _OF_EVERY_MODULE:
-                continue
-            if isinstance(value, kinds):
-                found[id(value)] = value
-            elif isinstance(value, (list, tuple, set, dict)):
-                members = value.values() if isinstance(value, dict) else value
-                found.update((id(member), member) for member in members if isinstance(member, kinds))
-    # SystemRandom has no state.
-    return [generator for generator in found.values() if not isinstance(generator, random.SystemRandom)]
+            if type(value) not in _NONE and name not in _OF_EVERY_MODULE:
+                if isinstance(value, (list, tuple, set, dict)):
+                    held += value.values() if isinstance(value, dict) else value
+                else:
+                    held.append(value)
+    return _among(held)
 
 
 def generators_in(value: Any) -> list[Any]:
     """The generators among the leaves of a nested value, such as the arguments of a call, each once."""
+    return _among([x for x in flatten(value)[0] if type(x) not in LEAVES])
+
+
+def _among(values: Iterable[Any]) -> list[Any]:
     kinds = generator_types()
-    found = {id(x): x for x in flatten(value)[0] if type(x) not in LEAVES and isinstance(x, kinds)}
-    return [generator for generator in found.values() if not isinstance(generator, random.SystemRandom)]
+    # SystemRandom has no state.
+    found = {id(x): x for x in values if isinstance(x, kinds) and not isinstance(x, random.SystemRandom)}
+    return list(found.values())
 
 
 def _held(generator: Any) -> Generator:
     name = f"{type(generator).__module__.split('.')[0]}.{type(generator).__name__} of a layer"
+    of = partial(Generator, name, owner=generator)
     if isinstance(generator, torch.Generator):
-        return _generator(name, generator.get_state, generator.set_state, torch.equal, owner=generator)
+        return of(generator.get_state, generator.set_state, torch.equal)
     if isinstance(generator, random.Random):
-        return _generator(name, generator.getstate, generator.setstate, operator.eq, owner=generator)
+        return of(generator.getstate, generator.setstate)
     if hasattr(generator, "set_state"):
         # NumPy's RandomState caches a normal number besides its bit generator; Generator does not.
-        get = partial(generator.get_state, legacy=False)
-        return _generator(name, get, generator.set_state, _same, owner=generator)
+        return of(partial(generator.get_state, legacy=False), generator.set_state, _same)
     bits = generator.bit_generator
-    return _generator(name, lambda: bits.state, partial(setattr, bits, "state"), _same, owner=generator)
+    return of(lambda: bits.state, partial(setattr, bits, "state"), _same)
 
 
 def generator_types() -> tuple[type, ...]:
