@@ -49,7 +49,7 @@ from pipe.skip.skippable import verify_skippables
 from pipe.stage import Stage
 from pipe.step import PipelineStep, moved, split_target, step_of_one_cell
 from pipe.stream import AbstractStream, new_stream, use_device
-from pipe.torch_private.tracing import outside_of_compiled_graphs
+from pipe.torch_private.tracing import breaks_compiled_graphs
 from pipe.turn import TakesTurns, frozen_weights, share_places, takers_in
 
 __all__ = ["BalanceError", "Pipe"]
@@ -209,6 +209,8 @@ class Pipe(nn.Module):
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
+    @breaks_compiled_graphs
+    @restores_thread_state
     def forward(self, input: Any = None, *others: Any, **named: Any) -> Any:
         """Runs the mini-batch, micro-batch by micro-batch.
 
@@ -228,16 +230,6 @@ class Pipe(nn.Module):
             ValueError: if tensors differ in dimension 0, or outputs cannot be concatenated.
             RuntimeError: if layers were added or removed since wrapping; if a stage is updated in backward.
         """
-        if torch.compiler.is_compiling():
-            return self._uncompiled(Pipe.forward, input, *others, **named)
-        return self._forward(input, *others, **named)
-
-    @outside_of_compiled_graphs
-    def _uncompiled(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return method(self, *args, **kwargs)
-
-    @restores_thread_state
-    def _forward(self, input: Any, *others: Any, **named: Any) -> Any:
         if others or named:
             raise TypeError(
                 f"expected one input, got {1 + len(others)} positional ones and {sorted(named)} by name; pass one "
@@ -295,6 +287,8 @@ class Pipe(nn.Module):
             explain_arguments(self, error)
             raise
 
+    @breaks_compiled_graphs
+    @restores_thread_state
     def train_step(
         self,
         input: Any,
@@ -332,17 +326,6 @@ class Pipe(nn.Module):
         that were already offloaded stay added. Hooks of parameters, and optimizers that step in such a hook, run once,
         at the end of the step.
         """
-        if torch.compiler.is_compiling():
-            loss: Tensor = self._uncompiled(
-                Pipe.train_step, input, target, loss_fn, schedule=schedule, reduction=reduction
-            )
-            return loss
-        return self._train_step(input, target, loss_fn, schedule, reduction)
-
-    @restores_thread_state
-    def _train_step(
-        self, input: Any, target: Any, loss_fn: LossFn, schedule: str | Schedule, reduction: str | None
-    ) -> Tensor:
         microbatch.check(input)
         self._follow()
         if not self._stages:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "breaks_compiled_graphs",
     "compiled_alike",
     "outside_of_compiled_graphs",
     "transform_of_functions_under_way",
@@ -27,6 +28,17 @@ def outside_of_compiled_graphs(function: F) -> F:
     """``torch.compiler.disable``, which imports the compiler when the function is first called, not before."""
     disabled: Any = torch._disable_dynamo(function)  # type: ignore[attr-defined, unused-ignore]
     return cast(F, disabled)
+
+
+def breaks_compiled_graphs(function: F) -> F:
+    """``function``, which ``torch.compile`` leaves out where it compiles the caller."""
+    outside = outside_of_compiled_graphs(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (outside if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return cast(F, call)
 
 
 def compiled_alike(compiled: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
