@@ -58,15 +58,17 @@ class StepGradients:
     @contextlib.contextmanager
     def accumulated(self) -> Iterator[None]:
         """A context in which gradients start from None. At its end they are added to the earlier gradients."""
-        before = [(parameter, parameter.grad) for parameter in self.parameters]
-        hooked: list[Any] = [p for p in self.parameters if p._backward_hooks or p._post_accumulate_grad_hooks]  # type: ignore[attr-defined, unused-ignore]
-        hidden = [(parameter, HiddenHooks(parameter)) for parameter in hooked]
+        before: list[tuple[Any, Tensor | None]] = []
+        hidden: list[tuple[nn.Parameter, HiddenHooks]] = []
         try:
             try:
                 for parameter in self.parameters:
-                    parameter.grad = None
-                for _, hooks in hidden:
-                    hooks.hide()
+                    before.append((parameter, parameter.grad))
+                    if parameter.grad is not None:
+                        parameter.grad = None
+                    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined, unused-ignore]
+                        hidden.append((parameter, HiddenHooks(parameter)))
+                        hidden[-1][1].hide()
                 yield
             finally:
                 for _, hooks in hidden:
@@ -78,14 +80,18 @@ class StepGradients:
                 parameter.grad = gradient
             raise
         ended = [hooks for parameter, hooks in hidden if parameter.grad is not None]
-        earlier = [(parameter, gradient) for parameter, gradient in before if gradient is not None]
-        if earlier or ended:
+        sums: list[Tensor] = []
+        added: list[Tensor] = []
+        for parameter, gradient in before:
+            if gradient is not None:
+                if parameter.grad is not None:
+                    sums.append(gradient)
+                    added.append(parameter.grad)
+                parameter.grad = gradient
+        if sums or ended:
             with torch.no_grad():
-                both = [(gradient, more) for p, gradient in earlier if (more := p.grad) is not None]
-                if both:
-                    add_all(*zip(*both, strict=True))
-                for parameter, gradient in earlier:
-                    parameter.grad = gradient
+                if sums:
+                    add_all(sums, added)
                 for hooks in ended:
                     hooks.run_after_accumulation()
 

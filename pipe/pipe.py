@@ -333,11 +333,14 @@ class Pipe(nn.Module):
         check_reduced(self)
         inputs = self._micro_batches(input)
         rows = microbatch.rows_of_micro_batches(input, self.chunks)
-        losses = micro_losses(loss_fn, reduction, split_target(target, rows), rows)
+        there = microbatch.map_batch(partial(moved, device=self.devices[-1]), target)
+        targets = split_target(there, rows)
+        # Counted where the user has them.
+        counted = targets if there is target else split_target(target, rows)
+        losses = micro_losses(loss_fn, reduction, counted, rows)
         plan = self._schedule(schedule, len(rows))
         takers = self._ensure_turns()
         gradients = StepGradients(parameters_of(self, without=takers))
-        targets = split_target(microbatch.map_batch(partial(moved, device=self.devices[-1]), target), rows)
         if len(rows) == len(self._stages) == 1 and not takers:
             cell = inputs[0], targets[0], losses[0], self._record
             with gradients.accumulated():

@@ -18,7 +18,7 @@ def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-def add_all(tensors: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> None:
+def add_all(tensors: list[Tensor], others: list[Tensor]) -> None:
     """Adds to each tensor the other one at its place, in place."""
     torch._foreach_add_(tensors, others)
 
