@@ -1,0 +1,122 @@
+"""A step of one micro-batch on one stage is the step of the bare module, and fails as a step of several cells does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipe import NoChunk, Pipe
+
+WIDTH = 4
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH))
+
+
+def counted(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    return (output - target).square().sum(), 7
+
+
+LOSSES: dict[str, tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = {
+    "mean": (nn.MSELoss(), F.mse_loss),
+    "sum": (nn.MSELoss(reduction="sum"), lambda y, t: (y - t).square().sum()),
+    "sum and count": (counted, lambda y, t: (y - t).square().sum() / 7),
+    "one element": (lambda y, t: F.mse_loss(y, t).view(1, 1), F.mse_loss),
+}
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
+@pytest.mark.parametrize("schedule", ["1f1b", "fill_drain"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_step_of_one_cell_is_that_of_the_bare_module(loss: str, schedule: str, mode: str) -> None:
+    loss_fn, plain = LOSSES[loss]
+    bare = layers()
+    model = Pipe(copy.deepcopy(bare), [len(bare)], ["cpu"], checkpoint=mode)
+    source = nn.Linear(WIDTH, WIDTH)
+    found = []
+    for _ in range(2):  # the second adds to the gradients of the first
+        x, target = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
+        source.zero_grad()
+        torch.manual_seed(1)
+        expected = plain(bare(source(x)), target)
+        expected.backward()
+        inputs = [p.grad for p in source.parameters()]
+        source.zero_grad()
+        torch.manual_seed(1)
+        entering = source(x)
+        with torch.no_grad(), model.recording() as trace:
+            returned = model.train_step(entering, NoChunk(target), loss_fn, schedule=schedule)
+        assert [str(action) for action in trace] == ["F0.0", "B0.0"]
+        assert torch.equal(returned, expected)
+        assert not returned.requires_grad
+        found.append((inputs, [p.grad for p in source.parameters()]))
+    for before, after in found:
+        assert all(map(torch.equal, before, after))
+    for name, p in bare.named_parameters():
+        assert torch.equal(p.grad, model.get_parameter(name).grad), name
+    assert all(map(torch.equal, bare.buffers(), model.buffers()))
+
+
+class Fails(torch.autograd.Function):
+    """Whose backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+
+class Failing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Fails.apply(x)  # type: ignore[no-any-return]
+
+
+def test_an_exception_in_the_backward_of_one_cell_restores_gradients_and_runs_no_hook() -> None:
+    model = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Failing(), nn.Linear(WIDTH, WIDTH)), [3], ["cpu"])
+    calls: list[str] = []
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+        p.register_hook(lambda g: calls.append("gradient"))
+        p.register_post_accumulate_grad_hook(lambda p: calls.append("accumulated"))
+    before = [p.grad for p in model.parameters()]
+    with pytest.raises(ZeroDivisionError):
+        model.train_step(torch.randn(2, WIDTH), torch.randn(2, WIDTH), nn.MSELoss())
+    assert not calls
+    for p, gradient in zip(model.parameters(), before, strict=True):
+        assert p.grad is gradient
+        assert torch.equal(gradient, torch.ones_like(p))
+    model[1].forward = nn.Identity().forward
+    model.train_step(torch.randn(2, WIDTH), torch.randn(2, WIDTH), nn.MSELoss())
+    assert calls == ["gradient"] * 4 + ["accumulated"] * 4
+
+
+def test_what_is_no_loss_of_one_cell_is_refused() -> None:
+    model = Pipe(layers(), [4], ["cpu"])
+    x = torch.randn(6, WIDTH)
+    for loss_fn, message in (
+        (lambda y, t: y, r"one element, got shape \(6, 4\)"),
+        (lambda y, t: y.detach().sum(), "needs a gradient"),
+        (lambda y, t: (y.sum(), None), r"as the count, got \(shape \(\), NoneType\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.train_step(x, x, loss_fn)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_layer_of_one_cell_that_takes_two_arguments_is_named() -> None:
+    model = Pipe(nn.Sequential(nn.Bilinear(WIDTH, WIDTH, 1)), [1], ["cpu"])
+    x = torch.randn(2, WIDTH)
+    for run in (lambda: model((x, x)), lambda: model.train_step((x, x), x, nn.MSELoss())):
+        with pytest.raises(TypeError, match="layers that take one argument, got layer '0'"):
+            run()
