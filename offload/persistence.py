@@ -18,7 +18,7 @@ from offload.mesh.sharding import Sharding
 from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.storage.contract import bytes_of
-from offload.storage.persistent import Contents, PersistentTier
+from offload.storage.persistent import PersistentTier
 from offload.streaming.layer_homes import LayerLayout
 from offload.streaming.materialize import InPlace, Values
 from offload.streaming.quantised import stored_tensors
@@ -79,18 +79,17 @@ class PersistentHome:
                 f"keep=False, and save_checkpoint and load_checkpoint"
             )
         parameters = [each.parameter for each in stored]
-        lines, end = [], 0
+        lines, end = _weights(layers, sharding)
         for name, buffer in self._on_device():
+            end = aligned(end)
             lines.append(f"{name} {_kind(buffer)} {list(buffer.shape)} at {end}")
             self._places.append((end, (name, _nbytes(buffer))))
-            end += aligned(_nbytes(buffer))
-        what = "parameters and buffers outside of the blocks" if around else "buffers"
-        contents = [_weights(layers, sharding), Contents("buffers", what, end, lines)]
+            end += _nbytes(buffer)
         outside = [p for module in around.values() for p in module._parameters.values() if p is not None]
         blank = not values and all(p.is_meta for p in (*parameters, *outside))
-        self._adopted = self._tier.adopt(contents, blank=blank)
+        self._adopted = self._tier.adopt(lines, end, blank=blank)
         if end:
-            self._block = self._tier.file(1, end)
+            self._block = self._tier.contents()
         if self._adopted:
             self.values.update(dict.fromkeys(parameters, InPlace()))
             for (_, tensor), (offset, _) in zip(self._on_device(), self._places, strict=True):
@@ -127,7 +126,7 @@ class PersistentHome:
         """
         if self._tier is not None:
             self._write()
-            self._tier.write_manifests()
+            self._tier.mark_closed()
 
     def _write(self) -> None:
         current, expected = [(name, _nbytes(b)) for name, b in self._on_device()], [sizes for _, sizes in self._places]
@@ -144,8 +143,8 @@ class PersistentHome:
                 self._block.write(bytes_of(dense), offset)
 
 
-def _weights(layers: Mapping[str, nn.Module], sharding: Sharding | None) -> Contents:
-    """The contents of the weights, as :func:`offload.streaming.layer_homes.make_shards` lays them out."""
+def _weights(layers: Mapping[str, nn.Module], sharding: Sharding | None) -> tuple[list[str], int]:
+    """A line for each weight, as :func:`offload.streaming.layer_homes.make_shards` lays them out, and their bytes."""
     places = LayerLayout() if sharding is None else sharding.layout()
     lines = [] if sharding is None else [f"rows of {sharding.name}"]
     lines += [
@@ -153,7 +152,7 @@ def _weights(layers: Mapping[str, nn.Module], sharding: Sharding | None) -> Cont
         for name, layer in layers.items()
         for s in places.add(name, layer)
     ]
-    return Contents("weights", "weights", places.nbytes, lines)
+    return lines, places.nbytes
 
 
 def _nbytes(buffer: Tensor) -> int:

@@ -29,14 +29,12 @@ class DiskHome(os.PathLike[str]):
             incomplete and raises an error. Optimizer states are not stored: a home is no
             checkpoint (see :func:`~offload.save_checkpoint`).
         overwrite: with ``keep``, create the home again and remove the one that the directory holds.
-        recover: with ``keep``, accept also a home whose model ended without ``close()``, with a warning. Files, sizes,
-            tensors, offsets and generations are verified as always. Contents are not, since ``close()`` computes their
-            checksums: weights are those of the last update, and shards may belong to different steps if the process
-            ended during one; buffers, and parameters outside of blocks, are those of the last ``close()``, or those
-            that the model was made with. It is also unknown whether a home that was never closed was ever complete, and
-            whether all writes reached the disk if the system crashed.
-        verify: compare the contents with their checksums when a home is opened, which reads all of it once. Manifests,
-            sizes, tensors and generations are always verified.
+        recover: with ``keep``, accept also a home whose model ended without ``close()``, with a warning. Size, tensors,
+            offsets and, with a mesh, generations are verified as always. Weights are those of the last update, and
+            shards may belong to different steps if the process ended during one; buffers, and parameters outside of
+            blocks, are those of the last ``close()``, or those that the model was made with. It is also unknown whether
+            a home that was never closed was ever complete, and whether all writes reached the disk if the system
+            crashed.
         direct: whether files are read and written without the page cache. None: whichever is faster, which depends on
             their size and the available memory (see :mod:`offload.storage.page_cache`).
     """
@@ -45,7 +43,6 @@ class DiskHome(os.PathLike[str]):
     keep: bool = False
     overwrite: bool = False
     recover: bool = False
-    verify: bool = True
     direct: bool | None = None
 
     def __post_init__(self) -> None:

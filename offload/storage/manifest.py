@@ -1,4 +1,4 @@
-"""The manifest at the end of each file of a persistent home: identity, state (clean or not) and checksums.
+"""The manifest at the end of the file of a persistent home: identity and state (closed or not).
 
 ::
 
@@ -10,46 +10,28 @@ that an error can name the first tensor that differs. The manifest is one page, 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import stat
 import struct
-import sys
-import zlib
-from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from offload.storage.buffer import PAGE_BYTES, host_buffer, view_memory, whole_pages
+from offload.storage.buffer import PAGE_BYTES, whole_pages
 from offload.storage.stored_file import StoredFile
-from offload.storage.transfer import Transfers, move_all
+from offload.storage.transfer import move_all
 
-__all__ = [
-    "HomeError",
-    "Manifest",
-    "checksum",
-    "describe",
-    "digest",
-    "file_bytes",
-    "is_of_a_home",
-    "read_description",
-    "read_manifest",
-    "write_manifest",
-]
+__all__ = ["HomeError", "Manifest", "digest", "file_bytes", "is_of_a_home", "read_manifest", "write_manifest"]
 
 MAGIC = b"gradhome"
-#: 1 had one file for each shard, so its offsets depended on the cuts.
-VERSION = 2
-#: Magic, version, place, places, clean, contents bytes, description bytes, generation, home; then four digests of 32
-#: bytes: description, contents, and that of all this.
-_FIELDS = struct.Struct("<8s4I3Q16s32s32s")
+#: 1 had one file for each shard, 2 one for weights and one for buffers.
+VERSION = 3
+#: Magic, version, clean, contents bytes, description bytes, generation, home, digest of the description; then that of
+#: all this.
+_FIELDS = struct.Struct("<8s2I3Q16s32s")
 _DIGEST_BYTES = 32
 #: Far more than any home is opened, and few enough that the next number fits.
 _MOST_GENERATIONS = 1 << 63
-#: The checksum of the contents combines those of pieces of this size, which is part of the format.
-_CHECKED_BYTES = 8 << 20
-
 
 #: Advice for a damaged file.
 RESTORE = "Restore all files of the directory, or create the home again with DiskHome(..., overwrite=True)"
@@ -63,19 +45,15 @@ class HomeError(ValueError):
 class Manifest:
     """The fields of the manifest, in the order of the format."""
 
-    #: Index of this file among the ``places`` files of its home.
-    place: int
-    places: int
     #: Whether the home was closed after its contents were last written.
     clean: bool
     contents_bytes: int
     description_bytes: int
-    #: How often the home was opened; equal in all files of a home.
+    #: How often the home was opened; equal on all ranks of a mesh.
     generation: int
     #: Random identity of the home.
     home: bytes
     description_digest: bytes
-    contents_digest: bytes
 
     def pack(self) -> bytes:
         """The manifest as one page."""
@@ -88,81 +66,80 @@ def digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
-def describe(lines: Sequence[str]) -> bytes:
-    """The description of a file: a line on byte order, then one per tensor."""
-    return "\n".join([f"bytes are {sys.byteorder}-endian", *lines]).encode()
-
-
 def file_bytes(contents_bytes: int, description_bytes: int) -> int:
     """Size of a file."""
     return whole_pages(contents_bytes) + whole_pages(description_bytes) + PAGE_BYTES
 
 
-def read_manifest(path: Path, what: str) -> Manifest:
-    """Reads a manifest. Raises HomeError for another format or version, damage, or a file not of the recorded size."""
-    with _regular(path, what) as file:
-        size = os.fstat(file).st_size
-        page = os.pread(file, PAGE_BYTES, max(0, size - PAGE_BYTES))
+def read_manifest(path: Path) -> tuple[Manifest, bytes]:
+    """Reads the manifest and the description.
+
+    Raises HomeError for another format or version, damage, or a file not of the recorded size.
+    """
+    fd = _open_regular(path)
+    try:
+        size = os.fstat(fd).st_size
+        page = os.pread(fd, PAGE_BYTES, max(0, size - PAGE_BYTES))
+        manifest = _unpacked(page, size, path)
+        description = os.pread(fd, manifest.description_bytes, whole_pages(manifest.contents_bytes))
+    finally:
+        os.close(fd)
+    if digest(description) != manifest.description_digest:
+        raise HomeError(f"{path}: the description of the tensors does not match its checksum. {RESTORE}")
+    return manifest, description
+
+
+def _unpacked(page: bytes, size: int, path: Path) -> Manifest:
+    """The fields of the last page of a file of ``size`` bytes; raises HomeError for those of no home."""
     if len(page) != PAGE_BYTES or not page.startswith(MAGIC):
         raise HomeError(
-            f"{path} ({what}): expected a file that ends with a manifest of this format, got {size:,} bytes without "
-            f"one: a file of another program, or a truncated one. Use another directory, or restore the file"
+            f"{path}: expected a file that ends with a manifest of this format, got {size:,} bytes without one: a file "
+            f"of another program, or a truncated one. Use another directory, or restore the file"
         )
     version = int.from_bytes(page[len(MAGIC) : len(MAGIC) + 4], "little")
     if version != VERSION:
         raise HomeError(
-            f"{path} ({what}): expected format version {VERSION}, got {version}. Open it with the release that wrote "
-            f"it and save a checkpoint there; load that into a new home, DiskHome(..., overwrite=True)"
+            f"{path}: expected format version {VERSION}, got {version}. Open it with the release that wrote it and "
+            f"save a checkpoint there; load that into a new home, DiskHome(..., overwrite=True)"
         )
     fields = page[: _FIELDS.size]
     if page != (fields + digest(fields)).ljust(PAGE_BYTES, b"\0"):
-        raise HomeError(f"{path} ({what}): the manifest does not match its checksum, it is damaged. {RESTORE}")
-    _, _, place, places, clean, *rest = _FIELDS.unpack(fields)
-    manifest = Manifest(place, places, bool(clean), *rest)
+        raise HomeError(f"{path}: the manifest does not match its checksum, it is damaged. {RESTORE}")
+    _, _, clean, *rest = _FIELDS.unpack(fields)
+    manifest = Manifest(bool(clean), *rest)
     if clean > 1 or not 0 < manifest.generation < _MOST_GENERATIONS:
         raise HomeError(
-            f"{path} ({what}): expected 0 or 1 as clean and a generation from 1 on, got clean={clean}, "
+            f"{path}: expected 0 or 1 as clean and a generation from 1 on, got clean={clean}, "
             f"generation={manifest.generation}; the manifest is damaged. {RESTORE}"
         )
     expected = file_bytes(manifest.contents_bytes, manifest.description_bytes)
     if size != expected:
-        raise HomeError(f"{path} ({what}): expected {expected:,} bytes, got {size:,}; it is incomplete. {RESTORE}")
+        raise HomeError(f"{path}: expected {expected:,} bytes, got {size:,}; it is incomplete. {RESTORE}")
     return manifest
 
 
-def read_description(path: Path, manifest: Manifest) -> bytes:
-    """Reads the description of a file."""
-    with _regular(path, "description") as file:
-        return os.pread(file, manifest.description_bytes, whole_pages(manifest.contents_bytes))
-
-
-@contextlib.contextmanager
-def _regular(path: Path, what: str) -> Iterator[int]:
+def _open_regular(path: Path) -> int:
     """Opens a file of a home to read. Raises HomeError for a link, which leads out of it, or a special file."""
     if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise HomeError(
-            f"{path} ({what}): expected a regular file, got a link, a directory or a special file. {RESTORE}"
-        )
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+        raise HomeError(f"{path}: expected a regular file, got a link, a directory or a special file. {RESTORE}")
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def is_of_a_home(path: Path) -> bool:
     """Whether a file ends with a manifest of any version, which only homes have."""
     try:
-        with _regular(path, "") as file:
-            at = os.fstat(file).st_size - PAGE_BYTES
-            return at >= 0 and os.pread(file, len(MAGIC), at) == MAGIC
+        fd = _open_regular(path)
     except (OSError, HomeError):
         return False
+    try:
+        at = os.fstat(fd).st_size - PAGE_BYTES
+        return at >= 0 and os.pread(fd, len(MAGIC), at) == MAGIC
+    finally:
+        os.close(fd)
 
 
-def write_manifest(file: StoredFile | Path, manifest: Manifest, description: bytes | None = None) -> None:
+def write_manifest(file: StoredFile, manifest: Manifest, description: bytes | None = None) -> None:
     """Writes the manifest of a file (and the description of a new one); returns once it is on the disk."""
-    file = StoredFile(file) if isinstance(file, Path) else file
     path, fd = file.path, file.open()
     try:
         if description is not None:
@@ -174,15 +151,3 @@ def write_manifest(file: StoredFile | Path, manifest: Manifest, description: byt
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def checksum(path: Path, contents_bytes: int, transfers: Transfers) -> bytes:
-    """Checksum of a file's contents, computed by a few threads, in memory for one piece each."""
-    count = 4
-    buffer = host_buffer(min(count * _CHECKED_BYTES, contents_bytes))
-    sums: list[int] = []
-    for begin in range(0, contents_bytes, count * _CHECKED_BYTES):
-        part = buffer[: min(buffer.numel(), contents_bytes - begin)]
-        transfers.read(path, part, begin)
-        sums.extend(transfers.map_parallel(zlib.crc32, [view_memory(piece) for piece in part.split(_CHECKED_BYTES)]))
-    return digest(b"".join(value.to_bytes(4, "little") for value in sums))

@@ -1,23 +1,23 @@
-"""Stores weights and buffers in files that outlive the model: the next model adopts them without a copy.
+"""Stores weights and buffers in a file that outlives the model: the next model adopts it without a copy.
 
 ::
 
-    directory/weights.home    weights of all layers, and a manifest (offload.storage.manifest)
-    directory/buffers.home    the buffers of all layers, and a manifest
+    directory/model.home      weights of all layers, buffers, and a manifest (offload.storage.manifest)
     directory/home.lock       locked by the model that uses the home
     directory/gradstream-*    removed with the model: gradients, optimizer states, boundaries
 
 With a mesh of processes each rank has such a directory of its own below the one that is given, ``rank0-of-2``. What it
 has opened is compared with what its peers have.
 
-Weights lie layer by layer, so the files do not depend on the cuts into shards: a model of the same layers adopts the
+Weights lie layer by layer, so the file does not depend on the cuts into shards: a model of the same layers adopts the
 home with any cuts (:mod:`offload.streaming.layer_homes`).
 
 Guarantees
-    * Files are adopted only if all are complete, of one home and one generation, closed, and hold the same tensors at
-      the same offsets. They are neither copied nor initialised. Refused files are not changed.
-    * From :meth:`PersistentTier.mark_open`, before the first write, until :meth:`PersistentTier.write_manifests` no
-      manifest is clean, so a home that a crash left half written is recognised.
+    * The file is adopted only if it is complete, was closed, and holds the same tensors at the same offsets; on all
+      ranks of a mesh, of one home and one generation. It is neither copied nor initialised. A refused one is not
+      changed.
+    * From :meth:`PersistentTier.mark_open`, before the first write, until :meth:`PersistentTier.mark_closed` the
+      manifest is not clean, so a home that a crash left half written is recognised.
     * Files are overwritten only on request, and only one model at a time uses a home.
 """
 
@@ -28,9 +28,10 @@ import enum
 import fcntl
 import os
 import secrets
+import sys
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,42 +44,26 @@ from offload.storage.manifest import (
     RESTORE,
     HomeError,
     Manifest,
-    checksum,
-    describe,
     digest,
     file_bytes,
     is_of_a_home,
-    read_description,
     read_manifest,
     write_manifest,
 )
-from offload.storage.peers import Opened, check_peers
 from offload.storage.stored_file import StoredFile
 from pipe.process import finalize_here
 
-__all__ = ["RANKS", "Contents", "PersistentTier", "homes_in"]
+__all__ = ["RANKS", "PersistentTier", "homes_in"]
 
-_SUFFIX = ".home"
+_FILE = "model.home"
 #: Names of the directories of the ranks of a mesh.
 RANKS = "rank*-of-*"
 
 
-@dataclass(frozen=True)
-class Contents:
-    """Expected contents of one file of a home."""
-
-    #: Name of the file, and its name in errors.
-    stem: str
-    what: str
-    nbytes: int
-    #: One for each tensor: name, type, shape, strides, offset.
-    lines: Sequence[str]
-
-
 class _Phase(enum.Enum):
-    CREATING = "new files are removed if the model's constructor fails"
-    OPEN = "no manifest is clean"
-    CLOSED = "all manifests are clean"
+    CREATING = "a new file is removed if the model's constructor fails"
+    OPEN = "the manifest is not clean"
+    CLOSED = "the manifest is clean"
 
 
 @dataclass
@@ -88,13 +73,12 @@ class _Usage:
     directory: Path
     lock: int
     phase: _Phase = _Phase.CREATING
-    created: list[Path] = field(default_factory=list)
+    created: Path | None = None
 
     def release(self) -> None:
-        if self.phase is _Phase.CREATING:
-            for path in self.created:
-                with contextlib.suppress(OSError):
-                    path.unlink()
+        if self.phase is _Phase.CREATING and self.created is not None:
+            with contextlib.suppress(OSError):
+                self.created.unlink()
         with contextlib.suppress(OSError):
             os.close(self.lock)
         if self.phase is _Phase.OPEN:
@@ -106,11 +90,23 @@ class _Usage:
             )
 
 
-class PersistentTier(DiskTier):
-    """Weights and buffers in persistent files; gradients, optimizer states and boundaries in temporary ones.
+@dataclass(frozen=True)
+class _Found:
+    """What one process found in its directory."""
 
-    Call in this order: :meth:`adopt`, :meth:`file` for each file, :meth:`mark_open`, :meth:`write_manifests`. Raises
-    HomeError if another model uses the home.
+    #: Why the home cannot be used; None if it can.
+    error: str | None
+    #: That of the file; None if there is none.
+    manifest: Manifest | None
+    #: The identity of a new home.
+    home: bytes
+
+
+class PersistentTier(DiskTier):
+    """Weights and buffers in a persistent file; gradients, optimizer states and boundaries in temporary ones.
+
+    Call in this order: :meth:`adopt`, :meth:`contents`, :meth:`mark_open`, :meth:`mark_closed`. Raises HomeError if
+    another model uses the home.
 
     ``exchange``: returns what each of the processes that store the model together answers; None if there is one.
     """
@@ -118,20 +114,16 @@ class PersistentTier(DiskTier):
     keeps = True
 
     def __init__(
-        self, home: DiskHome, device: torch.device, exchange: Callable[[Any], list[Any]] | None = None
+        self, home: DiskHome, device: torch.device, exchange: Callable[[Any], list[Any]] = lambda mine: [mine]
     ) -> None:
         super().__init__(home, device, direct=home.direct)
         self._home = home
         self.recovers = home.recover
         self._exchange = exchange
-        #: That of the home when it was opened, the highest of all processes.
-        self._generation = 0
-        self._contents: list[Contents] = []
-        #: By the index of the contents.
-        self._manifests: dict[int, Manifest] = {}
-        #: The files that are in use, by the index of the contents.
-        self._files: dict[int, StoredFile] = {}
-        self._number = b""
+        self._file = StoredFile(self._root / _FILE)
+        self._manifest: Manifest | None = None
+        self._description = b""
+        self._contents: Block | None = None
         try:
             lock = open_lock(self._root / "home.lock", os.O_CREAT)
         except OSError as error:
@@ -150,199 +142,160 @@ class PersistentTier(DiskTier):
                 f"that one first, or use another directory"
             ) from error
 
-    def adopt(self, contents: Sequence[Contents], *, blank: bool) -> bool:
+    def adopt(self, lines: Sequence[str], nbytes: int, *, blank: bool) -> bool:
         """Verifies the home in the directory, if there is one; returns whether there is.
 
-        ``contents``: of each file; there is no file for contents without bytes. ``blank``: whether the layers have no
-        values of their own. Raises HomeError, which names the file and what to do, if the unchanged home cannot be
-        used.
+        ``lines``: one for each tensor in its ``nbytes``: name, type, shape, strides, offset. ``blank``: whether the
+        layers have no values of their own. Raises HomeError, on all ranks, which names the file and what to do, if the
+        unchanged home cannot be used.
         """
-        self._contents = list(contents)
-        if self._exchange is None:
-            return self._adopt(contents, blank=blank)
-        error = None
+        self._description = "\n".join([f"bytes are {sys.byteorder}-endian", *lines]).encode()
+        error, manifest = None, None
         try:
-            adopted = self._adopt(contents, blank=blank)
+            manifest = self._checked(nbytes, blank=blank)
         except HomeError as found:
-            error, adopted = found, False
-        files = tuple((m.generation, m.clean) for m in self._manifests.values())
-        number = next((m.home for m in self._manifests.values()), self._number)
-        mine = Opened(None if error is None else str(error), adopted, number, files)
+            error = found
+        mine = _Found(None if error is None else str(error), manifest, secrets.token_bytes(16))
         everybody = self._exchange(mine)
         if error is not None:
             raise error
-        check_peers(mine, everybody, self._root, recover=self._home.recover)
-        self._number = everybody[0].home
-        self._generation = max((generation for other in everybody for generation, _ in other.files), default=0)
-        return adopted
+        self._compare(mine, everybody)
+        if manifest is None:
+            kind = self._description
+            manifest = Manifest(False, nbytes, len(kind), 0, everybody[0].home, digest(kind))
+        last = max(0 if found.manifest is None else found.manifest.generation for found in everybody)
+        self._manifest = replace(manifest, generation=last)
+        return last > 0
 
-    def _adopt(self, contents: Sequence[Contents], *, blank: bool) -> bool:
-        root = self._root
-        found = {path.stem: path for path in homes_in(root, {each.stem for each in contents})}
+    def _checked(self, nbytes: int, *, blank: bool) -> Manifest | None:
+        """The manifest of the file in the directory, which fits the model; None if there is no home."""
+        root, path, found = self._root, self._file.path, homes_in(self._root)
         if self._home.overwrite:
-            for path in found.values():
-                path.unlink()
-            found = {}
+            for each in found:
+                each.unlink()
+            found = []
         if not found:
-            others = sorted(path.parent.name for path in homes_in(root, below=f"{RANKS}/"))
+            others = sorted(each.parent.name for each in homes_in(root, f"{RANKS}/"))
             if others:
                 raise HomeError(
                     f"{str(root)!r} holds the home of a mesh of processes ({others[0]}). Use as many processes, "
                     f"or load a checkpoint into a home in another directory"
                 )
-            self._number = secrets.token_bytes(16)
-            return False
+            return None
         if not blank:
             raise HomeError(
                 f"{str(root)!r} holds a home already, and the layers have values, too. Build the layers on the "
                 f"meta device (and without pretrained=) to adopt the home; or replace it with "
                 f"DiskHome(..., overwrite=True); or use another directory"
             )
-        wanted = {part.stem: place for place, part in enumerate(contents) if part.nbytes}
-        for stem, path in found.items():
-            if stem not in wanted:
-                read_manifest(path, stem)  # raises for files of another format version
-                raise HomeError(
-                    f"{path}: unexpected file in a home of {', '.join(wanted) or 'no tensors'}. Pass the layers that "
-                    f"the home was created with, or use another directory"
-                )
-        for stem, place in wanted.items():
-            if stem not in found:
-                raise HomeError(f"{self._where(place)}: expected a file, there is none. {RESTORE}")
-        for place in wanted.values():
-            self._manifests[place] = self._checked(place)
-        first = next(iter(self._manifests.values()))
-        for place, manifest in self._manifests.items():
-            if not self._belong_together(first, manifest):
-                raise HomeError(
-                    f"{self._where(place)}: expected generation {first.generation} of home "
-                    f"{first.home.hex()[:8]}, got generation {manifest.generation} of home {manifest.home.hex()[:8]}: "
-                    f"the files were not written together. {RESTORE}"
-                )
-        closed = [place for place, manifest in self._manifests.items() if manifest.clean]
-        if partial := [contents[place].what for place in self._manifests if place not in closed]:
-            warnings.warn(
-                f"recovering the home in {str(root)!r}, whose model ended without close(): the contents of "
-                f"{', '.join(partial)} cannot be verified. Shards may be of different steps, and buffers are those of "
-                f"the last close(), with parameters outside of blocks; compare with a checkpoint or an evaluation "
-                f"before you continue",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        if self._home.verify:
-            # The checksum of one that was not closed is that of the last close().
-            for place in closed:
-                if self._checksum(place) != self._manifests[place].contents_digest:
-                    raise HomeError(f"{self._where(place)}: the contents do not match their checksum. {RESTORE}")
-        return True
-
-    def _checksum(self, place: int) -> bytes:
-        return checksum(self._file(place).path, self._contents[place].nbytes, self.transfers)
-
-    def _where(self, place: int) -> str:
-        """The file of the contents with this index, as errors name it."""
-        return f"{self._file(place).path} ({self._contents[place].what})"
-
-    def _belong_together(self, first: Manifest, other: Manifest) -> bool:
-        if first.home != other.home:
-            return False
-        if first.generation == other.generation:
-            return True
-        # A process that ended in mark_open() wrote nothing but some manifests, of the next generation.
-        opened, shut = sorted((first, other), key=lambda manifest: -manifest.generation)
-        return self._home.recover and shut.clean and not opened.clean and opened.generation == shut.generation + 1
-
-    def _checked(self, place: int) -> Manifest:
-        contents, path, where = self._contents[place], self._file(place).path, self._where(place)
-        places = len(self._contents)
-        manifest = read_manifest(path, contents.what)
-        if manifest.places != places:
-            raise HomeError(f"{where}: expected one of {places} files, got one of {manifest.places}. {RESTORE}")
-        if manifest.place != place:
-            raise HomeError(f"{where}: expected file {place} of the home, got file {manifest.place}; it was renamed")
-        if not (manifest.clean or self._home.recover):
+        for other in found:
+            if other != path:
+                read_manifest(other)  # raises for files of another format version
+                raise HomeError(f"{other}: expected {path.name} as the only file of a home. {RESTORE}")
+        manifest, got = read_manifest(path)
+        if got != self._description or manifest.contents_bytes != nbytes:
             raise HomeError(
-                f"{where}: expected a home that was closed, but the model that used it ended without close(), and may "
+                f"{path}: expected {_difference(self._description, got)}. Pass the layers that the home was created "
+                f"with, or use another directory"
+            )
+        if manifest.clean:
+            return manifest
+        if not self._home.recover:
+            raise HomeError(
+                f"{path}: expected a home that was closed, but the model that used it ended without close(), and may "
                 f"have left it incomplete. Load the last checkpoint into a new home, DiskHome(..., overwrite=True); or "
-                f"use it without verification, DiskHome(..., recover=True)"
+                f"use it as it is, DiskHome(..., recover=True)"
             )
-        expected, got = describe(contents.lines), read_description(path, manifest)
-        if digest(got) != manifest.description_digest:
-            raise HomeError(f"{where}: the description of the tensors does not match its checksum. {RESTORE}")
-        if got != expected or manifest.contents_bytes != contents.nbytes:
-            raise HomeError(
-                f"{where}: expected {_difference(expected, got)}. Pass the layers that the home was created with, or "
-                f"use another directory"
-            )
+        warnings.warn(
+            f"recovering the home in {str(root)!r}, whose model ended without close(): its contents cannot be "
+            f"verified. Shards may be of different steps, and buffers are those of the last close(), with parameters "
+            f"outside of blocks; compare with a checkpoint or an evaluation before you continue",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return manifest
 
-    def _file(self, place: int) -> StoredFile:
-        return self._files.get(place) or StoredFile(self._root / f"{self._contents[place].stem}{_SUFFIX}")
+    def _compare(self, mine: _Found, everybody: Sequence[_Found]) -> None:
+        """Raises HomeError if the directories do not hold parts of one home and generation. All processes raise."""
+        for rank, other in enumerate(everybody):
+            if other.error is not None:
+                raise HomeError(f"rank {rank} of the mesh cannot use its part of the home: {other.error}")
+            if (other.manifest is None) != (mine.manifest is None):
+                some, none = ("this rank", f"rank {rank}") if mine.manifest else (f"rank {rank}", "this rank")
+                raise HomeError(
+                    f"expected a home on all ranks of the mesh or on none, but {some} has its part and {none} has none "
+                    f"(in {self._root} for this rank). {RESTORE}"
+                )
+        files = [found.manifest for found in everybody if found.manifest is not None]
+        if not files:
+            return
+        shut, opened = ({m.generation for m in files if m.clean is state} for state in (True, False))
+        # A process that ended while it opened a home wrote nothing but its manifest, of the next generation.
+        one_step = self._home.recover and len(shut) == len(opened) == 1 and opened == {min(shut) + 1}
+        if len({m.home for m in files}) > 1 or not (len(shut | opened) == 1 or one_step):
+            parts = (
+                f"rank {k}: {m.home.hex()[:8]} {m.generation} {'closed' if m.clean else 'open'}"
+                for k, m in enumerate(files)
+            )
+            raise HomeError(
+                f"expected parts of one home and one generation in the directories of all ranks of the mesh, got "
+                f"{', '.join(parts)} (home, generation, and whether it was closed). {RESTORE}"
+            )
+
+    def contents(self) -> Block:
+        """The weights, and what is stored behind them: the adopted file, or a new one."""
+        manifest = self._manifest
+        assert manifest is not None
+        if self._contents is None:
+            if not manifest.generation:
+                self._usage.created = self._file.path
+                reserve(
+                    self._file.path,
+                    file_bytes(manifest.contents_bytes, manifest.description_bytes),
+                    manifest.contents_bytes,
+                )
+                self._manifest = replace(manifest, generation=1)
+                write_manifest(self._file, self._manifest, self._description)
+            self._file = self._file.as_it_is()
+            self._contents = DiskBlock(self._file, manifest.contents_bytes, self.transfers)
+        return self._contents
 
     def weights(self, nbytes: int) -> Block:
-        """The file of the weights, the first of the contents."""
-        return self.file(0, nbytes)
-
-    def file(self, place: int, nbytes: int) -> Block:
-        """The file of the contents with this index."""
-        contents = self._contents[place]
-        assert contents.nbytes == nbytes, f"{contents.what}: {nbytes:,} bytes, described as {contents.nbytes:,}"
-        if place not in self._manifests:
-            path, description = self._file(place).path, describe(contents.lines)
-            self._usage.created.append(path)
-            reserve(path, file_bytes(nbytes, len(description)), nbytes)
-            blank = Manifest(
-                place=place,
-                places=len(self._contents),
-                clean=False,
-                contents_bytes=nbytes,
-                description_bytes=len(description),
-                generation=1,
-                home=self._number,
-                description_digest=digest(description),
-                contents_digest=bytes(32),
-            )
-            write_manifest(path, blank, description)
-            self._manifests[place] = blank
-        self._files[place] = self._file(place).as_it_is()
-        return DiskBlock(self._files[place], nbytes, self.transfers)
+        """The first bytes of the contents."""
+        return self.contents().part(0, nbytes)
 
     def mark_open(self) -> None:
-        """Marks all manifests as not clean, before the contents change: the model is constructed."""
-        if not self._usage.created:
-            generations = (manifest.generation for manifest in self._manifests.values())
-            generation = 1 + max(generations, default=0) if self._exchange is None else 1 + self._generation
-            for place, manifest in self._manifests.items():
-                self._manifests[place] = replace(manifest, clean=False, generation=generation)
-                write_manifest(self._file(place), self._manifests[place])
+        """Marks the manifest as not clean, before the contents change: the model is constructed."""
+        assert self._manifest is not None
+        if self._contents is not None and self._usage.created is None:
+            self._manifest = replace(self._manifest, clean=False, generation=self._manifest.generation + 1)
+            write_manifest(self._file, self._manifest)
         self._usage.phase = _Phase.OPEN
 
-    def write_manifests(self) -> None:
-        """Computes the checksums, writes clean manifests and unlocks the home, after the last write.
+    def mark_closed(self) -> None:
+        """Writes a clean manifest and unlocks the home, after the last write.
 
         After an OSError the home is open, and this may be called again.
         """
         if self._usage.phase is _Phase.CLOSED:
             return
-        places = [place for place, contents in enumerate(self._contents) if contents.nbytes]
-        # All are computed before the first manifest is clean.
-        for place, contents_digest in [(place, self._checksum(place)) for place in places]:
-            self._manifests[place] = replace(self._manifests[place], clean=True, contents_digest=contents_digest)
-            write_manifest(self._file(place), self._manifests[place])
+        assert self._manifest is not None
+        if self._contents is not None:
+            write_manifest(self._file, replace(self._manifest, clean=True))
         self._usage.phase = _Phase.CLOSED
         self._release_home()
 
     def close(self) -> None:
-        """Unlocks the home, with or without clean manifests."""
+        """Unlocks the home, with or without a clean manifest."""
         super().close()
         self._release_home()
 
 
-def homes_in(root: Path, stems: Collection[str] = (), below: str = "") -> list[Path]:
-    """The files of homes in a directory, or ``below`` it: those with one of the ``stems`` as name, and all that end
-    with a manifest. Others that have the suffix are the user's."""
-    found = sorted(root.glob(f"{below}*{_SUFFIX}"))
-    return [path for path in found if path.stem in stems or is_of_a_home(path)]
+def homes_in(root: Path, below: str = "") -> list[Path]:
+    """The files of homes in a directory, or ``below`` it: those with their name, and all others with their suffix that
+    end with a manifest, of any version. Others that have the suffix are the user's."""
+    found = sorted(root.glob(f"{below}*.home"))
+    return [path for path in found if path.name == _FILE or is_of_a_home(path)]
 
 
 def _difference(expected: bytes, got: bytes) -> str:

@@ -20,11 +20,10 @@ import contextlib
 import ctypes
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -35,9 +34,6 @@ from offload.storage.stored_file import StoredFile
 from pipe.threads import Future, Threads
 
 __all__ = ["STAGED", "UNSTAGED", "TransferLimits", "Transfers", "move_all"]
-
-P = TypeVar("P")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -128,15 +124,6 @@ class Transfers:
     def write(self, file: Path | StoredFile, source: Tensor, offset: int, usage: CacheUsage | None = None) -> None:
         """Writes ``source`` (flat, uint8) to a file, from ``offset`` on; raises as :meth:`read` does."""
         self._move(file, source, offset, usage, write=True)
-
-    def map_parallel(self, work: Callable[[P], T], parts: Sequence[P]) -> list[T]:
-        """Calls ``work`` on all parts concurrently; returns the results in the order of the parts."""
-        jobs = [self._io_threads.offer(partial(work, part)) for part in parts]
-        try:
-            return [job.run_or_wait() for job in jobs]
-        finally:
-            for job in jobs:
-                job.cancel()
 
     def _move(
         self, file: Path | StoredFile, tensor: Tensor, offset: int, usage: CacheUsage | None, *, write: bool

@@ -594,7 +594,7 @@ def kept_homes_are_adopted_with_any_cuts(world: World) -> None:
     values = [whole(p.detach()) for p in model.parameters()]
     model.close()
     del model, optimizer
-    mine = root / f"rank{world.rank}-of-{world.ranks}" / "weights.home"
+    mine = root / f"rank{world.rank}-of-{world.ranks}" / "model.home"
     old = mine.read_bytes()
     for slices in (2, 5):
         model = world.model(build(meta=True), kept, slices)

@@ -204,22 +204,6 @@ def a_transfer_that_failed_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, path
     assert torch.equal(before, block.tensor), "a transfer goes on after its failure"
 
 
-@fails_with("a result is missing", "work goes on after a failure")
-def work_on_parts_is_done_when_it_returns(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    threads, tier, _, _ = _disk(monkeypatch, path)
-    parts = [memoryview(bytes([k])) for k in range(4)]
-    assert tier.transfers.map_parallel(lambda part: part[0], parts) == [0, 1, 2, 3], "a result is missing"
-
-    def fails(part: memoryview) -> int:
-        if part[0] == 0:
-            raise OSError("once")
-        return part[0]
-
-    with pytest.raises(OSError, match="once"):
-        tier.transfers.map_parallel(fails, parts)
-    assert sum(io_threads.under_way() for io_threads in threads) == 0, "work goes on after a failure"
-
-
 # --- buffers that lanes share ---------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,6 @@ import gc
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from offload import DiskHome, HomeError, OffloadEmbeddingBag, OffloadModel, Offl
 from offload.storage import PersistentTier, Tier
 from offload.storage.buffer import PAGE_BYTES
 from offload.storage.manifest import read_manifest, write_manifest
-from offload.storage.persistent import Contents
+from offload.storage.stored_file import StoredFile
 from tests.offload.persistent import WIDTH, everything, layers, offloaded, train
 from tests.offload.storage.test_tiers import TierContract
 from tests.programs import run_program
@@ -60,7 +59,7 @@ def test_training_continues_in_other_cuts(tmp_path: Path) -> None:
     inodes = set()
     for begin, slices in zip(range(0, 15, 3), (3, 1, 5, 2, 4), strict=True):
         model = offloaded(layers("cpu" if begin == 0 else "meta"), folder, slices=slices)
-        inodes.add((folder / "weights.home").stat().st_ino)
+        inodes.add((folder / "model.home").stat().st_ino)
         ours += train(model, range(begin, begin + 3))
         model.close()
     assert ours == losses
@@ -104,24 +103,28 @@ def test_an_adopted_home_is_neither_copied_nor_initialised(
     model.close()
 
 
-def test_contents_are_read_only_if_they_are_verified(
+def test_an_adopted_home_reads_only_its_buffers(
     left: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, before = left
-    read: list[str] = []
+    read: list[int] = []
     original = os.preadv
-    monkeypatch.setattr(
-        os, "preadv", lambda fd, b, at: (read.append(os.readlink(f"/proc/self/fd/{fd}")), original(fd, b, at))[1]
-    )
-    model = offloaded(layers("meta"), folder, verify=False)
-    assert {Path(path).name for path in read} == {"buffers.home"}
+
+    def preadv(fd: int, buffers: list[memoryview], at: int) -> int:
+        moved = original(fd, buffers, at)
+        read.append(moved)
+        return moved
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    model = offloaded(layers("meta"), folder)
+    assert sum(read) == sum(buffer.nbytes for buffer in model.buffers())
     assert the_same(everything(model), before)
     model.close()
 
 
 def test_only_weights_and_buffers_stay(left: tuple[Path, dict[str, Tensor]]) -> None:
     names = {path.name for path in left[0].iterdir()}
-    assert names == {"home.lock", "buffers.home", "weights.home"}
+    assert names == {"home.lock", "model.home"}
 
 
 def test_a_copy_and_a_pickle_have_homes_of_their_own(tmp_path: Path) -> None:
@@ -171,48 +174,31 @@ def assert_refused(folder: Path, match: str, model: nn.Module | None = None, **c
 
 
 def test_offload_19_a_stale_or_foreign_file_with_the_right_name_is_never_trusted(
-    left: tuple[Path, dict[str, Tensor]], tmp_path: Path
+    left: tuple[Path, dict[str, Tensor]],
 ) -> None:
-    """diffusers trusts any file of the right name. Ours: one of another program, of an older moment, or of a twin."""
+    """diffusers trusts any file of the right name. Ours: one of another program, or a second one."""
     folder, _ = left
-    path = folder / "buffers.home"
+    path = folder / "model.home"
     whole = path.read_bytes()
     path.write_bytes(b"\x01" * len(whole))
-    assert_refused(folder, r"buffers.home \(buffers\): expected a file that ends with a manifest .* another program")
+    assert_refused(folder, r"model.home: expected a file that ends with a manifest .* another program")
     path.write_bytes(whole)
-    offloaded(layers("meta"), folder).close()  # generation 2, with the same contents
-    path.write_bytes(whole)
-    assert_refused(folder, r"buffers.home \(buffers\): expected generation 2 of home .*, got generation 1")
-    other = offloaded(layers(), tmp_path / "other")
-    other.close()
-    offloaded(layers("meta"), tmp_path / "other").close()
-    shutil.copy(tmp_path / "other" / "buffers.home", path)
-    assert_refused(folder, r"buffers.home \(buffers\): expected generation 2 of home .*, got generation 2 of home")
+    shutil.copy(path, folder / "weights.home")
+    assert_refused(folder, r"weights.home: expected model.home as the only file of a home")
 
 
-@pytest.mark.parametrize("name", ["weights", "buffers"])
-def test_any_changed_byte_of_contents_description_or_manifest_is_refused(
-    left: tuple[Path, dict[str, Tensor]], name: str
-) -> None:
+def test_any_changed_byte_of_description_or_manifest_is_refused(left: tuple[Path, dict[str, Tensor]]) -> None:
     folder, before = left
-    path = folder / f"{name}.home"
+    path = folder / "model.home"
     whole = bytearray(path.read_bytes())
-    manifest = read_manifest(path, name)
-    page = len(whole) - PAGE_BYTES
-    places = {
-        "contents": [0, manifest.contents_bytes // 2, manifest.contents_bytes - 1],
-        "description": [
-            PAGE_BYTES * -(-manifest.contents_bytes // PAGE_BYTES) + k for k in (0, manifest.description_bytes - 1)
-        ],
-        "manifest": [*range(page, page + 160, 7), len(whole) - 1],
-    }
-    for part in places.values():
-        for at in part:
-            changed = bytearray(whole)
-            changed[at] ^= 0x10
-            path.write_bytes(changed)
-            with pytest.raises(HomeError, match=rf"{name}.home"):
-                offloaded(layers("meta"), folder)
+    manifest, description = read_manifest(path)
+    page, begin = len(whole) - PAGE_BYTES, PAGE_BYTES * -(-manifest.contents_bytes // PAGE_BYTES)
+    for at in [begin, begin + len(description) - 1, *range(page, page + 120, 7), len(whole) - 1]:
+        changed = bytearray(whole)
+        changed[at] ^= 0x10
+        path.write_bytes(changed)
+        with pytest.raises(HomeError, match=r"model.home"):
+            offloaded(layers("meta"), folder)
     path.write_bytes(whole)
     assert the_same(everything(offloaded_and_closed(folder)), before)
 
@@ -227,23 +213,19 @@ def test_a_changed_field_is_refused_even_if_the_manifest_is_consistent(left: tup
     from dataclasses import replace
 
     folder, _ = left
-    path = folder / "buffers.home"
-    manifest = read_manifest(path, "buffers")
+    path = folder / "model.home"
+    manifest, _ = read_manifest(path)
     for change, match in [
-        ({"place": 2}, "expected file 1 of the home, got file 2"),
-        ({"places": 3}, "expected one of 2 files, got one of 3"),
         ({"clean": False}, r"expected a home that was closed.*Load the last checkpoint"),
-        ({"generation": 9}, "generation 9"),
-        ({"home": b"x" * 16}, f"of home {(b'x' * 4).hex()}"),
+        ({"generation": 0}, "a generation from 1 on, got clean=1, generation=0"),
         ({"description_digest": bytes(32)}, "description of the tensors does not match"),
-        ({"contents_digest": bytes(32)}, "contents do not match their checksum"),
     ]:
-        write_manifest(path, replace(manifest, **change))  # type: ignore[arg-type]
+        write_manifest(StoredFile(path), replace(manifest, **change))  # type: ignore[arg-type]
         assert_refused(folder, match)
-    write_manifest(path, manifest)
-    of_version(path, 3)
+    write_manifest(StoredFile(path), manifest)
+    of_version(path, 4)
     assert_refused(
-        folder, "expected format version 2, got 3. Open it with the release that wrote it and save a checkpoint"
+        folder, "expected format version 3, got 4. Open it with the release that wrote it and save a checkpoint"
     )
 
 
@@ -253,38 +235,24 @@ def of_version(path: Path, version: int) -> None:
     path.write_bytes(page)
 
 
-def test_a_home_with_one_file_for_each_shard_of_an_earlier_release_is_refused(
-    left: tuple[Path, dict[str, Tensor]],
-) -> None:
+@pytest.mark.parametrize(("version", "name"), [(1, "shard-00000.home"), (2, "weights.home")])
+def test_a_home_of_an_earlier_release_is_refused(left: tuple[Path, dict[str, Tensor]], version: int, name: str) -> None:
     folder, _ = left
-    (folder / "weights.home").rename(folder / "shard-00000.home")
-    for path in folder.glob("*.home"):
-        of_version(path, 1)
-    assert_refused(
-        folder, r"shard-00000.home .*expected format version 2, got 1. Open it with the release that wrote it"
-    )
+    (folder / "model.home").rename(folder / name)
+    of_version(folder / name, version)
+    assert_refused(folder, rf"{name}: expected format version 3, got {version}. Open it with the release that wrote it")
     model = offloaded(layers(), folder, overwrite=True)
     model.close()
-    assert sorted(path.name for path in folder.glob("*.home")) == ["buffers.home", "weights.home"]
+    assert [path.name for path in folder.glob("*.home")] == ["model.home"]
 
 
 @pytest.mark.parametrize("cut", [1, PAGE_BYTES, 2 * PAGE_BYTES])
 def test_a_file_that_is_cut_or_longer_is_refused(left: tuple[Path, dict[str, Tensor]], cut: int) -> None:
-    path = left[0] / "weights.home"
+    path = left[0] / "model.home"
     whole = path.read_bytes()
     for data in (whole[:-cut], whole[cut:], whole + bytes(cut), whole[:cut] + whole, b""):
         path.write_bytes(data)
-        assert_refused(left[0], r"weights.home \(weights\)")
-    path.unlink()
-    assert_refused(left[0], r"weights.home \(weights\): expected a file, there is none")
-
-
-def test_swapped_files_are_refused(left: tuple[Path, dict[str, Tensor]]) -> None:
-    first, second = left[0] / "weights.home", left[0] / "buffers.home"
-    first.rename(left[0] / "x")
-    second.rename(first)
-    (left[0] / "x").rename(second)
-    assert_refused(left[0], r"weights.home \(weights\): expected file 0 of the home, got file 1")
+        assert_refused(left[0], "model.home")
 
 
 def test_another_model_is_refused_and_told_the_first_difference(left: tuple[Path, dict[str, Tensor]]) -> None:
@@ -292,13 +260,13 @@ def test_another_model_is_refused_and_told_the_first_difference(left: tuple[Path
     assert_refused(
         folder, r"expected '0.weight float32 \[16, 12\].*', got '0.weight float32 \[12, 12\]", layers("meta", width=16)
     )
-    assert_refused(folder, r"weights.home .*expected '4.weight", layers("meta", tied=False))
+    assert_refused(folder, r"model.home.*expected '4.weight", layers("meta", tied=False))
     assert_refused(folder, r"float64", layers("meta").double())
     with torch.device("meta"):
         more = nn.Sequential(*layers("meta"), nn.BatchNorm1d(WIDTH, affine=False))
-    assert_refused(folder, "buffers.home .*expected 7 tensors, got 4", more)
+    assert_refused(folder, "model.home.*expected 15 tensors, got 12", more)
     without = nn.Sequential(nn.Linear(WIDTH, WIDTH, device="meta"))
-    assert_refused(folder, "buffers.home: unexpected file in a home of weights. Pass the layers", without, slices=1)
+    assert_refused(folder, "model.home: expected 2 tensors, got 12. Pass the layers", without, slices=1)
 
 
 def test_layers_with_values_do_not_silently_lose_to_a_home_nor_win_over_it(
@@ -362,18 +330,17 @@ def test_a_model_collected_without_close_warns_and_its_home_is_refused(tmp_path:
     assert_refused(tmp_path, "expected a home that was closed")
 
 
-def test_a_new_home_that_could_not_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: Iterator[int] = iter(range(100))
-    reserve: Callable[[int, int, int], None] = os.posix_fallocate
+@pytest.mark.parametrize("call", ["posix_fallocate", "fsync"])
+def test_a_new_home_that_could_not_be_made_leaves_nothing(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: int) -> None:
+        raise OSError(28, "No space left on device")
 
-    def full(fd: int, offset: int, nbytes: int) -> None:
-        if next(calls) == 1:
-            raise OSError(28, "No space left on device")
-        reserve(fd, offset, nbytes)
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="No space left"):
-        offloaded(layers(), tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, full)
+        with pytest.raises(OSError, match="No space left"):
+            offloaded(layers(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["home.lock"]
     model = offloaded(layers(), tmp_path)
     model.close()
@@ -414,14 +381,13 @@ class TestKeptTier(TierContract):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Tier:
         tier = PersistentTier(DiskHome(tmp_path, keep=True), torch.device("cpu"))
-        made: list[int] = []
+        made: list[PersistentTier] = [tier]
 
         def allocate(nbytes: int, label: str) -> object:
-            place = len(made)
-            made.append(place)
-            tier._contents.append(Contents(f"part-{place}", label, nbytes, [f"{label} {nbytes}"]))
-            return tier.file(place, nbytes)
+            one = PersistentTier(DiskHome(tmp_path / f"part-{len(made)}", keep=True), torch.device("cpu"))
+            made.append(one)
+            one.adopt([f"{label} {nbytes}"], nbytes, blank=True)
+            return one.contents()
 
-        tier.adopt([], blank=True)
         tier.allocate = allocate  # type: ignore[method-assign, assignment]
         return tier

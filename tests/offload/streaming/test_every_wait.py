@@ -209,10 +209,6 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         ],
     },
     "offload.storage.transfer": {
-        "Transfers.map_parallel": [
-            ("job.run_or_wait()", files.work_on_parts_is_done_when_it_returns),
-            ("job.cancel()", files.work_on_parts_is_done_when_it_returns),
-        ],
         "Transfers._move": [
             ("pending.popleft().complete()", files.where_buffers_are_few_pieces_wait_for_them),
             ("pending.popleft().complete() #2", files.few_pieces_are_on_their_way),
@@ -294,7 +290,6 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
 
 #: Waits whose value is used, and what has that value without waiting.
 STAND_INS: dict[str, Callable[..., Any]] = {
-    "offload.storage.transfer Transfers.map_parallel: job.run_or_wait()": lambda job: None,
     "offload.embedding.row_reader RowReader.begin: fence(self._device)": (
         lambda device: InlineLane().submit(lambda: None)
     ),
