@@ -128,7 +128,7 @@ class _Needs:
         each = (sum(self._at_home[end - count : end]) for end, count in zip(ends, cuts, strict=True))
         largest = max(each, default=0)
         if not self.on_host and self._ranks * self._replicas > 1:
-            return least_exchange_bytes(largest, self._ranks, self._replicas, narrow=self._narrow)
+            return least_exchange_bytes(largest, self._ranks, narrow=self._narrow)
         return 0 if self._ranks == 1 else bytes_beside_one_process(largest, self._ranks)
 
     def finest(self) -> list[int]:

@@ -2,21 +2,21 @@
 
 ::
 
-    model.safetensors.index.json            the file of each tensor; the only file that is ever replaced
-    model-7-00001-of-00003.safetensors      parameters and buffers, under the bare model's names
-    state-7/save.json                       the identity of the save, and its files outside of this folder
-    state-7/optimizer-00001-of-00002...     states of the optimizer, as "state.<parameter>.<name>" of its state_dict()
-    state-7/state.pt                        the remainder: groups, step, generator states, the user's extra
+    model.safetensors.index.json              the file of each tensor; the only file that is ever replaced
+    model-ID-00001-of-00003.safetensors       parameters and buffers, under the bare model's names
+    state-ID/optimizer-00001-of-00002...      states of the optimizer, as "state.<parameter>.<name>" of its state_dict()
+    state-ID/state.pt                         the remainder: groups, step, generator states, the user's extra
+
+ID is the identity of a save, 32 hexadecimal digits.
 
 Every save writes files under unused names, waits until they are on the disk, and then replaces the index, which is
 atomic. So a process killed at any moment leaves an index whose files all exist: the old one or the new one. The next
-save removes files that saves list and the index does not (:mod:`offload.files.save_folder`).
+save removes files of saves that the index does not name (:mod:`offload.files.save_folder`).
 
 Every tensor has a checksum in the header of its file, ``state.pt`` one in the index, and files of ranks one in
-``state.pt``. Every file, and the index, has the identity of its save, so files of two saves are not mixed. Checkpoints
-of earlier releases have none of these, and are loaded without.
+``state.pt``. Every file, and the index, has the identity of its save, so files of two saves are not mixed.
 
-With a mesh all ranks write their parts into ``state-7``, by torch.distributed.checkpoint (:mod:`offload.files.parts`),
+With a mesh all ranks write their parts into ``state-ID``, by torch.distributed.checkpoint (:mod:`offload.files.parts`),
 and the first one the rest; any number of processes reads them.
 
 The files do not depend on slices or homes, so a checkpoint is loaded into the same model with any others, or into the
@@ -37,8 +37,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offload.files.index import CRC, INDEX, PARTS, STATE, read_index
-from offload.files.parts import StoredParts, named_states, on_first, ranks_of, write_parts
+from offload.files.index import CRC, INDEX, read_index, state_folder
+from offload.files.parts import StoredParts, named_states, on_all, ranks_of, write_parts
 from offload.files.save_folder import Save, write_file
 from offload.files.state_file import generator_states, read_state, serialized, set_generator_states
 from offload.files.tensor_file import SAVE, ChecksumError, TensorFile, check_plain, write_tensors
@@ -103,8 +103,8 @@ def save_checkpoint(
     model_parts = _split(tensors, file_bytes) if ranks is None else []
     save = Save(Path(path))
     try:
-        save.number, save.id = on_first(ranks, lambda: save.begin(len(model_parts)))
-        weight_map, state_map, sums = dict[str, str](), dict[str, str](), None
+        save.id = on_all(ranks, save.begin, first=True)[0]
+        weight_map, state_map, parts = dict[str, str](), dict[str, str](), None
         if ranks is None:
             weight_map = _write_files(save.folder, save.model_files(len(model_parts)), model_parts, tied, save.id)
             state_parts = _split(states, file_bytes)
@@ -112,14 +112,12 @@ def save_checkpoint(
             state_map = _write_files(save.state, files, state_parts, {}, save.id)
         else:
             again = {name: tensors[first] for name, first in tied.items()}
-            sums = write_parts(save.state, cast(dict[str, Tensor], tensors | again), states, names, ranks)
+            parts = write_parts(save.state, cast(dict[str, Tensor], tensors | again), states, names, ranks)
         generators = generator_states()
         summary = {
-            "save": save.id,
             "optimizer": rest,
             "optimizer_tensors": state_map,
-            "optimizer_names": names,
-            "sums": sums,
+            "parts": parts,
             "model": others,
             "step": getattr(optimizer, "steps", 0),
             "generators": generators if ranks is None else ranks.exchange(generators),
@@ -128,10 +126,8 @@ def save_checkpoint(
         metadata = {
             "total_size": sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
             SAVE: save.id,
-            STATE: save.state.name,
-            PARTS: ranks is not None,
         }
-        on_first(ranks, lambda: _commit(save, serialized(summary), metadata, weight_map))
+        on_all(ranks, lambda: _commit(save, serialized(summary), metadata, weight_map), first=True)
     except BaseException:
         if ranks is None or ranks.number == 0:
             save.discard()
@@ -172,26 +168,22 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     files = index.open()
     saved: dict[str, TensorFile | StoredParts] = {name: files[file] for name, file in index.weight_map.items()}
     ranks, parts, state = ranks_of(model), None, folder
-    if index.state is None:
+    if index.save is None:
         if optimizer is not None:
             raise ValueError(f"{folder} holds a model but no optimizer; load it without one")
         if ours := next((file for file in files.values() if file.save is not None), None):
             raise ValueError(
-                f"{ours.path} is of a checkpoint, expected {STATE} in the metadata of {index.path}; for the weights "
+                f"{ours.path} is of a checkpoint, expected {SAVE} in the metadata of {index.path}; for the weights "
                 f"alone use load_pretrained"
             )
         summary: dict[str, Any] = {"model": {}, "step": 0, "extra": None}
     else:
-        state = inside(folder, index.state, f"{index.path}: metadata: {STATE}")
-        at = inside(folder, f"{index.state}/state.pt", str(index.path))
-        summary = read_state(at, index.metadata.get(CRC), index.save)
-        in_parts = summary.get("sums") is not None
-        if index.save is not None and index.metadata.get(PARTS, False) != in_parts:
-            raise ValueError(f"{index.path}: metadata: {PARTS}: expected {in_parts}, got {not in_parts}")
-    if index.metadata.get(PARTS):
-        parts = StoredParts(state, summary.get("optimizer_names", []), summary.get("sums"), ranks)
-        saved |= dict.fromkeys(parts.model, parts)
-    state_dict = None if optimizer is None else _state_dict(state, summary, optimizer)
+        state = folder / state_folder(index.save)
+        summary = read_state(inside(folder, f"{state.name}/state.pt", str(index.path)), index.metadata[CRC])
+        if summary["parts"] is not None:
+            parts = StoredParts(state, summary["parts"], ranks)
+            saved |= dict.fromkeys(parts.model, parts)
+    state_dict = None if optimizer is None else _state_dict(state, summary, index.save, optimizer)
     if 2 * sum(file.data_bytes for file in files.values()) <= available_bytes():
         for file in files.values():  # First, so that a damaged shape is not taken for another model.
             file.verify()
@@ -306,7 +298,7 @@ def _optimizer_parts(optimizer: Optimizer | None) -> tuple[dict[str, Tensor], di
     return tensors, {"state": rest, "param_groups": state_dict["param_groups"]}
 
 
-def _state_dict(folder: Path, summary: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+def _state_dict(folder: Path, summary: dict[str, Any], save: str | None, optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's saved ``state_dict()``, large tensors memory-mapped, without those in parts.
 
     Raises ValueError if its groups differ, or a tensor is missing.
@@ -323,18 +315,13 @@ def _state_dict(folder: Path, summary: dict[str, Any], optimizer: Optimizer) -> 
         )
     state: dict[int, dict[str, Any]] = {number: dict(values) for number, values in rest["state"].items()}
     where = f"{folder / 'state.pt'}: optimizer_tensors"
-    places = summary.get("optimizer_tensors")
-    names = sorted({*summary.get("optimizer_files", ())} if places is None else {*places.values()})
-    for name in names:
+    places: dict[str, str] = summary["optimizer_tensors"]
+    for name in sorted({*places.values()}):
         file = TensorFile(inside(folder, name, where))
-        named = [*file] if places is None else [full for full, place in places.items() if place == name]
+        named = [full for full, place in places.items() if place == name]
         if lost := [full for full in named if full not in file]:
             raise ValueError(f"{file.path}: expected {', '.join(lost)}, got a file without; nothing was loaded")
-        if file.save != summary.get("save"):
-            raise ValueError(
-                f"{file.path}: the file is of another save than {folder.name}/state.pt ({file.save}, expected "
-                f"{summary.get('save')}), and nothing was loaded. Copy the whole checkpoint again"
-            )
+        file.check_save(save)
         file.verify()
         for full in named:
             match = _FULL.fullmatch(full)

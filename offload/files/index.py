@@ -11,20 +11,23 @@ from typing import Any
 from offload.files.tensor_file import SAVE, TensorFile
 from offload.files.untrusted import inside, parse_object, read_regular, shown
 
-__all__ = ["CRC", "INDEX", "PARTS", "STATE", "Index", "read_index"]
+__all__ = ["CRC", "INDEX", "Index", "read_index", "state_folder"]
 
 #: The name of the index of a checkpoint.
 INDEX = "model.safetensors.index.json"
 
-#: Keys of the metadata in the index of a checkpoint: the folder of its states, whether ranks wrote parts, and the
-#: checksum of the rest.
-STATE, PARTS, CRC = "gradstream_state", "gradstream_parts", "gradstream_state_crc32"
+#: Key of the checksum of ``state.pt`` in the metadata of the index of a checkpoint, beside the identity of the save.
+CRC = "gradstream_state_crc32"
 
 _FORMS = {
     SAVE: ("32 hexadecimal digits", re.compile(r"[0-9a-f]{32}")),
-    STATE: ("state-N", re.compile(r"state-\d{1,18}")),
     CRC: ("8 hexadecimal digits", re.compile(r"[0-9a-f]{8}")),
 }
+
+
+def state_folder(save: str) -> str:
+    """The name of the folder of the states of a save."""
+    return f"state-{save}"
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,8 @@ class Index:
 
     @property
     def save(self) -> str | None:
-        """The identity of the save that wrote it; None for other tools and releases that had none."""
+        """The identity of the save that wrote it; None for an index of another tool."""
         return self.metadata.get(SAVE)
-
-    @property
-    def state(self) -> str | None:
-        """The folder of the states of a checkpoint; None for an index of another tool."""
-        return self.metadata.get(STATE)
 
     def open(self) -> dict[str, TensorFile]:
         """All files, by name.
@@ -60,13 +58,8 @@ class Index:
         files = {name: TensorFile(path) for name, path in sorted(paths.items())}
         if lost := [f"{tensor} in {name}" for tensor, name in self.weight_map.items() if tensor not in files[name]]:
             raise ValueError(f"{self.path} names tensors that the files do not hold: {', '.join(lost)}")
-        for name, file in files.items() if self.state is not None else ():
-            if file.save != self.save:
-                raise ValueError(
-                    f"{file.path}: the file is of another save than {self.path.name} ({SAVE}: {shown(file.save)}, "
-                    f"expected {self.save}), as after a copy that was interrupted, and nothing was loaded. Copy the "
-                    f"whole checkpoint again"
-                )
+        for name, file in files.items() if self.save is not None else ():
+            file.check_save(self.save)
             if more := [tensor for tensor in file if self.weight_map.get(tensor) != name]:
                 raise ValueError(f"{file.path}: holds {', '.join(more)}, which {self.path} does not expect there")
         return files
@@ -85,10 +78,6 @@ def read_index(path: Path) -> Index:
         raise ValueError(f"{path}: metadata: expected an object, got {shown(metadata)}")
     for key, (form, pattern) in _FORMS.items():
         value = metadata.get(key)
-        if key in metadata and not (isinstance(value, str) and pattern.fullmatch(value)):
+        if not metadata.keys().isdisjoint(_FORMS) and not (isinstance(value, str) and pattern.fullmatch(value)):
             raise ValueError(f"{path}: metadata: {key}: expected {form}, got {shown(value)}")
-    if not isinstance(metadata.get(PARTS, False), bool):
-        raise ValueError(f"{path}: metadata: {PARTS}: expected true or false, got {shown(metadata[PARTS])}")
-    if STATE not in metadata and (ours := sorted(key for key in (*_FORMS, PARTS) if key in metadata)):
-        raise ValueError(f"{path}: metadata: expected {STATE} beside {', '.join(ours)}; the index is damaged")
     return Index(path, weight_map, metadata)

@@ -1,16 +1,15 @@
 """The parts of checkpoints that several processes write together, by ``torch.distributed.checkpoint`` (DCP).
 
 Each rank writes the rows that it stores. Any number of processes reads them: each tensor into the rows of the reader.
-Names are those of ``get_model_state_dict`` and ``get_optimizer_state_dict``.
+Names are those of ``get_model_state_dict`` and ``get_optimizer_state_dict``. What DCP says of the parts is kept with
+the rest of a checkpoint, beside the pickle that DCP itself reads: here nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import os
-import pickle
 import re
 import warnings
 import zlib
@@ -24,17 +23,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offload.files.tensor_file import WINDOW_BYTES, ChecksumError
-from offload.files.untrusted import inside, naming, open_regular, read_regular, shown
+from offload.files.untrusted import inside, naming, open_regular, shown
 from offload.mesh.ranks import Ranks
 
-__all__ = ["StoredParts", "named_states", "on_first", "ranks_of", "write_parts"]
+__all__ = ["StoredParts", "named_states", "on_all", "ranks_of", "write_parts"]
 
 T = TypeVar("T")
 _MODEL, _STATE = "model.", "optimizer.state."
-_METADATA = ".metadata"
 _DATA = re.compile(r"__(\d+)_\d+\.distcp")
-#: Most bytes of the metadata: some millions of parts.
-_MOST_METADATA = 1 << 30
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
@@ -44,36 +40,22 @@ def ranks_of(model: nn.Module) -> Ranks | None:
     return ranks
 
 
-def on_first(ranks: Ranks | None, work: Callable[[], T]) -> T:
-    """The result of ``work``, which the first rank does; without ranks, this process. If it raises, all raise."""
+def on_all(ranks: Ranks | None, work: Callable[[], T], *, first: bool = False) -> list[T]:
+    """The results of all ranks, or of the ``first`` one, which alone does the work; without ranks, of this process.
+
+    If one raises, all raise: the others ValueError if it does, else RuntimeError.
+    """
     if ranks is None:
-        return work()
+        return [work()]
     error: BaseException | None = None
     result: Any = None
-    if ranks.number == 0:
+    if not first or ranks.number == 0:
         try:
             result = work()
         except BaseException as raised:
             error = raised
-    failed, result = ranks.exchange((None if error is None else f"{type(error).__name__}: {error}", result))[0]
-    if error is not None:
-        raise error
-    if failed is not None:
-        raise RuntimeError(f"rank 0 of the mesh failed to write the checkpoint: {failed}")
-    return result  # type: ignore[no-any-return]
-
-
-def on_all(ranks: Ranks | None, work: Callable[[], T]) -> list[T]:
-    """The results of all ranks. If one raises, all raise: the others what it raised, if it is of a checkpoint."""
-    if ranks is None:
-        return [work()]
-    error: Exception | None = None
-    result: Any = None
-    try:
-        result = work()
-    except Exception as raised:
-        error = raised
-    found = ranks.exchange((None if error is None else str(error), isinstance(error, ValueError), result))
+    told = None if error is None else f"{type(error).__name__}: {error}"
+    found = ranks.exchange((told, isinstance(error, ValueError), result))
     if error is not None:
         raise error
     for number, (failed, damaged, _) in enumerate(found):
@@ -103,13 +85,15 @@ def named_states(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
 
 def write_parts(
     folder: Path, model: Mapping[str, Tensor], states: Mapping[str, Tensor], names: list[str], ranks: Ranks
-) -> dict[str, list[int]]:
+) -> dict[str, Any]:
     """Writes tensors of a model, and ``states`` of its optimizer, as "state.<number>.<name>", into a folder.
 
-    Returns size and checksum of each file, which each rank reads once more for that.
+    Returns what :class:`StoredParts` needs to read them: names, places, and size and checksum of each file, which each
+    rank reads once more for that.
     """
     from torch.distributed import get_rank
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_saver import save
 
     tensors = {f"{_MODEL}{name}": tensor for name, tensor in model.items()}
@@ -117,14 +101,24 @@ def write_parts(
         _, number, key = full.split(".", 2)
         tensors[f"{_STATE}{names[int(number)]}.{key}"] = tensor
     with _one_error("write", folder, RuntimeError):
-        save(tensors, storage_writer=FileSystemWriter(folder), process_group=ranks.everybody)
+        written = save(tensors, storage_writer=FileSystemWriter(folder), process_group=ranks.everybody)
+    places = {(index.fqn, index.offset): info for index, info in (written.storage_data or {}).items()}
+    entries: dict[str, Any] = {}
+    for name, entry in written.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        infos = [(each, places[name, each.offsets]) for each in entry.chunks]
+        chunks = [
+            [[*each.offsets], [*each.sizes], info.relative_path, info.offset, info.length] for each, info in infos
+        ]
+        entries[name] = [[*entry.size], entry.properties.dtype, chunks]
 
     def sums() -> dict[str, list[int]]:
         number = get_rank(ranks.everybody)
         own = [name for name in os.listdir(folder) if (m := _DATA.fullmatch(name)) and int(m.group(1)) == number]
-        return {name: _sum_of(folder / name) for name in own + [_METADATA] * (ranks.number == 0)}
+        return {name: _sum_of(folder / name) for name in own}
 
-    return {name: found for each in on_all(ranks, sums) for name, found in each.items()}
+    found = {name: found for each in on_all(ranks, sums) for name, found in each.items()}
+    return {"names": names, "entries": entries, "sums": found}
 
 
 def _sum_of(path: Path) -> list[int]:
@@ -151,44 +145,6 @@ def _one_error(what: str, folder: Path, kind: type[Exception]) -> Iterator[None]
         raise kind(f"the ranks of the mesh cannot {what} the checkpoint in {folder}: {failures}") from error
 
 
-class _Record:
-    """Stands for an object in the metadata of DCP: what it would be made of, without any code of its class."""
-
-    args: tuple[Any, ...] = ()
-    state: Any = None
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-class _MetadataReader(pickle.Unpickler):
-    """Reads the metadata of DCP: names of its classes give records, those of torch's types the types, others raise."""
-
-    _CLASSES = (
-        *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
-        *("StorageMeta", "MetadataIndex", "_MEM_FORMAT_ENCODING", "_StorageInfo", "_get_layout"),
-        *("PosixPath", "WindowsPath", "PurePosixPath"),
-    )
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        # Of this reader only: what a file sets on a class ends with it.
-        self._records = {name: type(name, (_Record,), {}) for name in self._CLASSES}
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch", "Size"):
-            return tuple
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
-        ours = module.startswith(("torch.distributed.checkpoint.", "pathlib")) or module == "torch.serialization"
-        if ours and name in self._records:
-            return self._records[name]
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
-
-
 @dataclass(frozen=True)
 class _Chunk:
     """Where a part of a tensor is: as many rows as ``sizes`` says, in bytes of a file."""
@@ -203,52 +159,29 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor in the metadata."""
+    """A tensor in parts."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
     chunks: list[_Chunk]
 
 
-def _entries_in(data: bytes, path: Path) -> dict[str, _Entry]:
-    """The tensors in the metadata of DCP. Raises ValueError unless parts of rows cover each of them, each row once."""
-    try:
-        found = _MetadataReader(data).load().state
-        places: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
-        for index, info in found["storage_data"].items():
-            if index.state["offset"] is not None:
-                places[_name(index.state["fqn"]), _sizes(index.state["offset"])] = info.state
-        entries: dict[str, _Entry] = {}
-        for name, entry in found["state_dict_metadata"].items():
-            if not isinstance(entry.state, dict) or "size" not in entry.state:
-                continue  # not a tensor
-            dtype, chunks = entry.state["properties"].state[0], []
-            if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"{name}: expected a type, got {shown(dtype)}")
-            for each in entry.state["chunks"]:
-                offsets, sizes = _sizes(each.state["offsets"]), _sizes(each.state["sizes"])
-                info = places[_name(name), offsets]
-                if not isinstance(info["relative_path"], str) or not _DATA.fullmatch(info["relative_path"]):
-                    raise ValueError(f"{name}: expected a file of parts, got {shown(info['relative_path'])}")
-                if info.get("transform_descriptors"):
-                    raise ValueError(f"{name}: expected plain bytes, got {shown(info['transform_descriptors'])}")
-                begin, length = _sizes([info["offset"], info["length"]])
-                chunks.append(_Chunk(offsets, sizes, info["relative_path"], begin, length))
-            entries[name] = _Entry(_sizes(entry.state["size"]), dtype, chunks)
-            _check_cover(name, entries[name])
-    except Exception as error:  # What a pickle builds may be anything, in any place.
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"{path}: expected the metadata of parts that ranks wrote, got a damaged file: {type(error).__name__}: "
-            f"{reason}"
-        ) from error
+def _entries_in(found: Any) -> dict[str, _Entry]:
+    """The tensors that :func:`write_parts` described. Raises ValueError unless parts of rows cover each of them, each
+    row once; and other errors for what was never written."""
+    entries: dict[str, _Entry] = {}
+    for name, (size, dtype, parts) in found.items():
+        if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{shown(name)}: expected a type, got {shown(dtype)}")
+        chunks = []
+        for offsets, sizes, file, offset, length in parts:
+            if not isinstance(file, str) or not _DATA.fullmatch(file):
+                raise ValueError(f"{name}: expected a file of parts, got {shown(file)}")
+            begin, nbytes = _sizes([offset, length])
+            chunks.append(_Chunk(_sizes(offsets), _sizes(sizes), file, begin, nbytes))
+        entries[name] = _Entry(_sizes(size), dtype, chunks)
+        _check_cover(name, entries[name])
     return entries
-
-
-def _name(found: Any) -> str:
-    if not isinstance(found, str):
-        raise ValueError(f"expected a name, got {shown(found)}")
-    return found
 
 
 def _sizes(found: Any) -> tuple[int, ...]:
@@ -276,44 +209,33 @@ def _check_cover(name: str, entry: _Entry) -> None:
 
 
 class StoredParts:
-    """What :func:`write_parts` wrote into a folder; ``names`` as given to it, ``sums`` as it returned them.
+    """What :func:`write_parts` wrote into a folder; ``described``: what it returned.
 
-    Raises ValueError, on all ranks, if a file is damaged; what releases without sums wrote is read without them.
+    Raises ValueError, on all ranks, if a file is damaged.
     """
 
-    def __init__(
-        self, folder: Path, names: list[str], sums: Mapping[str, list[int]] | None, ranks: Ranks | None = None
-    ) -> None:
-        self._folder, self._names = folder, names
-        on_all(ranks, lambda: self._verify(sums, ranks))
+    def __init__(self, folder: Path, described: Any, ranks: Ranks | None = None) -> None:
+        self._folder = folder
+        on_all(ranks, lambda: self._verify(described, ranks))
         #: Names of the tensors of the model.
         self.model = [name.removeprefix(_MODEL) for name in self._entries if name.startswith(_MODEL)]
 
-    def _verify(self, sums: Mapping[str, list[int]] | None, ranks: Ranks | None) -> None:
-        """Reads the metadata, and compares the sums of all files, each on one rank."""
-        path = self._folder / _METADATA
-        self._entries = _entries_in(read_regular(path, _MOST_METADATA), path)
-        ends: dict[str, int] = {}
-        for entry in self._entries.values():
-            for chunk in entry.chunks:
-                end = chunk.offset + chunk.length
-                ends[chunk.relative_path] = max(end, ends.get(chunk.relative_path, 0))
-        for name, end in ends.items():
-            fd = open_regular(inside(self._folder, name, str(path)))
-            try:
-                size = os.fstat(fd).st_size
-            finally:
-                os.close(fd)
-            if size < end:
-                raise ValueError(f"{self._folder / name}: expected {end:,} bytes, got {size:,}; it is not complete")
-        if sums is None:
-            return
-        if lost := sorted({*ends, _METADATA} - sums.keys()):
-            raise ValueError(f"{self._folder}: {', '.join(lost)} belong to another save, and nothing was loaded")
-        mine = sorted(sums) if ranks is None else sorted(sums)[ranks.number :: ranks.total]
+    def _verify(self, described: Any, ranks: Ranks | None) -> None:
+        """Compares the sums of all files, each on one rank."""
+        try:
+            self._names, self._entries = [str(name) for name in described["names"]], _entries_in(described["entries"])
+            sums = {name: _sizes(found) for name, found in described["sums"].items()}
+            files = {chunk.relative_path for entry in self._entries.values() for chunk in entry.chunks}
+            for name in files:
+                inside(self._folder, name, "sums")
+                sums[name]
+        except Exception as error:  # It may be anything, in any place.
+            raise ValueError(
+                f"{self._folder / 'state.pt'}: parts: expected what ranks wrote, got {type(error).__name__}: {error}"
+            ) from error
+        mine = sorted(files) if ranks is None else sorted(files)[ranks.number :: ranks.total]
         for name in mine:
-            found = _sum_of(inside(self._folder, name, "sums"))
-            if found != sums[name]:
+            if (found := tuple(_sum_of(self._folder / name))) != sums[name]:
                 raise ChecksumError(
                     f"{self._folder / name}: the bytes are not those that were written (size and checksum {found}, "
                     f"expected {sums[name]}), and nothing was loaded. Restore the file from a copy, or load another "
@@ -357,7 +279,7 @@ class StoredParts:
         return states
 
     def _reader(self) -> Any:
-        """A reader of DCP that is given the metadata, in place of unpickling it."""
+        """A reader of DCP that is given what is known of the parts, in place of unpickling it."""
         from torch.distributed.checkpoint import metadata as m
         from torch.distributed.checkpoint.filesystem import FileSystemReader
 

@@ -36,10 +36,13 @@ def serialized(summary: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def read_state(path: Path, expected: str | None, save: str | None) -> dict[str, Any]:
-    """Reads ``state.pt`` of a save. Raises ChecksumError or ValueError that names the field if it is damaged."""
+def read_state(path: Path, expected: str) -> dict[str, Any]:
+    """Reads ``state.pt``, whose checksum is ``expected``.
+
+    Raises ChecksumError, or ValueError that names the field, if it is damaged.
+    """
     serialized = read_regular(path, max(MOST_BYTES, available_bytes()))
-    if expected is not None and (found := f"{zlib.crc32(serialized):08x}") != expected:
+    if (found := f"{zlib.crc32(serialized):08x}") != expected:
         raise ChecksumError(
             f"{path}: the bytes are not those that were written (checksum {found}, expected {expected}), and nothing "
             f"was loaded. Restore the file from a copy, or load another checkpoint"
@@ -54,11 +57,6 @@ def read_state(path: Path, expected: str | None, save: str | None) -> dict[str, 
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"{path}: expected the state of a checkpoint, got a damaged file: {reason}") from error
     _check(summary, path)
-    if summary.get("save") != save:
-        raise ValueError(
-            f"{path}: the file is of another save than the index ({shown(summary.get('save'))}, expected {save}), as "
-            f"after a copy that was interrupted, and nothing was loaded. Copy the whole checkpoint again"
-        )
     return summary  # type: ignore[no-any-return]
 
 
@@ -69,33 +67,27 @@ def _check(summary: Any, path: Path) -> None:
         if not right:
             raise ValueError(f"{path}: {field}: expected {expected}, got {shown(value)}")
 
+    def is_dict(value: Any, keys: type, values: type = object) -> bool:
+        return isinstance(value, dict) and _all_are(keys, value) and _all_are(values, value.values())
+
     expect(isinstance(summary, dict), "state", "a dict", summary)
-    for key in ("optimizer", "model", "step", "extra", "generators"):
+    for key in ("optimizer", "optimizer_tensors", "parts", "model", "step", "extra", "generators"):
         expect(key in summary, key, "a value", None)
-    expect(isinstance(summary["model"], dict) and _all_are(str, summary["model"]), "model", "names", summary["model"])
-    expect(type(summary["step"]) is int and summary["step"] >= 0, "step", "a number of steps", summary["step"])
-    names = summary.get("optimizer_names", [])
-    expect(isinstance(names, list) and _all_are(str, names), "optimizer_names", "a list of names", names)
-    files = summary.get("optimizer_files", [])
-    expect(isinstance(files, list) and _all_are(str, files), "optimizer_files", "a list of names", files)
-    for key, kind in (("optimizer_tensors", str), ("sums", list)):
-        found = summary.get(key)
-        right = isinstance(found, dict) and _all_are(str, found) and _all_are(kind, found.values())
-        expect(found is None or right, key, "names", found)
+    model, step, places, rest = (summary[key] for key in ("model", "step", "optimizer_tensors", "optimizer"))
+    expect(is_dict(model, str), "model", "names", model)
+    expect(type(step) is int and step >= 0, "step", "a number of steps", step)
+    expect(is_dict(places, str, str), "optimizer_tensors", "names", places)
     generators = summary["generators"]
     for each in generators if isinstance(generators, list) else [generators]:
-        expect(isinstance(each, dict), "generators", "states of generators", each)
         try:
             check_generators(each)
         except Exception as error:
             raise ValueError(f"{path}: generators: expected states of generators, got {error!r}") from error
-    rest = summary["optimizer"]
     if rest is None:
         return
     expect(isinstance(rest, dict), "optimizer", "a dict or None", rest)
     state, groups = rest.get("state"), rest.get("param_groups")
-    right = isinstance(state, dict) and _all_are(int, state) and _all_are(dict, state.values())
-    expect(right, "optimizer.state", "a dict of each parameter", state)
+    expect(is_dict(state, int, dict), "optimizer.state", "a dict of each parameter", state)
     expect(isinstance(groups, list) and _all_are(dict, groups), "optimizer.param_groups", "a list of dicts", groups)
     for group in groups:
         numbers = group.get("params")

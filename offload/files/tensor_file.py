@@ -6,8 +6,8 @@ contiguous on the host at once, and would be a third dependency, for forty lines
 Guarantees
     * Writing needs memory for one tensor at most, and for one window if it is dense and on the host.
     * When :func:`write_tensors` returns, the bytes are on the disk; when it raises, there is no file.
-    * A file of :func:`write_tensors` holds a checksum of each tensor with its name, type and shape, computed by another
-      thread. Every read of a whole tensor compares it. Files of other tools have none, and are read without.
+    * A file of :func:`write_tensors` holds a checksum of each tensor with its name, type and shape. Every read of a
+      whole tensor compares it. Files of other tools have none, and are read without.
     * A file whose header is inconsistent, leaves gaps between tensors, or does not match the file's length, is refused
       when it is opened: by a ValueError, whatever the file holds (see :mod:`offload.files.untrusted`).
     * What is summed is what is written, also of a tensor that another thread writes meanwhile.
@@ -21,6 +21,7 @@ import json
 import math
 import os
 import weakref
+import zlib
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,6 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from offload.files.running_sum import RunningSum
 from offload.files.untrusted import MOST_BYTES, naming, open_regular, parse_object, read_at, shown
 from offload.progress import progress
 from offload.storage.buffer import empty_on_host, view_memory
@@ -96,9 +96,9 @@ class _Entry(NamedTuple):
     def dtype(self) -> torch.dtype:
         return _TYPES[self.kind]
 
-    def begin_sum(self, name: str) -> RunningSum:
+    def begin_sum(self, name: str) -> int:
         """A checksum of the tensor's name, type and shape, to which its bytes are added."""
-        return RunningSum(json.dumps([name, self.kind, self.shape]).encode())
+        return zlib.crc32(json.dumps([name, self.kind, self.shape]).encode())
 
 
 def write_tensors(
@@ -150,18 +150,15 @@ def _text_of(header: Mapping[str, Any]) -> bytes:
     return text + b" " * (-(len(text) + 8) % _ALIGNMENT)
 
 
-def _write_summed(fd: int, flat: Tensor, total: RunningSum) -> str:
+def _write_summed(fd: int, flat: Tensor, total: int) -> str:
     """Writes a flat uint8 tensor; returns the digits of its checksum."""
-    copies: list[Tensor] = []
-    with total:
-        for part in flat.split(WINDOW_BYTES) if flat.numel() else ():
-            # Without the copy, a thread that trains changes the bytes between the sum and the write. The copy before
-            # is kept until its sum has ended, for which the next addition waits.
-            copies = [part.clone(), *copies[:1]]
-            memory = view_memory(copies[0])
-            total.add(memory)
-            write_all(fd, memory)
-        return total.digits()
+    for part in flat.split(WINDOW_BYTES) if flat.numel() else ():
+        # Without the copy, a thread that trains changes the bytes between the sum and the write.
+        memory = view_memory(copy := part.clone())
+        total = zlib.crc32(memory, total)
+        write_all(fd, memory)
+        del copy
+    return f"{total:08x}"
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
@@ -266,6 +263,15 @@ class TensorFile:
         """The identity of the save that wrote the file."""
         return self.metadata.get(SAVE)
 
+    def check_save(self, expected: str | None) -> None:
+        """Raises ValueError if another save wrote the file."""
+        if self.save != expected:
+            raise ValueError(
+                f"{self.path}: the file is of another save than the index ({SAVE}: {shown(self.save)}, expected "
+                f"{expected}), as after a copy that was interrupted, and nothing was loaded. Copy the whole checkpoint "
+                f"again"
+            )
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
         return self._entries[name].shape
@@ -293,50 +299,48 @@ class TensorFile:
             return
         destination = destination.detach()
         dtype, position = self.dtype(name), self._begin + self._entries[name].begin
-        compared = not self._verified and name in self._sums
-        with self._entries[name].begin_sum(name) as total:
-            if destination.device.type == "cpu" and destination.dtype == dtype and destination.is_contiguous():
-                flat = bytes_of(destination)
-                try:
-                    for part in flat.split(WINDOW_BYTES if compared else flat.numel()) if flat.numel() else ():
-                        self._read(part, position)
-                        position += part.numel()
-                        if compared:
-                            total.add(view_memory(part))
-                finally:
-                    # torch does not see this write. Without this, copies of the old values would count as current.
-                    if not destination.is_inference():
-                        torch.autograd.graph.increment_version(destination)
-            elif destination.numel():
-                most = max(1, min(window_bytes // dtype.itemsize, destination.numel()))
-                window = empty_on_host(torch.empty(most, dtype=dtype, device="meta"))
-                for part in _windows(destination, most):
-                    piece = window[: part.numel()]
-                    total.wait()  # Without this, the window changes while it is summed.
-                    self._read(piece.view(torch.uint8), position)
+        compared, total = not self._verified and name in self._sums, self._entries[name].begin_sum(name)
+        if destination.device.type == "cpu" and destination.dtype == dtype and destination.is_contiguous():
+            flat = bytes_of(destination)
+            try:
+                for part in flat.split(WINDOW_BYTES if compared else flat.numel()) if flat.numel() else ():
+                    self._read(part, position)
+                    position += part.numel()
                     if compared:
-                        total.add(view_memory(piece.view(torch.uint8)))
-                    part.copy_(piece.view(part.shape))
-                    position += part.numel() * dtype.itemsize
-            if compared:
-                self._compare(name, total)
+                        total = zlib.crc32(view_memory(part), total)
+            finally:
+                # torch does not see this write. Without this, copies of the old values would count as current.
+                if not destination.is_inference():
+                    torch.autograd.graph.increment_version(destination)
+        elif destination.numel():
+            most = max(1, min(window_bytes // dtype.itemsize, destination.numel()))
+            window = empty_on_host(torch.empty(most, dtype=dtype, device="meta"))
+            for part in _windows(destination, most):
+                piece = window[: part.numel()]
+                self._read(piece.view(torch.uint8), position)
+                if compared:
+                    total = zlib.crc32(view_memory(piece.view(torch.uint8)), total)
+                part.copy_(piece.view(part.shape))
+                position += part.numel() * dtype.itemsize
+        if compared:
+            self._compare(name, total)
 
     def verify(self) -> None:
         """Reads all tensors once and compares their checksums, as later reads do not; raises as :meth:`read_into`."""
         if self._verified or not self._sums:
             return
-        windows = [torch.empty(WINDOW_BYTES, dtype=torch.uint8) for _ in range(2)]
+        window = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
         for name, entry in self._entries.items():
-            with entry.begin_sum(name) as total:
-                for k, position in enumerate(range(entry.begin, entry.end, WINDOW_BYTES)):
-                    part = windows[k % 2][: min(WINDOW_BYTES, entry.end - position)]
-                    self._read(part, self._begin + position)
-                    total.add(view_memory(part))
-                self._compare(name, total)
+            total = entry.begin_sum(name)
+            for position in range(entry.begin, entry.end, WINDOW_BYTES):
+                part = window[: min(WINDOW_BYTES, entry.end - position)]
+                self._read(part, self._begin + position)
+                total = zlib.crc32(view_memory(part), total)
+            self._compare(name, total)
         self._verified = True
 
-    def _compare(self, name: str, total: RunningSum) -> None:
-        if (found := total.digits()) != self._sums[name]:
+    def _compare(self, name: str, total: int) -> None:
+        if (found := f"{total:08x}") != self._sums[name]:
             raise ChecksumError(
                 f"{self.path}: the bytes of tensor {name} are not those that were written (checksum "
                 f"{found}, expected {self._sums[name]}). {_ADVICE}"

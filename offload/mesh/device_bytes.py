@@ -5,7 +5,7 @@
     staging area            from the first load on: what one collective sends and receives
     drain of shard j        until the next one: whole gradients; this rank's part of their sums, in float32 at least;
                             and its part of the means of the shard before, which is being copied home
-    end of a backward       of what each rank stores whole: a part of the sums, and all means
+    end of a backward       of what each rank stores whole: all sums, and their means of 16 bits
 
 On the CPU all of this is in host memory, where steps are measured before their plan is chosen.
 """
@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offload.mesh.parts import Part, WholePart, offsets_of
-from offload.mesh.traffic import bytes_at_once, piece_bytes, widened
-from offload.planning.partition import aligned
+from offload.mesh.traffic import LEAST_AT_ONCE, bytes_at_once, widened
 
 if TYPE_CHECKING:
     from offload.mesh.ranks import Ranks
@@ -49,8 +48,9 @@ def exchange_bytes(shards: Sequence[MeshShard], replicated: Sequence[Part], rank
         [p for p, s in zip(shard.parts, shard.slices, strict=True) if s.parameter.requires_grad] for shard in shards
     ]
     reduced = [[part for part in parts if not isinstance(part, WholePart)] for parts in trained]
-    staging = [_gathering(shard.parts, ranks) for shard in shards] + [_gathering(replicated, ranks)]
-    staging += [_reducing(parts, ranks) for parts in [*reduced, replicated]]
+    staging = [_gathering(shard.parts, ranks) for shard in shards] + [_reducing(parts, ranks) for parts in reduced]
+    sums = [_whole(part) for part in widened(replicated)]
+    staging.append(min(sum(each for each in sums if each <= LEAST_AT_ONCE // 2), LEAST_AT_ONCE))
     draining, before = [0] * len(shards), 0
     for j in range(len(shards) - 1, -1, -1):
         if reduced[j]:
@@ -60,22 +60,18 @@ def exchange_bytes(shards: Sequence[MeshShard], replicated: Sequence[Part], rank
         staging=max(staging),
         gradients=[sum(map(_whole, parts)) for parts in trained],
         draining=draining,
-        outside=_stored(widened(replicated), ranks) + sum(map(_whole, replicated)),
+        outside=sum(sums) + sum(_whole(part) for part in replicated if part not in widened([part])),
     )
 
 
-def least_exchange_bytes(shard: int, ranks: int, replicas: int, *, narrow: bool) -> int:
+def least_exchange_bytes(shard: int, ranks: int, *, narrow: bool) -> int:
     """Bytes that a rank needs beside slots and whole gradients, for shards of at most ``shard`` bytes at home.
 
     ``narrow``: some have types of 16 bits, whose sums take twice as many.
     """
     part = -(-shard // ranks)
-    wide = 2 * part if narrow else part
     staging = (2 * ranks if narrow else ranks + 1) * bytes_at_once(part, ranks)
-    if replicas > 1:
-        row = aligned(1) + bytes_at_once(piece_bytes(wide, replicas), replicas)  # flags of up to 64 parameters
-        staging = max(staging, 2 * replicas * row)
-    return staging + wide + part
+    return staging + (3 if narrow else 2) * part
 
 
 def _whole(part: Part) -> int:
@@ -100,8 +96,4 @@ def _reducing(parts: Sequence[Part], ranks: Ranks) -> int:
         # What the collective adds arrives as one row.
         rows = 1 if ranks.transport.adds_in(some[0].dtype) else ranks.count
         most = max(most, (ranks.count + rows) * bytes_at_once(offsets_of(some)[1], ranks.count))
-    if ranks.replicas > 1 and parts:
-        piece = piece_bytes(offsets_of(widened(parts))[1], ranks.replicas)
-        row = aligned(len(parts)) + bytes_at_once(piece, ranks.replicas)
-        most = max(most, 2 * ranks.replicas * row)
     return most

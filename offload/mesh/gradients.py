@@ -22,7 +22,7 @@ or trees that fit the links; the order of its sums is that of nccl.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -34,8 +34,7 @@ from offload.mesh.local_sums import LocalSums
 from offload.mesh.parts import Cut, Part, WholePart, cuts_between, offsets_of
 from offload.mesh.pieces import pieces_of
 from offload.mesh.ranks import Ranks
-from offload.mesh.replicas import add_over_replicas
-from offload.mesh.traffic import bytes_at_once, widened
+from offload.mesh.traffic import LEAST_AT_ONCE, bytes_at_once, widened
 from offload.planning.partition import aligned
 from offload.streaming.gradient_offload import GradientOffload
 from offload.streaming.lane import Arrival, error_context
@@ -45,7 +44,7 @@ from offload.telemetry.statistics import REDUCTION
 if TYPE_CHECKING:
     from offload.mesh.shard import MeshShard
 
-__all__ = ["MeshGradientOffload", "means_of_parts"]
+__all__ = ["MeshGradientOffload", "add_over", "means_of_parts"]
 
 
 class MeshGradientOffload(GradientOffload):
@@ -213,12 +212,43 @@ def means_of_parts(
             sums.add_piece(begin, end)
         sums.move_totals(totals, positions)
     if ranks.replicas > 1:
-        add_over_replicas(totals, parts, ranks)
+        add_over(totals, parts, ranks, replicas=True)
     for n, part in enumerate(parts):
         total, totals[n] = totals[n], None
         if total is not None:
             totals[n] = part.rows_of(total.div_(ranks.divide_factor).to(part.dtype), ranks.rank)
     return totals
+
+
+def add_over(totals: list[Tensor | None], parts: Sequence[Part], ranks: Ranks, *, replicas: bool = False) -> None:
+    """Adds ``totals`` over ranks, or over the replicas of what this rank stores, in place. On the lane of ranks.
+
+    They are flat, in float32 at least, and have what this rank stores of ``parts``; None counts as zeros, and stays
+    None where no rank has one. A ring adds each element once, so all ranks have the same bits.
+    """
+    wide = widened(parts)
+    there = ranks.any_rank_has([total is not None for total in totals], replicas=replicas)
+    for n, part in enumerate(wide):
+        if there[n] and totals[n] is None:
+            count = part.stored_elements(ranks.rank)
+            totals[n] = torch.zeros(count, dtype=part.dtype, device=ranks.transport.device)
+    nbytes = sum(aligned(part.stored_bytes(0)) for part in wide)
+    ranks.all_reduce(_joined([total for total in totals if total is not None], ranks), nbytes, replicas=replicas)
+
+
+def _joined(tensors: Sequence[Tensor], ranks: Ranks) -> Iterator[Tensor]:
+    """The tensors, small ones of a type as one: in the staging area, from which they are copied after their use."""
+    small = [tensor for tensor in tensors if tensor.nbytes <= LEAST_AT_ONCE // 2]
+    yield from (tensor for tensor in tensors if tensor.nbytes > LEAST_AT_ONCE // 2)
+    while small:
+        dtype, members, nbytes = small[0].dtype, list[Tensor](), 0
+        while small and small[0].dtype == dtype and nbytes + small[0].nbytes <= LEAST_AT_ONCE:
+            members.append(small.pop(0))
+            nbytes += members[-1].nbytes
+        flat = torch.cat(members, out=ranks.staging(nbytes).view(dtype))
+        yield flat
+        for member, values in zip(members, flat.split([member.numel() for member in members]), strict=True):
+            member.copy_(values)
 
 
 class _Sums:

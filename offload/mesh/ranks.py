@@ -37,7 +37,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ from torch import Tensor
 
 from offload.mesh.groups import Group, Groups, Kind, new_group
 from offload.mesh.notices import Notices
-from offload.mesh.traffic import MESSAGE_BYTES
+from offload.mesh.traffic import MESSAGE_BYTES, piece_bytes
 from offload.mesh.transport import CPU, HOST, Transport
 from offload.planning.partition import aligned
 from offload.streaming.lane import Arrival, ThreadCopyLane
@@ -210,29 +210,35 @@ class Ranks:
             _reduce_scatter(received.view(-1).view(real), sent.view(-1).view(real), self._group.begin())
         self._meter.bytes_reduced += sent[0].numel() * (self.count - 1)
 
-    def any_rank_has(self, flags: Sequence[bool]) -> list[bool]:
-        """For each flag whether any rank has set it. By messages of the host, on the lane only."""
-        rows = torch.zeros(self.count, aligned(len(flags)), dtype=torch.uint8)
-        rows[self.rank, : len(flags)] = torch.tensor(flags, dtype=torch.uint8)
+    def any_rank_has(self, flags: Sequence[bool], *, replicas: bool = False) -> list[bool]:
+        """For each flag whether any rank has set it; ``replicas``: any replica. By messages of the host, on the lane
+        only."""
+        group, count, place = self._over(replicas)
+        rows = torch.zeros(count, aligned(len(flags)), dtype=torch.uint8)
+        rows[place, : len(flags)] = torch.tensor(flags, dtype=torch.uint8)
         with self._naming_ranks(f"reducing the gradients of a shard in {self._pass[0]}"):
-            _all_gather(rows.view(-1), rows[self.rank], self._group.begin())
-        self._meter.bytes_reduced += rows[0].numel() * (self.count - 1)
+            _all_gather(rows.view(-1), rows[place], group.begin())
+        self._meter.bytes_reduced += rows[0].numel() * (count - 1)
         found: list[bool] = rows[:, : len(flags)].any(dim=0).tolist()
         return found
 
-    def all_to_all_replicas(self, received: Tensor, sent: Tensor) -> None:
-        """Sends row ``r`` of bytes to replica ``r`` of what this rank stores, and receives one row from each."""
-        assert self._rows is not None
-        with self._naming_ranks(f"reducing the gradients of a shard over replicas in {self._pass[0]}"):
-            dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._rows.begin())
-        self._meter.bytes_reduced += sent[0].numel() * (self.replicas - 1)
+    def all_reduce(self, tensors: Iterable[Tensor], nbytes: int, *, replicas: bool = False) -> None:
+        """Adds each tensor over ranks, in place; ``replicas``: over those of what this rank stores. On the lane only.
 
-    def all_gather_replicas(self, rows: Tensor) -> None:
-        """Fills ``rows``, of bytes for each replica of what this rank stores, with those of the others."""
+        ``nbytes``: of the tensors, as they are counted, the same on all ranks.
+        """
+        group, count, _ = self._over(replicas)
+        with self._naming_ranks(f"adding gradients in {self._pass[0]}"):
+            for tensor in tensors:
+                dist.all_reduce(tensor, group=group.begin())
+        self._meter.bytes_reduced += 2 * piece_bytes(nbytes, count) * (count - 1)
+
+    def _over(self, replicas: bool) -> tuple[Group, int, int]:
+        """The process group of a dimension of the mesh, its size, and the place of this rank in it."""
+        if not replicas:
+            return self._group, self.count, self.rank
         assert self._rows is not None
-        with self._naming_ranks(f"reducing the gradients of a shard over replicas in {self._pass[0]}"):
-            _all_gather(rows.view(-1), rows[self.replica], self._rows.begin())
-        self._meter.bytes_reduced += rows[0].numel() * (self.replicas - 1)
+        return self._rows, self.replicas, self.replica
 
     def copy_first_replica(self, tensor: Tensor) -> None:
         """Gives ``tensor``, the home of a shard, the values of the first row of the mesh."""

@@ -1,10 +1,6 @@
 """Parameters that each rank stores whole, such as those outside of blocks; their gradients are means over ranks.
 
-All of them are reduced by two collectives at the end of a backward, on the lane of ranks::
-
-    backward            whole gradients, of the rows of this rank
-    all_to_all          the elements of each are cut into one piece for each rank, which adds its piece in rank order
-    all_gather          each rank gets the means of the others: the same bits on all of them
+All of them are added by all_reduce at the end of a backward, on the lane of ranks: the same bits on all of them.
 """
 
 from __future__ import annotations
@@ -19,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from offload.mesh.device_bytes import ExchangeBytes, exchange_bytes
-from offload.mesh.gradients import means_of_parts
+from offload.mesh.gradients import add_over
 from offload.mesh.local_sums import LocalSums
-from offload.mesh.parts import Part, WholePart, cuts_between, offsets_of
-from offload.mesh.pieces import gather_parts
+from offload.mesh.parts import Part, WholePart
 from offload.mesh.ranks import Ranks
 from offload.mesh.shard import without_memory
 from offload.mesh.sharded import ShardedParameters, ShownParameter
-from offload.mesh.traffic import Traffic, bytes_beside_one_process, sent_bytes, traffic_of
+from offload.mesh.traffic import Traffic, bytes_beside_one_process, piece_bytes, sent_bytes, traffic_of, widened
 from offload.mesh.transport import HOST
 from offload.mesh.words import described
+from offload.planning.partition import aligned
 from offload.planning.plan import BACKWARD_CELLS
 from offload.streaming.lane import error_context
 from offload.streaming.shard import Shard
@@ -60,12 +56,11 @@ def resident_parts(resident: Shard, ranks: Ranks) -> dict[nn.Parameter, tuple[Sh
 
 
 class ReplicatedGradients:
-    """Reduces the gradients of parameters, given with their names, that each of the ``ranks`` stores whole."""
+    """Reduces the gradients of parameters that each of the ``ranks`` stores whole; ``parts``: what each is."""
 
-    def __init__(self, named: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
+    def __init__(self, parts: Mapping[nn.Parameter, Part], ranks: Ranks) -> None:
         self._ranks = ranks
-        #: The cut of the elements of each.
-        self._parts = {p: Part(name, (p.numel(),), (1,), p.dtype, ranks.count) for name, p in named.items()}
+        self._parts = parts
 
     def __contains__(self, parameter: object) -> bool:
         """Whether a parameter is one of these."""
@@ -104,42 +99,33 @@ class ReplicatedGradients:
         """The cuts of those that take a gradient."""
         return [part for p, part in self._parts.items() if p.requires_grad]
 
-    def received(self) -> tuple[int, int]:
-        """Bytes that a rank receives in one call of :meth:`reduce`: of means that it gathers, and of gradients."""
-        parts = self.trained_parts()
-        if not parts:
-            return 0, 0
-        sent, ranks = sent_bytes(parts, [True] * len(parts)), self._ranks
-        others, replicas = ranks.count - 1, ranks.replicas - 1
-        sums = sum(sent.to_replicas(ranks.replicas)) if replicas else 0
-        return others * sent.gathered, others * sent.reduced + replicas * sums
+    def received(self) -> int:
+        """Bytes that a rank receives in one call of :meth:`reduce`."""
+        parts, ranks = self.trained_parts(), self._ranks
+        nbytes = sum(aligned(part.stored_bytes(0)) for part in widened(parts))
+        sizes = (ranks.count, ranks.replicas) if parts else ()
+        return sum((count - 1) * (2 * piece_bytes(nbytes, count) + aligned(len(parts))) for count in sizes)
 
     def _means(
         self, trained: Sequence[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor]
     ) -> list[tuple[nn.Parameter, Tensor]]:
         """The mean of each gradient that any rank has. On the lane."""
         ranks, parts = self._ranks, [self._parts[p] for p in trained]
-        flat = [None if p not in gradients else gradients[p].detach().reshape(-1) for p in trained]
-        means = means_of_parts(parts, flat, ranks)
-        offsets, nbytes = offsets_of(parts)
-        found = [
-            None if mean is None else torch.empty(p.shape, dtype=p.dtype, device=p.device)
-            for p, mean in zip(trained, means, strict=True)
-        ]
-
-        def read(memory: Tensor, begin: int) -> None:
-            for cut in cuts_between(parts, offsets, begin, begin + memory.numel()):
-                mean = means[cut.number]
-                if mean is not None:
-                    part = parts[cut.number]
-                    cut.sent(part, ranks.rank, memory).copy_(cut.at_rank(part, ranks.rank, mean))
-
-        gather_parts(parts, offsets, nbytes, [None if each is None else each.view(-1) for each in found], read, ranks)
-        return [
-            (p, each if p.is_contiguous() else torch.empty_like(p, requires_grad=False).copy_(each))
-            for p, each in zip(trained, found, strict=True)
-            if each is not None
-        ]
+        totals: list[Tensor | None] = [None] * len(parts)
+        for k, (p, wide) in enumerate(zip(trained, widened(parts), strict=True)):
+            if (gradient := gradients.get(p)) is not None:
+                ranks.transport.use(gradient)
+                totals[k] = wide.flat(gradient.detach()).to(wide.dtype, copy=True)
+        add_over(totals, parts, ranks)
+        if ranks.replicas > 1:
+            add_over(totals, parts, ranks, replicas=True)
+        found = []
+        for k, (p, part) in enumerate(zip(trained, parts, strict=True)):
+            total, totals[k] = totals[k], None
+            if total is not None:
+                mean = total.div_(ranks.divide_factor).to(part.dtype)
+                found.append((p, mean.as_strided(part.shape, part.stride)))
+        return found
 
 
 def _refuse_leaf(parameter: Tensor) -> None:
@@ -169,9 +155,7 @@ class MeshParameters(ShardedParameters):
         self.buffer_bytes = bytes_beside_one_process(largest, ranks.count) if ranks.transport is HOST else 0
 
     def _replicated_now(self) -> ReplicatedGradients:
-        return ReplicatedGradients(
-            {p.part.name: p.stored for p in self._all if isinstance(p.part, WholePart)}, self._ranks
-        )
+        return ReplicatedGradients({p.stored: p.part for p in self._all if isinstance(p.part, WholePart)}, self._ranks)
 
     def names(self, s: Slice) -> dict[int, str]:
         """See :meth:`PublicParameters.names`."""
@@ -260,10 +244,7 @@ class MeshParameters(ShardedParameters):
         found = traffic_of(plan, shards, self._ranks.count, self._ranks.replicas)
         if not any(action.kind in BACKWARD_CELLS for action in plan.actions):
             return found
-        gathered, reduced = self._replicated.received()
-        return replace(
-            found, bytes_gathered=found.bytes_gathered + gathered, bytes_reduced=found.bytes_reduced + reduced
-        )
+        return replace(found, bytes_reduced=found.bytes_reduced + self._replicated.received())
 
     def compare(self, what: str, number: float) -> list[float]:
         """See :meth:`PublicParameters.compare`. Raises RuntimeError on all ranks if they begin different calls."""

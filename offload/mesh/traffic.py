@@ -36,13 +36,10 @@ _PARTS, _LEAST_PARTS = 32, 3
 #: Least and most bytes of a message, as far as there are so many.
 LEAST_AT_ONCE, _MOST_AT_ONCE = 1 << 16, 1 << 24
 
-#: Pieces of sums begin at multiples of half a cache line, so that two pieces are no longer than the whole.
-_PIECE = 32
 
-
-def piece_bytes(nbytes: int, replicas: int) -> int:
-    """Bytes of each of so many pieces of ``nbytes``."""
-    return -(-nbytes // (replicas * _PIECE)) * _PIECE
+def piece_bytes(nbytes: int, ranks: int) -> int:
+    """Bytes of a piece of ``nbytes`` for each rank: what each sends to every other one, twice, to add them."""
+    return -(-nbytes // ranks)
 
 
 def bytes_at_once(nbytes: int, ranks: int) -> int:
@@ -82,7 +79,7 @@ class SentBytes:
     flags: int
 
     def to_replicas(self, replicas: int) -> tuple[int, int]:
-        """To each replica, in the two collectives that add the sums."""
+        """To each replica, in the two passes of the collective that adds the sums."""
         piece = piece_bytes(self.sums, replicas)
         return piece + self.flags, piece
 

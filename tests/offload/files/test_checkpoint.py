@@ -9,6 +9,7 @@ import json
 import os
 import random
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ import torch
 from torch import nn
 
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
-from offload.files.running_sum import RunningSum
 from offload.files.save_folder import Save
-from offload.files.tensor_file import TensorFile, write_tensors
+from offload.files.tensor_file import SAVE, TensorFile, write_tensors
 from tests.offload.checkpoint_worker import STATES
 from tests.offload.pair import Pair
 from tests.offload.zoo import WIDTH, build
@@ -126,7 +126,7 @@ def test_other_tools_read_it(tmp_path: Path, home: str) -> None:
         with safe_open(tmp_path / file, framework="pt") as opened:
             assert opened.metadata()["format"] == "pt"
             assert torch.equal(opened.get_tensor(name), state[name])
-    folder = tmp_path / index["metadata"]["gradstream_state"]
+    folder = tmp_path / f"state-{index['metadata'][SAVE]}"
     saved = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
     expected = pair.ours.state_dict()["state"]
     assert saved.keys() == {f"state.{n}.{key}" for n, state in expected.items() for key in state}
@@ -286,7 +286,7 @@ def test_an_interrupt_after_the_index_was_replaced_removes_nothing_that_it_names
             save_checkpoint(tmp_path, model, optimizer)
     load_checkpoint(tmp_path, model, optimizer)
     save_checkpoint(tmp_path, model, optimizer)
-    assert {entry.name for entry in tmp_path.iterdir()} == {INDEX, "model-3-00001-of-00001.safetensors", "state-3"}
+    assert names_in(tmp_path) == {INDEX, *saved_in(tmp_path)}
 
 
 @pytest.mark.parametrize(
@@ -369,27 +369,34 @@ def names_in(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
+def saved_in(folder: Path) -> set[str]:
+    """The names of the last save of a model."""
+    save = json.loads((folder / INDEX).read_text())["metadata"][SAVE]
+    return {f"model-{save}-00001-of-00001.safetensors", f"state-{save}", f"state-{save}/state.pt"}
+
+
 def test_what_is_the_users_stays(tmp_path: Path) -> None:
-    """Also in a folder of ours, and in folders and files that are called like ours."""
+    """Also in a folder of ours, and in folders and files that are called nearly like ours."""
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "state.pt").write_text("mine")
-    folder = tmp_path / "c"
-    own = ["state-1/thesis.txt", "state-1/state.pt", "index-3.json", "model-2-00001-of-00001.safetensors", "state-x/a"]
+    folder, id = tmp_path / "c", "0" * 32
+    own = ["state-1/state.pt", "index-3.json", "model-2-00001-of-00001.safetensors", f"state-x{id}/a", f"model-{id}"]
+    own += [f"state-{id}/thesis.txt"]
     for name in own:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("mine")
-    (folder / "state-4").symlink_to(tmp_path / "outside")
+    (folder / f"state-{'1' * 32}").symlink_to(tmp_path / "outside")
+    before = names_in(folder)
     layers = build(["linear"])
     save_checkpoint(folder, layers)
-    assert {*own, "state-4", INDEX, "state-5", "model-5-00001-of-00001.safetensors"} <= names_in(folder)
-    shutil.copytree(folder / "state-5", folder / "state-9")  # a copy that is called otherwise, with our mark
-    (folder / "state-5" / "notes.txt").write_text("mine")
+    first = next(name for name in saved_in(folder) if name.endswith("state.pt"))
+    shutil.copytree((folder / first).parent, folder / "best")
+    (folder / first).with_name("notes.txt").write_text("mine")
     save_checkpoint(folder, layers)
     save_checkpoint(folder, layers)
-    left = {*own, "state-1", "state-x", "state-4", "state-9", "state-9/save.json", "state-9/state.pt"}
-    left |= {"state-5", "state-5/notes.txt"}
-    last = {INDEX, "state-11", "state-11/save.json", "state-11/state.pt", "model-11-00001-of-00001.safetensors"}
-    assert names_in(folder) == left | last
+    state = first.removesuffix("/state.pt")
+    left = before | {"best", "best/state.pt", state, f"{state}/notes.txt"}
+    assert names_in(folder) == left | {INDEX} | saved_in(folder)
     assert all((folder / name).read_text() == "mine" for name in own)
     assert (tmp_path / "outside" / "state.pt").read_text() == "mine"
     load_checkpoint(folder, layers)
@@ -407,12 +414,13 @@ def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
         "import offload.files.checkpoint as c; c.write_tensors = killed\n"
         "save_checkpoint(sys.argv[1], build(['linear']))"
     )
-    for number in (2, 2):
+    for _ in range(2):
         assert run_program(code, tmp_path).status == 9
-        left = {f"state-{number}", f"model-{number}-00001-of-00001.safetensors"}
-        assert {path.name for path in tmp_path.iterdir()} == {INDEX, *kept, *left}
+        left = {path.name for path in tmp_path.iterdir()} - kept
+        assert {name.split("-")[0] for name in left} == {"state", "model"}
+        assert len(left) == 2
     save_checkpoint(tmp_path, layers)
-    assert {path.name for path in tmp_path.iterdir()} == {INDEX, *left}
+    assert names_in(tmp_path) == {INDEX, *saved_in(tmp_path)}
     load_checkpoint(tmp_path, layers)
 
 
@@ -446,7 +454,7 @@ def test_one_save_at_a_time_writes_to_a_folder(tmp_path: Path, monkeypatch: pyte
 def test_a_lock_ends_with_its_save_although_a_forked_process_lives(tmp_path: Path) -> None:
     """A worker of a data loader that is forked while a thread saves has a copy of the descriptor."""
     save = Save(tmp_path)
-    save.begin(0)
+    save.begin()
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
         os.read(reading, 1)
@@ -485,25 +493,25 @@ def test_an_index_that_is_not_of_a_checkpoint_is_not_replaced(tmp_path: Path, ki
 def test_a_save_beside_training_sums_what_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that trains changes the weights between the sum and the write of a window."""
     layers = nn.Linear(600, 600)
-    add = RunningSum.add
+    crc32 = zlib.crc32
 
-    def changed(total: RunningSum, data: memoryview) -> None:
-        add(total, data)
-        total.wait()
+    def changed(data: Any, value: int = 0) -> int:
+        found = crc32(data, value)
         with torch.no_grad():
             layers.weight.add_(1.0)
             layers.bias.add_(1.0)
+        return found
 
-    monkeypatch.setattr(RunningSum, "add", changed)
+    monkeypatch.setattr("offload.files.tensor_file.zlib.crc32", changed)
     save_checkpoint(tmp_path, layers)
     monkeypatch.undo()
     load_checkpoint(tmp_path, nn.Linear(600, 600))
 
 
-ACTIONS = ("open", "write", "pwritev", "fsync", "rename", "replace", "mkdir")
+ACTIONS = ("open", "write", "pwritev", "fsync", "replace", "mkdir")
 
 
-def test_each_of_a_hundred_faults_names_its_file_and_leaves_the_save_before(
+def test_each_of_many_faults_names_its_file_and_leaves_the_save_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error of the n-th call of an action, for every action and n; nothing is left, and the next save works."""
@@ -530,7 +538,7 @@ def test_each_of_a_hundred_faults_names_its_file_and_leaves_the_save_before(
     save_checkpoint(folder, layers, optimizer, extra=1, file_bytes=300)
     faults = [(action, n) for action, total in calls.items() for n in range(1, total + 1)]
     assert {action for action, _ in faults} == set(ACTIONS)
-    assert len(faults) >= 100
+    assert len(faults) >= 80
     before = names_in(folder)
     for fault in faults:
         calls.clear()

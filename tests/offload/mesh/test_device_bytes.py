@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,11 +42,11 @@ class Alone(Ranks):
 
     def reduce(self, received: Tensor, sent: Tensor, dtype: torch.dtype) -> None: ...
 
-    def all_to_all_replicas(self, received: Tensor, sent: Tensor) -> None: ...
+    def all_reduce(self, tensors: Iterable[Tensor], nbytes: int, *, replicas: bool = False) -> None:
+        for _ in tensors:
+            pass
 
-    def all_gather_replicas(self, rows: Tensor) -> None: ...
-
-    def any_rank_has(self, flags: Sequence[bool]) -> list[bool]:
+    def any_rank_has(self, flags: Sequence[bool], *, replicas: bool = False) -> list[bool]:
         return [*flags]
 
 
@@ -83,7 +83,7 @@ def test_what_an_exchange_holds_is_what_was_counted(dtypes: list[torch.dtype], c
     # A part of the means, which two shards have, is not there in the exchange of one.
     assert 0.8 * living.peak_bytes < counted.staging + counted.draining[0]
     assert living.peak_bytes <= counted.staging + counted.draining[0]
-    least = least_exchange_bytes(nbytes, count, replicas, narrow=HALF in dtypes)
+    least = least_exchange_bytes(nbytes, count, narrow=HALF in dtypes)
     two = exchange_bytes([shard_of(parts)] * 2, [], ranks)
     assert counted.staging + two.draining[0] - nbytes <= least
     assert two.draining[0] - counted.draining[0] == nbytes // count
@@ -99,10 +99,10 @@ def test_a_shard_that_does_not_train_is_gathered_only_and_adapters_are_not_reduc
 
 def test_what_each_rank_stores_whole_is_counted_at_the_end_of_a_backward() -> None:
     ranks, ours = Alone(), [nn.Parameter(torch.zeros(600, 512)), nn.Parameter(torch.zeros(512))]
-    replicated = ReplicatedGradients({str(k): p for k, p in enumerate(ours)}, ranks)
+    replicated = ReplicatedGradients({p: WholePart.of("", p, 2) for p in ours}, ranks)
     counted = exchange_bytes([], replicated.trained_parts(), ranks)
     nbytes = sum(p.nbytes for p in ours)
-    assert counted.outside == nbytes + nbytes // 2
+    assert counted.outside == nbytes
     gradients = {p: torch.zeros_like(p) for p in ours}
     with Living() as living, torch.no_grad():
         assert len(replicated._means(ours, gradients)) == len(ours)

@@ -5,7 +5,7 @@ Sums and bytes are those of ``test_mesh.py``, whose ranks exchange so as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from offload.mesh import transport
 from offload.mesh.gradients import means_of_parts
-from offload.mesh.parts import Part, offsets_of
+from offload.mesh.parts import Part, WholePart, offsets_of
 from offload.mesh.pieces import gather_parts
 from offload.mesh.ranks import CollectiveLane, Ranks
 from offload.mesh.replicated import ReplicatedGradients
@@ -41,7 +41,10 @@ class Alone(Ranks):
         assert received.shape == (1 if dtype == torch.float32 else 2, sent.shape[1])
         self.devices |= {received.device, sent.device}
 
-    def any_rank_has(self, flags: Sequence[bool]) -> list[bool]:
+    def all_reduce(self, tensors: Iterable[Tensor], nbytes: int, *, replicas: bool = False) -> None:
+        self.devices.update(tensor.device for tensor in tensors)
+
+    def any_rank_has(self, flags: Sequence[bool], *, replicas: bool = False) -> list[bool]:
         return [*flags]
 
 
@@ -64,7 +67,7 @@ def test_what_collectives_move_is_on_the_device() -> None:
     means = means_of_parts(parts, [each.contiguous() for each in whole], ranks)
     assert [None if mean is None else mean.dtype for mean in means] == [each.dtype for each in whole]
     ours = [nn.Parameter(each) for each in whole]
-    replicated = ReplicatedGradients({str(k): p for k, p in enumerate(ours)}, ranks)
+    replicated = ReplicatedGradients({p: WholePart.of("", p, 2) for p in ours}, ranks)
     found = replicated._means(ours, {ours[0]: torch.empty_like(ours[0])})
     assert {tensor.device for tensor in (*means, found[0][1]) if tensor is not None} == {META}
     assert len(found) == 1

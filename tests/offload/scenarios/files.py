@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,8 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.files.running_sum import RunningSum
-from offload.files.tensor_file import ChecksumError, TensorFile, write_tensors
 from offload.optim.disk_update import DiskParamBlock
 from offload.optim.io_buffers import IOBufferPool
 from offload.optim.io_requests import Copy, Read, Write
@@ -75,36 +72,9 @@ def late_threads(monkeypatch: pytest.MonkeyPatch) -> list[LateThreads]:
         made.append(LateThreads())
         return made[-1]
 
-    for user in ("files.running_sum", "optim.io_buffers", "optim.optimizer", "storage.transfer"):
+    for user in ("optim.io_buffers", "optim.optimizer", "storage.transfer"):
         monkeypatch.setattr(f"offload.{user}.Threads", threads)
     return made
-
-
-@fails_with("the sum is that of other bytes")
-def a_sum_is_that_of_all_that_was_added(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    late_threads(monkeypatch)
-    parts = [bytes([k]) * (1 << 17) for k in range(3)]
-    with RunningSum(b"first") as total:
-        for part in parts:
-            total.add(memoryview(part))
-        expected = f"{zlib.crc32(b'first' + b''.join(parts)):08x}"
-        assert total.digits() == expected, "the sum is that of other bytes"
-
-
-@fails_with("it reads after its end")
-def a_sum_reads_nothing_after_its_end(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    threads = late_threads(monkeypatch)
-    with contextlib.suppress(OSError), RunningSum(b"") as total:
-        total.add(memoryview(bytes(1 << 17)))
-        raise OSError("the write beside it failed")
-    assert threads[0].under_way() == 0, "it reads after its end"
-
-
-@fails_with("are not those that were written", error=ChecksumError)
-def a_window_is_summed_before_it_is_filled_again(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    write_tensors(path / "x", {"a": torch.randn(1 << 17)})
-    late_threads(monkeypatch)
-    TensorFile(path / "x").read_into("a", torch.empty(1 << 17, dtype=torch.float64), window_bytes=1 << 17)
 
 
 def _disk(

@@ -128,15 +128,6 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "Clock.seconds": [("self._wait_idle(wait=True)", lanes.a_clock_counts_what_has_ended)],
         "Clock.seconds_each": [("self._wait_idle(wait=True)", lanes.a_forecast_counts_what_has_ended)],
     },
-    "offload.files.running_sum": {
-        "RunningSum.add": [("self.wait()", files.a_sum_is_that_of_all_that_was_added)],
-        "RunningSum.digits": [("self.wait()", files.a_sum_is_that_of_all_that_was_added)],
-        "RunningSum.wait": [("self._job.run_or_wait()", files.a_sum_is_that_of_all_that_was_added)],
-        "RunningSum.__exit__": [("self._job.cancel()", files.a_sum_reads_nothing_after_its_end)],
-    },
-    "offload.files.tensor_file": {
-        "TensorFile.read_into": [("total.wait()", files.a_window_is_summed_before_it_is_filled_again)],
-    },
     "offload.model": {
         "OffloadModel.close": [("self._homes.streamer.apply_pending_updates()", reading.a_closed_model_is_updated)],
     },
