@@ -3,8 +3,8 @@
 from offload.embedding.bag import OffloadEmbeddingBag
 from offload.embedding.rowwise import RowWiseAdagrad
 from offload.files.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from offload.files.empty_weights import init_empty_weights
 from offload.files.pretrained import Pretrained, load_pretrained
+from offload.loading import init_empty_weights
 from offload.model import OffloadModel, offload
 from offload.optim import OffloadOptimizer
 from offload.planning.plan import Plan

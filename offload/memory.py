@@ -12,9 +12,8 @@ from torch import nn
 
 from offload.arguments import layer_bytes
 from offload.limits import HOST, MemoryLimits, check_place, limits_of, numbers_of
-from offload.mesh.device_bytes import least_exchange_bytes
 from offload.mesh.sharding import least_of_ranks
-from offload.mesh.traffic import bytes_beside_one_process
+from offload.mesh.traffic import bytes_beside_one_process, least_exchange_bytes
 from offload.planning.budget import SMALLEST_BOUNDARIES, Layout, requirement, shown_bytes
 from offload.planning.partition import cut_layers, cut_within
 from offload.policy import DEFAULT_MEMORY, PLACES, MemoryPolicy, policy_of

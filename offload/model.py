@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.arguments import check_choices, check_gradient_dtype, check_separate, compute_device
-from offload.blocks.engine_of import engine_of
+from offload.blocks.body import engine_of
 from offload.blocks.find import BlockNames, Blocks
 from offload.blocks.fixed_structure import methods_refused
 from offload.blocks.own_forward import OwnForward

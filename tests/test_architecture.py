@@ -206,7 +206,7 @@ def test_no_floor_imports_one_above_it(floor: str) -> None:
 OPTIONAL = {
     "gradcache/jax.py": {"jax"},
     "offload/advise/config.py": {"transformers"},
-    "offload/files/state_file.py": {"from_numpy", "numpy"},
+    "offload/files/checkpoint.py": {"from_numpy", "numpy"},
     "offload/telemetry/memory_report.py": {"matplotlib"},
 }
 

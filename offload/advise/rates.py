@@ -14,14 +14,12 @@ from typing import Any, cast
 import torch
 
 from offload.mesh.elementwise import check_elementwise
-from offload.optim.encoded_step import EncodedWeights, step_encoded
 from offload.optim.param_block import ELEMENTWISE
-from offload.optim.state_forms import StateForm, form_of
+from offload.optim.state_forms import EncodedWeights, StateForm, form_of, step_encoded
 from offload.optim.update_blocks import StoredStates
 from offload.storage.buffer import host_buffer
 from offload.storage.page_cache import CACHE_HOLDS, CACHE_PAYS_UP_TO, PageCache, available_bytes
-from offload.storage.staging import Link
-from offload.storage.transfer import Transfers
+from offload.storage.transfer import Link, Transfers
 from offload.streaming.weight_forms import WeightForm, weight_form_of
 
 __all__ = ["OptimizerRate", "Rates", "measure_optimizer", "measure_rates"]

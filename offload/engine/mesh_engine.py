@@ -28,8 +28,7 @@ from offload.engine.cell import Block
 from offload.engine.engine import Engine
 from offload.engine.passes import before
 from offload.engine.visit import Visit
-from offload.mesh.replicated import MeshParameters
-from offload.mesh.sharded import ShownParameter
+from offload.mesh.sharded import MeshParameters, ShownParameter
 from offload.planning.plan import Kind
 from pipe.freed import Life
 from pipe.torch_private.autograd import accumulates_everywhere, has_hooks, is_requested

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from offload.files.index import read_index
+from offload.files.save_folder import read_index
 from offload.files.tensor_file import TensorFile
 from offload.streaming.quantised import part_names
 

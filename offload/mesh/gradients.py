@@ -18,11 +18,19 @@ with a byte for each parameter that says whether there was one; these bytes are 
 ``all_to_all`` moves each byte once; gloo's ``reduce_scatter`` moves twice as many. The order of the sum is fixed, so
 results have the same bits from run to run. ``reduce_scatter`` of nccl moves as many bytes as ``all_to_all``, in rings
 or trees that fit the links; the order of its sums is that of nccl.
+
+What each rank stores whole, such as parameters outside of blocks, has its gradients added by ``all_reduce`` at the end
+of a backward: the same bits on all ranks.
+
+Inside of ``OffloadModel.accumulate()`` a backward adds its gradients here and sends none. The first backward outside
+adds what is kept to its own gradients before ranks reduce them. The result is the mean over ranks of the same sums, so
+it differs by rounding alone from that of a reduction in each backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -30,11 +38,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from offload.mesh.local_sums import LocalSums
-from offload.mesh.parts import Cut, Part, WholePart, cuts_between, offsets_of
-from offload.mesh.pieces import pieces_of
+from offload.mesh.parts import LEAST_AT_ONCE, Cut, Part, WholePart, bytes_at_once, cuts_between, offsets_of, pieces_of
 from offload.mesh.ranks import Ranks
-from offload.mesh.traffic import LEAST_AT_ONCE, bytes_at_once, widened
+from offload.mesh.traffic import ExchangeBytes, piece_bytes, widened
 from offload.planning.partition import aligned
 from offload.streaming.gradient_offload import GradientOffload
 from offload.streaming.lane import Arrival, error_context
@@ -43,8 +49,139 @@ from offload.telemetry.statistics import REDUCTION
 
 if TYPE_CHECKING:
     from offload.mesh.shard import MeshShard
+    from offload.telemetry.statistics import Meter
 
-__all__ = ["MeshGradientOffload", "add_over", "means_of_parts"]
+__all__ = ["LocalSums", "MeshGradientOffload", "ReplicatedGradients", "exchange_bytes", "means_of_parts"]
+
+
+class LocalSums:
+    """The sums of one rank: of shards by their parameters, and of parameters that each rank stores whole."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._entered = 0
+        self._shards: dict[MeshShard, list[Tensor | None]] = {}
+        self._replicated: dict[nn.Parameter, Tensor] = {}
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """A context in which backwards keep their gradients. May be nested."""
+        self._entered += 1
+        try:
+            yield
+        finally:
+            self._entered -= 1
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the present backward is to keep its gradients."""
+        return self._entered > 0
+
+    def __bool__(self) -> bool:
+        """Whether any sum is kept."""
+        return bool(self._shards or self._replicated)
+
+    def described(self) -> str:
+        """What ranks compare before a backward: whether it keeps, and of what sums are kept."""
+        shards = ",".join(str(shard.index) for shard in self.shards)
+        return f"{'keeps' if self.keeps else 'reduces'}:sums-of={shards}"
+
+    @property
+    def shards(self) -> list[MeshShard]:
+        """The shards of which sums are kept, in their order."""
+        return sorted(self._shards, key=lambda shard: shard.index)
+
+    def check_trained(self) -> None:
+        """Raises RuntimeError if a parameter of which a sum is kept was frozen since."""
+        frozen = [
+            s.name
+            for shard, kept in self._shards.items()
+            for s, total in zip(shard.slices, kept, strict=True)
+            if total is not None and not s.parameter.requires_grad
+        ]
+        frozen += ["a parameter that each rank stores whole" for p in self._replicated if not p.requires_grad]
+        if frozen:
+            raise RuntimeError(
+                f"{frozen[0]} has a gradient from a backward in accumulate(), which was not reduced yet, but does not "
+                f"require one now. Freeze parameters after the backward that reduces, or clear gradients by "
+                f"model.zero_grad() before"
+            )
+
+    def keep(self, shard: MeshShard, gradients: list[Tensor | None]) -> None:
+        """Adds the gradients of one visit, in the types of homes; empties the list."""
+        self._shards[shard] = self._added(self._shards.get(shard, [None] * len(gradients)), gradients, shard.parts)
+        gradients[:] = [None] * len(gradients)
+
+    def add_to(self, shard: MeshShard, gradients: list[Tensor | None]) -> None:
+        """Adds what is kept of a shard to the gradients of a visit, and keeps it no longer.
+
+        Every backward that stores gradients visits all shards that train.
+        """
+        kept = self._shards.pop(shard, None)
+        if kept is not None:
+            self._meter.release(_nbytes(kept))
+            gradients[:] = self._added(kept, gradients, shard.parts, holds=False)
+
+    def keep_replicated(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """Adds gradients of parameters that each rank stores whole."""
+        for p, gradient in gradients.items():
+            if gradient.layout is not torch.strided:
+                raise RuntimeError(
+                    "a gradient outside of the blocks is sparse, which is not supported with mesh=; use a layer with "
+                    "sparse=False"
+                )
+            if p in self._replicated:
+                self._replicated[p] += gradient
+            else:
+                self._replicated[p] = gradient.to(p.dtype, copy=True)
+                self._meter.hold(self._replicated[p].nbytes)
+
+    def with_replicated(self, gradients: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Gradients of parameters that each rank stores whole, with what is kept of them, which is kept no longer."""
+        kept, self._replicated = self._replicated, {}
+        self._meter.release(sum(g.nbytes for g in kept.values()))
+        found = dict(gradients)
+        for p, total in kept.items():
+            found[p] = total + found[p] if p in found else total
+        return found
+
+    def drop(self, parameters: Collection[nn.Parameter]) -> None:
+        """Drops the sums of some stored parameters, as ``zero_grad()`` does with gradients."""
+        for shard, kept in list(self._shards.items()):
+            for k, total in enumerate(kept):
+                if total is not None and shard.owner_of(k)[1].parameter in parameters:
+                    self._meter.release(total.nbytes)
+                    kept[k] = None
+            if not any(total is not None for total in kept):
+                del self._shards[shard]
+        for p in [p for p in self._replicated if p in parameters]:
+            self._meter.release(self._replicated.pop(p).nbytes)
+
+    def _added(
+        self,
+        kept: list[Tensor | None],
+        gradients: Sequence[Tensor | None],
+        parts: Sequence[Part],
+        *,
+        holds: bool = True,
+    ) -> list[Tensor | None]:
+        found = list(kept)
+        for k, (gradient, part) in enumerate(zip(gradients, parts, strict=True)):
+            if gradient is None:
+                continue
+            there = found[k]
+            if there is None:
+                # What is kept is added to in place, and autograd may use a gradient in several places.
+                found[k] = new = gradient.to(part.dtype, copy=holds)
+                if holds:
+                    self._meter.hold(new.nbytes)
+            else:
+                there += gradient
+        return found
+
+
+def _nbytes(gradients: Sequence[Tensor | None]) -> int:
+    return sum(g.nbytes for g in gradients if g is not None)
 
 
 class MeshGradientOffload(GradientOffload):
@@ -344,3 +481,123 @@ class _Sums:
                     # Drain lane -> lane of ranks. Without this, a rank holds more than a shard beside one process.
                     arrival.synchronize()
         return torch.empty(count, dtype=wide.dtype, device=self._ranks.transport.device)
+
+
+class ReplicatedGradients:
+    """Reduces the gradients of parameters that each of the ``ranks`` stores whole; ``parts``: what each is."""
+
+    def __init__(self, parts: Mapping[nn.Parameter, Part], ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._parts = parts
+
+    def __contains__(self, parameter: object) -> bool:
+        """Whether a parameter is one of these."""
+        return parameter in self._parts
+
+    def reduce(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """Adds the mean over ranks of each gradient to the ``.grad`` of its parameter.
+
+        All ranks call it with as many trained parameters. One that has no gradient here counts as zeros.
+
+        Raises RuntimeError for a sparse gradient.
+        """
+        trained = [p for p in self._parts if p.requires_grad]
+        if not trained:
+            return
+        for p, gradient in gradients.items():
+            if gradient.layout is not torch.strided:
+                raise RuntimeError(
+                    f"the gradient of {self._parts[p].name} is sparse, which is not supported with mesh=; use a layer "
+                    f"with sparse=False"
+                )
+        found: list[tuple[nn.Parameter, Tensor]] = []
+        lane = self._ranks.lane
+        arrival = lane.submit("R-outside", lambda: found.extend(self._means(trained, gradients)))
+        with error_context("reducing gradients of what each rank stores whole"):
+            # Lane of ranks -> host. Without this, the gradients are read before they are there.
+            arrival.synchronize()
+        for p, mean in found:
+            self._ranks.transport.use(mean)
+            if p.grad is None:
+                p.grad = mean
+            else:
+                p.grad.add_(mean)
+
+    def trained_parts(self) -> list[Part]:
+        """The cuts of those that take a gradient."""
+        return [part for p, part in self._parts.items() if p.requires_grad]
+
+    def received(self) -> int:
+        """Bytes that a rank receives in one call of :meth:`reduce`."""
+        parts, ranks = self.trained_parts(), self._ranks
+        nbytes = sum(aligned(part.stored_bytes(0)) for part in widened(parts))
+        sizes = (ranks.count, ranks.replicas) if parts else ()
+        return sum((count - 1) * (2 * piece_bytes(nbytes, count) + aligned(len(parts))) for count in sizes)
+
+    def _means(
+        self, trained: Sequence[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor]
+    ) -> list[tuple[nn.Parameter, Tensor]]:
+        """The mean of each gradient that any rank has. On the lane."""
+        ranks, parts = self._ranks, [self._parts[p] for p in trained]
+        totals: list[Tensor | None] = [None] * len(parts)
+        for k, (p, wide) in enumerate(zip(trained, widened(parts), strict=True)):
+            if (gradient := gradients.get(p)) is not None:
+                ranks.transport.use(gradient)
+                totals[k] = wide.flat(gradient.detach()).to(wide.dtype, copy=True)
+        add_over(totals, parts, ranks)
+        if ranks.replicas > 1:
+            add_over(totals, parts, ranks, replicas=True)
+        found = []
+        for k, (p, part) in enumerate(zip(trained, parts, strict=True)):
+            total, totals[k] = totals[k], None
+            if total is not None:
+                mean = total.div_(ranks.divide_factor).to(part.dtype)
+                found.append((p, mean.as_strided(part.shape, part.stride)))
+        return found
+
+
+def exchange_bytes(shards: Sequence[MeshShard], replicated: Sequence[Part], ranks: Ranks) -> ExchangeBytes:
+    """The bytes of these ``shards``; ``replicated``: the cuts of what each rank stores whole, and trains."""
+    trained = [
+        [p for p, s in zip(shard.parts, shard.slices, strict=True) if s.parameter.requires_grad] for shard in shards
+    ]
+    reduced = [[part for part in parts if not isinstance(part, WholePart)] for parts in trained]
+    staging = [_gathering(shard.parts, ranks) for shard in shards] + [_reducing(parts, ranks) for parts in reduced]
+    sums = [_whole(part) for part in widened(replicated)]
+    staging.append(min(sum(each for each in sums if each <= LEAST_AT_ONCE // 2), LEAST_AT_ONCE))
+    draining, before = [0] * len(shards), 0
+    for j in range(len(shards) - 1, -1, -1):
+        if reduced[j]:
+            draining[j] = sum(map(_whole, reduced[j])) + _stored(widened(reduced[j]), ranks) + before
+            before = _stored(reduced[j], ranks)
+    return ExchangeBytes(
+        staging=max(staging),
+        gradients=[sum(map(_whole, parts)) for parts in trained],
+        draining=draining,
+        outside=sum(sums) + sum(_whole(part) for part in replicated if part not in widened([part])),
+    )
+
+
+def _whole(part: Part) -> int:
+    return torch.Size(part.shape).numel() * part.dtype.itemsize
+
+
+def _stored(parts: Iterable[Part], ranks: Ranks) -> int:
+    return sum(part.stored_bytes(ranks.rank) for part in parts)
+
+
+def _gathering(parts: Sequence[Part], ranks: Ranks) -> int:
+    """Bytes of the staging area for a gather."""
+    nbytes = offsets_of(parts)[1]
+    return ranks.count * bytes_at_once(nbytes, ranks.count) if nbytes else 0
+
+
+def _reducing(parts: Sequence[Part], ranks: Ranks) -> int:
+    """The same for a reduction."""
+    most = 0
+    for positions in ranks.transport.together(parts):
+        some = [parts[k] for k in positions]
+        # What the collective adds arrives as one row.
+        rows = 1 if ranks.transport.adds_in(some[0].dtype) else ranks.count
+        most = max(most, (ranks.count + rows) * bytes_at_once(offsets_of(some)[1], ranks.count))
+    return most

@@ -2,6 +2,16 @@
 
 Dimension 0 is cut into equal pieces of ``rows``; the last ranks may store fewer rows, or none. What ranks send to each
 other has the place of every parameter at the same offset, padded to ``rows``, so that one collective moves all of them.
+
+Parts of a shard are exchanged piece by piece, so that a collective holds a small part of it.
+
+::
+
+    what a rank sends    flags | rows of p | rows of q | ...          the same offsets on every rank
+    pieces                 0      |  1   |   2   |  3 ...             equal ranges of bytes, in order
+
+Every rank has the same parts, hence the same pieces: one job of the lane is the same collectives everywhere. A piece
+may begin and end inside of a row of a parameter, never inside of an element.
 """
 
 from __future__ import annotations
@@ -16,7 +26,16 @@ from torch import Tensor
 from offload.planning.partition import aligned
 from offload.storage.contract import in_order
 
-__all__ = ["Cut", "Part", "WholePart", "cuts_between", "offsets_of"]
+__all__ = [
+    "LEAST_AT_ONCE",
+    "Cut",
+    "Part",
+    "WholePart",
+    "bytes_at_once",
+    "cuts_between",
+    "offsets_of",
+    "pieces_of",
+]
 
 
 @dataclass(frozen=True)
@@ -158,3 +177,26 @@ def offsets_of(parts: Iterable[Part]) -> tuple[Sequence[int], int]:
         offsets.append(end)
         end += part.nbytes
     return offsets, end
+
+
+#: A collective moves so small a part of a shard times the ranks: few ranks also store much of the sums. At most a third
+#: with many, whose messages are small.
+_PARTS, _LEAST_PARTS = 32, 3
+#: Least and most bytes of a message, as far as there are so many.
+LEAST_AT_ONCE, _MOST_AT_ONCE = 1 << 16, 1 << 24
+
+
+def bytes_at_once(nbytes: int, ranks: int) -> int:
+    """How many of the ``nbytes`` that a rank sends to each other one are sent by one collective: whole cache lines.
+
+    So what a collective holds is a small part of a shard.
+    """
+    wanted = -(-nbytes // max(_LEAST_PARTS, _PARTS // ranks))
+    return aligned(min(max(wanted, LEAST_AT_ONCE), _MOST_AT_ONCE, nbytes))
+
+
+def pieces_of(nbytes: int, ranks: int) -> Iterator[tuple[int, int]]:
+    """The ranges of ``nbytes`` that a rank sends, in order; one, if there are none."""
+    step = bytes_at_once(nbytes, ranks)
+    for begin in range(0, max(nbytes, 1), step):
+        yield begin, min(begin + step, nbytes)

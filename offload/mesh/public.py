@@ -1,6 +1,6 @@
 """The parameters that users see, and how passes of all ranks agree: here without a mesh, where nothing differs.
 
-With a mesh it is :class:`offload.mesh.replicated.MeshParameters`.
+With a mesh it is :class:`offload.mesh.sharded.MeshParameters`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from offload.mesh.traffic import Traffic
 from offload.streaming.slices import Slice
 
 if TYPE_CHECKING:
-    from offload.mesh.device_bytes import ExchangeBytes
     from offload.mesh.ranks import Ranks
+    from offload.mesh.traffic import ExchangeBytes
     from offload.planning.plan import Plan
     from offload.streaming.contract import ModelOptimizer
 

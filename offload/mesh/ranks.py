@@ -30,35 +30,227 @@ Why what fails is not mistaken for something else
     * A rank whose layers raise in a pass submits fewer jobs than the others. These raise at the latest after the
       ``timeout`` of the mesh's process group. :meth:`Ranks.agree` compares the numbers of jobs, so a rank that goes on
       by itself raises as well. If all ranks raised at the same place, all go on.
+
+Process groups of models, which later models over the same ranks use again.
+
+A model needs groups of its own, since its collectives run beside those of other models and of the user. Torch gives
+none back by itself: each keeps its connections and threads until ``destroy_process_group``, and a rank must not call
+that while another still communicates. A model ends on each rank at another time, when it is closed or collected. So its
+groups are kept, and the next model takes those that have come back on all their ranks, which these compare while they
+make the model, all at the same time.
+
+Where ranks exchange parameters and gradients: in host memory by gloo, or in the memory of their GPUs by nccl.
+
+::
+
+    host      home --> staging area --gloo--> staging area --> slot               all in host memory
+    device    home --> staging area --nccl--> staging area --> slot               the staging area is on the GPU
+              gradients --> staging area --nccl--> sum of this rank's part --> home
+
+On a device all of it is queued on the stream of the lane of ranks. Homes are read through the page-locked memory of
+their tier, as without a mesh. Messages about plans, and which gradients there are, are bytes of the host in both cases
+and sent by gloo, so no rank waits for its device to compare them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import struct
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload.mesh.groups import Group, Groups, Kind, new_group
-from offload.mesh.notices import Notices
+from offload.mesh.notices import Notices, is_default
+from offload.mesh.parts import Part
 from offload.mesh.traffic import MESSAGE_BYTES, piece_bytes
-from offload.mesh.transport import CPU, HOST, Transport
 from offload.planning.partition import aligned
+from offload.storage.buffer import device_buffer
 from offload.streaming.lane import Arrival, ThreadCopyLane
-from pipe.torch_private.distributed import timeout_of
+from pipe.stream import current_stream, record_stream
+from pipe.torch_private.distributed import store_of_processes, timeout_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from offload.telemetry.statistics import Meter
 
-__all__ = ["Ranks"]
+__all__ = ["CPU", "HOST", "Groups", "Kind", "Ranks", "Transport", "check_devices", "new_group", "transport_for"]
+
+
+class Kind(NamedTuple):
+    """What distinguishes process groups."""
+
+    members: tuple[int, ...]
+    backend: str
+    timeout: timedelta
+
+
+@dataclass(eq=False)
+class Group:
+    """A process group, with the number of its collectives that this rank has begun."""
+
+    kind: Kind
+    handle: Any
+    collectives: int = 0
+
+    def begin(self) -> Any:
+        """The process group, for one more collective."""
+        self.collectives += 1
+        return self.handle
+
+
+class Groups:
+    """Those of one rank that no model uses. :meth:`of_this_process` has the same for all models."""
+
+    #: By process and rank; threads may be ranks, too.
+    _open: ClassVar[dict[tuple[int, int], Groups]] = {}
+
+    def __init__(self, is_open: Callable[[], bool] = lambda: True) -> None:
+        self._is_open = is_open
+        self._free: list[Group] = []
+        #: In which the ranks of a mesh compare what is free.
+        self._meetings: dict[Kind, Any] = {}
+
+    @classmethod
+    def of_this_process(cls) -> Groups:
+        """Those of this process in the present default process group."""
+        key = os.getpid(), dist.get_rank()
+        found = cls._open.get(key)
+        if found is None or not found._is_open():
+            found = cls._open[key] = cls(partial(is_default, weakref.ref(store_of_processes()[0])))
+        return found
+
+    def take(self, kinds: Sequence[Kind], everybody: Sequence[int], timeout: timedelta) -> list[Group]:
+        """A group of each kind. Called by all ranks ``everybody``, among which are all members of the kinds.
+
+        One that has come back is taken if all of its members have it back after as many collectives: else a rank has
+        missed one, after an error, and the next would meet it.
+        """
+        meeting = Kind(tuple(everybody), "gloo", timeout)
+        if meeting not in self._meetings:
+            self._meetings[meeting] = new_group(meeting)
+        mine = [(group.handle.group_name, group.collectives) for group in [*self._free]]
+        answers: list[Any] = [None] * len(everybody)
+        dist.all_gather_object(answers, mine, group=self._meetings[meeting])
+        free = dict(zip(everybody, answers, strict=True))
+        return [self._taken(kind, free) or Group(kind, new_group(kind)) for kind in kinds]
+
+    def _taken(self, kind: Kind, free: dict[int, list[tuple[str, int]]]) -> Group | None:
+        everywhere = set.intersection(*(set(free[rank]) for rank in kind.members))
+        for group in sorted(self._free, key=lambda group: group.handle.group_name):
+            if group.kind == kind and (group.handle.group_name, group.collectives) in everywhere:
+                self._free.remove(group)
+                return group
+        return None
+
+    def give_back(self, groups: Sequence[Group]) -> None:
+        """Keeps the groups of a model, after its last collective. Called in any thread."""
+        self._free.extend(groups)
+
+
+def new_group(kind: Kind) -> Any:
+    """Makes a process group. Called by its members."""
+    return dist.new_group([*kind.members], backend=kind.backend, timeout=kind.timeout, use_local_synchronization=True)
+
+
+CPU = torch.device("cpu")
+#: Bytes of an element from which sums in its own type are as exact as those in the type of homes.
+_WIDE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Transport:
+    """How the lane of ranks moves bytes.
+
+    Args:
+        device: of the staging area, and of what collectives move.
+        backend: of the process groups of the lane: by it they exchange tensors of ``device``, and of the host.
+        adds: whether collectives add gradients (``reduce_scatter_tensor``); else each rank adds what it receives.
+    """
+
+    device: torch.device
+    backend: str
+    adds: bool
+
+    def memory(self, nbytes: int) -> Tensor:
+        """Flat bytes of the staging area."""
+        return device_buffer(nbytes, self.device)
+
+    def adds_in(self, dtype: torch.dtype) -> bool:
+        """Whether gradients of a type are added by the collective, in this type.
+
+        Others are sent to the rank that stores them, which adds them in float32: after each addition in 16 bits the
+        sum would be rounded.
+        """
+        return self.adds and dtype.to_real().itemsize >= _WIDE_BYTES
+
+    def together(self, parts: Sequence[Part]) -> list[list[int]]:
+        """The positions of parts whose gradients may be sent by one collective: of one type, if it adds them."""
+        if not self.adds:
+            return [[*range(len(parts))]]
+        types = dict.fromkeys(part.dtype for part in parts)
+        return [[k for k, part in enumerate(parts) if part.dtype == dtype] for dtype in types]
+
+    def use(self, tensor: Tensor) -> None:
+        """Tells the allocator that the current stream uses memory which was allocated on another one.
+
+        Without this, memory of a gradient that is freed here is used again by compute while it is still being read.
+        """
+        record_stream(tensor, current_stream(self.device))
+
+
+#: In host memory.
+HOST = Transport(CPU, "gloo", adds=False)
+
+
+def transport_for(device: torch.device) -> Transport:
+    """How ranks that compute on ``device`` exchange bytes."""
+    return HOST if device.type == "cpu" else Transport(device, f"cpu:gloo,{device.type}:nccl", adds=True)
+
+
+def check_devices(device_type: str, backends: str, device: torch.device) -> str | None:
+    """Why a mesh cannot serve a model that computes on ``device``; None if it can.
+
+    ``device_type``: of the mesh; ``backends``: of its process groups, as ``torch.distributed.get_backend_config`` has
+    them.
+    """
+    if device.type == "cpu":
+        if device_type == "cpu":
+            return None
+        return (
+            f"expected a mesh of device_type 'cpu' for device='cpu', got {device_type!r}: "
+            f"init_device_mesh('cpu', (ranks,))"
+        )
+    if device.type != "cuda":
+        return f"mesh= computes on the CPU and on CUDA devices only, got device={str(device)!r}"
+    if device_type != "cuda":
+        return (
+            f"expected a mesh of device_type 'cuda' for device={str(device)!r}, where ranks gather, got "
+            f"{device_type!r}: init_device_mesh('cuda', (ranks,))"
+        )
+    if "cuda:nccl" not in backends.split(","):
+        return (
+            f"expected a mesh with the backend nccl for device={str(device)!r}, got {backends}: "
+            f"init_process_group('nccl')"
+        )
+    if torch.cuda.current_device() != device.index:
+        return (
+            f"expected the current CUDA device to be that of the model, where nccl and DTensors put what has no index, "
+            f"got cuda:{torch.cuda.current_device()} and device={str(device)!r}: call "
+            f"torch.cuda.set_device({device.index}) before the mesh is made"
+        )
+    if not dist.is_gloo_available():
+        return "mesh= on a GPU needs a torch built with gloo as well, by which ranks compare their plans"
+    return None
 
 
 class CollectiveLane(ThreadCopyLane):

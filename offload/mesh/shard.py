@@ -16,15 +16,14 @@ files treat it as any other parameter. What users see is a third, see :mod:`offl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from offload.mesh.parts import Part, WholePart, cuts_between, offsets_of
-from offload.mesh.pieces import gather_parts
+from offload.mesh.parts import Part, WholePart, cuts_between, offsets_of, pieces_of
 from offload.mesh.ranks import Ranks
 from offload.storage import Tier
 from offload.streaming.layer_homes import LayerHomes, LayerLayout
@@ -37,7 +36,7 @@ from pipe.torch_private.autograd import set_versions
 if TYPE_CHECKING:
     from offload.streaming.contract import PendingUpdate
 
-__all__ = ["MeshHomes", "MeshShard", "layout_of_parts", "make_mesh_shards", "without_memory"]
+__all__ = ["MeshHomes", "MeshShard", "gather_parts", "layout_of_parts", "make_mesh_shards", "without_memory"]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -126,6 +125,33 @@ class MeshShard(Shard):
                 f"the layers of shard {self.index} wrote their own parameters ({names}) while they ran, each rank from "
                 f"its own batch, so ranks would train different weights; this is not supported with mesh="
             )
+
+
+def gather_parts(
+    parts: Sequence[Part],
+    offsets: Sequence[int],
+    nbytes: int,
+    wholes: Sequence[Tensor | None],
+    read: Callable[[Tensor, int], None],
+    ranks: Ranks,
+) -> None:
+    """Fills ``wholes`` from the parts that the ranks store. On the lane of ranks.
+
+    Args:
+        parts: what each rank sends, at ``offsets`` in ``nbytes``.
+        wholes: for each of them, all elements in the order of their memory, of any type; None: sent, and dropped.
+        read: fills memory with what this rank sends from an offset on.
+        ranks: that call this with the same parts.
+    """
+    for begin, end in pieces_of(nbytes, ranks.count):
+        staging = ranks.staging(ranks.count * (end - begin)).view(ranks.count, end - begin)
+        read(staging[ranks.rank], begin)
+        ranks.all_gather(staging)
+        for cut in cuts_between(parts, offsets, begin, end):
+            part, whole = parts[cut.number], wholes[cut.number]
+            if whole is not None:
+                for rank in range(ranks.count):
+                    cut.of_rank(part, rank, whole).copy_(cut.sent(part, rank, staging[rank]))
 
 
 def without_memory(parameter: Tensor) -> Tensor:

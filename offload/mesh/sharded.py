@@ -9,6 +9,8 @@ step, and shown again after each pass.
 
 Updates stay pending only while no other code holds a DTensor, since reading its values asks no model. As
 :mod:`offload.engine.references` does, references are counted; the model counts its own ones when it makes them.
+
+Before passes ranks compare words: one for a parameter or for a step of an optimizer, equal on all ranks if that is.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,24 +28,51 @@ import torch
 from torch import Tensor, nn
 
 from offload.mesh.elementwise import check_elementwise
-from offload.mesh.parts import WholePart
+from offload.mesh.gradients import LocalSums, ReplicatedGradients, exchange_bytes
+from offload.mesh.parts import Part, WholePart
 from offload.mesh.public import PublicParameters
-from offload.mesh.words import described, described_step
+from offload.mesh.ranks import HOST, Ranks
+from offload.mesh.shard import without_memory
+from offload.mesh.traffic import ExchangeBytes, Traffic, bytes_beside_one_process, sent_bytes, traffic_of
+from offload.planning.plan import BACKWARD_CELLS, Plan
 from offload.storage.buffer import on_own_storage
 from offload.streaming.graph_references import BY_GRAPHS
+from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 from offload.streaming.stored_gradients import set_gradient
 from pipe.torch_private.autograd import has_hooks
 from pipe.torch_private.tensors import native_uses, storage_uses
 
 if TYPE_CHECKING:
-    from offload.mesh.local_sums import LocalSums
-    from offload.mesh.parts import Part
-    from offload.mesh.ranks import Ranks
     from offload.mesh.shard import MeshShard
     from offload.streaming.contract import ModelOptimizer
 
-__all__ = ["ShardedParameters", "ShownParameter"]
+__all__ = ["MeshParameters", "ShownParameter", "described", "resident_parts"]
+
+
+def described(part: Part) -> str:
+    """A parameter in one word."""
+    return f"{part.name}{list(part.shape)}{str(part.dtype).removeprefix('torch.')}".replace(" ", "")
+
+
+def described_step(optimizer: ModelOptimizer, gradients: Sequence[int]) -> str:
+    """Class and options of a step in one word; ``gradients``: of each group, how many parameters have one."""
+    words = [optimizer.factory.kind.__name__, f"max_norm={optimizer.max_norm}"]
+    for group, count in zip(optimizer.param_groups, gradients, strict=True):
+        words.append(f"gradients={count}of{len(group['params'])}")
+        words += [f"{key}={_plain(value)}" for key, value in sorted(group.items()) if key != "params"]
+    return f"step({','.join(words)})".replace(" ", "")
+
+
+def _plain(value: object) -> str:
+    """A value that is the same text on all ranks if it is equal: the type only where the text may be an address."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, (tuple, list)):
+        return f"({','.join(map(_plain, value))})"
+    known = value is None or isinstance(value, (bool, int, float, str))
+    return str(value) if known else type(value).__name__
+
 
 #: Owners in C++ of a parameter that graphs have: its Python object, and what adds to its gradient.
 _WITH_A_GRAPH = 2
@@ -59,8 +88,34 @@ class ShownParameter:
     part: Part
 
 
-class ShardedParameters(PublicParameters):
-    """DTensors for the stored parameters of ``shards``."""
+def resident_parts(resident: Shard, ranks: Ranks) -> dict[nn.Parameter, tuple[Shard, Slice, Part]]:
+    """Stores what ``resident`` owns in parameters of their own; the layers' parameters lose their memory.
+
+    All ranks get the values of the first one. Returns where each parameter of the layers is stored.
+    """
+    found: dict[nn.Parameter, tuple[Shard, Slice, Part]] = {}
+    for k, s in enumerate(resident.own):
+        whole, home = s.parameter, resident.home_view(s)
+        home.copy_(ranks.copied_from_first(home))
+        one = nn.Parameter(home, whole.requires_grad)
+        one.grad, whole.grad = whole.grad, None
+        part = WholePart.of(s.name, whole, ranks.count)
+        resident.own[k] = replace(s, parameter=one)
+        found[whole] = resident, resident.own[k], part
+        whole.data = without_memory(whole)
+    return found
+
+
+def _refuse_leaf(parameter: Tensor) -> None:
+    raise RuntimeError(
+        f"a gradient of this rank reached a parameter of shape {tuple(parameter.shape)} outside of the blocks by "
+        f"another way than its module, so it would not be summed over ranks; let the forward take the parameter from "
+        f"its module (module.weight), where the model has it in each pass"
+    )
+
+
+class MeshParameters(PublicParameters):
+    """With a mesh, users see DTensors for what ``shards`` store, and for what each rank stores whole."""
 
     sharded = True
     ranks: Ranks
@@ -101,6 +156,12 @@ class ShardedParameters(PublicParameters):
         self._show()
         self.recount()
         self._known_homes = [0 if shard.home is None else shard.count_home_owners() for shard in shards]
+        self._replicated = self._replicated_now()
+        self._outside: dict[int, ShownParameter] = {}
+        #: The model is one of them, and is freed when it is dropped.
+        self._outside_modules: list[weakref.ref[nn.Module]] = []
+        largest = max((sum(p.nbytes for p in shard.parameters) for shard in shards), default=0)
+        self.buffer_bytes = bytes_beside_one_process(largest, ranks.count) if ranks.transport is HOST else 0
 
     def recount(self) -> None:
         """Counts the engine's own references to DTensors anew."""
@@ -406,3 +467,101 @@ class ShardedParameters(PublicParameters):
                 value = value[begin:end]
             found[key] = value
         return found
+
+    # --- what each rank stores whole ----------------------------------------------------------------------------------
+
+    def _replicated_now(self) -> ReplicatedGradients:
+        return ReplicatedGradients({p.stored: p.part for p in self._all if isinstance(p.part, WholePart)}, self._ranks)
+
+    def names(self, s: Slice) -> dict[int, str]:
+        """See :meth:`PublicParameters.names`."""
+        p = self._by_stored[s.parameter]
+        return {id(each): s.name for each in (p.stored, p.whole, p.shown)}
+
+    def stored(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The stored parameter of a DTensor."""
+        return self._by_shown[parameter].stored
+
+    def replicate(self, named: Mapping[str, nn.Parameter], modules: Iterable[nn.Module]) -> None:
+        """Shows DTensors of parameters that each rank stores whole; all get the values of the first rank.
+
+        Raises RuntimeError on all ranks if their names or shapes differ.
+        """
+        modules = list(modules)
+        parts = {name: WholePart.of(name, p, self._ranks.count) for name, p in named.items()}
+        self._ranks.agree("what is outside of the blocks", " ".join(map(described, parts.values())))
+        new = []
+        for name, p in named.items():
+            gradient, p.grad = p.grad, None
+            p.data = self._ranks.copied_from_first(p)
+            p.grad = gradient
+            new.append(ShownParameter(p, p, self._new(p, p, parts[name]), parts[name]))
+        self._all += new
+        self._by_stored.update((p.stored, p) for p in new)
+        self._by_shown.update((p.shown, p) for p in new)
+        self._by_whole.update((p.whole, p) for p in new)
+        modules = list(modules)
+        self._places += self._places_in(modules)
+        self._replicated = self._replicated_now()
+        self._outside = {id(p.whole): p for p in new}
+        self._outside_modules = [weakref.ref(module) for module in modules]
+        self._show()
+        self.recount()
+
+    def refuse_leaves(self) -> None:
+        """Lets autograd refuse gradients that reach parameters outside of blocks by another way than their modules."""
+        for p in self._outside.values():
+            if p.stored.requires_grad:
+                p.stored.register_post_accumulate_grad_hook(_refuse_leaf)
+
+    @contextlib.contextmanager
+    def outside_as(self, values_of: Callable[[list[ShownParameter]], Sequence[Tensor]]) -> Iterator[None]:
+        """A context in which modules outside of blocks have ``values_of`` trained parameters in place of these."""
+        trained = [p for p in self._outside.values() if p.whole.requires_grad]
+        values = {id(p.whole): value for p, value in zip(trained, values_of(trained), strict=True)}
+        before: list[tuple[Any, Any, Any]] = []
+        try:
+            for module in [ref() for ref in self._outside_modules if values]:
+                if module is None:
+                    continue
+                members: list[Any] = [module._parameters]
+                if isinstance(module, nn.RNNBase):
+                    members.append(module._flat_weights)
+                for each in members:
+                    for key, p in each.items() if isinstance(each, dict) else enumerate(each):
+                        if id(p) in values:
+                            before.append((each, key, p))
+                for each, key, p in before:
+                    each[key] = values[id(p)]
+                    values[id(p)]._is_param = True
+            yield
+        finally:
+            for each, key, p in before:
+                each[key] = p
+
+    def store_replicated(self, gradients: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Adds the means over ranks of gradients of what each rank stores whole to the stored ones."""
+        replicated = {p: gradient for p, gradient in gradients.items() if p in self._replicated}
+        if self._sums.keeps:
+            self._sums.keep_replicated(replicated)
+        else:
+            self._replicated.reduce(self._sums.with_replicated(replicated))
+        return {p: gradient for p, gradient in gradients.items() if p not in self._replicated}
+
+    def exchange_bytes(self) -> ExchangeBytes | None:
+        """See :meth:`PublicParameters.exchange_bytes`."""
+        if self._ranks.transport is HOST:
+            return None
+        return exchange_bytes(self._shards, self._replicated.trained_parts(), self._ranks)
+
+    def traffic(self, plan: Plan) -> Traffic:
+        """See :meth:`PublicParameters.traffic`."""
+        shards = [sent_bytes(shard.parts, [s.parameter.requires_grad for s in shard.slices]) for shard in self._shards]
+        found = traffic_of(plan, shards, self._ranks.count, self._ranks.replicas)
+        if not any(action.kind in BACKWARD_CELLS for action in plan.actions):
+            return found
+        return replace(found, bytes_reduced=found.bytes_reduced + self._replicated.received())
+
+    def compare(self, what: str, number: float) -> list[float]:
+        """See :meth:`PublicParameters.compare`. Raises RuntimeError on all ranks if they begin different calls."""
+        return self._ranks.agree(what, "", number, everywhere=True)

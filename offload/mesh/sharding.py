@@ -13,12 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from offload.mesh.gradients import MeshGradientOffload
-from offload.mesh.local_sums import LocalSums
-from offload.mesh.ranks import Ranks
-from offload.mesh.replicated import MeshParameters, resident_parts
+from offload.mesh.gradients import LocalSums, MeshGradientOffload
+from offload.mesh.ranks import Ranks, check_devices, transport_for
 from offload.mesh.shard import MeshShard, layout_of_parts, make_mesh_shards
-from offload.mesh.transport import check_devices, transport_for
+from offload.mesh.sharded import MeshParameters, resident_parts
 from offload.storage import DiskHome, HomeError, PersistentTier, Tier, open_tier
 from offload.storage.persistent import RANKS, homes_in
 from offload.streaming.lane import CopyLane, CopyLanes, ThreadCopyLane

@@ -2,6 +2,17 @@
 
 The same numbers are measured by :class:`~offload.telemetry.statistics.Statistics`; ``docs/distributed.md`` has the
 formula.
+
+Counts what ranks hold on a GPU to exchange parameters and gradients, for plans under a limit of its memory.
+
+::
+
+    staging area            from the first load on: what one collective sends and receives
+    drain of shard j        until the next one: whole gradients; this rank's part of their sums, in float32 at least;
+                            and its part of the means of the shard before, which is being copied home
+    end of a backward       of what each rank stores whole: all sums, and their means of 16 bits
+
+On the CPU all of this is in host memory, where steps are measured before their plan is chosen.
 """
 
 from __future__ import annotations
@@ -11,16 +22,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from offload.mesh.parts import Part, WholePart, offsets_of
+from offload.mesh.parts import Part, WholePart, bytes_at_once, offsets_of
 from offload.planning.partition import aligned
 from offload.planning.plan import BACKWARD_CELLS, Kind, Plan
 
 __all__ = [
     "MESSAGE_BYTES",
+    "ExchangeBytes",
     "SentBytes",
     "Traffic",
-    "bytes_at_once",
     "bytes_beside_one_process",
+    "least_exchange_bytes",
     "piece_bytes",
     "sent_bytes",
     "traffic_of",
@@ -30,25 +42,10 @@ __all__ = [
 #: Of one message by which ranks agree: a digest and a number.
 MESSAGE_BYTES = 32 + 8
 
-#: A collective moves so small a part of a shard times the ranks: few ranks also store much of the sums. At most a third
-#: with many, whose messages are small.
-_PARTS, _LEAST_PARTS = 32, 3
-#: Least and most bytes of a message, as far as there are so many.
-LEAST_AT_ONCE, _MOST_AT_ONCE = 1 << 16, 1 << 24
-
 
 def piece_bytes(nbytes: int, ranks: int) -> int:
     """Bytes of a piece of ``nbytes`` for each rank: what each sends to every other one, twice, to add them."""
     return -(-nbytes // ranks)
-
-
-def bytes_at_once(nbytes: int, ranks: int) -> int:
-    """How many of the ``nbytes`` that a rank sends to each other one are sent by one collective: whole cache lines.
-
-    So what a collective holds is a small part of a shard.
-    """
-    wanted = -(-nbytes // max(_LEAST_PARTS, _PARTS // ranks))
-    return aligned(min(max(wanted, LEAST_AT_ONCE), _MOST_AT_ONCE, nbytes))
 
 
 def bytes_beside_one_process(shard: int, ranks: int) -> int:
@@ -119,3 +116,27 @@ def traffic_of(plan: Plan, shards: Sequence[SentBytes], ranks: int, replicas: in
         sum((ranks - 1) * shard.reduced + (replicas - 1) * sum(shard.to_replicas(replicas)) for shard in drained),
         0 if everybody == 1 else (everybody - 1) * MESSAGE_BYTES * (1 + backward + norms),
     )
+
+
+@dataclass(frozen=True)
+class ExchangeBytes:
+    """Bytes on the compute device of one rank."""
+
+    #: From the first load on.
+    staging: int
+    #: Shard -> whole gradients, in the types of their homes.
+    gradients: Sequence[int]
+    #: Shard -> held from its drain to the next one.
+    draining: Sequence[int]
+    #: At the end of a backward, beside the gradients of what each rank stores whole.
+    outside: int
+
+
+def least_exchange_bytes(shard: int, ranks: int, *, narrow: bool) -> int:
+    """Bytes that a rank needs beside slots and whole gradients, for shards of at most ``shard`` bytes at home.
+
+    ``narrow``: some have types of 16 bits, whose sums take twice as many.
+    """
+    part = -(-shard // ranks)
+    staging = (2 * ranks if narrow else ranks + 1) * bytes_at_once(part, ranks)
+    return staging + (3 if narrow else 2) * part

@@ -21,7 +21,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from offload.storage.thread_memory import PIECE, thread_memory
+from offload.storage.buffer import PIECE, thread_memory
 
 __all__ = ["BLOCK", "decode", "encode", "levels"]
 

@@ -1,11 +1,14 @@
-"""``OffloadOptimizer``: any ``torch.optim`` class for an ``OffloadModel``; shards are updated while others compute."""
+"""``OffloadOptimizer``: any ``torch.optim`` class for an ``OffloadModel``; shards are updated while others compute.
+
+The factor by which a step multiplies all gradients: ``clip_grad_norm_``, and the scale of a ``GradScaler``.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -14,26 +17,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.optim.clipping import clip_coefficient
-from offload.optim.decision import StepDecision
-from offload.optim.groups import (
-    GroupChanges,
-    check_choices,
-    check_closures,
-    options_of,
-    placeholder,
-    resolve_groups,
-)
-from offload.optim.in_backward import InBackward
+from offload.optim.groups import GroupChanges, check_choices, check_closures, options_of, placeholder, resolve_groups
 from offload.optim.io_buffers import IOBufferPool
 from offload.optim.moves import MovableStates
 from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
 from offload.optim.resident import ResidentParameters
 from offload.optim.state_forms import form_of, hold_state_dict
-from offload.optim.update import Update
+from offload.optim.update import InBackward, StepDecision, Update
 from offload.optim.update_blocks import StoredStates, states_kept, update_block_bytes
-from offload.storage.buffer import has_own_memory
-from offload.storage.state_views import on_own_storages
+from offload.storage.buffer import has_own_memory, on_own_storages
+from offload.streaming.grad_norm import attached_norm, norm_of, total_norm
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import CopyLane, ThreadCopyLane, threads_of_updates
 from offload.streaming.shard import Shard
@@ -42,9 +35,38 @@ from pipe.recompute.thread_state import restores_thread_state
 from pipe.threads import Threads
 
 if TYPE_CHECKING:
+    from offload.mesh.public import PublicParameters
     from offload.model import OffloadModel
 
 __all__ = ["OffloadOptimizer", "open_update_lane"]
+
+
+def clip_coefficient(
+    public: PublicParameters,
+    groups: Iterable[Mapping[str, Any]],
+    max_norm: float,
+    scale: Tensor | None,
+    *,
+    trusted: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The global norm of the gradients, before clipping; and their factor, None for 1.
+
+    ``scale`` multiplies the gradients as they are. ``trusted``: whether the norms that came with them are still theirs.
+    """
+    stored = public.local(p for group in groups for p in group["params"])
+    grads = [p.grad for p in stored if p.grad is not None]
+    trusted &= not public.sharded  # a write to a DTensor does not increment the version of what it shows
+    attached = [attached_norm(grad) if trusted else None for grad in grads]
+    norms = [norm_of(g) if norm is None else norm for g, norm in zip(grads, attached, strict=True)]
+    total = public.total_norm(total_norm(norms))
+    if scale is not None:
+        total = total / scale.to(total)
+    # As in torch.nn.utils.clip_grad_norm_.
+    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    if scale is not None:
+        coefficient = coefficient / scale.to(coefficient)
+    # What is on a device is not waited for.
+    return total, None if coefficient.device.type == "cpu" and float(coefficient) == 1 else coefficient
 
 
 def open_update_lane(device: torch.device) -> CopyLane:

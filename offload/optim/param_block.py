@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offload.optim.encoded_step import EncodedWeights, step_encoded
 from offload.optim.groups import copied_options, options_of, same_option
-from offload.optim.io_requests import Copy, UpdateBlock, Write
-from offload.optim.state_forms import StateForm, fitting_form, hold, release
+from offload.optim.io_buffers import UpdateBlock, Write
+from offload.optim.state_forms import EncodedWeights, StateForm, fitting_form, hold, release, step_encoded
 from offload.storage.buffer import copied_to
 from offload.storage.contract import in_order
 from offload.streaming.formed_weights import formed_values, lower_part
@@ -98,7 +97,7 @@ class UpdateJob:
     update_blocks: list[UpdateBlock] = field(default_factory=list)
     blocks_done: int = 0
     states_before: list[dict[str, Any] | None] = field(default_factory=list)
-    unwritten: list[Write | Copy] = field(default_factory=list)
+    unwritten: list[Write] = field(default_factory=list)
     #: What the class changed in its group, such as a count of steps; None before it has run.
     group_changes: dict[str, Any] | None = None
     #: Bytes read from files, and written to them.
@@ -116,7 +115,7 @@ class UpdateJob:
         """Whether a gradient is sparse."""
         return any(gradient is not None and gradient.is_sparse for gradient in self.gradients)
 
-    def mark_written(self, moves: Sequence[Write | Copy]) -> None:
+    def mark_written(self, moves: Sequence[Write]) -> None:
         """Removes completed moves from ``unwritten``."""
         self.bytes_written += sum(move.source.numel() for move in moves)
         self.unwritten = [move for move in self.unwritten if move not in moves]

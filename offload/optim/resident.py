@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offload.optim.decision import note_update
 from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
+from offload.optim.update import note_update
 from offload.streaming.quantised import StoredTensor, is_taken_apart
 from offload.streaming.shard import Shard
 from offload.streaming.slices import layout

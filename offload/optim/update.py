@@ -8,23 +8,48 @@ Guarantees
     * The update is applied once, however often it is started. If it fails, its arrival raises, completed parts stay
       done, and the next start resumes there.
     * The update owns its gradients from ``step()`` on: ``zero_grad(set_to_none=True)`` only clears ``.grad``.
+
+Decides a step of an ``OffloadOptimizer``: the updates of all shards become pending together, or none does.
+
+Some updates run at once: those of parameters that stay on the compute device, and those with sparse gradients, which
+most classes refuse. If one fails after another has begun, the step is decided all the same.
+
+Optimizer updates during backward: a shard is updated as soon as its gradients are complete; they are never stored.
+
+A shard is updated while backward computes those before it. The price: a second backward of the same step, or another
+forward that still needs its backward, would compute with parameters that have changed already. Both are refused before
+anything changes, except under ``accumulate()``.
+
+After a backward that failed with some shards updated and others not, every call of the optimizer raises.
 """
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
+from offload.optim.groups import GroupChanges
 from offload.optim.param_block import PartialUpdateError, UpdateJob
+from offload.streaming.formed_weights import seal
+from offload.streaming.grad_norm import detach_norm
 from offload.streaming.lane import Arrival, CopyLane
 from offload.streaming.shard import Shard
+from offload.streaming.slices import Slice
 from offload.telemetry.statistics import UPDATE_IN_MEMORY, Meter
 from pipe.threads import Future, Threads
 
-__all__ = ["Update"]
+if TYPE_CHECKING:
+    from offload.optim.access import OptimizerAccess
+    from offload.optim.param_block import ParamBlock
+
+__all__ = ["InBackward", "StepDecision", "Update", "mark", "note_update"]
 
 
 class Update:
@@ -182,3 +207,263 @@ class Update:
         while update is not None:
             yield from (job for job in update.tasks[first:] if not job.done)
             update, first = update.following, 0
+
+
+def note_update(job: UpdateJob) -> None:
+    """Increments the version of the parameters that an update writes, also for kernels that do not."""
+    found = zip(job.param_block.parameters, job.gradients, strict=True)
+    written = [(parameter, gradient) for parameter, gradient in found if gradient is not None]
+    if job.coefficient is not None:
+        for _, gradient in written:
+            # Without this, a clipped gradient that is not zeroed would keep its norm from before.
+            detach_norm(gradient)
+    torch.autograd.graph.increment_version([parameter for parameter, _ in written])
+
+
+def mark(shard: Shard, update: Update) -> None:
+    """Makes an update pending. Increments the version of its parameters, although they are written later."""
+    for job in update.tasks:
+        note_update(job)
+    if shard.formed:
+        seal(shard)
+    shard.pending = update
+
+
+class Stepping(Protocol):
+    """What a step needs of its optimizer."""
+
+    access: OptimizerAccess
+    param_groups: list[dict[str, Any]]
+    param_blocks: dict[Shard, list[ParamBlock]]
+
+    @property
+    def steps(self) -> int:
+        """Steps so far."""
+
+    def count_step(self, number: int) -> None:
+        """Notes that a step of this number is decided."""
+
+    def options(self) -> list[dict[str, Any]]:
+        """The hyperparameters of each group."""
+
+    def update(
+        self,
+        shard: Shard,
+        options: list[dict[str, Any]],
+        coefficient: Tensor | None = None,
+        kept: dict[Slice, Tensor] | None = None,
+    ) -> Update | None:
+        """The update of a shard; None if it has no gradient."""
+
+
+class StepDecision:
+    """One step of an optimizer.
+
+    Args:
+        optimizer: whose step it is.
+        updates: of the shards that have a gradient, in the order of loads.
+        resident: the updates of parameters that stay on the compute device.
+        run_resident: runs those that are not done.
+        options: the hyperparameters of all groups.
+    """
+
+    def __init__(
+        self,
+        optimizer: Stepping,
+        updates: Sequence[tuple[Shard, Update]],
+        resident: Sequence[UpdateJob],
+        run_resident: Callable[[], None],
+        options: list[dict[str, Any]],
+    ) -> None:
+        self._optimizer = optimizer
+        self._updates = updates
+        self._resident = resident
+        self._run_resident = run_resident
+        #: The number of this step, from 1 on.
+        self.number = optimizer.steps + 1
+        self.options = options
+        self._backwards = optimizer.access.backwards
+        #: Those of all parameters when the step raised; weakly, since zero_grad() frees them.
+        self._gradients: list[tuple[Any, Callable[[], Tensor | None]]] = []
+
+    def run_at_once(self) -> None:
+        """Runs the updates that do not become pending. Raises what they raise."""
+        for shard, update in self._updates:
+            if not any(job.sparse for job in update.tasks):
+                continue
+            mark(shard, update)
+            try:
+                update.start().synchronize()
+            except Exception:
+                if not self.begun:
+                    update.withdraw()
+                raise
+        self._run_resident()
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything is applied yet."""
+        begun = any(job.done or job.scaled or job.param_block.stopped for job in self._resident)
+        return begun or not all(update.unapplied or update.withdrawn for _, update in self._updates)
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it is applied."""
+        return all(job.done for job in self._resident) and all(update.done for _, update in self._updates)
+
+    def decide(self) -> None:
+        """Makes all updates pending. Idempotent, for a second call after an exception in the first."""
+        self._run_resident()
+        for shard, update in self._updates:
+            if shard.pending is not update and not (update.done or update.withdrawn):
+                mark(shard, update)
+        # The next forward loads the shards in their order.
+        for (_, update), (_, following) in itertools.pairwise(self._updates):
+            update.following = following
+        self._optimizer.count_step(self.number)
+
+    def note_gradients(self) -> None:
+        """Called when the step has raised."""
+        members = (p for group in self._optimizer.param_groups for p in group["params"])
+        self._gradients = [(p, weakref.ref(p.grad)) for p in members if p.grad is not None]
+
+    def repeats(self) -> bool:
+        """Whether a call of ``step()`` repeats this one, which raised: no backward came between, and no gradient was
+        replaced or removed."""
+        if self._optimizer.access.backwards != self._backwards:
+            return False
+        return all(parameter.grad is gradient() for parameter, gradient in self._gradients)
+
+    def start(self) -> None:
+        """Starts the updates that need not wait for a load: homes in host memory are updated in place."""
+        for shard, update in self._updates:
+            if not (shard.blocking_io or update.done):
+                update.start()
+
+
+class InBackward:
+    """The updater that the gradient offload calls during a backward. Belongs to one optimizer."""
+
+    def __init__(self, optimizer: Stepping) -> None:
+        # Weak: a cycle would keep an optimizer alive that no other code refers to.
+        self._optimizer = weakref.ref(optimizer)
+        self.accumulating = 0
+        self._updated: list[int] | None = None  # shards that this step has updated; None between steps
+        #: The optimizer while a backward updates: it must not be collected between a kept gradient and its update.
+        self._updating: Stepping | None = None
+        self._failure: str | None = None
+        self._options: list[dict[str, Any]] = []
+
+    @property
+    def updates(self) -> bool:
+        """Whether the next backward updates shards."""
+        return not self.accumulating
+
+    def check(self) -> None:
+        """Raises if a backward failed after it had updated a shard."""
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+
+    def close(self) -> None:
+        """Ends the step: the next backward updates again."""
+        self._updated = None
+
+    def options_of_step(self, changes: GroupChanges) -> list[dict[str, Any]]:
+        """A copy of the hyperparameters of all groups, for the updates of ``step()`` itself.
+
+        It is without what the class wrote into its groups in this step's backward, such as a count of steps: one step
+        writes it once.
+        """
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        now = optimizer.options()
+        if self._updated is None:
+            return now
+        # The same list: updates of one step have one.
+        self._options += now[len(self._options) :]
+        for index, group in enumerate(now):
+            self._options[index].update((k, v) for k, v in group.items() if k not in changes.of(index))
+        return self._options
+
+    def begin(self, waiting: int, order: Sequence[int] | None = None) -> bool:
+        """Begins a backward while ``waiting`` other forwards still need theirs; returns whether it will update.
+
+        ``order``: the shards in the order in which the forward used them; None: that of their numbers.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None or self.accumulating:
+            return False
+        self.check()
+        if self._updated is not None:
+            raise RuntimeError(
+                "a second backward before step(): the first has updated the parameters already. Run all backwards of a "
+                "step but the last under `with optimizer.accumulate():`, and call step() after the last"
+            )
+        if waiting:
+            raise RuntimeError(
+                f"{waiting} more forwards of this model still need their backward, but this one changes parameters; "
+                f"run it under `with optimizer.accumulate():`, or delete their outputs"
+            )
+        shards = optimizer.access.shards
+        used: dict[int, int] = {}
+        for place, j in enumerate(range(len(shards)) if order is None else order):
+            used.setdefault(j, place)
+        for shard in shards:
+            at = used.get(shard.index, -1)
+            late = [s.name for owner, s in shard.loans if not owner.resident and used.get(owner.index, -1) > at >= 0]
+            if late:
+                raise RuntimeError(
+                    f"parameter {late[0]} is tied, and stored with a block that the forward calls after another one "
+                    f"that uses it: an update in backward would come before all of its gradient is known; pass "
+                    f"update_in_backward=False, or name the blocks in the order of calls"
+                )
+        self._updating, self._updated, self._options = optimizer, [], optimizer.options()
+        return True
+
+    def keep(self, shard: Shard, gradients: list[Tensor | None]) -> dict[Slice, Tensor]:
+        """Takes the gradients of a shard's visit that are complete and need not be stored."""
+        optimizer = self._updating
+        if optimizer is None:
+            return {}
+        ours = {s for param_block in optimizer.param_blocks[shard] for s in param_block.slices}
+        kept = {}
+        for position, s in enumerate(shard.own):
+            gradient = gradients[position]
+            # A stored gradient, of a tied layer or an earlier backward, must be added to.
+            if s in ours and gradient is not None and s.parameter.grad is None:
+                kept[s] = gradient
+                gradients[position] = None
+        return kept
+
+    def complete(
+        self, shard: Shard, kept: dict[Slice, Tensor], slot: Tensor | None, after: Sequence[Arrival]
+    ) -> Arrival | None:
+        """Starts the update of a shard whose gradients are all computed; backward of the shards before it goes on.
+
+        ``slot`` holds its weights, which are updated there; None: they are read again.
+        """
+        optimizer = self._updating
+        if optimizer is None:
+            return None
+        update = optimizer.update(shard, self._options, kept=kept)
+        if update is None:
+            return None
+        assert self._updated is not None
+        self._updated.append(shard.index)  # first: after an interrupt the shard counts as updated
+        update.letter = "V"
+        mark(shard, update)
+        for param_block in optimizer.param_blocks[shard]:
+            for parameter in param_block.parameters:
+                parameter.grad = None
+        return update.start(slot, after=after, holds=True)
+
+    def end(self, *, failed: bool = False) -> None:
+        """Ends the backward."""
+        if self._updating is not None and failed:
+            if self._updated:
+                self._failure = (
+                    f"a backward failed after it had updated the shards {self._updated} and before it could update the "
+                    f"others; make model and optimizer anew and load the last checkpoint"
+                )
+            self._updated = None
+        self._updating = None

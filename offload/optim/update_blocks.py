@@ -16,8 +16,7 @@ from offload.optim.io_buffers import MOST_STATES, buffer_pool_bytes
 from offload.optim.param_block import ELEMENTWISE
 from offload.optim.state_forms import StateForm
 from offload.planning.budget import shown_bytes
-from offload.storage.buffer import PAGE_BYTES, whole_pages
-from offload.storage.thread_memory import PIECE
+from offload.storage.buffer import PAGE_BYTES, PIECE, whole_pages
 from offload.streaming.shard import Shard
 
 __all__ = ["MAX_BLOCK_BYTES", "StoredStates", "states_kept", "update_block_bytes", "update_block_bytes_of"]

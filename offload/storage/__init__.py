@@ -12,8 +12,7 @@ from offload.storage.contract import Block, Scratch, Tier
 from offload.storage.disk import DiskTier
 from offload.storage.home import DiskHome, absolute
 from offload.storage.host import DeviceTier, HostTier
-from offload.storage.manifest import HomeError
-from offload.storage.persistent import PersistentTier
+from offload.storage.persistent import HomeError, PersistentTier
 
 __all__ = [
     "Block",

@@ -12,28 +12,180 @@ Guarantees
       thread's stream if the destination is on a device. When it raises, none of its pieces is still running.
     * System errors name the file. A file that is too short is an error, never zeros.
     * No file stays open, so a model of thousands of blocks does not reach the limit of open files.
+
+A file that holds a block: which one it is, however its name changes.
+
+A pool of page-locked host buffers between files and memory that direct I/O cannot reach.
+
+That is an accelerator's memory, and unaligned host memory. A buffer is reused once the copy out of it is done, so only
+a few pieces are page-locked, never a model.
+
+::
+
+    file --> buffer --> device          read: a pool thread fills the buffer, the lane's stream copies it to the device
+    file <-- buffer <-- device          write: the reverse
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from offload.storage.buffer import PAGE_BYTES, view_memory
+from offload.storage.buffer import PAGE_BYTES, host_buffer, page_lock, view_memory
 from offload.storage.page_cache import CacheUsage, PageCache
-from offload.storage.staging import Fence, Link, Staging
-from offload.storage.stored_file import StoredFile
 from pipe.threads import Future, Threads
 
-__all__ = ["STAGED", "UNSTAGED", "TransferLimits", "Transfers", "move_all"]
+__all__ = [
+    "STAGED",
+    "UNSTAGED",
+    "CudaLink",
+    "Link",
+    "Staging",
+    "StoredFile",
+    "TransferLimits",
+    "Transfers",
+    "move_all",
+    "open_link",
+]
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file, by its path and, once it exists, by its number."""
+
+    path: Path
+    #: Device and number of the file; None: any file of that name.
+    inode: tuple[int, int] | None = None
+
+    def as_it_is(self) -> StoredFile:
+        """This file, and no other that later takes its name."""
+        found = os.stat(self.path)
+        return replace(self, inode=(found.st_dev, found.st_ino))
+
+    def open(self, flags: int = 0) -> int:
+        """Opens the file. Raises FileNotFoundError if another one has its name, as if it was removed."""
+        fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
+        found = os.fstat(fd)
+        if self.inode is None or self.inode == (found.st_dev, found.st_ino):
+            return fd
+        os.close(fd)
+        raise FileNotFoundError(errno.ENOENT, "the file was moved, and another one has its name", str(self.path))
+
+    def map(self, nbytes: int) -> Tensor:
+        """A shared mapping of the first ``nbytes``, flat, uint8, which outlives the file. Raises OSError."""
+        fd = self.open()
+        try:
+            # torch takes names in UTF-8 only, and this one is that of the open file.
+            return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
+        finally:
+            os.close(fd)
+
+
+#: Blocks the host until a copy is done.
+Fence = Callable[[], None]
+
+
+class Link:
+    """Copies between host buffers and the compute device. This one is for the CPU, where no tensor is on a device."""
+
+    def is_on_device(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is on the device, where system calls cannot reach it."""
+        return False
+
+    def prepare(self, buffer: Tensor) -> None:
+        """Prepares a new buffer for copies."""
+
+    def copy(self, destination: Tensor, source: Tensor) -> Fence:
+        """Enqueues a copy after the calling thread's earlier ones; the fence waits for it."""
+        raise AssertionError("no tensor is on a device")
+
+
+class CudaLink(Link):
+    """Page-locked buffers, copied on the current stream of the calling thread."""
+
+    def is_on_device(self, tensor: Tensor) -> bool:
+        """Whether it is on an accelerator."""
+        return tensor.device.type != "cpu"
+
+    def prepare(self, buffer: Tensor) -> None:
+        """Page-locks it, or warns."""
+        page_lock(buffer, "staging between disk and device")
+
+    def copy(self, destination: Tensor, source: Tensor) -> Fence:
+        """Enqueues the copy and an event after it."""
+        destination.copy_(source, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream((destination if destination.is_cuda else source).device))
+        return event.synchronize
+
+
+def open_link(device: torch.device) -> Link:
+    """The link to a compute device."""
+    return CudaLink() if device.type == "cuda" else Link()
+
+
+class Staging:
+    """At most ``count`` buffers of ``buffer_bytes``, allocated on demand, shared by the lanes of a tier.
+
+    :meth:`acquire_buffer` returns a buffer only after the fence that it was released with. No caller may wait for a
+    buffer while holding one: two lanes could deadlock.
+    """
+
+    def __init__(self, link: Link, count: int, buffer_bytes: int) -> None:
+        self.link = link
+        self._buffer_bytes = buffer_bytes
+        self._uncreated = count
+        self._free: deque[tuple[Tensor, Fence | None]] = deque()
+        self._changed = threading.Condition()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all allocated buffers that are not in use."""
+        with self._changed:
+            return len(self._free) * self._buffer_bytes
+
+    def acquire_buffer(self, *, wait: bool) -> Tensor | None:
+        """Takes a buffer; if all are in use, waits for one, or returns None."""
+        with self._changed:
+            while not self._free and not self._uncreated:
+                if not wait:
+                    return None
+                self._changed.wait()
+            made = not self._free
+            if made:
+                self._uncreated -= 1
+            else:
+                buffer, fence = self._free.popleft()
+        if made:
+            try:
+                buffer, fence = host_buffer(self._buffer_bytes), None
+                self.link.prepare(buffer)
+            except BaseException:
+                with self._changed:
+                    self._uncreated += 1
+                    self._changed.notify()
+                raise
+        if fence is not None:
+            # Device copy -> next use of the buffer. Without this, a buffer is overwritten while it is read.
+            fence()
+        return buffer
+
+    def release(self, buffer: Tensor, fence: Fence | None = None) -> None:
+        """Returns a buffer; it is reused after ``fence``."""
+        with self._changed:
+            self._free.append((buffer, fence))
+            self._changed.notify()
 
 
 @dataclass(frozen=True)

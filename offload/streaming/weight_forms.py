@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.storage.thread_memory import PIECE, thread_memory
+from offload.storage.buffer import PIECE, thread_memory
 
 __all__ = ["WeightForm", "noise", "pieces", "weight_form_of"]
 

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from offload import MemoryPolicy, OffloadModel
-from offload.storage.disk import DiskBlock
-from offload.storage.scratch import DiskScratch
+from offload.storage.disk import DiskBlock, DiskScratch
 from tests.offload.test_model import at_home, batch
 from tests.offload.zoo import build
 

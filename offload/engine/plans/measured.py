@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from offload.engine.plans.steps import Steps
-from offload.mesh.device_bytes import ExchangeBytes
 from offload.mesh.shard import MeshShard
+from offload.mesh.traffic import ExchangeBytes
 from offload.planning.peak_memory import OutsideBytes, StepBytes
 from offload.planning.simulate import Costs
 from offload.planning.slot_sizes import slot_sizes

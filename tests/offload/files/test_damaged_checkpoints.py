@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from offload import Pretrained, load_checkpoint, load_pretrained, save_checkpoint
-from offload.files.index import INDEX
+from offload.files.save_folder import INDEX
 from offload.files.tensor_file import SAVE, ChecksumError, TensorFile, write_tensors
 from tests.programs import run_program
 

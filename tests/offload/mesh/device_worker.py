@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from offload import OffloadModel, OffloadOptimizer
-from offload.mesh.transport import Transport
+from offload.mesh.ranks import Transport
 from tests.offload.mesh.blocks_claims import Encoder, batch
 from tests.offload.mesh.mesh_worker import batches, build, loss_of
 

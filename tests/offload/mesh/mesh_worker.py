@@ -45,10 +45,10 @@ from offload import (
     load_pretrained,
     save_checkpoint,
 )
-from offload.mesh import traffic
-from offload.mesh.ranks import CollectiveLane
-from offload.mesh.traffic import Traffic, bytes_at_once, sent_bytes, traffic_of
-from offload.mesh.transport import HOST, Transport
+from offload.mesh import parts
+from offload.mesh.parts import bytes_at_once
+from offload.mesh.ranks import HOST, CollectiveLane, Transport
+from offload.mesh.traffic import Traffic, sent_bytes, traffic_of
 from offload.streaming.lane import Arrival
 from tests.offload.late import LateLane as LateUpdates
 from tests.offload.mesh import accumulate_claims, blocks_claims, device_memory_claims, graph_claims
@@ -132,7 +132,7 @@ def pieces_of_any_size_change_no_bit_and_no_byte(world: World) -> None:
     for way in ways:
         expected = run(**way)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(traffic, "LEAST_AT_ONCE", 64)
+            patch.setattr(parts, "LEAST_AT_ONCE", 64)
             assert run(**way) == expected, way
 
 
@@ -410,7 +410,7 @@ def collectives_that_run_late_change_nothing_but_a_reduction_that_is_not_awaited
             model = blocks_claims.offloaded(world, bare)
             within = {name for name, _ in bare.named_parameters() if name.startswith("layers")}
             with pytest.MonkeyPatch.context() as inner:
-                for site in find_sites(["offload/mesh/gradients.py", "offload/mesh/replicated.py"]):
+                for site in find_sites(["offload/mesh/gradients.py"]):
                     if site.text == taken:
                         take_out(site, inner)
                 blocks_claims.loss_of(model(world.part(blocks_claims.batch()))).backward()

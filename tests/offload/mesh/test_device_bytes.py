@@ -12,13 +12,11 @@ from torch import Tensor, nn
 
 import offload.limits
 from offload.memory import layout_of, memory_of
-from offload.mesh.device_bytes import ExchangeBytes, exchange_bytes, least_exchange_bytes
-from offload.mesh.gradients import means_of_parts
+from offload.mesh.gradients import ReplicatedGradients, exchange_bytes, means_of_parts
 from offload.mesh.parts import Part, WholePart, offsets_of
-from offload.mesh.pieces import gather_parts
-from offload.mesh.ranks import Ranks
-from offload.mesh.replicated import ReplicatedGradients
-from offload.mesh.transport import Transport
+from offload.mesh.ranks import Ranks, Transport
+from offload.mesh.shard import gather_parts
+from offload.mesh.traffic import ExchangeBytes, least_exchange_bytes
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
 from offload.planning.peak_memory import OutsideBytes, StepBytes
 from offload.planning.simulate import Costs

@@ -12,13 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from offload.mesh import transport
-from offload.mesh.gradients import means_of_parts
+from offload.mesh import ranks as of_ranks
+from offload.mesh.gradients import ReplicatedGradients, means_of_parts
 from offload.mesh.parts import Part, WholePart, offsets_of
-from offload.mesh.pieces import gather_parts
-from offload.mesh.ranks import CollectiveLane, Ranks
-from offload.mesh.replicated import ReplicatedGradients
-from offload.mesh.transport import Transport, check_devices
+from offload.mesh.ranks import CollectiveLane, Ranks, Transport, check_devices
+from offload.mesh.shard import gather_parts
 from tests.late_cuda import DEVICE, LateCuda
 
 META = torch.device("meta")
@@ -77,8 +75,8 @@ def test_what_collectives_move_is_on_the_device() -> None:
 def test_gradients_that_are_freed_on_the_lane_are_known_to_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else compute would use their memory again while the stream of the lane reads it."""
     used: list[tuple[tuple[int, ...], object]] = []
-    monkeypatch.setattr(transport, "current_stream", lambda device: "lane")
-    monkeypatch.setattr(transport, "record_stream", lambda tensor, stream: used.append((tuple(tensor.shape), stream)))
+    monkeypatch.setattr(of_ranks, "current_stream", lambda device: "lane")
+    monkeypatch.setattr(of_ranks, "record_stream", lambda tensor, stream: used.append((tuple(tensor.shape), stream)))
     whole = parameters()
     means_of_parts([Part.of("", each, 2) for each in whole], [*whole], Alone())
     assert used == [(tuple(each.shape), "lane") for each in whole]

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import offload.optim.update_blocks
-from offload.optim.io_buffers import IO_BUFFERS, MOST_STATES, IOBuffer, IOBufferPool
-from offload.optim.io_requests import Copy, Read, Write
+from offload.optim.io_buffers import IO_BUFFERS, MOST_STATES, IOBuffer, IOBufferPool, Read, Write
 from offload.optim.update_blocks import StoredStates, states_kept, update_block_bytes_of
 from offload.storage import Block
 from offload.storage.buffer import PAGE_BYTES
@@ -143,10 +142,10 @@ def test_an_error_while_reading_ahead_is_raised_where_it_matters_and_once(buffer
     assert buffer_pool.prepare("b", reads_of(good, bad), 0).part("bad").tolist() == [2]
 
 
-def write(buffer_pool: IOBufferPool, moves: list[Write | Copy]) -> None:
+def write(buffer_pool: IOBufferPool, moves: list[Write]) -> None:
     """Sends and settles; what has arrived goes out of the list."""
 
-    def arrived(done: Sequence[Write | Copy]) -> None:
+    def arrived(done: Sequence[Write]) -> None:
         moves[:] = [move for move in moves if move not in done]
 
     buffer_pool.write_back(list(moves), arrived)
@@ -157,7 +156,7 @@ def test_a_failed_write_stays_queued_and_a_finished_one_is_released(buffer_pool:
     blocks = [Recorded(name, [0], []) for name in ("a", "b", "c")]
     blocks[1].fails = 1
     memory = torch.tensor([1, 2, 3], dtype=torch.uint8)
-    writes: list[Write | Copy] = [Write(memory[k : k + 1], block, 0) for k, block in enumerate(blocks)]
+    writes: list[Write] = [Write(memory[k : k + 1], block, 0) for k, block in enumerate(blocks)]
     with pytest.raises(OSError, match="Input/output error"):
         write(buffer_pool, writes)
     assert blocks[0].tensor.tolist() == [1]
@@ -195,7 +194,7 @@ def test_a_write_that_no_thread_accepted_is_not_lost(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("offload.optim.io_buffers.Threads", Refusing)
     buffer_pool, home, rest = IOBufferPool(), Recorded("home", [5, 6], []), Recorded("rest", [0] * 256, [])
     part = buffer_pool.prepare("a", reads_of(home), 0).part("home")
-    writes: list[Write | Copy] = [Write(part[:1], rest, 0), Write(part[1:], rest, 200)]
+    writes: list[Write] = [Write(part[:1], rest, 0), Write(part[1:], rest, 200)]
     with pytest.raises(MemoryError):
         write(buffer_pool, writes)
     buffer_pool.wait_idle()
@@ -250,12 +249,10 @@ def test_ranges_contiguous_in_memory_and_file_are_written_in_one_call(buffer_poo
     block = Recorded("block", [0] * 512, events)
     memory = torch.arange(512).remainder(251).to(torch.uint8)
     elsewhere = torch.full((64,), 9, dtype=torch.uint8)
-    rest = torch.zeros(3, dtype=torch.uint8)
     places = [(128, 64), (192, 20), (0, 3)]  # the third is not next to the others
-    writes: list[Write | Copy] = [Write(memory[begin : begin + size], block, begin) for begin, size in places]
+    writes: list[Write] = [Write(memory[begin : begin + size], block, begin) for begin, size in places]
     writes.append(Write(memory[300:364], block, 256))  # next to the second in the file, and not in memory
     writes.append(Write(elsewhere, block, 320))  # next to the one before in the file, in other memory
-    writes.append(Copy(elsewhere[:3], rest))
     write(buffer_pool, writes)
     assert writes == []
     assert events == ["write block"] * 4
@@ -264,14 +261,13 @@ def test_ranges_contiguous_in_memory_and_file_are_written_in_one_call(buffer_poo
     assert block.tensor[256:320].equal(memory[300:364])
     assert block.tensor[320:384].equal(elsewhere)
     assert block.tensor[384:].sum() == 0
-    assert rest.tolist() == [9, 9, 9]
 
 
 def test_adjacent_memory_of_two_tensors_is_not_one_source(buffer_pool: IOBufferPool) -> None:
     events: list[str] = []
     block, owned = Recorded("block", [0] * 128, events), bytearray([3] * 64 + [4] * 64)
     halves = [torch.frombuffer(owned, dtype=torch.uint8, offset=begin, count=64) for begin in (0, 64)]
-    writes: list[Write | Copy] = [Write(half, block, begin) for half, begin in zip(halves, (0, 64), strict=True)]
+    writes: list[Write] = [Write(half, block, begin) for half, begin in zip(halves, (0, 64), strict=True)]
     write(buffer_pool, writes)
     assert bytes(block.tensor.tolist()) == bytes(owned)
     assert len(events) == 2
@@ -281,7 +277,7 @@ def test_a_group_that_cannot_be_written_stays_queued_whole(buffer_pool: IOBuffer
     block = Recorded("block", [0] * 128, [])
     block.fails = 1
     memory = torch.ones(128, dtype=torch.uint8)
-    writes: list[Write | Copy] = [Write(memory[:64], block, 0), Write(memory[64:], block, 64)]
+    writes: list[Write] = [Write(memory[:64], block, 0), Write(memory[64:], block, 64)]
     with pytest.raises(OSError, match="Input/output error"):
         write(buffer_pool, writes)
     assert len(writes) == 2

@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from offload.optim.disk_update import DiskParamBlock
-from offload.optim.io_buffers import IOBufferPool
-from offload.optim.io_requests import Copy, Read, Write
+from offload.optim.io_buffers import IOBufferPool, Read, Write
 from offload.storage import DiskTier
 from offload.storage.buffer import host_buffer, view_memory
 from offload.storage.disk import DiskBlock
 from offload.storage.page_cache import PageCache
-from offload.storage.staging import Link, Staging
-from offload.storage.transfer import TransferLimits, move_all
+from offload.storage.transfer import Link, Staging, TransferLimits, move_all
 from offload.telemetry.trace import Tracer
 from pipe.threads import Future, Threads
 from tests.guarded import Condition, Guarded
@@ -300,7 +298,7 @@ def what_fails_to_be_written_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, pa
 
         monkeypatch.setattr(fives, "write", fails)
         source = torch.full((PIECE,), 9, dtype=torch.uint8)
-        moves: list[Write | Copy] = [Write(source, fives, 0), Write(source, sixes, 0)]
+        moves: list[Write] = [Write(source, fives, 0), Write(source, sixes, 0)]
         buffer_pool.write_back(moves, partial(_take_out, moves))
         with pytest.raises(OSError, match="full"):
             buffer_pool.wait_idle()
@@ -309,7 +307,7 @@ def what_fails_to_be_written_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, pa
         assert all((move.source == 9).all() for move in moves)
 
 
-def _take_out(moves: list[Write | Copy], done: Sequence[Write | Copy]) -> None:
+def _take_out(moves: list[Write], done: Sequence[Write]) -> None:
     moves[:] = [move for move in moves if move not in done]
 
 

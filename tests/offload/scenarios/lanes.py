@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.mesh.transport import Transport
-from offload.storage.staging import CudaLink
+from offload.mesh.ranks import Transport
+from offload.storage.transfer import CudaLink
 from offload.streaming.lane import CopyLane, StreamCopyLane, ThreadCopyLane
 from offload.telemetry.clock import Clock
 from pipe.threads import Future, Threads
@@ -108,7 +108,7 @@ def a_copy_on_a_stream_comes_after_what_it_was_given_after(monkeypatch: pytest.M
 @fails_with("the allocator does not know its user")
 def what_a_lane_of_ranks_frees_is_known_to_the_allocator(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     cuda, log = LateCuda(monkeypatch), list[object]()
-    monkeypatch.setattr("offload.mesh.transport.record_stream", lambda tensor, stream: log.append(stream))
+    monkeypatch.setattr("offload.mesh.ranks.record_stream", lambda tensor, stream: log.append(stream))
     Transport(DEVICE, "", adds=True).use(_ones())
     assert log == [cuda.compute], "the allocator does not know its user"
 

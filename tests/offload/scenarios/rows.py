@@ -68,7 +68,7 @@ def a_read_that_failed_is_told_by_its_wait(monkeypatch: pytest.MonkeyPatch, path
 def indices_are_read_after_they_have_come(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     theirs, ours = _bag()
     indices = torch.zeros(1, 2, dtype=torch.int64)
-    monkeypatch.setattr("offload.embedding.row_reader.fence", lambda device: _LateTicket(lambda: indices.fill_(5)))
+    monkeypatch.setattr("offload.embedding.bag.fence", lambda device: _LateTicket(lambda: indices.fill_(5)))
     got = ours(indices)
     torch.testing.assert_close(got, theirs(torch.full((1, 2), 5)))
 
@@ -80,7 +80,7 @@ def what_crosses_streams_is_known_to_the_allocator(monkeypatch: pytest.MonkeyPat
     ours._reader.lane = InlineLane(stream)  # type: ignore[arg-type, assignment]
     log: list[tuple[int, object]] = []
     monkeypatch.setattr(
-        "offload.embedding.row_reader.record_stream",
+        "offload.embedding.bag.record_stream",
         lambda value, user: log.append((len(value) if isinstance(value, list) else 0, user)),
     )
     ours(torch.tensor([[1, 2]]))

@@ -28,8 +28,8 @@ from offload import (
 )
 from offload.storage import DiskTier
 from offload.storage.buffer import PAGE_BYTES, whole_pages
-from offload.storage.manifest import digest, read_manifest, write_manifest
-from offload.storage.stored_file import StoredFile
+from offload.storage.persistent import digest, read_manifest, write_manifest
+from offload.storage.transfer import StoredFile
 from tests.offload.persistent import everything, layers, offloaded, train
 from tests.programs import run_program
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from offload import DiskHome, HomeError, OffloadEmbeddingBag, OffloadModel, OffloadOptimizer
 from offload.storage import PersistentTier, Tier
 from offload.storage.buffer import PAGE_BYTES
-from offload.storage.manifest import read_manifest, write_manifest
-from offload.storage.stored_file import StoredFile
+from offload.storage.persistent import read_manifest, write_manifest
+from offload.storage.transfer import StoredFile
 from tests.offload.persistent import WIDTH, everything, layers, offloaded, train
 from tests.offload.storage.test_tiers import TierContract
 from tests.programs import run_program

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from offload import DiskHome, HomeError
-from offload.storage.manifest import read_manifest, write_manifest
-from offload.storage.stored_file import StoredFile
+from offload.storage.persistent import read_manifest, write_manifest
+from offload.storage.transfer import StoredFile
 from tests.offload.persistent import everything, layers, offloaded, train
 from tests.programs import run_program
 

@@ -12,8 +12,7 @@ import torch
 
 from offload.storage import DiskTier, Tier
 from offload.storage.buffer import host_buffer
-from offload.storage.staging import Link, Staging
-from offload.storage.transfer import STAGED
+from offload.storage.transfer import STAGED, Link, Staging
 from tests.offload.storage.test_tiers import MANY, TierContract, noise
 
 CPU = torch.device("cpu")
@@ -149,7 +148,7 @@ def test_disk_to_staging_to_a_cuda_device(tmp_path: Path, direct: bool) -> None:
 
 @pytest.mark.parametrize("locks", [True, False])
 def test_buffers_are_page_locked_once_and_a_refusal_is_a_warning(monkeypatch: pytest.MonkeyPatch, locks: bool) -> None:
-    from offload.storage.staging import CudaLink
+    from offload.storage.transfer import CudaLink
 
     log: list[tuple[str, int]] = []
 

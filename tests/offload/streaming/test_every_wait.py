@@ -149,22 +149,13 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("self._synchronize()", reading.a_loaded_optimizer_is_not_updated_by_an_earlier_step),
         ],
     },
-    "offload.optim.decision": {
+    "offload.optim.update": {
         "StepDecision.run_at_once": [
             ("update.start().synchronize()", reading.a_gradient_that_a_class_refuses_is_refused_by_the_step),
         ],
-    },
-    "offload.optim.access": {
-        "OptimizerAccess.apply_pending_updates": [
-            ("self._streamer.apply_pending_updates()", reading.synchronize_finishes_the_update)
-        ],
-    },
-    "offload.optim.in_backward": {
         "InBackward.complete": [
             ("update.start(slot, after=after, holds=True)", training.updates_in_backward_see_complete_gradients)
         ],
-    },
-    "offload.optim.update": {
         "Update.wait_idle": [
             ("self._lane.wait_idle()", training.an_update_whose_start_was_interrupted_runs_once),
             ("self._io_threads.wait_idle()", training.an_update_whose_start_was_interrupted_runs_once),
@@ -179,6 +170,11 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "Update._run": [("job.param_block.cancel_prefetch()", files.an_update_that_failed_goes_on_nowhere)],
         "Update._prepare": [
             ("filling.run_or_wait()", files.weights_are_there_when_they_are_updated),
+        ],
+    },
+    "offload.optim.access": {
+        "OptimizerAccess.apply_pending_updates": [
+            ("self._streamer.apply_pending_updates()", reading.synchronize_finishes_the_update)
         ],
     },
     "offload.optim.disk_update": {
@@ -212,8 +208,6 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("self.cancel()", files.buffers_are_given_back),
         ],
         "_PieceTransfer.cancel": [("job.cancel()", files.a_transfer_that_failed_goes_on_nowhere)],
-    },
-    "offload.storage.staging": {
         "CudaLink.copy": [
             (
                 "event.record(torch.cuda.current_stream((destination if destination.is_cuda else source).device))",
@@ -237,7 +231,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
     "offload.storage.page_cache": {
         "PageCache.direct": [("with self._lock", files.one_thread_finds_out_what_the_file_system_can)],
     },
-    "offload.mesh.transport": {
+    "offload.mesh.ranks": {
         "Transport.use": [
             (
                 "record_stream(tensor, current_stream(self.device))",
@@ -262,7 +256,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("self._thread.wait_idle()", blocks.a_step_that_is_interrupted_while_a_thread_updates_is_whole)
         ],
     },
-    "offload.embedding.row_reader": {
+    "offload.embedding.bag": {
         "RowRequest.wait": [("self.ticket.wait()", rows.a_read_that_failed_is_told_by_its_wait)],
         "RowReader.begin": [("fence(self._device)", rows.indices_are_read_after_they_have_come)],
         "RowReader._read": [
@@ -281,10 +275,8 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
 
 #: Waits whose value is used, and what has that value without waiting.
 STAND_INS: dict[str, Callable[..., Any]] = {
-    "offload.embedding.row_reader RowReader.begin: fence(self._device)": (
-        lambda device: InlineLane().submit(lambda: None)
-    ),
-    "offload.embedding.row_reader RowReader.collect: request.ticket.wait()": rows.unfilled,
+    "offload.embedding.bag RowReader.begin: fence(self._device)": (lambda device: InlineLane().submit(lambda: None)),
+    "offload.embedding.bag RowReader.collect: request.ticket.wait()": rows.unfilled,
     "offload.telemetry.clock Clock._wait_idle: end.query()": lambda event: True,
     "offload.streaming.lane ThreadCopyLane.submit: torch.cuda.current_stream(device).record_event()": (
         lambda stream: torch.cuda.Event()  # one that was never recorded
@@ -316,7 +308,7 @@ EXCEPTIONS = {
     ),
     "offload.identities identities_only: _IDENTITIES_ONLY.set(id(sys._getframe(2)))": "a setting of this thread",
     "offload.identities values_may_be_read: _IDENTITIES_ONLY.set(None)": "the same setting",
-    "offload.files.empty_weights _EmptyOnHost.__torch_function__: record(func, args, kwargs, result)": "no event",
+    "offload.loading _EmptyOnHost.__torch_function__: record(func, args, kwargs, result)": "no event",
     "offload.advise.rates _seconds: torch.cuda.synchronize(device)": "times a device, which needs one",
     "offload.mesh.gradients MeshGradientOffload.cancel: super().cancel()": "passes on what is in the table above",
     "offload.mesh.gradients MeshGradientOffload.wait_idle: super().wait_idle()": "the same",
@@ -324,7 +316,7 @@ EXCEPTIONS = {
         "needs several processes: tests/offload/mesh takes it out, too"
     ),
     "offload.mesh.gradients _Sums._new: arrival.synchronize()": "bounds memory, which tests/offload/mesh measures",
-    "offload.mesh.replicated ReplicatedGradients.reduce: arrival.synchronize()": "the same as of a drain",
+    "offload.mesh.gradients ReplicatedGradients.reduce: arrival.synchronize()": "the same as of a drain",
     "offload.mesh.ranks Ranks.copy_first_replica: arrival.synchronize()": "loads are later jobs of the same lane",
     "offload.mesh.ranks CollectiveLane.submit: arrival.synchronize()": (
         "needs several processes: tests/offload/mesh takes it out, too"

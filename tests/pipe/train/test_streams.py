@@ -176,7 +176,7 @@ def test_a_lookup_is_issued_behind_the_rows_and_rows_behind_the_indices(
         ticket.run(lambda: None, machine.current())
         return ticket
 
-    monkeypatch.setattr("offload.embedding.row_reader.fence", fence)
+    monkeypatch.setattr("offload.embedding.bag.fence", fence)
     read = bag._reader._read
 
     def noted(weight: Any, input: Any, before: Any) -> Any:
