@@ -18,13 +18,13 @@ Stores boundaries on disk, in an unlinked file, which the system removes however
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import itertools
 import os
+import re
 import shutil
-import stat
 import tempfile
+import uuid
 import warnings
 import weakref
 from collections.abc import Callable
@@ -43,7 +43,7 @@ from offload.storage.transfer import Link, StoredFile, Transfers, move_all, open
 from pipe.freed import WhenFreed
 from pipe.process import finalize_here
 
-__all__ = ["DiskBlock", "DiskScratch", "DiskTier", "open_lock", "reserve"]
+__all__ = ["DiskBlock", "DiskScratch", "DiskTier", "reserve"]
 
 
 class _Ticket(NamedTuple):
@@ -119,6 +119,7 @@ class DiskScratch(Scratch):
 
 
 _PREFIX = "gradstream-"
+_NAME = re.compile(_PREFIX + "[0-9a-f]{32}")
 
 
 class DiskBlock(Block):
@@ -254,46 +255,24 @@ def _new_folder(root: Path) -> tuple[Path, int]:
     try:
         root.mkdir(parents=True, exist_ok=True)
         _remove_stale(root)
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+        folder = root / f"{_PREFIX}{uuid.uuid4().hex}"
+        unnamed, lock = root / f".{folder.name}", None
         try:
-            return folder, _locked(folder)
+            unnamed.mkdir(mode=0o700)
+            lock = os.open(unnamed, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            with contextlib.suppress(OSError):  # where directories cannot be locked, those of killed processes stay
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Without this rename, another process could find the folder before it is locked, and remove it as that of
+            # an ended process.
+            os.rename(unnamed, folder)
         except BaseException:
-            _remove(folder, None)
+            _remove(unnamed, lock)
             raise
+        return folder, lock
     except OSError as error:
         raise OSError(
             error.errno, f"offload_device must be a directory that can be written to: {error.strerror}", str(root)
         ) from error
-
-
-def open_lock(path: Path, flags: int = 0) -> int:
-    """Opens a file to lock it, which is neither read nor changed. Raises OSError for a link or a special file."""
-    lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o600)
-    if stat.S_ISREG(os.fstat(lock).st_mode):
-        return lock
-    os.close(lock)
-    raise OSError(errno.EINVAL, "expected a regular file", str(path))
-
-
-def _mark(folder: Path) -> bytes:
-    """What the lock of a folder holds: only folders of ended processes have it, and no copy of one."""
-    return b"temporary files of gradstream, removed with their process: " + os.fsencode(folder.name) + b"\n"
-
-
-def _locked(folder: Path) -> int:
-    """Locks a new folder, before another process can find it unlocked and remove it."""
-    unnamed = folder / "lock.new"
-    lock = open_lock(unnamed, os.O_CREAT | os.O_EXCL)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        move_all(os.pwritev, lock, memoryview(_mark(folder)), 0, unnamed)
-        # Without this rename, another process could lock the file before the lines above, and remove the folder as
-        # that of an ended process.
-        os.rename(unnamed, folder / "lock")
-    except BaseException:
-        os.close(lock)
-        raise
-    return lock
 
 
 def _remove(folder: Path, lock: int | None) -> None:
@@ -304,19 +283,16 @@ def _remove(folder: Path, lock: int | None) -> None:
 
 
 def _remove_stale(root: Path) -> None:
-    """Removes the folders of ended processes: those whose lock is free, and has the mark that only we write."""
+    """Removes the folders of ended processes: those with a name that only we give, and that can be locked."""
     for folder in root.glob(f"{_PREFIX}*"):
+        if not _NAME.fullmatch(folder.name):
+            continue  # the user's
+        lock = None
         try:
-            lock = open_lock(folder / "lock")
-        except OSError:
-            continue  # being created now, or not ours
-        try:
-            mark = _mark(folder)
-            if folder.is_symlink() or os.pread(lock, len(mark) + 1, 0) != mark:
-                os.close(lock)  # the user's
-                continue
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            os.close(lock)
-            continue
-        _remove(folder, lock)
+            if lock is not None:
+                os.close(lock)
+        else:
+            _remove(folder, lock)

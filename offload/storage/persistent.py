@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import fcntl
 import hashlib
 import os
@@ -51,7 +52,7 @@ import torch
 
 from offload.storage.buffer import PAGE_BYTES, whole_pages
 from offload.storage.contract import Block
-from offload.storage.disk import DiskBlock, DiskTier, open_lock, reserve
+from offload.storage.disk import DiskBlock, DiskTier, reserve
 from offload.storage.home import DiskHome
 from offload.storage.transfer import StoredFile, move_all
 from pipe.process import finalize_here
@@ -267,7 +268,7 @@ class PersistentTier(DiskTier):
         self._description = b""
         self._contents: Block | None = None
         try:
-            lock = open_lock(self._root / "home.lock", os.O_CREAT)
+            lock = _open_lock(self._root / "home.lock")
         except OSError as error:
             raise HomeError(
                 f"{self._root / 'home.lock'}: expected a regular file that can be locked: {error.strerror}. Remove it, "
@@ -431,6 +432,15 @@ class PersistentTier(DiskTier):
         """Unlocks the home, with or without a clean manifest."""
         super().close()
         self._release_home()
+
+
+def _open_lock(path: Path) -> int:
+    """Opens a file to lock it, which is neither read nor changed. Raises OSError for a link or a special file."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    if stat.S_ISREG(os.fstat(lock).st_mode):
+        return lock
+    os.close(lock)
+    raise OSError(errno.EINVAL, "expected a regular file", str(path))
 
 
 def homes_in(root: Path, below: str = "") -> list[Path]:
