@@ -57,6 +57,17 @@ from offload.streaming.stored_values import StoredValues, deferring_values
 __all__ = ["INDEX", "Checkpoint", "generator_states", "load_checkpoint", "save_checkpoint"]
 
 
+#: The fields of ``state.pt`` beside the user's, with their types. What is in them is that of the checksum in the index.
+_FIELDS: dict[str, Any] = {
+    "optimizer": dict | None,
+    "optimizer_tensors": dict,
+    "parts": dict | None,
+    "model": dict,
+    "step": int,
+    "generators": dict | list,
+}
+
+
 def serialized(summary: dict[str, Any]) -> bytes:
     """The bytes of ``state.pt``. Raises ValueError if ``torch.load(weights_only=True)`` would refuse it."""
     buffer = io.BytesIO()
@@ -92,46 +103,12 @@ def read_state(path: Path, expected: str) -> dict[str, Any]:
     except Exception as error:  # The archive and what is in it raise anything, such as AttributeError.
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"{path}: expected the state of a checkpoint, got a damaged file: {reason}") from error
-    _check(summary, path)
-    return summary  # type: ignore[no-any-return]
-
-
-def _check(summary: Any, path: Path) -> None:
-    """Raises ValueError for a field that is missing or of another type."""
-
-    def expect(right: bool, field: str, expected: str, value: Any) -> None:
-        if not right:
-            raise ValueError(f"{path}: {field}: expected {expected}, got {shown(value)}")
-
-    def is_dict(value: Any, keys: type, values: type = object) -> bool:
-        return isinstance(value, dict) and _all_are(keys, value) and _all_are(values, value.values())
-
-    expect(isinstance(summary, dict), "state", "a dict", summary)
-    for key in ("optimizer", "optimizer_tensors", "parts", "model", "step", "extra", "generators"):
-        expect(key in summary, key, "a value", None)
-    model, step, places, rest = (summary[key] for key in ("model", "step", "optimizer_tensors", "optimizer"))
-    expect(is_dict(model, str), "model", "names", model)
-    expect(type(step) is int and step >= 0, "step", "a number of steps", step)
-    expect(is_dict(places, str, str), "optimizer_tensors", "names", places)
-    generators = summary["generators"]
-    for each in generators if isinstance(generators, list) else [generators]:
-        try:
-            check_generators(each)
-        except Exception as error:
-            raise ValueError(f"{path}: generators: expected states of generators, got {error!r}") from error
-    if rest is None:
-        return
-    expect(isinstance(rest, dict), "optimizer", "a dict or None", rest)
-    state, groups = rest.get("state"), rest.get("param_groups")
-    expect(is_dict(state, int, dict), "optimizer.state", "a dict of each parameter", state)
-    expect(isinstance(groups, list) and _all_are(dict, groups), "optimizer.param_groups", "a list of dicts", groups)
-    for group in groups:
-        numbers = group.get("params")
-        expect(isinstance(numbers, list) and _all_are(int, numbers), "optimizer.param_groups", "params", numbers)
-
-
-def _all_are(kind: type, values: Any) -> bool:
-    return all(isinstance(value, kind) for value in values)
+    if not isinstance(summary, dict):
+        raise ValueError(f"{path}: state: expected a dict, got {shown(summary)}")
+    for key, kind in _FIELDS.items():
+        if not isinstance(value := summary.get(key), kind):
+            raise ValueError(f"{path}: {key}: expected {getattr(kind, '__name__', kind)}, got {shown(value)}")
+    return summary
 
 
 def generator_states() -> dict[str, Any]:
@@ -144,18 +121,6 @@ def generator_states() -> dict[str, Any]:
         kind, keys, *numbers = numpy.random.get_state()
         states["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *numbers)
     return states
-
-
-def check_generators(states: Mapping[str, Any]) -> None:
-    """Raises, before anything is changed, for states that :func:`set_generator_states` could not restore."""
-    torch.Generator().set_state(states["torch"])
-    random.Random().setstate(_python_state(states))
-    for state in states.get("cuda", ()):
-        if not isinstance(state, torch.Tensor) or state.dtype is not torch.uint8 or state.dim() != 1:
-            raise ValueError(f"cuda: expected bytes, got {shown(state)}")
-    numpy = sys.modules.get("numpy")
-    if "numpy" in states and numpy is not None:
-        numpy.random.RandomState().set_state(_numpy_state(states))
 
 
 def set_generator_states(states: Mapping[str, Any]) -> None:
@@ -333,7 +298,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
             set_generator_states(generators[ranks.number])
         elif ranks is None and not isinstance(generators, list):
             set_generator_states(generators)
-    return Checkpoint(summary["step"], summary["extra"])
+    return Checkpoint(summary["step"], summary.get("extra"))
 
 
 def _read_model(

@@ -8,7 +8,6 @@ the rest of a checkpoint, beside the pickle that DCP itself reads: here nothing 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import warnings
@@ -167,8 +166,7 @@ class _Entry:
 
 
 def _entries_in(found: Any) -> dict[str, _Entry]:
-    """The tensors that :func:`write_parts` described. Raises ValueError unless parts of rows cover each of them, each
-    row once; and other errors for what was never written."""
+    """The tensors that :func:`write_parts` described. Raises ValueError, and other errors, for what it never writes."""
     entries: dict[str, _Entry] = {}
     for name, (size, dtype, parts) in found.items():
         if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
@@ -180,7 +178,6 @@ def _entries_in(found: Any) -> dict[str, _Entry]:
             begin, nbytes = _sizes([offset, length])
             chunks.append(_Chunk(_sizes(offsets), _sizes(sizes), file, begin, nbytes))
         entries[name] = _Entry(_sizes(size), dtype, chunks)
-        _check_cover(name, entries[name])
     return entries
 
 
@@ -188,24 +185,6 @@ def _sizes(found: Any) -> tuple[int, ...]:
     if not isinstance(found, (tuple, list)) or not all(type(n) is int and 0 <= n < 1 << 62 for n in found):
         raise ValueError(f"expected sizes, got {shown(found)}")
     return tuple(found)
-
-
-def _check_cover(name: str, entry: _Entry) -> None:
-    if math.prod(max(1, n) for n in entry.size) >= 1 << 62:
-        raise ValueError(f"{name}: expected a size that fits an address, got {entry.size}")
-    end = 0
-    for chunk in sorted(entry.chunks, key=lambda chunk: (chunk.offsets, chunk.sizes)):
-        rest = (0,) * len(entry.size[1:])
-        if chunk.offsets[1:] != rest or chunk.sizes[1:] != entry.size[1:] or len(chunk.sizes) != len(entry.size):
-            raise ValueError(f"{name}: expected rows of a tensor of size {entry.size}, got {chunk}")
-        if not entry.size:
-            end += 1
-        elif chunk.offsets[0] != end:
-            raise ValueError(f"{name}: expected a part from row {end}, got {chunk}")
-        else:
-            end += chunk.sizes[0]
-    if end != (entry.size[0] if entry.size else 1):
-        raise ValueError(f"{name}: expected parts of all rows of a tensor of size {entry.size}, got {end}")
 
 
 class StoredParts:

@@ -396,31 +396,6 @@ def test_no_code_of_a_checkpoint_runs(saves: Path, tmp_path: Path) -> None:
     assert not flag.exists()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_what_is_said_of_parts_is_right_or_refused(saves: Path, tmp_path: Path, seed: int) -> None:
-    """Though all checksums agree."""
-    draw, folder = random.Random(seed), tmp_path / "c"
-    shutil.copytree(saves / "A", folder)
-    path = state_in(folder) / "state.pt"
-    whole = torch.load(path, weights_only=True)
-    if whole["parts"] is None:
-        pytest.skip("one process writes none")
-    refused = 0
-    for k in range(60):
-        summary = copy.deepcopy(whole)
-        place = draw.choice([at for at in places_in(summary["parts"]) if at[0] != "names"])
-        parent = summary["parts"]
-        for key in place[:-1]:
-            parent = parent[key]
-        parent[place[-1]] = draw.choice([value for value in VALUES if value != parent[place[-1]]])
-        torch.save(summary, path)
-        with_sum_of(path)
-        _, _, found = load(folder)
-        refused += isinstance(found, Exception)
-        assert not isinstance(found, Exception) or type(found) in (ValueError, ChecksumError), (k, place, found)
-    assert refused > 50
-
-
 @pytest.mark.parametrize("way", ["compressed", "without keys", "of another type"])
 def test_a_state_file_that_is_no_state_is_refused(tmp_path: Path, way: str) -> None:
     save_checkpoint(tmp_path, *make())
@@ -435,7 +410,11 @@ def test_a_state_file_that_is_no_state_is_refused(tmp_path: Path, way: str) -> N
         summary = torch.load(path, weights_only=True)
         torch.save({} if way == "without keys" else {**summary, "step": "3"}, path)
     with_sum_of(path)
-    message = {"compressed": "larger than the file", "without keys": "optimizer: expected", "of another type": "step"}
+    message = {
+        "compressed": "larger than the file",
+        "without keys": "optimizer_tensors: expected",
+        "of another type": "step",
+    }
     with pytest.raises(ValueError, match=rf"state\.pt: .*{message[way]}"):
         load_checkpoint(tmp_path, *make())
 
