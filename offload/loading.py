@@ -1,16 +1,4 @@
-"""``OffloadModel.from_pretrained``: a model larger than memory, from its configuration and safetensors files.
-
-Maps the names of tensors in a checkpoint of transformers to those of the model, as that library's loading does.
-
-Checkpoints have the names of the release that first wrote them (``LayerNorm.gamma``), and ``save_pretrained`` writes
-those again. transformers renames tensors while it reads them. For some families it also merges, splits or transposes
-tensors, which is refused here, since each is read straight into its home.
-
-Builds a model whose parameters take no memory, for a checkpoint that is read into their homes.
-
-Under ``torch.device("meta")`` buffers have no values either, and those that no checkpoint holds (rotary frequencies,
-position numbers) could not be computed again. Here only parameters are on the meta device.
-"""
+"""``OffloadModel.from_pretrained``: a model larger than memory, from its configuration and safetensors files."""
 
 from __future__ import annotations
 
@@ -34,6 +22,12 @@ from offload.storage.buffer import empty_on_host
 from offload.streaming.recipes import give_values, record, watch
 
 __all__ = ["from_files", "init_empty_weights"]
+
+# Maps the names of tensors in a checkpoint of transformers to those of the model, as that library's loading does.
+#
+# Checkpoints have the names of the release that first wrote them (``LayerNorm.gamma``), and ``save_pretrained`` writes
+# those again. transformers renames tensors while it reads them. For some families it also merges, splits or transposes
+# tensors, which is refused here, since each is read straight into its home.
 
 #: Buffers that older releases stored. transformers skips them for models that have one of the same name.
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
@@ -119,6 +113,12 @@ def keep_wide(model: nn.Module, dtype: torch.dtype) -> None:
                 wide = next((w for pattern, w in patterns if pattern.search(f"{path}.{key}".lstrip("."))), None)
                 if tensor is not None and wide is not None and tensor.is_floating_point():
                     tensor.data = tensor.data.to(wide)
+
+
+# --- Builds a model whose parameters take no memory, for a checkpoint that is read into their homes ------------------
+#
+# Under ``torch.device("meta")`` buffers have no values either, and those that no checkpoint holds (rotary frequencies,
+# position numbers) could not be computed again. Here only parameters are on the meta device.
 
 
 class _EmptyOnHost(TorchFunctionMode):

@@ -2,8 +2,6 @@
 
 The instance's ``forward`` of a block hands its call to the engine, which runs the :class:`Body` of the block: its own
 forward, without its hooks. So hooks of a block run once, outside of the recomputation, on tensors of the model's graph.
-
-Makes the engine of ``offload.engine`` for an ``OffloadModel``.
 """
 
 from __future__ import annotations
@@ -124,6 +122,9 @@ class StreamedForward:
 
 def _same(value: Any) -> Any:
     return value
+
+
+# --- Makes the engine of ``offload.engine`` for an ``OffloadModel`` --------------------------------------------------
 
 
 def engine_of(homes: ModelHomes, names: Sequence[str], *, apart: bool) -> Engine:

@@ -1,11 +1,4 @@
-"""Finds the blocks of a model: the modules that stream, by the name of their list or by their class.
-
-Chooses embeddings and heads outside of blocks to be shards of their own, where memory is too small for them.
-
-They are chosen when the model is made, by bytes and by class, before anything has moved. That each is called once is
-what a forward shows: it raises where that is not so. Other layers (a projection that is shared, for example) are often
-called several times, so a head is what has a row for each word.
-"""
+"""Finds the blocks of a model: the modules that stream, by the name of their list or by their class."""
 
 from __future__ import annotations
 
@@ -22,6 +15,12 @@ from torch import nn
 from offload.streaming.quantised import is_taken_apart
 
 __all__ = ["BlockNames", "Blocks", "find_blocks", "modules_outside", "parameters_outside", "with_rest"]
+
+# --- Chooses embeddings and heads outside of blocks to be shards of their own, where memory is too small for them ----
+#
+# They are chosen when the model is made, by bytes and by class, before anything has moved. That each is called once is
+# what a forward shows: it raises where that is not so. Other layers (a projection that is shared, for example) are
+# often called several times, so a head is what has a row for each word.
 
 #: A name of a list of blocks; names of lists and modules; or a class of blocks.
 Blocks = str | Sequence[str] | type[nn.Module]

@@ -1,7 +1,4 @@
-"""How a model runs that is called by its own forward: its blocks stream, and what is around them stays.
-
-The parameters and buffers of a model outside of its blocks: placed on the compute device, and cast in a forward.
-"""
+"""How a model runs that is called by its own forward: its blocks stream, and what is around them stays."""
 
 from __future__ import annotations
 
@@ -39,6 +36,9 @@ from pipe.recompute.thread_state import lasting_hooks
 from pipe.torch_private.autograd import saved_tensor_hooks
 
 __all__ = ["OwnForward"]
+
+
+# The parameters and buffers of a model outside of its blocks: placed on the compute device, and cast in a forward.
 
 
 @torch.no_grad()

@@ -18,11 +18,6 @@ Guarantees
 Assumes
     * The optimizer changes only rows that have a gradient (:meth:`OffloadEmbeddingBag.check_optimizer`). After any
       other write to ``weight`` the user calls :meth:`OffloadEmbeddingBag.refresh`; ``load_state_dict`` calls it.
-
-Reads the rows of an embedding table that a batch needs, in a thread, and again those that have changed since.
-
-A read may begin while batches before still compute. Rows that get a gradient between the beginning of a read and the
-use of the rows are read again right before that use.
 """
 
 from __future__ import annotations
@@ -50,6 +45,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["OffloadEmbeddingBag", "RowReader", "RowRequest", "Rows"]
+
+
+# --- Reads the rows of an embedding table that a batch needs, in a thread, and again those that have changed since ---
+#
+# A read may begin while batches before still compute. Rows that get a gradient between the beginning of a read and the
+# use of the rows are read again right before that use.
 
 
 @dataclass(frozen=True)

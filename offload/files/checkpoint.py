@@ -21,8 +21,6 @@ and the first one the rest; any number of processes reads them.
 
 The files do not depend on slices or homes, so a checkpoint is loaded into the same model with any others, or into the
 bare model.
-
-The remainder of a checkpoint beside its tensors, in one small file: read back without running code of the file.
 """
 
 from __future__ import annotations
@@ -66,6 +64,9 @@ _FIELDS: dict[str, Any] = {
     "step": int,
     "generators": dict | list,
 }
+
+
+# The remainder of a checkpoint beside its tensors, in one small file: read back without running code of the file.
 
 
 def serialized(summary: dict[str, Any]) -> bytes:

@@ -5,8 +5,6 @@ moment is known by them, and the next one removes it. Whatever has another name 
 
 The directory itself is locked (``flock``), so there is no lock file that could be left behind. Where the file system
 has no locks, users see to it that one process saves.
-
-Reads the index of safetensors files, and opens these: all fit the index and are of one save, or none is used.
 """
 
 from __future__ import annotations
@@ -27,6 +25,8 @@ from offload.files.tensor_file import SAVE, TensorFile, write_all
 from offload.files.untrusted import inside, naming, parse_object, read_regular, shown
 
 __all__ = ["CRC", "INDEX", "Save", "read_index", "state_folder", "write_file"]
+
+# --- Reads the index of safetensors files, and opens these: all fit the index and are of one save, or none is used ---
 
 #: The name of the index of a checkpoint.
 INDEX = "model.safetensors.index.json"

@@ -30,26 +30,6 @@ Why what fails is not mistaken for something else
     * A rank whose layers raise in a pass submits fewer jobs than the others. These raise at the latest after the
       ``timeout`` of the mesh's process group. :meth:`Ranks.agree` compares the numbers of jobs, so a rank that goes on
       by itself raises as well. If all ranks raised at the same place, all go on.
-
-Process groups of models, which later models over the same ranks use again.
-
-A model needs groups of its own, since its collectives run beside those of other models and of the user. Torch gives
-none back by itself: each keeps its connections and threads until ``destroy_process_group``, and a rank must not call
-that while another still communicates. A model ends on each rank at another time, when it is closed or collected. So its
-groups are kept, and the next model takes those that have come back on all their ranks, which these compare while they
-make the model, all at the same time.
-
-Where ranks exchange parameters and gradients: in host memory by gloo, or in the memory of their GPUs by nccl.
-
-::
-
-    host      home --> staging area --gloo--> staging area --> slot               all in host memory
-    device    home --> staging area --nccl--> staging area --> slot               the staging area is on the GPU
-              gradients --> staging area --nccl--> sum of this rank's part --> home
-
-On a device all of it is queued on the stream of the lane of ranks. Homes are read through the page-locked memory of
-their tier, as without a mesh. Messages about plans, and which gradients there are, are bytes of the host in both cases
-and sent by gloo, so no rank waits for its device to compare them.
 """
 
 from __future__ import annotations
@@ -84,6 +64,15 @@ if TYPE_CHECKING:
     from offload.telemetry.statistics import Meter
 
 __all__ = ["CPU", "HOST", "Groups", "Kind", "Ranks", "Transport", "check_devices", "new_group", "transport_for"]
+
+
+# --- Process groups of models, which later models over the same ranks use again --------------------------------------
+#
+# A model needs groups of its own, since its collectives run beside those of other models and of the user. Torch gives
+# none back by itself: each keeps its connections and threads until ``destroy_process_group``, and a rank must not call
+# that while another still communicates. A model ends on each rank at another time, when it is closed or collected. So
+# its groups are kept, and the next model takes those that have come back on all their ranks, which these compare while
+# they make the model, all at the same time.
 
 
 class Kind(NamedTuple):
@@ -161,6 +150,18 @@ def new_group(kind: Kind) -> Any:
     """Makes a process group. Called by its members."""
     return dist.new_group([*kind.members], backend=kind.backend, timeout=kind.timeout, use_local_synchronization=True)
 
+
+# --- Where ranks exchange parameters and gradients: in host memory by gloo, or in the memory of their GPUs by nccl ---
+#
+# ::
+#
+#     host      home --> staging area --gloo--> staging area --> slot               all in host memory
+#     device    home --> staging area --nccl--> staging area --> slot               the staging area is on the GPU
+#               gradients --> staging area --nccl--> sum of this rank's part --> home
+#
+# On a device all of it is queued on the stream of the lane of ranks. Homes are read through the page-locked memory of
+# their tier, as without a mesh. Messages about plans, and which gradients there are, are bytes of the host in both
+# cases and sent by gloo, so no rank waits for its device to compare them.
 
 CPU = torch.device("cpu")
 #: Bytes of an element from which sums in its own type are as exact as those in the type of homes.

@@ -2,17 +2,6 @@
 
 The same numbers are measured by :class:`~offload.telemetry.statistics.Statistics`; ``docs/distributed.md`` has the
 formula.
-
-Counts what ranks hold on a GPU to exchange parameters and gradients, for plans under a limit of its memory.
-
-::
-
-    staging area            from the first load on: what one collective sends and receives
-    drain of shard j        until the next one: whole gradients; this rank's part of their sums, in float32 at least;
-                            and its part of the means of the shard before, which is being copied home
-    end of a backward       of what each rank stores whole: all sums, and their means of 16 bits
-
-On the CPU all of this is in host memory, where steps are measured before their plan is chosen.
 """
 
 from __future__ import annotations
@@ -116,6 +105,18 @@ def traffic_of(plan: Plan, shards: Sequence[SentBytes], ranks: int, replicas: in
         sum((ranks - 1) * shard.reduced + (replicas - 1) * sum(shard.to_replicas(replicas)) for shard in drained),
         0 if everybody == 1 else (everybody - 1) * MESSAGE_BYTES * (1 + backward + norms),
     )
+
+
+# --- Counts what ranks hold on a GPU to exchange parameters and gradients, for plans under a limit of its memory -----
+#
+# ::
+#
+#     staging area            from the first load on: what one collective sends and receives
+#     drain of shard j        until the next one: whole gradients; this rank's part of their sums, in float32 at least;
+#                             and its part of the means of the shard before, which is being copied home
+#     end of a backward       of what each rank stores whole: all sums, and their means of 16 bits
+#
+# On the CPU all of this is in host memory, where steps are measured before their plan is chosen.
 
 
 @dataclass(frozen=True)

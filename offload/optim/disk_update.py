@@ -16,11 +16,6 @@ Guarantees
       larger than one block is updated in several, where the class is known to be elementwise.
     * Files are written only after a block's arithmetic is complete, and a failed write is repeated, not computed again.
       So an update can be resumed after any error, and nothing is applied twice.
-
-Optimizer states in files: where each state of a param block is, and what is read and written for an update of it.
-
-States of one update are allocated as one block of storage. Only dense states are stored in files: what counts steps,
-and states that are sparse, stay in memory.
 """
 
 from __future__ import annotations
@@ -49,6 +44,11 @@ from offload.streaming.slices import Slice
 from pipe.torch_private.autograd import outside_inference_mode
 
 __all__ = ["DiskParamBlock"]
+
+# Optimizer states in files: where each state of a param block is, and what is read and written for an update of it.
+#
+# States of one update are allocated as one block of storage. Only dense states are stored in files: what counts steps,
+# and states that are sparse, stay in memory.
 
 #: The states of each parameter, by name.
 States = Sequence[Mapping[str, Any]]

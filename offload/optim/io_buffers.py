@@ -20,16 +20,6 @@ Guarantees
 
 Assumes
     * Prefetched ranges are written by no other code before their use: they belong to an update that is pending.
-
-Ranges that the on-disk optimizer reads, updates and writes; adjacent ranges of a file are transferred in one call.
-
-A transformer block has twice as many norms and biases as matrices, and Adam transfers six tensors for each of them.
-They are small: a call costs not their bytes but time of the interpreter, which the layers that compute need as well.
-They are adjacent in their file, so one call can transfer all of them.
-
-Guarantees
-    * Only padding is between two ranges that are transferred together, never data of another owner.
-    * Ranges that are written together are as far apart in memory as in the file, in one storage.
 """
 
 from __future__ import annotations
@@ -62,6 +52,17 @@ __all__ = [
     "contiguous",
     "span_bytes",
 ]
+
+
+# Ranges that the on-disk optimizer reads, updates and writes; adjacent ranges of a file are transferred in one call.
+#
+# A transformer block has twice as many norms and biases as matrices, and Adam transfers six tensors for each of them.
+# They are small: a call costs not their bytes but time of the interpreter, which the layers that compute need as well.
+# They are adjacent in their file, so one call can transfer all of them.
+#
+# Guarantees
+#     * Only padding is between two ranges that are transferred together, never data of another owner.
+#     * Ranges that are written together are as far apart in memory as in the file, in one storage.
 
 
 @dataclass(frozen=True, eq=False)

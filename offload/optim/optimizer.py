@@ -1,7 +1,4 @@
-"""``OffloadOptimizer``: any ``torch.optim`` class for an ``OffloadModel``; shards are updated while others compute.
-
-The factor by which a step multiplies all gradients: ``clip_grad_norm_``, and the scale of a ``GradScaler``.
-"""
+"""``OffloadOptimizer``: any ``torch.optim`` class for an ``OffloadModel``; shards are updated while others compute."""
 
 from __future__ import annotations
 
@@ -39,6 +36,9 @@ if TYPE_CHECKING:
     from offload.model import OffloadModel
 
 __all__ = ["OffloadOptimizer", "open_update_lane"]
+
+
+# --- The factor by which a step multiplies all gradients: ``clip_grad_norm_``, and the scale of a ``GradScaler`` -----
 
 
 def clip_coefficient(

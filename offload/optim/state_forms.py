@@ -13,11 +13,6 @@ any other state:
 
 States are encoded that have the type and the shape of their parameter, if it is a contiguous floating-point matrix (or
 has more dimensions) of at least :data:`LEAST_ELEMENTS`. Others (norms, biases, counts of steps) are stored in full.
-
-Runs ``optimizer.step()`` where states or weights are encoded: decoded before, and encoded again afterwards.
-
-Only 131,072 elements at a time are decoded, where the class is known to update each element by itself. So states in
-full take no memory that counts, and they are still in the processor's cache when the update reads them.
 """
 
 from __future__ import annotations
@@ -314,6 +309,12 @@ def _check_stored(state: Mapping[str, Any], parameter: Tensor) -> None:
 
 def _described(value: Any) -> str:
     return f"{value.dtype} in shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+# --- Runs ``optimizer.step()`` where states or weights are encoded: decoded before, and encoded again afterwards -----
+#
+# Only 131,072 elements at a time are decoded, where the class is known to update each element by itself. So states in
+# full take no memory that counts, and they are still in the processor's cache when the update reads them.
 
 
 @dataclass(frozen=True, eq=False)

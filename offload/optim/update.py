@@ -8,19 +8,6 @@ Guarantees
     * The update is applied once, however often it is started. If it fails, its arrival raises, completed parts stay
       done, and the next start resumes there.
     * The update owns its gradients from ``step()`` on: ``zero_grad(set_to_none=True)`` only clears ``.grad``.
-
-Decides a step of an ``OffloadOptimizer``: the updates of all shards become pending together, or none does.
-
-Some updates run at once: those of parameters that stay on the compute device, and those with sparse gradients, which
-most classes refuse. If one fails after another has begun, the step is decided all the same.
-
-Optimizer updates during backward: a shard is updated as soon as its gradients are complete; they are never stored.
-
-A shard is updated while backward computes those before it. The price: a second backward of the same step, or another
-forward that still needs its backward, would compute with parameters that have changed already. Both are refused before
-anything changes, except under ``accumulate()``.
-
-After a backward that failed with some shards updated and others not, every call of the optimizer raises.
 """
 
 from __future__ import annotations
@@ -209,6 +196,12 @@ class Update:
             update, first = update.following, 0
 
 
+# --- Decides a step of an ``OffloadOptimizer``: the updates of all shards become pending together, or none does ------
+#
+# Some updates run at once: those of parameters that stay on the compute device, and those with sparse gradients, which
+# most classes refuse. If one fails after another has begun, the step is decided all the same.
+
+
 def note_update(job: UpdateJob) -> None:
     """Increments the version of the parameters that an update writes, also for kernels that do not."""
     found = zip(job.param_block.parameters, job.gradients, strict=True)
@@ -339,6 +332,15 @@ class StepDecision:
         for shard, update in self._updates:
             if not (shard.blocking_io or update.done):
                 update.start()
+
+
+# Optimizer updates during backward: a shard is updated as soon as its gradients are complete; they are never stored.
+#
+# A shard is updated while backward computes those before it. The price: a second backward of the same step, or another
+# forward that still needs its backward, would compute with parameters that have changed already. Both are refused
+# before anything changes, except under ``accumulate()``.
+#
+# After a backward that failed with some shards updated and others not, every call of the optimizer raises.
 
 
 class InBackward:

@@ -6,16 +6,6 @@ translation, are faster with few large pages than with many small ones.
 Guarantees
     * A buffer begins on a page, is zeroed, has exactly the requested size, and allocates less than a page more.
     * Its memory is freed with the last tensor that views it.
-
-Views of stored tensors that ``torch.save`` accepts, for ``state_dict()``.
-
-Tensors of one home are views of one storage, and ``torch.save`` refuses a storage that is viewed as several dtypes. So
-such tensors get storages of their own, each of which begins at the tensor's first byte in the same memory.
-
-Memory for results that a thread soon drops, kept between its calls.
-
-An allocator returns freed blocks of this size to the kernel. The page faults of the next ones take several times as
-long as a pass of arithmetic over them.
 """
 
 from __future__ import annotations
@@ -162,6 +152,12 @@ def page_lock(tensor: Tensor, label: str) -> bool:
     return True
 
 
+# --- Views of stored tensors that ``torch.save`` accepts, for ``state_dict()`` ---------------------------------------
+#
+# Tensors of one home are views of one storage, and ``torch.save`` refuses a storage that is viewed as several dtypes.
+# So such tensors get storages of their own, each of which begins at the tensor's first byte in the same memory.
+
+
 def on_own_storages(values: Iterable[Any]) -> dict[int, Tensor]:
     """Another view of each tensor whose storage other tensors view as another dtype, by ``id(tensor)``.
 
@@ -181,6 +177,11 @@ def on_own_storages(values: Iterable[Any]) -> dict[int, Tensor]:
             found[id(t)] = flat.view(t.dtype).as_strided(t.shape, t.stride())
     return found
 
+
+# --- Memory for results that a thread soon drops, kept between its calls ---------------------------------------------
+#
+# An allocator returns freed blocks of this size to the kernel. The page faults of the next ones take several times as
+# long as a pass of arithmetic over them.
 
 #: Elements of states or weights that are converted, updated and stored at a time: few enough for the processor's
 #: cache, and so many that calls of torch count little: half as many take a fifth more time.

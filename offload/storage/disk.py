@@ -11,8 +11,6 @@ Guarantees
     * Files are removed with the model, or at interpreter exit. Files of a killed process are removed when the next
       model is made in the same directory.
     * A block outlives its file: its mapping stays valid.
-
-Stores boundaries on disk, in an unlinked file, which the system removes however the process ends.
 """
 
 from __future__ import annotations
@@ -44,6 +42,9 @@ from pipe.freed import WhenFreed
 from pipe.process import finalize_here
 
 __all__ = ["DiskBlock", "DiskScratch", "DiskTier", "reserve"]
+
+
+# --- Stores boundaries on disk, in an unlinked file, which the system removes however the process ends ---------------
 
 
 class _Ticket(NamedTuple):

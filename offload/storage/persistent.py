@@ -19,15 +19,6 @@ Guarantees
     * From :meth:`PersistentTier.mark_open`, before the first write, until :meth:`PersistentTier.mark_closed` the
       manifest is not clean, so a home that a crash left half written is recognised.
     * Files are overwritten only on request, and only one model at a time uses a home.
-
-The manifest at the end of the file of a persistent home: identity and state (closed or not).
-
-::
-
-    contents, whole pages | description, whole pages | manifest, one page
-
-The contents are first, so that mappings and direct I/O are aligned. The description is text, one line per tensor, so
-that an error can name the first tensor that differs. The manifest is one page, which a disk writes atomically.
 """
 
 from __future__ import annotations
@@ -67,6 +58,15 @@ __all__ = [
     "read_manifest",
     "write_manifest",
 ]
+
+# --- The manifest at the end of the file of a persistent home: identity and state (closed or not) --------------------
+#
+# ::
+#
+#     contents, whole pages | description, whole pages | manifest, one page
+#
+# The contents are first, so that mappings and direct I/O are aligned. The description is text, one line per tensor, so
+# that an error can name the first tensor that differs. The manifest is one page, which a disk writes atomically.
 
 MAGIC = b"gradhome"
 #: 1 had one file for each shard, 2 one for weights and one for buffers.

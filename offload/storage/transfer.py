@@ -12,18 +12,6 @@ Guarantees
       thread's stream if the destination is on a device. When it raises, none of its pieces is still running.
     * System errors name the file. A file that is too short is an error, never zeros.
     * No file stays open, so a model of thousands of blocks does not reach the limit of open files.
-
-A file that holds a block: which one it is, however its name changes.
-
-A pool of page-locked host buffers between files and memory that direct I/O cannot reach.
-
-That is an accelerator's memory, and unaligned host memory. A buffer is reused once the copy out of it is done, so only
-a few pieces are page-locked, never a model.
-
-::
-
-    file --> buffer --> device          read: a pool thread fills the buffer, the lane's stream copies it to the device
-    file <-- buffer <-- device          write: the reverse
 """
 
 from __future__ import annotations
@@ -60,6 +48,9 @@ __all__ = [
 ]
 
 
+# --- A file that holds a block: which one it is, however its name changes --------------------------------------------
+
+
 @dataclass(frozen=True)
 class StoredFile:
     """A file, by its path and, once it exists, by its number."""
@@ -91,6 +82,16 @@ class StoredFile:
         finally:
             os.close(fd)
 
+
+# --- A pool of page-locked host buffers between files and memory that direct I/O cannot reach ------------------------
+#
+# That is an accelerator's memory, and unaligned host memory. A buffer is reused once the copy out of it is done, so
+# only a few pieces are page-locked, never a model.
+#
+# ::
+#
+#     file --> buffer --> device      read: a pool thread fills the buffer, the stream of the lane copies it
+#     file <-- buffer <-- device      write: the reverse
 
 #: Blocks the host until a copy is done.
 Fence = Callable[[], None]
