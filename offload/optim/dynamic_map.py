@@ -9,8 +9,8 @@ is called, and a negative scale says that a block takes those from -1 to 1: so a
 positive value of such a block is never rounded to 0: Adam divides by the root of its second moment, and a moment that
 vanished while the first did not would make an update too large by orders of magnitude.
 
-A value is coded by one look-up of its upper 16 bits, whose entry says at which lower bits the code grows; and codes are
-decoded two at a time. Each pass is over memory that the processor's cache holds: an update codes every state.
+A value is coded by one look-up of its upper 16 bits, whose entry says at which lower bits the code grows. Each pass is
+over memory that the processor's cache holds: an update codes every state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BLOCK = 256
 
 #: Decades of the levels. In each one towards 1 their number doubles.
 _DECADES = 7
-#: The upper 16 bits of a float32 choose a row of the table of codes; two codes one of the table of values.
+#: The upper 16 bits of a float32 choose a row of the table of codes.
 _ROWS = 1 << 16
 
 
@@ -47,10 +47,9 @@ def levels(signed: bool) -> Tensor:
 
 
 @cache
-def _pairs() -> Tensor:
-    """The two values of each pair of codes, as the bits of one int64; from 0 to 1 in the first rows, then signed."""
-    codes = torch.arange(_ROWS, dtype=torch.int32).to(torch.uint16).view(torch.uint8).long()
-    return torch.cat([levels(signed)[codes].view(torch.int64) for signed in (False, True)])
+def _levels() -> Tensor:
+    """Those of both maps, one after the other."""
+    return torch.cat([levels(signed) for signed in (False, True)])
 
 
 @cache
@@ -125,25 +124,18 @@ def _encode(values: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 def _of_map(table: Tensor, signed: Tensor, rows: Tensor) -> Tensor:
     """The part of a table of both maps that ``rows`` are in; where blocks have different maps, all, and other rows."""
-    number = int(signed.sum())
+    number, half = int(signed.sum()), len(table) // 2
     if number in (0, signed.numel()):
-        return table[_ROWS:] if number else table[:_ROWS]
-    rows.view(signed.numel(), -1).add_((signed.int() * _ROWS).unsqueeze(1))
+        return table[half:] if number else table[:half]
+    rows.view(signed.numel(), -1).add_((signed.int() * half).unsqueeze(1))
     return table
 
 
 def _decode(codes: Tensor, scales: Tensor, values: Tensor) -> None:
-    count, blocks = values.numel(), scales.numel()
-    found, pairs = values, codes
-    if count % 2 or codes.storage_offset() % 2 or values.storage_offset() % 2 or values.dtype != torch.float32:
-        even = count + count % 2
-        found = thread_memory(("8bit", 0), even, torch.float32)
-        pairs = thread_memory(("8bit", 2), even, torch.uint8)
-        pairs[count:] = 0
-        pairs[:count] = codes
-    rows = thread_memory(("8bit", 1), pairs.numel() // 2, torch.int32).copy_(pairs.view(torch.uint16))
-    torch.index_select(_of_map(_pairs(), scales < 0, rows), 0, rows, out=found.view(torch.int64))
-    found = found[:count]
-    found.view(blocks, -1).mul_(scales.abs().unsqueeze(1))
-    if found.data_ptr() != values.data_ptr():
+    count = values.numel()
+    found = values if values.dtype == torch.float32 else thread_memory(("8bit", 0), count, torch.float32)
+    rows = thread_memory(("8bit", 1), count, torch.int32).copy_(codes)
+    torch.index_select(_of_map(_levels(), scales < 0, rows), 0, rows, out=found)
+    found.view(scales.numel(), -1).mul_(scales.abs().unsqueeze(1))
+    if found is not values:
         values.copy_(found)
