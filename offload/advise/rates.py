@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from offload.mesh.elementwise import check_elementwise
+from offload.mesh.public import check_elementwise
 from offload.optim.param_block import ELEMENTWISE
 from offload.optim.state_forms import EncodedWeights, StateForm, form_of, step_encoded
 from offload.optim.update_blocks import StoredStates

@@ -27,10 +27,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from offload.mesh.elementwise import check_elementwise
 from offload.mesh.gradients import LocalSums, ReplicatedGradients, exchange_bytes
 from offload.mesh.parts import Part, WholePart
-from offload.mesh.public import PublicParameters
+from offload.mesh.public import PublicParameters, check_elementwise
 from offload.mesh.ranks import HOST, Ranks
 from offload.mesh.shard import without_memory
 from offload.mesh.traffic import ExchangeBytes, Traffic, bytes_beside_one_process, sent_bytes, traffic_of

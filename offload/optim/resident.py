@@ -13,37 +13,36 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
+from offload.optim.param_block import HostParamBlock, OptimizerFactory, ParamBlock, UpdateJob
 from offload.optim.update import note_update
 from offload.streaming.quantised import StoredTensor, is_taken_apart
 from offload.streaming.shard import Shard
 from offload.streaming.slices import layout
 from pipe.stream import current_stream, use_device, use_stream
 from pipe.threads import Threads
-from pipe.torch_private.tensors import multiply_all
 
 __all__ = ["ResidentParamBlock", "ResidentParameters"]
 
 
-class ResidentParamBlock(ParamBlock):
-    """Parameters that the optimizer of the class updates themselves, with their own gradients."""
+class ResidentParamBlock(HostParamBlock):
+    """Parameters that are updated where they are; users may replace their memory between updates."""
+
+    #: Whether proxies have the parameters' memory.
+    _bound = False
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: int, factory: OptimizerFactory) -> None:
         slices, _ = layout(StoredTensor("", p) for p in parameters)
         super().__init__(Shard(-1, 0, []), (), group, factory)
         self.slices = slices
-        self.proxies = [s.parameter for s in slices]
-        self._bound = True
+        self.proxies = [s.parameter.detach() for s in slices]
         if (form := factory.form) is not None:
-            # Tensors of its own, since a part at a time is decoded, updated and encoded.
-            self.proxies = [p.detach() for p in self.proxies]
             # States are encoded on the host.
             self.encoded = {k for k, p in enumerate(self.proxies) if p.device.type == "cpu" and form.encodes(p)}
-            self._release()
+        self._release()
 
     @contextlib.contextmanager
     def _values(self) -> Iterator[None]:
-        """A context in which the tensors of its own have the parameters' memory, which users may replace elsewhere."""
+        """A context in which proxies have the parameters' memory."""
         if self._bound:
             yield
             return
@@ -56,7 +55,7 @@ class ResidentParamBlock(ParamBlock):
             self._release()
 
     def _release(self) -> None:
-        """Frees the gradients and values of the optimizer's own parameters, which keep their shapes and types."""
+        """Frees gradients and values of proxies, which keep their shapes and types."""
         for proxy in self.proxies:
             proxy.grad = None
             proxy.data = torch.empty((), dtype=proxy.dtype, device=proxy.device).expand(proxy.shape)
@@ -74,18 +73,8 @@ class ResidentParamBlock(ParamBlock):
 
     def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
         """Updates the parameters."""
-        self._check_dense(job)
-        self.prepare(job.options, sparse=job.sparse)
-        gradients = [g for g in job.gradients if g is not None]
-        if job.coefficient is not None and not job.scaled:
-            multiply_all(gradients, job.coefficient.to(gradients[0].device))
-            job.scaled = True
-        with self._values(), self._arithmetic():
-            for proxy, parameter, gradient in zip(self.proxies, self.parameters, job.gradients, strict=True):
-                if proxy is not parameter:
-                    proxy.grad = gradient
-            self._step({})
-            job.group_changes = self.group_changes()
+        with self._values():
+            super().run(job, slot, upcoming)
 
 
 class ResidentParameters:
