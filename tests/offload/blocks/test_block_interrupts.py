@@ -18,7 +18,6 @@ from tests.offload.interrupts import Line, lines_of
 FILES = (
     "body.py",
     "own_forward.py",
-    "outside.py",
     "own_attributes.py",
     "suspend.py",
     "core/engine.py",
