@@ -182,10 +182,6 @@ class Transport:
     backend: str
     adds: bool
 
-    def memory(self, nbytes: int) -> Tensor:
-        """Flat bytes of the staging area."""
-        return device_buffer(nbytes, self.device)
-
     def adds_in(self, dtype: torch.dtype) -> bool:
         """Whether gradients of a type are added by the collective, in this type.
 
@@ -363,7 +359,7 @@ class Ranks:
         """Flat bytes that all collectives of the lane use: pieces of a shard of all ranks. On the lane only."""
         if self._staging.numel() < nbytes:
             self._staging = torch.empty(0)  # freed before the larger one is made
-            self._staging = self.transport.memory(nbytes)
+            self._staging = device_buffer(nbytes, self.transport.device)
         return self._staging[:nbytes]
 
     def mesh_of(self, local: Tensor) -> DeviceMesh:
@@ -383,24 +379,19 @@ class Ranks:
             _all_gather(staging.view(-1), staging[self.rank], self._group.begin())
         self._meter.bytes_gathered += staging[0].numel() * (self.count - 1)
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """Sends row ``r`` of bytes to rank ``r``, and receives one row from each. On the lane only."""
-        with self._naming_ranks(f"reducing the gradients of a shard in {self._pass[0]}"):
-            dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._group.begin())
-        self._meter.bytes_reduced += sent[0].numel() * (self.count - 1)
-
     def reduce(self, received: Tensor, sent: Tensor, dtype: torch.dtype) -> None:
         """Adds row ``r`` of ``sent``, gradients of a type, over all ranks, for rank ``r``. On the lane only.
 
-        The sum of all rows of ``received`` is that of this rank: one row, if :attr:`transport` adds them.
+        The sum of all rows of ``received`` is that of this rank: one row, if :attr:`transport` adds them; else one of
+        each rank.
         """
-        if not self.transport.adds_in(dtype):
-            self.all_to_all(received, sent)
-            return
-        real = dtype.to_real()
         with self._naming_ranks(f"reducing the gradients of a shard in {self._pass[0]}"):
-            # A sum, divided later: AVG is no operation of some backends, and has silently been a sum.
-            _reduce_scatter(received.view(-1).view(real), sent.view(-1).view(real), self._group.begin())
+            if self.transport.adds_in(dtype):
+                # A sum, divided later: AVG is no operation of some backends, and has silently been a sum.
+                mine, all_rows = (rows.view(-1).view(dtype.to_real()) for rows in (received, sent))
+                _reduce_scatter(mine, all_rows, self._group.begin())
+            else:
+                dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._group.begin())
         self._meter.bytes_reduced += sent[0].numel() * (self.count - 1)
 
     def any_rank_has(self, flags: Sequence[bool], *, replicas: bool = False) -> list[bool]:

@@ -45,7 +45,7 @@ class Killer(checkpoint_worker.Killer):
         super().watch()
         os.rename = self._saving(os.rename)
         for owner, names, kind in (
-            (Ranks, ("all_gather", "all_to_all", "agree"), "collective"),
+            (Ranks, ("all_gather", "reduce", "agree"), "collective"),
             (dist, ("all_reduce", "broadcast_object_list", "all_gather_object"), "other collective"),
             (FileSystemWriter, ("write_data", "finish"), "save"),
         ):
