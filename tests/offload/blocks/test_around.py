@@ -17,17 +17,12 @@ from torch import Tensor, nn
 from gradcache import GradCache
 from offload import OffloadModel
 from pipe import Pipe
-from tests.offload.blocks.towers import WIDTH, Block, assert_equal, close, loss_of, make, words
+from tests.offload.blocks.towers import WIDTH, Block, assert_equal, close, loss_of, make, step, words
 
 
 def wrap(bare: nn.Module, home: Any = "cpu", **choices: Any) -> Any:
     choices = {"checkpoint_activation": True, "blocks": "encoder.layer", **choices}
     return OffloadModel(copy.deepcopy(bare), "cpu", home, **choices)
-
-
-def step(model: nn.Module, seed: int = 3) -> None:
-    torch.manual_seed(seed)
-    loss_of(model(words())).backward()
 
 
 def test_a_tensor_that_enters_every_block_is_stored_once() -> None:

@@ -15,17 +15,12 @@ from torch import Tensor, nn
 
 from offload import DiskHome, OffloadModel, OffloadOptimizer, Pretrained, init_empty_weights, save_checkpoint
 from offload.files.tensor_file import TensorFile
-from tests.offload.blocks.towers import WIDTH, Model, assert_equal, assert_equal_in_chunks, loss_of, make, words
+from tests.offload.blocks.towers import WIDTH, Model, assert_equal, assert_equal_in_chunks, loss_of, make, step, words
 from tests.programs import run_program
 
 
 def wrap(bare: nn.Module, home: Any = "cpu", **choices: Any) -> Any:
     return OffloadModel(bare, "cpu", home, **{"checkpoint_activation": True, "blocks": "encoder.layer", **choices})
-
-
-def step(model: nn.Module, seed: int = 3) -> None:
-    torch.manual_seed(seed)
-    loss_of(model(words())).backward()
 
 
 def on_meta() -> nn.Module:

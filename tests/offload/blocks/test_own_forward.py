@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer
-from tests.offload.blocks.towers import WIDTH, Block, Model, assert_equal, close, loss_of, make, words
+from tests.offload.blocks.towers import WIDTH, Block, Model, assert_equal, close, loss_of, make, step, words
 
 BLOCKS = "encoder.layer"
 
@@ -22,13 +22,6 @@ def wrap(bare: nn.Module, home: Any = "cpu", **choices: Any) -> Any:
     return OffloadModel(
         copy.deepcopy(bare), "cpu", home, **{"checkpoint_activation": True, "blocks": BLOCKS, **choices}
     )
-
-
-def step(model: nn.Module, seed: int = 3, **inputs: Any) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(seed)
-    loss = loss_of(model(**{"words": words(), **inputs}))
-    loss.backward()
-    return loss.detach(), torch.get_rng_state()
 
 
 def test_each_shard_is_loaded_once_per_pass_for_any_number_of_micro_batches() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
 from offload.planning.slot_sizes import slot_sizes
-from tests.offload.blocks.towers import WIDTH, assert_equal, assert_equal_in_chunks, loss_of, make, words
+from tests.offload.blocks.towers import WIDTH, assert_equal, assert_equal_in_chunks, make, step, words
 
 ALL = ["words", "encoder.layer", "head"]
 
@@ -27,11 +27,6 @@ def untied(dropout: float = 0.1) -> Any:
     torch.manual_seed(5)
     bare.head.weight = nn.Parameter(torch.randn(bare.head.weight.shape))
     return bare
-
-
-def step(model: nn.Module, seed: int = 3) -> None:
-    torch.manual_seed(seed)
-    loss_of(model(words())).backward()
 
 
 KINDS: list[tuple[Any, dict[str, Any]]] = [

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import DiskHome, MemoryPolicy, OffloadModel, init_empty_weights
-from tests.offload.blocks.towers import WIDTH, Block, assert_equal, loss_of, make, words
+from tests.offload.blocks.towers import WIDTH, Block, assert_equal, make, step, words
 
 BLOCKS = "encoder.layer"
 
@@ -19,13 +19,6 @@ BLOCKS = "encoder.layer"
 def wrap(bare: nn.Module, home: Any = "cpu", **choices: Any) -> Any:
     given = {"checkpoint_activation": True, "blocks": BLOCKS, "num_slices": 2, **choices}
     return OffloadModel(copy.deepcopy(bare), "cpu", home, **given)
-
-
-def step(model: nn.Module, seed: int = 3, **inputs: Any) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(seed)
-    loss = loss_of(model(**{"words": words(), **inputs}))
-    loss.backward()
-    return loss.detach(), torch.get_rng_state()
 
 
 def sizes(model: Any) -> list[int]:

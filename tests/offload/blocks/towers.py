@@ -89,6 +89,14 @@ def loss_of(output: dict[str, Any]) -> Tensor:
     return total
 
 
+def step(model: nn.Module, seed: int = 3, **inputs: Any) -> tuple[Tensor, Tensor]:
+    """The loss of a step, and the generator's state after it."""
+    torch.manual_seed(seed)
+    loss = loss_of(model(**{"words": words(), **inputs}))
+    loss.backward()
+    return loss.detach(), torch.get_rng_state()
+
+
 def close(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors differ only by the order of sums."""
     return bool((a - b).abs().max() <= 1e-5 * a.abs().max().clamp(min=1))

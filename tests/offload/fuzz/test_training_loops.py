@@ -31,6 +31,7 @@ REFUSED = {
     *(
         "an_own_forward_of_a_sequential_is_run_or_refused",
         "a_backward_that_is_refused_leaves_no_gradient_around_blocks",
+        "a_backward_with_a_graph_that_is_refused_leaves_no_gradient_around_blocks",
     ),
 }
 
