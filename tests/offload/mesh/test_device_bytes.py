@@ -19,6 +19,7 @@ from offload.mesh.pieces import gather_parts
 from offload.mesh.ranks import Ranks
 from offload.mesh.replicated import ReplicatedGradients
 from offload.mesh.transport import Transport
+from offload.planning.budget import shown_bytes
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
 from offload.planning.peak_memory import OutsideBytes, StepBytes
 from offload.planning.simulate import Costs
@@ -140,7 +141,7 @@ def test_a_limit_too_small_for_two_ranks_is_refused_with_what_they_exchange(monk
     piece = -(-part // 16 // 64) * 64  # at least 64 KiB
     needs = 4 * layer + 8 + 3 * max(piece, 1 << 16) + 2 * part
     layout({"device": needs, "host": 4 * layer})
-    with pytest.raises(ValueError, match=f"at least {needs:,} bytes of the memory of cuda:0"):
+    with pytest.raises(ValueError, match=f"at least {shown_bytes(needs)} of the memory of cuda:0"):
         layout(needs - 1)
-    with pytest.raises(ValueError, match=f"at least {4 * layer:,} bytes of host memory"):
+    with pytest.raises(ValueError, match=f"at least {shown_bytes(4 * layer)} of host memory"):
         layout({"device": needs, "host": 4 * layer - 1})
