@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = ["BlockNames", "Blocks", "find_blocks", "modules_outside", "parameters_outside"]
+__all__ = ["BlockNames", "Blocks", "find_blocks", "lists_of_blocks", "modules_outside", "parameters_outside"]
 
 #: A name of a list of blocks; names of lists and modules; or a class of blocks.
 Blocks = str | Sequence[str] | type[nn.Module]
@@ -91,7 +91,7 @@ def _module_at(model: nn.Module, name: str) -> nn.Module:
     try:
         return model.get_submodule(name)
     except AttributeError as error:
-        lists = [path for path, _ in _lists(model)]
+        lists = [path for path, _ in lists_of_blocks(model)]
         raise ValueError(
             f"expected the name of a list of blocks in {type(model).__name__}, got blocks={name!r}; its lists are "
             f"{', '.join(lists) if lists else 'none'}"
@@ -123,18 +123,18 @@ def _of_class(model: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Module]:
     return found
 
 
-def _lists(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+def lists_of_blocks(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Names and modules of the lists whose members are of one class, without those inside of a member of another."""
     for name, child in module.named_children():
         is_list = isinstance(child, (nn.ModuleList, nn.Sequential))
         if is_list and len(child._modules) > 1 and len({type(m) for m in child._modules.values()}) == 1:
             yield path + name, child
         else:
-            yield from _lists(child, f"{path}{name}.")
+            yield from lists_of_blocks(child, f"{path}{name}.")
 
 
 def _longest_list(model: nn.Module) -> str:
-    lists = list(_lists(model))
+    lists = list(lists_of_blocks(model))
     if not lists:
         raise TypeError(
             f"expected a model with a list of blocks of one class, got {type(model).__name__}, which has none; name "
