@@ -21,7 +21,6 @@ from offload.arguments import compute_device
 from offload.limits import AUTO_SHARE
 from offload.machine import free_bytes, free_host_bytes
 from offload.planning.budget import parse_bytes
-from offload.planning.byte_forms import ByteForm
 from offload.planning.peak_memory import OutsideBytes
 
 __all__ = ["main", "report_of"]
@@ -53,9 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tokens", type=int, required=True, help="of one step")
     parser.add_argument("--memory", required=True, help="that training may use, such as 8GiB")
-    parser.add_argument(
-        "--positions", type=int, help=f"tokens of a row (a divisor of --tokens up to {_MOST_POSITIONS})"
-    )
+    parser.add_argument("--positions", type=int, help=f"tokens of a row (a divisor of --tokens to {_MOST_POSITIONS})")
     parser.add_argument("--input", help="shape of a batch of numbers, such as 8,3,224,224")
     parser.add_argument("--microbatches", type=int, default=1, help="parts of a batch (1)")
     parser.add_argument("--optimizer", default="AdamW", help="a class of torch.optim (AdamW)")
@@ -63,9 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu", help="that computes (cpu)")
     parser.add_argument("--home", default="./home", help="directory for the files of the model (./home)")
     parser.add_argument("--dtype", choices=_DTYPES, help="in which layers compute, if not in that of the parameters")
-    parser.add_argument(
-        "--stored-dtype", choices=_DTYPES, default="float32", help="of parameters of configurations (float32)"
-    )
+    parser.add_argument("--stored-dtype", choices=_DTYPES, default="float32", help="of parameters in files (float32)")
     parser.add_argument("--json", action="store_true", help="for machines")
     return parser
 
@@ -98,6 +93,7 @@ def report_of(given: argparse.Namespace) -> Report:
         rows,
         rates,
         casts=param_dtype is not None,
+        apart="blocks=" in source.named,
         host_bytes=None if device.type == "cpu" else int(AUTO_SHARE * free_host_bytes()),
         outside=_outside(source.model, works, rates.states * rates.state_share),
     )
@@ -108,8 +104,6 @@ def report_of(given: argparse.Namespace) -> Report:
         advices=advise(situation, limit),
         device=str(device),
         param_dtype=param_dtype,
-        form=ByteForm(states=given.states),
-        full=stored == {torch.float32},
         free_bytes=free_bytes(device),
         disk_free_bytes=shutil.disk_usage(existing_folder(given.home)).free,
     )
@@ -123,10 +117,7 @@ def _rows_and_shape(given: argparse.Namespace) -> tuple[list[int], list[int]]:
     if given.input is not None:
         batch, *shape = [int(part) if part.isdecimal() else 0 for part in given.input.split(",")]
         if min(batch, *shape, 1) < 1 or tokens % batch:
-            raise ValueError(
-                f"--input: expected sizes such as 8,3,224,224, the first a divisor of --tokens={tokens}, got "
-                f"{given.input!r}"
-            )
+            raise ValueError(f"--input: expected sizes, the first a divisor of --tokens={tokens}, got {given.input!r}")
     else:
         fitting = (k for k in range(min(tokens, _MOST_POSITIONS), 0, -1) if tokens % k == 0)
         shape = [next(fitting) if given.positions is None else given.positions]

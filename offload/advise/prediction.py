@@ -15,7 +15,7 @@ from offload.advise.profile import Work
 from offload.advise.rates import Rates
 from offload.engine.plans.least_limit import least_limit
 from offload.engine.plans.steps import BUFFERS_SHARE
-from offload.optim.update_blocks import update_block_bytes_of
+from offload.optim.update_blocks import StoredStates, update_block_bytes_of
 from offload.planning.choose import NothingFitsError, choose
 from offload.planning.explain import moves
 from offload.planning.memory_profile import MemoryProfile
@@ -81,39 +81,33 @@ class Situation:
     rates: Rates
     #: Whether layers compute in another type than homes have.
     casts: bool = False
+    #: Whether much larger shards have buffers of their own, as in a model with its own forward.
+    apart: bool = False
     #: Of host memory, beside a device; None where layers compute there.
     host_bytes: int | None = None
     outside: OutsideBytes = field(default_factory=OutsideBytes)
-
-    @property
-    def on_host(self) -> bool:
-        """Whether layers compute in host memory."""
-        return self.host_bytes is None
 
     @property
     def states(self) -> float:
         """Bytes of optimizer states for each byte that trains."""
         return self.rates.states * self.rates.state_share
 
-    @property
-    def home_bytes(self) -> int:
-        """Bytes of all files: weights, gradients, optimizer states."""
-        return sum(self._at_home(s) for s in self.shards)
-
-    def _at_home(self, shard: ShardBytes) -> int:
-        return shard.home + shard.gradients + math.ceil(self.states * shard.own_gradients)
+    @cached_property
+    def home_bytes(self) -> Sequence[int]:
+        """Bytes of the files of each shard: weights, gradients, optimizer states."""
+        return [s.home + s.gradients + math.ceil(self.states * s.own_gradients) for s in self.shards]
 
     @cached_property
     def resting(self) -> Mapping[int, int]:
         """Beside a device: the shards that rest in host memory, and the bytes of each."""
-        each = [self._at_home(s) for s in self.shards]
-        fits = itertools.takewhile(lambda total: total <= (self.host_bytes or 0), itertools.accumulate(each))
-        return {j: each[j] for j, _ in enumerate(fits)}
+        each = itertools.accumulate(self.home_bytes)
+        fits = itertools.takewhile(lambda total: total <= (self.host_bytes or 0), each)
+        return {j: self.home_bytes[j] for j, _ in enumerate(fits)}
 
     def step_model(self, limit_bytes: int) -> StepModel:
         """The model of a step for a limit, on which the optimizer's buffers depend."""
         shards, rates, resting, count = self.shards, self.rates, self.resting, len(self.shards)
-        gradients = [s.gradients for s in shards]
+        gradients, on_host = [s.gradients for s in shards], self.host_bytes is None
         first = next((j for j, nbytes in enumerate(gradients) if nbytes), count)
         share = sum(self.rows) / len(self.rows) / self.rows[0]
         forward = [share * (w.forward_flops / rates.flops + w.forward_bytes / rates.touched_bytes) for w in self.works]
@@ -121,7 +115,7 @@ class Situation:
         link = 1 / rates.to_device_bytes if rates.to_device_bytes else 0.0
         reads, writes = max(1 / rates.read_bytes, link), max(1 / rates.write_bytes, link)
         in_memory = [nbytes / rates.memory_update_bytes for nbytes in gradients]
-        boundaries = [0, *(w.output_bytes for w in self.works)]
+        boundaries = [0, *(w.input_bytes for w in self.works[1:]), self.works[-1].output_bytes]
 
         def size(key: tuple[int, int]) -> int:
             return boundaries[key[0]] * self.rows[key[1]] // self.rows[0]
@@ -132,18 +126,19 @@ class Situation:
             backward=[a + b for a, b in zip(forward, kept, strict=True)],
             kept_backward=kept,
             drain=[nbytes * (link if j in resting else writes) for j, nbytes in enumerate(gradients)],
-            waiting_drain=() if self.on_host else [nbytes * link for nbytes in gradients],
+            waiting_drain=() if on_host else [nbytes * link for nbytes in gradients],
             update=[in_memory[j] if j in resting else n / rates.update_bytes for j, n in enumerate(gradients)],
             resting_update=in_memory,
             boundary=[share * nbytes * writes for nbytes in boundaries],
-            updates_fill_slots=self.on_host and not self.casts,
+            updates_fill_slots=on_host and not self.casts,
             updated_at_step=frozenset(resting),
         )
         buffers = 0
-        if self.states and self.on_host:
-            largest, stored = max(s.home for s in shards), rates.stored_states
+        if self.states and on_host:
+            largest = max(s.home for s in shards)
+            # States of small parameters, which are stored in full, do not count.
+            stored = StoredStates(rates.state_share, count=rates.states, rounded=False)
             buffers = stored.buffer_bytes(update_block_bytes_of(largest, limit_bytes // BUFFERS_SHARE, stored))
-        movable = self.on_host and not self.casts
         return StepModel(
             shards=count,
             first=first,
@@ -158,13 +153,15 @@ class Situation:
                 kept_profiles={j: MemoryProfile(self.rows[0], w.kept) for j, w in enumerate(self.works)},
                 outside=self.outside,
             ),
+            slot_bytes=[s.slot for s in shards],
+            own_slots=self.apart,
             loaded_bytes=[s.loaded for s in shards],
             buffer_bytes=buffers,
             updates=Updates(pending=frozenset(range(first, count)), updates=False, clips=False),
             resting_bytes={
                 j: s.home + math.ceil(self.states * s.own_gradients)
                 for j, s in enumerate(shards)
-                if movable and not s.borrows
+                if on_host and not (self.casts or s.borrows)
             },
             gradients_wait=True,
             host_bytes=None if self.host_bytes is None else self.host_bytes - sum(resting.values()),

@@ -26,17 +26,19 @@ from pipe.torch_private.dispatch import OperationMode
 __all__ = ["Work", "profile"]
 
 _aten = torch.ops.aten
+#: Operations for each element of the query and each key, and the position of the query among the arguments.
 _ATTENTION = {
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: 4,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 10,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: (4, 0),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (10, 1),
 }
-_FIRST_OPERAND = {4: 0, 10: 1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """What one block does with one micro-batch. A multiply-add counts two."""
 
+    #: Of what enters it, and of what it returns.
+    input_bytes: int = 0
     output_bytes: int = 0
     #: Of matrix products.
     forward_flops: float = 0.0
@@ -62,7 +64,7 @@ def profile(blocks: Sequence[nn.Module], call: Callable[[], Any]) -> dict[nn.Mod
         forward = block.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            work, output = _profile(block, forward, args, kwargs, first=not works)
+            work, output = _profile(block, forward, args, kwargs)
             works.setdefault(block, work)
             return output
 
@@ -92,9 +94,9 @@ class _Operations(OperationMode):
             return True
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if (attention := _ATTENTION.get(func)) is not None:
-            query, key = args[_FIRST_OPERAND[attention]], args[_FIRST_OPERAND[attention] + 1]
-            self.flops += attention * query.numel() * key.shape[-2]
+        if func in _ATTENTION:
+            factor, query = _ATTENTION[func]
+            self.flops += factor * args[query].numel() * args[query + 1].shape[-2]
         elif func.overloadpacket in flop_registry:
             self.flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
         elif not func.is_view:
@@ -107,10 +109,9 @@ class _FusedAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is nn.functional.scaled_dot_product_attention:
-            fused = _fused(*args, **kwargs)
-            if fused is not None:
-                return fused
+        attends = func is nn.functional.scaled_dot_product_attention
+        if attends and (fused := _fused(*args, **kwargs)) is not None:
+            return fused
         return func(*args, **kwargs)
 
 
@@ -124,7 +125,8 @@ def _fused(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    alike = query.dim() == 4 and query.shape[:2] == key.shape[:2] and query.shape[-1] == value.shape[-1]
+    same = 1 if enable_gqa else 2  # sizes of batch and heads
+    alike = query.dim() == 4 and query.shape[:same] == key.shape[:same] and query.shape[-1] == value.shape[-1]
     if dropout_p or not alike or (attn_mask is not None and attn_mask.requires_grad):
         return None
     if attn_mask is not None and attn_mask.dtype is torch.bool:
@@ -152,12 +154,8 @@ class _Recorder(Recorder):
             super().add(tensor)
 
 
-def _profile(block: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, *, first: bool) -> tuple[Work, Any]:
-    def leaf(tensor: Tensor) -> Tensor:
-        differentiable = tensor.is_floating_point() or tensor.is_complex()
-        return tensor.detach().requires_grad_(differentiable and not first)
-
-    args, kwargs = given = map_tensors(leaf, (args, kwargs))
+def _profile(block: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Work, Any]:
+    args, kwargs = given = map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), (args, kwargs))
     weights = [*block.parameters()]
     saved = _Recorder(weights)
 
@@ -176,6 +174,7 @@ def _profile(block: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any,
             gradients = [torch.empty_like(t) for t in outputs]
             torch.autograd.grad(outputs, list(dict.fromkeys(sources)), gradients, allow_unused=True)
     return Work(
+        input_bytes=sum(bytes_of_boundary(t) for t in tensors_in(given)),
         output_bytes=sum(bytes_of_boundary(t) for t in tensors_in(value)),
         forward_flops=forward.flops,
         backward_flops=backward.flops,

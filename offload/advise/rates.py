@@ -16,7 +16,6 @@ from torch.utils.benchmark import Timer
 from offload.model import OffloadModel
 from offload.optim import OffloadOptimizer
 from offload.optim.state_forms import form_of
-from offload.optim.update_blocks import StoredStates
 from offload.policy import MemoryPolicy
 from offload.storage import DiskHome
 from offload.storage.page_cache import CACHE_HOLDS, CACHE_PAYS_UP_TO, available_bytes
@@ -53,11 +52,6 @@ class Rates:
     state_share: float = 1.0
     #: Between host memory and an accelerator; None on the CPU.
     to_device_bytes: float | None = None
-
-    @property
-    def stored_states(self) -> StoredStates:
-        """What buffers of updates hold of states; those of small parameters do not count."""
-        return StoredStates(self.state_share, count=self.states, rounded=False)
 
 
 def measure_rates(

@@ -36,17 +36,9 @@ class Report:
     advices: Mapping[str, tuple[int, Prediction | None]]
     device: str
     param_dtype: torch.dtype | None
-    form: ByteForm
-    #: Whether all parameters are float32.
-    full: bool
     #: Free bytes of the memory that layers compute in, and of the disk.
     free_bytes: int
     disk_free_bytes: int
-
-    @property
-    def elements(self) -> int:
-        """Parameters of the model; a tied one counts once."""
-        return sum(p.numel() for p in self.source.model.parameters())
 
     @property
     def memory_report(self) -> MemoryReport:
@@ -55,6 +47,8 @@ class Report:
         assert predicted is not None
         model, situation, more_limit = predicted.model, self.situation, limit + next_bytes(limit)
         parts, more = explain(model, predicted, more_limit)
+        form = ByteForm(states=self.given.states)
+        full = all(p.dtype is torch.float32 for p in self.source.model.parameters())
         return MemoryReport(
             device=self.device,
             limit_bytes=limit,
@@ -65,9 +59,9 @@ class Report:
             more_limit_bytes=more_limit,
             parts=parts,
             moves=moves(model, predicted),
-            fewer_bytes=fewer_bytes(model, predicted, Stored(self.form, situation.rates.states, self.full)),
+            fewer_bytes=fewer_bytes(model, predicted, Stored(form, situation.rates.states, full)),
             outside=situation.outside,
-            resting=None if situation.on_host else len(situation.resting),
+            resting=None if situation.host_bytes is None else len(situation.resting),
         )
 
     @property
@@ -81,12 +75,12 @@ class Report:
             arguments += f", num_microbatches={given.microbatches}"
         if self.param_dtype is not None:
             arguments += f", param_dtype={self.param_dtype}"
-        states = f", {self.form.optimizer_arguments}" if self.form.optimizer_arguments else ""
+        states = ByteForm(states=given.states).optimizer_arguments
         return [
             *source.lines,
             *([] if fits else [f"# {given.memory} is too little: this is the least"]),
             f"model = {source.made_by}({arguments})",
-            f"optimizer = OffloadOptimizer(model, torch.optim.{given.optimizer}{states}, lr=1e-3)",
+            f"optimizer = OffloadOptimizer(model, torch.optim.{given.optimizer}, {states and f'{states}, '}lr=1e-3)",
         ]
 
     def fields(self) -> dict[str, Any]:
@@ -94,10 +88,10 @@ class Report:
         report = self.memory_report
         assert report.predicted is not None
         return {
-            "parameters": self.elements,
+            "parameters": self.source.elements,
             "shards": report.shards,
             "microbatch_rows": list(self.situation.rows),
-            "home_bytes": self.situation.home_bytes,
+            "home_bytes": sum(self.situation.home_bytes),
             "disk_free_bytes": self.disk_free_bytes,
             "free_bytes": self.free_bytes,
             "shards_in_host_memory": report.resting,
@@ -118,14 +112,13 @@ class Report:
         return found
 
     def __str__(self) -> str:
-        situation, rates, free = self.situation, self.situation.rates, self.disk_free_bytes
-        largest = shown_bytes(max(s.slot for s in situation.shards))
-        little = "" if situation.home_bytes <= free else ", which is too little"
+        situation, rates, given = self.situation, self.situation.rates, self.given
+        home, free = sum(situation.home_bytes), self.disk_free_bytes
         lines = [
-            f"{self.given.what}: {self.elements:,} parameters, {len(situation.shards)} shards of at most {largest}; "
-            f"{self.given.tokens:,} tokens a step",
-            f"home: {shown_bytes(situation.home_bytes)} of files (parameters, gradients, {rates.states} states of "
-            f"{self.given.optimizer}); {shown_bytes(free)} free in {self.given.home}{little}",
+            f"{given.what}: {self.source.elements:,} parameters, {len(situation.shards)} shards of at most "
+            f"{shown_bytes(max(s.slot for s in situation.shards))}; {given.tokens:,} tokens a step",
+            f"home: {shown_bytes(home)} of files (parameters, gradients, {rates.states} states of {given.optimizer}); "
+            f"{shown_bytes(free)} free in {given.home}{', which is too little' if home > free else ''}",
             f"measured here, per second: {rates.flops / 1e9:,.0f} Gflop, {shown_bytes(rates.read_bytes)} read and "
             f"{shown_bytes(rates.write_bytes)} written ({'direct' if rates.direct else 'page cache'}), "
             f"{shown_bytes(rates.touched_bytes)} in memory, {shown_bytes(rates.update_bytes)} of gradients in updates",
@@ -142,8 +135,7 @@ class Report:
         rows = [("memory", "", "s/step", "tokens/s", "bound by", "plan")]
         for name, (limit, predicted) in self.advices.items():
             if predicted is None:
-                lacks = shown_bytes(self.advices["least"][0] - limit)
-                plan = f"does not fit; {lacks} short of the least; or fewer --tokens, or --microbatches"
+                plan = f"does not fit; {shown_bytes(self.advices['least'][0] - limit)} short of the least"
                 rows.append((shown_bytes(limit), _NAMES[name], "-", "-", "-", plan))
                 continue
             plan = describe(predicted.choice)

@@ -41,6 +41,11 @@ class Source:
     #: What was assumed, each in a sentence.
     assumptions: list[str] = field(default_factory=list)
 
+    @property
+    def elements(self) -> int:
+        """Parameters of the model; a tied one counts once."""
+        return sum(p.numel() for p in self.model.parameters())
+
 
 def source_of(what: str, dtype: torch.dtype) -> Source:
     """The model that the argument ``WHAT`` of the command line names: a path, or ``module:function``.
@@ -80,26 +85,23 @@ def _of_class(folder: Path, dtype: torch.dtype, *, has_files: bool) -> Source:
     return source
 
 
-def _flat(module: nn.Module) -> list[str]:
-    """Names of the blocks of a model: the members of its lists, and what is beside them."""
+def _blocks(module: nn.Module) -> dict[str, str]:
+    """The blocks of a model, and what ``blocks=`` calls them: members of its lists, and what is beside these."""
     lists = {name for name, _ in lists_of_blocks(module)}
 
-    def walk(parent: nn.Module, path: str) -> Iterator[str]:
+    def walk(parent: nn.Module, path: str, within: str | None) -> Iterator[tuple[str, str]]:
         for key, child in parent.named_children():
             name = path + key
             if name in lists or any(each.startswith(f"{name}.") for each in lists):
-                yield from walk(child, f"{name}.")
+                yield from walk(child, f"{name}.", name if name in lists else None)
             elif any(True for _ in child.parameters()):
-                yield name
+                yield name, within or name
 
-    return list(walk(module, ""))
-
-
-def _as_argument(module: nn.Module, names: Sequence[str]) -> list[str]:
-    """The names as ``blocks=`` takes them: members of a list by its name."""
-    lists = {name for name, _ in lists_of_blocks(module)}
-    owners = ((name, name.rpartition(".")[0]) for name in names)
-    return list(dict.fromkeys(owner if owner in lists else name for name, owner in owners))
+    if not lists:
+        raise ValueError(
+            f"expected layers, or a model with a list of blocks, got a {type(module).__name__} without one"
+        )
+    return dict(walk(module, "", None))
 
 
 def _of_function(module_name: str, function_name: str) -> Source:
@@ -137,11 +139,9 @@ def _lines(imported: str, call: str) -> Sequence[str]:
 
 def _of_module(model: nn.Module) -> Source:
     """A model with a forward of its own."""
-    names = _flat(model)
-    if not any(True for _ in lists_of_blocks(model)):
-        raise ValueError(f"expected layers, or a model with a list of blocks, got a {type(model).__name__} without one")
-    blocks = {name: model.get_submodule(name) for name in names}
-    return Source(model, blocks, named=f", blocks={_as_argument(model, names)!r}")
+    blocks = _blocks(model)
+    named = f", blocks={list(dict.fromkeys(blocks.values()))!r}"
+    return Source(model, {name: model.get_submodule(name) for name in blocks}, named=named)
 
 
 @contextlib.contextmanager

@@ -48,8 +48,7 @@ def works_of(
     value = _input(shards[0], [rows, *shape], is_given=is_given)
     takes_cache = "use_cache" in inspect.signature(model.forward).parameters
     kwargs: dict[str, Any] = {"use_cache": False} if takes_cache else {}
-    what = str(value.dtype).removeprefix("torch.") if value.is_floating_point() else "numbers of rows"
-    source.assumptions.append(f"the input is {what} of shape {tuple(value.shape)}")
+    source.assumptions.append(f"the input is {str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}")
     with failing(f"--input: the model does not run where {source.assumptions[-1]}, which --input or --positions say"):
         works = profile(shards, partial(model, value, **kwargs))
     for p, dtype in stored.items():

@@ -279,6 +279,31 @@ def test_predicted_bytes_are_within_two_percent_of_what_the_planner_predicts_aft
     model.close()
 
 
+def test_predicted_bytes_of_a_model_of_transformers_are_within_two_percent_as_well(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=500, intermediate_size=128, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    source = source_of(str(tmp_path / "llama"), torch.float32)
+    names = ["model.embed_tokens", "model.layers", "model.norm", "lm_head"]
+    assert source.named == f", blocks={names!r}, dtype=torch.float32"
+    given = replace(situation(source, rows=2), apart=True)
+    for limit in ("6MiB", "64MiB"):
+        model = OffloadModel.from_pretrained(
+            tmp_path / "llama", "cpu", tmp_path / "home", memory=limit, blocks=names, dtype=torch.float32
+        )
+        optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
+        for _ in range(6):
+            model(torch.randint(500, (2, 128))).logits.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        report = model.memory_report()
+        assert report.predicted is not None
+        mine = predict(given.step_model(report.limit_bytes), report.predicted.choice).memory_bytes
+        assert mine == pytest.approx(report.predicted.peak.memory_bytes, rel=0.02)
+        model.close()
+
+
 def test_buffers_of_updates_count_in_full_after_updates_whose_gradients_were_in_memory(tmp_path: Path) -> None:
     x = torch.randn(4, 128, WIDTH)
     model = OffloadModel(blocks(), "cpu", tmp_path / "home", memory=12 << 20)
