@@ -106,24 +106,24 @@ def check_place(place: torch.device, asked: int | None, needs: int, advice: str)
     name = "host memory" if place.type == "cpu" else f"the memory of {place}"
     if asked < needs:
         raise ValueError(
-            f"expected at least {shown_bytes(needs)} of {name}, got memory={asked:,}, which is "
+            f"expected at least {shown_bytes(needs)} of {name}, got memory={shown_bytes(asked)}, which is "
             f"{shown_bytes(needs - asked)} short: pass memory={needs}, the least that works{advice}"
         )
     there = capacity(place)
     if asked > there and place not in _warned:
         _warned.add(place)
         warnings.warn(
-            f"memory={asked:,} is more than the {shown_bytes(there)} of {name} that this machine has; pass less, or "
-            f"'auto' for what is free",
+            f"memory={shown_bytes(asked)} is more than the {shown_bytes(there)} of {name} that this machine has; pass "
+            f"less, or 'auto' for what is free",
             RuntimeWarning,
             stacklevel=4,
         )
     left = private_bytes_left() if place.type == "cpu" else None
     if left is not None and asked > left:
         warnings.warn(
-            f"memory={asked:,} is more than the {shown_bytes(left)} that the limit on private memory (RLIMIT_DATA) "
-            f"leaves this process; it counts what is mapped, also 8 MiB for the stack of a usual thread, of which "
-            f"libraries start some that end the process where they cannot. Pass less, or raise the limit",
+            f"memory={shown_bytes(asked)} is more than the {shown_bytes(left)} that the limit on private memory "
+            f"(RLIMIT_DATA) leaves this process; it counts what is mapped, also 8 MiB for the stack of a usual thread, "
+            f"of which libraries start some that end the process where they cannot. Pass less, or raise the limit",
             RuntimeWarning,
             stacklevel=4,
         )

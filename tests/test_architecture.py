@@ -64,7 +64,6 @@ ORDERS = {
         "files",
         "arguments",
         "memory",
-        "advise",
         "persistence",
         "module",
         "reports",
@@ -72,6 +71,7 @@ ORDERS = {
         "running",
         "blocks",
         "model",
+        "advise",
         "embedding",
         "__init__",
     ],
@@ -205,7 +205,6 @@ def test_no_floor_imports_one_above_it(floor: str) -> None:
 #: Imported, in functions, by what is of use only with these packages; torch's exchange with NumPy, if that is imported.
 OPTIONAL = {
     "gradcache/jax.py": {"jax"},
-    "offload/advise/config.py": {"transformers"},
     "offload/files/checkpoint.py": {"from_numpy", "numpy"},
     "offload/telemetry/memory_report.py": {"matplotlib"},
 }

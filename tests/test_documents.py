@@ -112,6 +112,22 @@ def test_the_blocks_of_a_page_run_one_after_the_other(document: Path, tmp_path: 
         pytest.skip(lacks)
 
 
+def test_the_guide_shows_the_report_that_its_block_prints(tmp_path: Path) -> None:
+    def words(table: str) -> list[str]:
+        without = re.sub(r"no time|-?[\d.e+-]+ m?s\b", "TIME", table)
+        return [" ".join(NUMBER.sub("0", line).split()) for line in without.splitlines()]
+
+    guide = ROOT / "docs" / "guide.md"
+    (code,) = (code for code, _, _ in blocks(guide) if "print(model.memory_report())" in code)
+    (shown,) = re.findall(
+        r"^```text\n(at the peak.*?)^```$", guide.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    ended = run_program(PAGE, tmp_path, json.dumps([(code, guide.name)]))
+    assert ended.status == 0, ended.errors
+    lines = words(ended.output.partition("\0")[0])
+    assert [line for line in words(shown) if line not in [*lines, "..."]] == [], ended.output
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_between_files_lead_somewhere(document: Path) -> None:
     targets = re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8"))

@@ -4,42 +4,39 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 import torch
+from torch import nn
 
-from offload.advise.forms import STATES, advise_forms
-from offload.advise.prediction import Situation, advise, shards_of
-from offload.advise.rates import existing_folder, measure_optimizer, measure_rates
+from offload.advise.prediction import Situation, advise, shard_bytes
+from offload.advise.rates import existing_folder, measure_rates
 from offload.advise.report import Report
-from offload.advise.sources import outline_of
-from offload.advise.works import widest_product, works_of
+from offload.advise.sources import failing, source_of
+from offload.advise.works import works_of
 from offload.arguments import compute_device
 from offload.limits import AUTO_SHARE
 from offload.machine import free_bytes, free_host_bytes
 from offload.planning.budget import parse_bytes
-from offload.planning.byte_forms import ByteForm
+from offload.planning.peak_memory import OutsideBytes
 
 __all__ = ["main", "report_of"]
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+_STATES = {"full": None, "bfloat16": torch.bfloat16, "8bit": "8bit"}
 #: Tokens of a row, where neither is given.
 _MOST_POSITIONS = 512
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are those of the arguments' values."""
 
     def error(self, message: str) -> NoReturn:
-        """Prints the message in one line and exits with status 2."""
-        self.exit(2, f"{self.prog}: {message}\n")
+        """Raises ValueError."""
+        raise ValueError(message)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,110 +47,95 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "what",
         metavar="WHAT",
-        help="a safetensors file or index, a transformers config.json, the directory of one, or module:function, which "
-        "returns the layers and is called under torch.device('meta')",
+        help="the config.json of a transformers model, the directory of one, or module:function, which returns the "
+        "model and is called under torch.device('meta')",
     )
     parser.add_argument("--tokens", type=int, required=True, help="of one step")
     parser.add_argument("--memory", required=True, help="that training may use, such as 8GiB")
-    parser.add_argument(
-        "--positions", type=int, help=f"tokens of a row (a divisor of --tokens up to {_MOST_POSITIONS})"
-    )
-    parser.add_argument("--input", help="shape of a batch of numbers for module:function, such as 8,3,224,224")
+    parser.add_argument("--positions", type=int, help=f"tokens of a row (a divisor of --tokens to {_MOST_POSITIONS})")
+    parser.add_argument("--input", help="shape of a batch of numbers, such as 8,3,224,224")
     parser.add_argument("--microbatches", type=int, default=1, help="parts of a batch (1)")
     parser.add_argument("--optimizer", default="AdamW", help="a class of torch.optim (AdamW)")
-    parser.add_argument("--states", choices=STATES, default="full", help="how its states are stored (full)")
+    parser.add_argument("--states", choices=_STATES, default="full", help="how its states are stored (full)")
     parser.add_argument("--device", default="cpu", help="that computes (cpu)")
     parser.add_argument("--home", default="./home", help="directory for the files of the model (./home)")
     parser.add_argument("--dtype", choices=_DTYPES, help="in which layers compute, if not in that of the parameters")
-    parser.add_argument(
-        "--stored-dtype", choices=_DTYPES, default="float32", help="of parameters in files and configurations (float32)"
-    )
+    parser.add_argument("--stored-dtype", choices=_DTYPES, default="float32", help="of parameters in files (float32)")
     parser.add_argument("--json", action="store_true", help="for machines")
     return parser
 
 
-def report_of(arguments: argparse.Namespace) -> Report:
+def report_of(given: argparse.Namespace) -> Report:
     """The advice for parsed arguments. Raises ValueError in one line, with the name of the argument."""
-    limit = _limit(arguments.memory)
-    tokens, positions = arguments.tokens, arguments.positions
-    if tokens < 1:
-        raise ValueError(f"--tokens: expected a positive number, got {tokens}")
-    shape = None if arguments.input is None else _shape(arguments.input, tokens)
-    if shape is not None:
-        positions = tokens // shape[0]
-    elif positions is None:
-        positions = max(k for k in range(1, min(tokens, _MOST_POSITIONS) + 1) if tokens % k == 0)
-    if positions < 1 or tokens % positions:
-        raise ValueError(f"--positions: expected a divisor of --tokens={tokens}, got {positions}")
-    if not 1 <= arguments.microbatches <= tokens // positions:
-        most, got = tokens // positions, arguments.microbatches
-        raise ValueError(f"--microbatches: expected from 1 to {most}, the rows of a batch, got {got}")
-    try:
-        device = compute_device(arguments.device)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"--device: {error}") from error
-    outline = outline_of(arguments.what, _DTYPES[arguments.stored_dtype])
-    stored = {p.dtype for layer in outline.layers for p in layer.own if p.dtype.is_floating_point}
-    computes = None if arguments.dtype is None else _DTYPES[arguments.dtype]
-    param_dtype = None if computes is None or stored == {computes} else computes
-    shards = shards_of(outline, param_dtype, limit)
-    batch = tokens // positions
-    count = arguments.microbatches
-    rows = [batch // count + (i < batch % count) for i in range(count)]
-    works = works_of(outline, shards, rows=rows[0], positions=positions, row_shape=shape and shape[1:])
-    shards = replace(shards, form=ByteForm(states=arguments.states))
-    optimizer = measure_optimizer(arguments.optimizer, STATES[arguments.states])
-    home = Path(arguments.home)
-    try:
+    limit = parse_bytes(given.memory, "--memory")
+    rows, shape = _rows_and_shape(given)
+    with failing("--device"):
+        device = compute_device(given.device)
+    source = source_of(given.what, _DTYPES[given.stored_dtype])
+    stored = {p.dtype for p in source.model.parameters() if p.is_floating_point()}
+    computes = _DTYPES.get(given.dtype)
+    param_dtype = None if stored == {computes} else computes
+    works = works_of(source, limit, rows[0], shape, is_given=given.input is not None, param_dtype=param_dtype)
+    shards = shard_bytes(works, param_dtype)
+    with failing(f"--optimizer={given.optimizer}, --states={given.states}, --home={given.home}"):
         rates = measure_rates(
             device,
             param_dtype or next(iter(stored)),
-            width=widest_product(outline),
-            tokens=rows[0] * positions,
-            home=home,
-            home_bytes=sum(shards.home_bytes) + sum(shards.gradient_bytes),
-            state_bytes=sum(shards.state_bytes(optimizer.states)),
+            home=given.home,
+            home_bytes=sum(s.home + s.gradients for s in shards),
+            trained_bytes=sum(s.own_gradients for s in shards),
+            optimizer=given.optimizer,
+            states=_STATES[given.states],
         )
-    except OSError as error:
-        raise ValueError(f"--home: cannot write in {arguments.home!r}: {error}; pass another directory") from error
-    host_bytes = None if device.type == "cpu" else int(AUTO_SHARE * free_host_bytes())
-    situation = Situation(shards, works, rows, optimizer, rates, host_bytes)
-    advices = advise(situation, limit)
-    named = dict(advices)
-    offered = named["given"] if named["given"].prediction is not None else named["least"]
-    forms = advise_forms(situation, offered, partial(measure_optimizer, arguments.optimizer))
+    situation = Situation(
+        shards,
+        list(works.values()),
+        rows,
+        rates,
+        casts=param_dtype is not None,
+        apart="blocks=" in source.named,
+        host_bytes=None if device.type == "cpu" else int(AUTO_SHARE * free_host_bytes()),
+        outside=_outside(source.model, works, rates.states * rates.state_share),
+    )
     return Report(
-        what=arguments.what,
-        outline=outline,
+        given=given,
+        source=source,
         situation=situation,
-        advices=advices,
-        forms=forms,
-        tokens=tokens,
-        positions=positions,
+        advices=advise(situation, limit),
         device=str(device),
-        home=arguments.home if os.sep in arguments.home else f".{os.sep}{arguments.home}",
-        memory=arguments.memory,
-        param_dtype=None if param_dtype is None else str(param_dtype),
-        optimizer=arguments.optimizer,
+        param_dtype=param_dtype,
         free_bytes=free_bytes(device),
-        disk_free_bytes=shutil.disk_usage(existing_folder(home)).free,
+        disk_free_bytes=shutil.disk_usage(existing_folder(given.home)).free,
     )
 
 
-def _shape(text: str, tokens: int) -> list[int]:
-    sizes = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
-    if min(sizes) < 1:
-        raise ValueError(f"--input: expected sizes such as 8,3,224,224, got {text!r}")
-    if tokens % sizes[0]:
-        raise ValueError(f"--input: expected a number of rows that divides --tokens={tokens}, got {sizes[0]}")
-    return sizes
+def _rows_and_shape(given: argparse.Namespace) -> tuple[list[int], list[int]]:
+    """Rows of each micro-batch, and the shape of one row: of numbers if it is given, else of tokens."""
+    tokens, count = given.tokens, given.microbatches
+    if tokens < 1:
+        raise ValueError(f"--tokens: expected a positive number, got {tokens}")
+    if given.input is not None:
+        batch, *shape = [int(part) if part.isdecimal() else 0 for part in given.input.split(",")]
+        if min(batch, *shape, 1) < 1 or tokens % batch:
+            raise ValueError(f"--input: expected sizes, the first a divisor of --tokens={tokens}, got {given.input!r}")
+    else:
+        fitting = (k for k in range(min(tokens, _MOST_POSITIONS), 0, -1) if tokens % k == 0)
+        shape = [next(fitting) if given.positions is None else given.positions]
+        if shape[0] < 1 or tokens % shape[0]:
+            raise ValueError(f"--positions: expected a divisor of --tokens={tokens}, got {shape[0]}")
+        batch = tokens // shape[0]
+    if not 1 <= count <= batch:
+        raise ValueError(f"--microbatches: expected from 1 to {batch}, the rows of a batch, got {count}")
+    return [batch // count + (i < batch % count) for i in range(count)], shape
 
 
-def _limit(text: str) -> int:
-    try:
-        return parse_bytes(int(text) if text.isdecimal() else text, "--memory")
-    except ValueError as error:
-        raise ValueError(f"--memory: {error}") from error
+def _outside(model: nn.Module, shards: Collection[nn.Module], states: float) -> OutsideBytes:
+    """What is in no shard."""
+    within = {p for shard in shards for p in shard.parameters()}
+    others = [p for p in model.parameters() if p not in within]
+    trained = sum(p.nbytes for p in others if p.requires_grad)
+    made = {len(shards): trained} if trained else {}
+    return OutsideBytes(values=sum(p.nbytes for p in others), states=int(states * trained), made_before=made)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Runs layers forward and backward on the meta device: counts operations, bytes touched and bytes saved, and no values.
+"""Runs a model on the meta device: counts what each of its blocks computes, touches and saves for backward.
 
 Tensors on the meta device have shapes and no memory. The tensors that autograd saves are those that it would save in a
 real step, so bytes are exact. Fused attention is that of the CPU, which torch does not choose on the meta device.
@@ -6,7 +6,8 @@ real step, so bytes are exact. Fused attention is that of the CPU, which torch d
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,32 +16,68 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from offload.advise.work import Work
 from offload.engine.layouts import bytes_of_boundary
+from offload.engine.observed import Recorder
 from offload.planning.memory_profile import SavedTensor
 from pipe.nested import map_tensors, tensors_in
 from pipe.torch_private.data import pytree
 from pipe.torch_private.dispatch import OperationMode
 
-__all__ = ["profile"]
+__all__ = ["Work", "profile"]
 
 _aten = torch.ops.aten
+#: Operations for each element of the query and each key, and the position of the query among the arguments.
 _ATTENTION = {
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: 4,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 10,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: (4, 0),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (10, 1),
 }
-_FIRST_OPERAND = {4: 0, 10: 1}
 
 
-def profile(shards: Sequence[Sequence[nn.Module]], value: Any) -> list[Work]:
-    """The work of each shard on this input of the first layer, a tensor on the meta device.
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one block does with one micro-batch. A multiply-add counts two."""
 
-    Raises what the layers raise: an input of a wrong shape, or a layer that needs values.
+    #: Of what enters it, and of what it returns.
+    input_bytes: int = 0
+    output_bytes: int = 0
+    #: Of matrix products.
+    forward_flops: float = 0.0
+    backward_flops: float = 0.0
+    #: Read and written by all other operations.
+    forward_bytes: float = 0.0
+    backward_bytes: float = 0.0
+    #: Tensors saved for a backward, in its order, without the input of the cell.
+    saved: Sequence[SavedTensor] = ()
+    #: The same of a graph that is kept, with the input.
+    kept: Sequence[SavedTensor] = ()
+
+
+def profile(blocks: Sequence[nn.Module], call: Callable[[], Any]) -> dict[nn.Module, Work]:
+    """The work of each block in the order in which ``call`` calls them, on the meta device.
+
+    A value that is read is taken to be true: models compare their inputs to find what is unusual. A block that is
+    called several times counts once. Raises what the model raises.
     """
-    works = []
-    for j, layers in enumerate(shards):
-        work, value = _profile(layers, value, first=j == 0)
-        works.append(work)
+    works: dict[nn.Module, Work] = {}
+
+    def measured(block: nn.Module) -> Callable[..., Any]:
+        forward = block.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            work, output = _profile(block, forward, args, kwargs)
+            works.setdefault(block, work)
+            return output
+
+        return run
+
+    for block in blocks:
+        vars(block)["forward"] = measured(block)
+    try:
+        with torch.enable_grad(), _FusedAttention(), _Operations():
+            call()
+    finally:
+        for block in blocks:
+            del vars(block)["forward"]
     return works
 
 
@@ -53,11 +90,13 @@ class _Operations(OperationMode):
         self.nbytes = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _aten._local_scalar_dense.default:
+            return True
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if (attention := _ATTENTION.get(func)) is not None:
-            query, key = args[_FIRST_OPERAND[attention]], args[_FIRST_OPERAND[attention] + 1]
-            self.flops += attention * query.numel() * key.shape[-2]
+        if func in _ATTENTION:
+            factor, query = _ATTENTION[func]
+            self.flops += factor * args[query].numel() * args[query + 1].shape[-2]
         elif func.overloadpacket in flop_registry:
             self.flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
         elif not func.is_view:
@@ -70,10 +109,9 @@ class _FusedAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is nn.functional.scaled_dot_product_attention:
-            fused = _fused(*args, **kwargs)
-            if fused is not None:
-                return fused
+        attends = func is nn.functional.scaled_dot_product_attention
+        if attends and (fused := _fused(*args, **kwargs)) is not None:
+            return fused
         return func(*args, **kwargs)
 
 
@@ -87,7 +125,8 @@ def _fused(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    alike = query.dim() == 4 and query.shape[:2] == key.shape[:2] and query.shape[-1] == value.shape[-1]
+    same = 1 if enable_gqa else 2  # sizes of batch and heads
+    alike = query.dim() == 4 and query.shape[:same] == key.shape[:same] and query.shape[-1] == value.shape[-1]
     if dropout_p or not alike or (attn_mask is not None and attn_mask.requires_grad):
         return None
     if attn_mask is not None and attn_mask.dtype is torch.bool:
@@ -97,73 +136,51 @@ def _fused(
     return output
 
 
-class _Saved:
-    """The tensors that autograd saves; weights are known by their storage."""
+class _Recorder(Recorder):
+    """Records what autograd saves on the meta device, where weights are known by their storage."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
-        self._weights = {
-            StorageWeakRef(w.untyped_storage()): w.nbytes if w.requires_grad else 0 for w in weights if w.numel()
-        }
-        #: Storage, and bytes of its gradient.
-        self._saved: list[tuple[StorageWeakRef, int]] = []
-        self._nbytes: dict[StorageWeakRef, int] = {}
+        # Below the address of any tensor there.
+        self._numbers = {StorageWeakRef(w.untyped_storage()): -k for k, w in enumerate(weights, 1) if w.numel()}
+        self._weights = {-k: w.nbytes for k, w in enumerate(weights, 1) if w.requires_grad}
+        self._range = range(0)
+        self._saved, self.nbytes = [], {}
 
-    def add(self, tensor: Tensor) -> Tensor:
+    def add(self, tensor: Tensor) -> None:
         """Called for each saved tensor."""
-        if tensor.layout is torch.strided and tensor.numel():
-            storage = StorageWeakRef(tensor.untyped_storage())
-            differentiable = tensor.is_floating_point() or tensor.is_complex()
-            self._saved.append((storage, tensor.nbytes if differentiable else 0))
-            self._nbytes[storage] = tensor.untyped_storage().nbytes()
+        if (number := self._numbers.get(StorageWeakRef(tensor.untyped_storage()))) is not None:
+            self._saved.append((number, 0))
+        elif tensor.numel():
+            super().add(tensor)
+
+
+def _profile(block: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Work, Any]:
+    args, kwargs = given = map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), (args, kwargs))
+    weights = [*block.parameters()]
+    saved = _Recorder(weights)
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.add(tensor)
         return tensor
 
-    def saved_tensors(self, elsewhere: Collection[StorageWeakRef]) -> list[SavedTensor]:
-        """The saved tensors in the order in which backward uses them; those in ``elsewhere`` are not freed by it."""
-        first: dict[StorageWeakRef, int] = {}
-        for k, (storage, _) in enumerate(self._saved):
-            first.setdefault(storage, k)
-        seen: set[StorageWeakRef] = set()
-        found = []
-        for k in range(len(self._saved) - 1, -1, -1):
-            storage, flows = self._saved[k]
-            if storage in self._weights:
-                found.append(SavedTensor(0 if storage in seen else self._weights[storage], 0, 0))
-                seen.add(storage)
-            else:
-                ends = first[storage] == k and storage not in elsewhere
-                found.append(SavedTensor(0, flows, self._nbytes[storage] if ends else 0))
-        return found
-
-
-def _profile(layers: Sequence[nn.Module], value: Any, *, first: bool) -> tuple[Work, Any]:
-    def leaf(tensor: Tensor) -> Tensor:
-        differentiable = tensor.is_floating_point() or tensor.is_complex()
-        return tensor.detach().requires_grad_(differentiable and not first)
-
-    value = map_tensors(leaf, value)
-    given = value
-    inputs = {StorageWeakRef(t.untyped_storage()) for t in tensors_in(given)}
-    weights = [p for layer in layers for p in layer.parameters()]
-    saved = _Saved(weights)
-    hooks = torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     forward, backward = _Operations(), _Operations()
-    with torch.enable_grad(), _FusedAttention(), hooks, forward:
-        for layer in layers:
-            value = layer(value)
+    with hooks, forward:
+        value = call(*args, **kwargs)
     outputs = [t for t in tensors_in(value) if t.requires_grad]
     if outputs:
         with backward:
-            sources = [*(w for w in weights if w.requires_grad), *(t for t in tensors_in(given) if t.requires_grad)]
+            sources = [t for t in (*weights, *tensors_in(given)) if t.requires_grad]
             gradients = [torch.empty_like(t) for t in outputs]
             torch.autograd.grad(outputs, list(dict.fromkeys(sources)), gradients, allow_unused=True)
-    work = Work(
+    return Work(
+        input_bytes=sum(bytes_of_boundary(t) for t in tensors_in(given)),
         output_bytes=sum(bytes_of_boundary(t) for t in tensors_in(value)),
         forward_flops=forward.flops,
         backward_flops=backward.flops,
         forward_bytes=forward.nbytes,
         backward_bytes=backward.nbytes,
-        saved=saved.saved_tensors(inputs),
+        saved=saved.saved_tensors(tensors_in(given)),
         # The input of the first cell is held like that of any other.
         kept=saved.saved_tensors(()),
-    )
-    return work, value
+    ), value

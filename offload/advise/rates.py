@@ -1,72 +1,35 @@
-"""Measures in a few seconds what this machine does per second: products, copies, files, and updates of an optimizer."""
+"""Measures in a few seconds what this machine does per second: products, and steps of a small model in files."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import tempfile
-import time
+import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.benchmark import Timer
 
-from offload.mesh.public import check_elementwise
-from offload.optim.param_block import ELEMENTWISE
-from offload.optim.state_forms import EncodedWeights, StateForm, form_of, step_encoded
-from offload.optim.update_blocks import StoredStates
-from offload.storage.buffer import host_buffer
-from offload.storage.page_cache import CACHE_HOLDS, CACHE_PAYS_UP_TO, PageCache, available_bytes
-from offload.storage.transfer import Link, Transfers
-from offload.streaming.weight_forms import WeightForm, weight_form_of
+from offload.model import OffloadModel
+from offload.optim import OffloadOptimizer
+from offload.optim.state_forms import form_of
+from offload.policy import MemoryPolicy
+from offload.storage import DiskHome
+from offload.storage.page_cache import CACHE_HOLDS, CACHE_PAYS_UP_TO, available_bytes
+from offload.telemetry.statistics import UPDATE_IN_MEMORY, Meter
 
-__all__ = ["OptimizerRate", "Rates", "measure_optimizer", "measure_rates"]
+__all__ = ["Rates", "existing_folder", "measure_rates"]
 
-#: Each rate is the median of repetitions in this time, at least :data:`LEAST_REPETITIONS`.
-SECONDS_EACH = 0.4
-LEAST_REPETITIONS = 3
+#: Each rate is the median of repetitions in this time, or of so many steps.
+SECONDS_EACH, STEPS = 0.4, 3
 #: Sizes of what is moved or multiplied.
-FILE_BYTES = 64 << 20
 COPY_BYTES = 64 << 20
-MOST_TOKENS, MOST_WIDTH = 1024, 4096
-#: Elements of weights in one update: a block of the optimizer on disk in float32.
-UPDATE_ELEMENTS = 2 << 20
-
-
-@dataclass(frozen=True)
-class OptimizerRate:
-    """The measured speed of one ``torch.optim`` class, and the size of its states."""
-
-    name: str
-    #: Elements of states for each element of a parameter.
-    count: int
-    #: Bytes of gradients per second, float32, in memory.
-    bytes_per_second: float
-    #: How states are stored; None: in full.
-    form: StateForm | None = None
-
-    @property
-    def states(self) -> float:
-        """Bytes of states for each byte of a parameter in float32."""
-        return self.count * self.stored.share
-
-    @property
-    def stored_as(self) -> str:
-        """The form of states, as an argument of the command line: full, bfloat16 or 8bit."""
-        return "full" if self.form is None else self.form.name
-
-    @property
-    def described(self) -> str:
-        """The states in words."""
-        return f"{self.count} states of {self.name}" + ("" if self.form is None else f" in {self.form.name}")
-
-    @property
-    def stored(self) -> StoredStates:
-        """What buffers of updates hold of states; those of small parameters do not count."""
-        share = 1.0 if self.form is None else self.form.share(torch.float32)
-        return StoredStates(share, count=self.count, rounded=False)
+PRODUCT = 1024
+#: Of the small model: shards, and the width of each.
+SHARDS, WIDTH = 6, 1536
 
 
 @dataclass(frozen=True)
@@ -74,176 +37,117 @@ class Rates:
     """Per second. A multiply-add counts two operations; bytes that are read and written count twice."""
 
     flops: float
-    flops_float32: float
     #: Of other operations of layers.
     touched_bytes: float
-    #: From files to memory and back: weights and gradients, then optimizer states. Whether with direct I/O.
+    #: From homes in files to slots and back, and of gradients in updates: of states in files, and in memory.
     read_bytes: float
     write_bytes: float
-    states_read_bytes: float
-    states_write_bytes: float
+    update_bytes: float
+    memory_update_bytes: float
+    #: Whether weights, and states, bypass the page cache.
     direct: bool
     states_direct: bool
+    #: States of the optimizer as large as a parameter, and bytes of each for each byte of the parameter.
+    states: int
+    state_share: float = 1.0
     #: Between host memory and an accelerator; None on the CPU.
     to_device_bytes: float | None = None
-
-    def fields(self) -> dict[str, float | bool | None]:
-        """All rates by their names."""
-        return asdict(self)
-
-
-def measure_optimizer(
-    name: str, states: torch.dtype | str | None = None, weights: torch.dtype | str | None = None
-) -> OptimizerRate:
-    """Makes and runs a class of ``torch.optim`` on one block, stored as ``states=`` and ``store_dtype=`` say.
-
-    Raises ValueError if the name is none, or the class cannot store its states so.
-    """
-    kind = getattr(torch.optim, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer):
-        raise ValueError(f"--optimizer: expected a class of torch.optim such as AdamW or SGD, got {name!r}")
-    weight = torch.nn.Parameter(torch.zeros(UPDATE_ELEMENTS // 1024, 1024))
-    weight.grad = torch.ones_like(weight)
-    try:
-        optimizer = cast(Any, kind)([weight], lr=1e-3)
-        optimizer.step()
-    except (TypeError, RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"--optimizer: {name} cannot update a matrix by its gradient: {reason}") from error
-    state = optimizer.state[weight].values()
-    elements = sum(t.numel() for t in state if isinstance(t, torch.Tensor) and t.numel() > 1)
-    form, elementwise = form_of(states), kind in ELEMENTWISE
-    if form is not None:
-        try:
-            check_elementwise(kind, {}, {"lr": 1e-3}, f"with states={states!r} matrices are updated in parts")
-        except TypeError as error:
-            raise ValueError(f"--states: {error}") from error
-    encoded = {} if (stored := weight_form_of(weights)) is None else {0: _encoded(stored, weight)}
-
-    def step() -> None:
-        if form is None and not encoded:
-            optimizer.step()
-        else:
-            states_in_form = [] if form is None else [0]
-            for _ in step_encoded(optimizer, [weight], states_in_form, form, elementwise=elementwise, weights=encoded):
-                pass
-
-    if form is not None:
-        form.encode(optimizer.state[weight], weight)
-    each = _seconds(step, None)
-    return OptimizerRate(name, -(-elements // weight.numel()), weight.nbytes / each, form)
-
-
-def _encoded(form: WeightForm, weight: torch.Tensor) -> EncodedWeights:
-    upper = torch.empty(weight.numel(), dtype=torch.bfloat16)
-    lower = torch.empty(weight.numel(), dtype=torch.int16) if form.exact else None
-    form.encode(weight.detach().view(-1), upper, lower)
-    return EncodedWeights(form, upper, lower, None, weight.detach(), step=1, name="weight", begin=0)
 
 
 def measure_rates(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    width: int,
-    tokens: int,
-    home: Path,
+    home: str,
     home_bytes: int,
-    state_bytes: int,
+    trained_bytes: int,
+    optimizer: str,
+    states: torch.dtype | str | None,
 ) -> Rates:
-    """Measures the rates of ``device`` and of the disk of ``home``.
+    """Measures ``device``, the disk of ``home``, and an optimizer.
 
     Args:
         dtype: in which layers compute.
-        width, tokens: of the matrix product.
-        home: a directory; a temporary file is written there, or in its nearest parent that exists, and removed.
-        home_bytes, state_bytes: of weights with gradients and of optimizer states, which decide as in a model whether
-            files bypass the page cache.
+        home: a directory; temporary files are written there, or in its nearest parent that exists, and removed.
+        home_bytes, trained_bytes: of weights with gradients, and of what trains; with the states of the latter they
+            decide as in a model whether files bypass the page cache.
+        optimizer, states: a class of ``torch.optim``, and how its states are stored.
 
     Raises:
         OSError: if no file can be written there.
+        TypeError, ValueError: for a name that is no class of ``torch.optim``, or one that cannot store its states so.
     """
+    kind = getattr(torch.optim, optimizer, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer):
+        raise ValueError(f"expected a class of torch.optim such as AdamW or SGD, got {optimizer!r}")
+    form = form_of(states)
+    share = 1.0 if form is None else form.share(torch.float32)
+    memory, count = _steps("cpu", kind, states, share)
     available = available_bytes()
     direct = home_bytes > available * CACHE_PAYS_UP_TO
-    states_direct = home_bytes + state_bytes > available * CACHE_HOLDS
-    folder = existing_folder(home)
-    read, write = _file_rates(folder, direct)
-    states_read, states_write = (read, write) if direct == states_direct else _file_rates(folder, states_direct)
-    flops = _flops(device, dtype, width, tokens)
+    states_direct = home_bytes + count * share * trained_bytes > available * CACHE_HOLDS
+    meters = {}
+    for way in {direct, states_direct}:
+        with tempfile.TemporaryDirectory(prefix="advise-", dir=existing_folder(home)) as place:
+            meters[way], _ = _steps(DiskHome(place, direct=way), kind, states, share)
     return Rates(
-        flops=flops,
-        flops_float32=flops if dtype is torch.float32 else _flops(device, torch.float32, width, tokens),
+        flops=_flops(device, dtype),
         touched_bytes=_touched(device),
-        read_bytes=read,
-        write_bytes=write,
-        states_read_bytes=states_read,
-        states_write_bytes=states_write,
+        read_bytes=1 / meters[direct].copy_seconds_per_byte("load"),
+        write_bytes=1 / meters[direct].copy_seconds_per_byte("drain"),
+        update_bytes=1 / meters[states_direct].copy_seconds_per_byte("update"),
+        memory_update_bytes=1 / memory.copy_seconds_per_byte(UPDATE_IN_MEMORY),
         direct=direct,
         states_direct=states_direct,
+        states=count,
+        state_share=share,
         to_device_bytes=_to_device(device) if device.type == "cuda" else None,
     )
 
 
-def existing_folder(home: Path) -> Path:
+def existing_folder(home: str) -> Path:
     """The directory, or its nearest parent that exists."""
-    return next(folder for folder in (home.absolute(), *home.absolute().parents) if folder.is_dir())
+    path = Path(home).absolute()
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
-def _ignore(_: object) -> None:
-    return None
+def _steps(home: Any, kind: Any, states: Any, share: float) -> tuple[Meter, int]:
+    """Steps of a small model: what they measured, and the number of states, of which each takes a ``share``."""
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(SHARDS)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # homes in memory save none
+        model = OffloadModel(layers, "cpu", home, SHARDS, True, memory=MemoryPolicy.fixed())
+    try:
+        optimizer = OffloadOptimizer(model, kind, states=states, lr=1e-3)
+        for _ in range(STEPS):
+            model(torch.ones(1, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        nbytes = sum(optimizer.state_bytes(shard) for shard in model._homes.shards)
+        return model._offloaded.meter, round(nbytes / share / sum(p.nbytes for p in model.parameters()))
+    finally:
+        model.close()
 
 
-def _seconds(work: Callable[[], None], device: torch.device | None) -> float:
-    """The median of repetitions, after a first one."""
-
-    def once() -> float:
-        began = time.perf_counter()
-        work()
-        if device is not None and device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - began
-
-    once()
-    found = [once() for _ in range(LEAST_REPETITIONS)]
-    while sum(found) < SECONDS_EACH:
-        found.append(once())
-    return max(sorted(found)[len(found) // 2], 1e-9)
+def _seconds(work: Callable[[], Any]) -> float:
+    """The median of repetitions; waits for the device."""
+    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    return float(timer.blocked_autorange(min_run_time=SECONDS_EACH).median)
 
 
-def _flops(device: torch.device, dtype: torch.dtype, width: int, tokens: int) -> float:
-    width, rows = max(1, min(width, MOST_WIDTH)), max(1, min(tokens, MOST_TOKENS))
-    left = torch.ones(rows, width, device=device, dtype=dtype)
-    right = torch.ones(width, width, device=device, dtype=dtype)
-    out = torch.empty(rows, width, device=device, dtype=dtype)
-    with torch.no_grad():
-        return 2.0 * rows * width * width / _seconds(lambda: _ignore(torch.mm(left, right, out=out)), device)
+def _flops(device: torch.device, dtype: torch.dtype) -> float:
+    left, right = (torch.ones(PRODUCT, PRODUCT, device=device, dtype=dtype) for _ in range(2))
+    return 2.0 * PRODUCT**3 / _seconds(lambda: torch.mm(left, right))
 
 
 def _touched(device: torch.device) -> float:
     """Bytes that an addition reads and writes."""
-    one, other = (torch.ones(COPY_BYTES // 4, device=device) for _ in range(2))
-    out = torch.empty_like(one)
-    return 3.0 * COPY_BYTES / _seconds(lambda: _ignore(torch.add(one, other, out=out)), device)
+    one, other, out = (torch.ones(COPY_BYTES // 4, device=device) for _ in range(3))
+    return 3.0 * COPY_BYTES / _seconds(lambda: torch.add(one, other, out=out))
 
 
 def _to_device(device: torch.device) -> float:
     source = torch.ones(COPY_BYTES, dtype=torch.uint8).pin_memory()
     out = torch.empty_like(source, device=device)
-    return COPY_BYTES / _seconds(lambda: _ignore(out.copy_(source, non_blocking=True)), device)
-
-
-def _file_rates(folder: Path, direct: bool) -> tuple[float, float]:
-    """(bytes read, bytes written) per second, moved as shards are."""
-    transfers = Transfers(PageCache(folder, direct), Link())
-    buffer = host_buffer(FILE_BYTES)
-    fd, name = tempfile.mkstemp(prefix="advise-", dir=folder)
-    path = Path(name)
-    try:
-        os.posix_fallocate(fd, 0, FILE_BYTES)
-        write = _seconds(lambda: transfers.write(path, buffer, 0), None)
-        read = _seconds(lambda: transfers.read(path, buffer, 0), None)
-    finally:
-        os.close(fd)
-        with contextlib.suppress(OSError):
-            path.unlink()
-    return FILE_BYTES / read, FILE_BYTES / write
+    return COPY_BYTES / _seconds(lambda: out.copy_(source, non_blocking=True))

@@ -1,194 +1,157 @@
-"""Reads the layers of a model from safetensors headers, from a configuration, or from a function that builds them."""
+"""Finds the blocks of a model on the meta device: from a function, from a configuration, or from names in files."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.advise.blocks import layers_by_name
-from offload.advise.config import outline_of_config, read_config, with_tied_head
-from offload.advise.outline import Layer, Outline, ParameterShape
 from offload.arguments import layers_of
-from offload.files.pretrained import Pretrained
+from offload.blocks.find import lists_of_blocks
+from offload.loading import build_model
 
-__all__ = ["blocks_of", "names_of_layers", "outline_of"]
+__all__ = ["Source", "failing", "source_of"]
 
-_KINDS = "a safetensors file or index, a config.json, a directory of one of these, or module:function"
+_KINDS = "the config.json of a transformers model, the directory of one, or module:function"
+_OFFLOAD = "from offload import OffloadModel, OffloadOptimizer"
 
 
-def outline_of(what: str, stored_dtype: torch.dtype) -> Outline:
-    """The layers of the model that the argument ``WHAT`` of the command line names.
+@dataclass
+class Source:
+    """A model on the meta device, and the Python that makes it."""
 
-    Args:
-        what: a path, or ``module:function``.
-        stored_dtype: type of floating-point parameters at home; a function decides for itself.
+    #: Called with one input. Blocks are modules inside it, by name; each is a shard; small ones join if it ``merges``.
+    model: nn.Module
+    blocks: Mapping[str, nn.Module]
+    merges: bool = False
+    #: Lines before the one that makes the OffloadModel, what that calls and with which arguments first and last.
+    lines: Sequence[str] = ("import torch", _OFFLOAD)
+    made_by: str = "OffloadModel"
+    given: str = "layers"
+    named: str = ""
+    #: What was assumed, each in a sentence.
+    assumptions: list[str] = field(default_factory=list)
 
-    Raises:
-        ValueError: in one line, which names ``WHAT`` and says what to do.
+    @property
+    def elements(self) -> int:
+        """Parameters of the model; a tied one counts once."""
+        return sum(p.numel() for p in self.model.parameters())
+
+
+def source_of(what: str, dtype: torch.dtype) -> Source:
+    """The model that the argument ``WHAT`` of the command line names: a path, or ``module:function``.
+
+    ``dtype``: of floating-point parameters at home; a function decides for itself. Raises ValueError in one line, which
+    names ``WHAT`` and says what to do.
     """
-    path = Path(what)
-    if path.exists():
-        return _outline_of_path(path, stored_dtype)
-    module, colon, function = what.partition(":")
-    if colon and re.fullmatch(r"[\w.]+", module) and re.fullmatch(r"[\w.]+", function):
-        return _outline_of_function(module, function)
-    raise ValueError(f"WHAT: expected {_KINDS}, got {what!r}, which does not exist")
+    path, (module, colon, function) = Path(what), what.partition(":")
+    with failing(f"WHAT: {what!r}"):
+        if path.exists():
+            return _of_path(path, dtype)
+        if colon and re.fullmatch(r"[\w.]+", module) and re.fullmatch(r"[\w.]+", function):
+            return _of_function(module, function)
+        raise ValueError(f"expected {_KINDS}, got what does not exist")
 
 
-def _outline_of_path(path: Path, dtype: torch.dtype) -> Outline:
+def _of_path(path: Path, dtype: torch.dtype) -> Source:
     folder = path if path.is_dir() else path.parent
-    is_config = path.is_file() and path.suffix == ".json" and not path.name.endswith(".index.json")
-    holds_files = path.is_dir() and (any(path.glob("*.safetensors.index.json")) or any(path.glob("*.safetensors")))
-    if path.is_dir() and not holds_files:
-        path, is_config = path / "config.json", True
-        if not path.is_file():
-            raise ValueError(f"WHAT: expected {_KINDS}, got {str(folder)!r}, which holds no such file")
-    try:
-        outline = outline_of_config(path, dtype) if is_config else _outline_of_files(path, folder, dtype)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"WHAT: {error}") from error
-    return outline
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"expected {_KINDS}, got one without a config.json; pass module:function")
+    return _of_class(folder, dtype, has_files=path.name != "config.json" and any(folder.glob("*.safetensors")))
 
 
-def _outline_of_files(path: Path, folder: Path, dtype: torch.dtype) -> Outline:
-    """The layers of the tensors in safetensors files, from their headers."""
-    shapes = [
-        ParameterShape(name, shape, dtype if kind.is_floating_point else kind, kind.is_floating_point)
-        for name, shape, kind in Pretrained(path).headers()
-    ]
-    layers = layers_by_name(p for p in shapes if p.trainable)
-    if not layers:
-        raise ValueError(f"expected floating-point tensors, got none in {path}")
-    name = str(dtype).removeprefix("torch.")
-    outline = Outline(layers, [f"all tensors are parameters that train, stored as {name} (--stored-dtype)"])
-    outline.path = str(path)
-    config = folder / "config.json"
-    if config.is_file():
-        fields = read_config(config)
-        outline.has_class = path.is_dir() and bool(fields.get("architectures"))
-        width = fields.get("hidden_size", fields.get("n_embd"))
-        outline.width = width if isinstance(width, int) else None
-        if not any("head" in layer.name for layer in layers):
-            with_tied_head(outline, fields)
-    return outline
+def _of_class(folder: Path, dtype: torch.dtype, *, has_files: bool) -> Source:
+    """A model of transformers, on the meta device with its buffers."""
+    with failing("cannot be built by transformers on the meta device"), torch.device("meta"):
+        model = build_model(folder, None, dtype)
+    source = _of_module(model)
+    source.assumptions.append(f"parameters are stored as {_name(dtype)} (--stored-dtype)")
+    kind, where = type(model).__name__, os.fspath(folder)
+    if has_files:
+        source.made_by, source.given = "OffloadModel.from_pretrained", repr(where)
+        source.named += f", dtype=torch.{_name(dtype)}"
+        return source
+    call = f"{kind}._from_config(AutoConfig.from_pretrained({where!r}), dtype=torch.{_name(dtype)})"
+    source.lines = _lines(f"from transformers import AutoConfig, {kind}", call)
+    return source
 
 
-def _runs(layers: Sequence[Layer]) -> Iterator[tuple[int, str, int, int]]:
-    """Consecutive layers whose names end with consecutive numbers: (index, name before the number, number, count).
+def _blocks(module: nn.Module) -> dict[str, str]:
+    """The blocks of a model, and what ``blocks=`` calls them: members of its lists, and what is beside these."""
+    lists = {name for name, _ in lists_of_blocks(module)}
 
-    A layer alone has its whole name, and count 1.
-    """
-    k = 0
-    while k < len(layers):
-        match, count = re.fullmatch(r"([\w.-]*?)(\d+)", layers[k].name), 1
-        while match and k + count < len(layers) and layers[k + count].name == f"{match[1]}{int(match[2]) + count}":
-            count += 1
-        yield (k, layers[k].name, 0, 1) if match is None or count == 1 else (k, match[1], int(match[2]), count)
-        k += count
+    def walk(parent: nn.Module, path: str, within: str | None) -> Iterator[tuple[str, str]]:
+        for key, child in parent.named_children():
+            name = path + key
+            if name in lists or any(each.startswith(f"{name}.") for each in lists):
+                yield from walk(child, f"{name}.", name if name in lists else None)
+            elif any(True for _ in child.parameters()):
+                yield name, within or name
 
-
-def blocks_of(outline: Outline) -> list[str]:
-    """The names of all layers as ``blocks`` takes them: numbered ones by their list."""
-    names: list[str] = []
-    for k, name, _, count in _runs(outline.layers):
-        names += [name.rstrip(".")] if count > 1 else outline.layers[k].parts or [name]
-    return names
+    if not lists:
+        raise ValueError(
+            f"expected layers, or a model with a list of blocks, got a {type(module).__name__} without one"
+        )
+    return dict(walk(module, "", None))
 
 
-def _outline_of_function(module_name: str, function_name: str) -> Outline:
-    what = f"{module_name}:{function_name}"
+def _of_function(module_name: str, function_name: str) -> Source:
     if (here := os.getcwd()) not in sys.path:  # as with python -m
         sys.path.insert(0, here)
-    try:
+    with failing("cannot be imported"):
         function: Any = importlib.import_module(module_name)
         for part in function_name.split("."):
             function = getattr(function, part)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"WHAT: cannot import {what!r}: {error}; run where {module_name} can be imported") from error
-    if not callable(function):
-        raise ValueError(
-            f"WHAT: expected a function that returns the layers, got {what!r}, a {type(function).__name__}"
-        )
-    needed = [
-        p.name
-        for p in inspect.signature(function).parameters.values()
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    if needed:
-        raise ValueError(f"WHAT: expected a function without arguments, got {what!r}, which needs {', '.join(needed)}")
-    try:
+    with failing("cannot be called without arguments on the meta device, where nothing has values"):
         with torch.device("meta"):
             made = function()
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"WHAT: {what!r} fails on the meta device: {reason}; it must not read values") from error
-    preparation = [
-        "import torch",
-        f"from {module_name} import {function_name.partition('.')[0]}",
-        "from offload import OffloadModel, OffloadOptimizer",
-        'with torch.device("meta"):',
-        f"    layers = {function_name}()",
-    ]
     if isinstance(made, nn.Module) and not isinstance(made, (nn.Sequential, nn.ModuleList)):
-        return _outline_of_module(made, what)
-    listed = isinstance(made, (list, tuple)) and made and all(isinstance(each, nn.Module) for each in made)
-    try:
+        source = _of_module(made)
+    else:
+        listed = isinstance(made, (list, tuple)) and made and all(isinstance(each, nn.Module) for each in made)
         named = layers_of(nn.ModuleList(made) if listed else made)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"WHAT: {what!r} returned no layers: {error}") from error
-    if not any(True for layer in named.values() for _ in layer.parameters()):
-        raise ValueError(f"WHAT: expected layers with parameters, got none from {what!r}")
-    return Outline(
-        _layers_of_modules(named),
-        modules=list(named.values()),
-        sequential=isinstance(made, nn.Sequential),
-        preparation=preparation,
-    )
+        source = Source(nn.Sequential(*named.values()), named, merges=isinstance(made, nn.Sequential))
+    if not any(True for _ in source.model.parameters()):
+        raise ValueError("expected layers with parameters, got none")
+    source.lines = _lines(f"from {module_name} import {function_name.partition('.')[0]}", f"{function_name}()")
+    return source
 
 
-def _layers_of_modules(named: dict[str, nn.Module]) -> list[Layer]:
-    seen: set[int] = set()
-    layers = []
-    for name, module in named.items():
-        own, borrowed = list[ParameterShape](), list[ParameterShape]()
-        for path, p in module.named_parameters():
-            shape = ParameterShape(f"{name}.{path}", tuple(p.shape), p.dtype, p.requires_grad)
-            (borrowed if id(p) in seen else own).append(shape)
-            seen.add(id(p))
-        layers.append(Layer(name, tuple(own), tuple(borrowed)))
-    return layers
+def _lines(imported: str, call: str) -> Sequence[str]:
+    """Lines that make the layers without memory for them."""
+    return [
+        "import torch",
+        imported,
+        f"{_OFFLOAD}, init_empty_weights",
+        "with init_empty_weights():",
+        f"    layers = {call}",
+    ]
 
 
-def _outline_of_module(module: nn.Module, what: str) -> Outline:
-    shapes = [ParameterShape(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()]
-    if not shapes:
-        raise ValueError(f"WHAT: expected layers with parameters, got none from {what!r}")
-    kind = type(module).__name__
+def _of_module(model: nn.Module) -> Source:
+    """A model with a forward of its own."""
+    blocks = _blocks(model)
+    named = f", blocks={list(dict.fromkeys(blocks.values()))!r}"
+    return Source(model, {name: model.get_submodule(name) for name in blocks}, named=named)
+
+
+@contextlib.contextmanager
+def failing(what: str) -> Iterator[None]:
+    """A context in which any error becomes a ValueError of one line that begins with ``what``."""
     try:
-        layers = layers_by_name(shapes)
-    except ValueError as error:
-        raise ValueError(f"WHAT: {what!r}: {error}") from error
-    return Outline(
-        layers,
-        [f"{what} returned a {kind}, not an nn.Sequential or a list of layers, so its blocks are taken as layers"],
-    )
+        yield
+    except Exception as error:
+        raise ValueError(f"{what}: {next(iter(str(error).splitlines()), type(error).__name__)}") from error
 
 
-def names_of_layers(outline: Outline) -> str:
-    """The layers that a constructor expects, in order, in a few words."""
-    words = []
-    for _, name, number, count in _runs(outline.layers):
-        if count > 1:
-            words.append(f"{name}{number} to {number + count - 1}")
-        else:
-            words.append(name if re.fullmatch(r"[\w. +-]+", name) else repr(name))
-    return ", ".join(words)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

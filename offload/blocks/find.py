@@ -14,7 +14,15 @@ from torch import nn
 
 from offload.streaming.quantised import is_taken_apart
 
-__all__ = ["BlockNames", "Blocks", "find_blocks", "modules_outside", "parameters_outside", "with_rest"]
+__all__ = [
+    "BlockNames",
+    "Blocks",
+    "find_blocks",
+    "lists_of_blocks",
+    "modules_outside",
+    "parameters_outside",
+    "with_rest",
+]
 
 # --- Chooses embeddings and heads outside of blocks to be shards of their own, where memory is too small for them ----
 #
@@ -101,7 +109,7 @@ def _module_at(model: nn.Module, name: str) -> nn.Module:
     try:
         return model.get_submodule(name)
     except AttributeError as error:
-        lists = [path for path, _ in _lists(model)]
+        lists = [path for path, _ in lists_of_blocks(model)]
         raise ValueError(
             f"expected the name of a list of blocks in {type(model).__name__}, got blocks={name!r}; its lists are "
             f"{', '.join(lists) if lists else 'none'}"
@@ -133,18 +141,18 @@ def _of_class(model: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Module]:
     return found
 
 
-def _lists(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+def lists_of_blocks(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Names and modules of the lists whose members are of one class, without those inside of a member of another."""
     for name, child in module.named_children():
         is_list = isinstance(child, (nn.ModuleList, nn.Sequential))
         if is_list and len(child._modules) > 1 and len({type(m) for m in child._modules.values()}) == 1:
             yield path + name, child
         else:
-            yield from _lists(child, f"{path}{name}.")
+            yield from lists_of_blocks(child, f"{path}{name}.")
 
 
 def _longest_list(model: nn.Module) -> str:
-    lists = list(_lists(model))
+    lists = list(lists_of_blocks(model))
     if not lists:
         raise TypeError(
             f"expected a model with a list of blocks of one class, got {type(model).__name__}, which has none; name "

@@ -9,6 +9,7 @@ This module knows nothing of tensors or torch.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ _UNITS = {"": 1, "b": 1} | {
     for base, suffix in ((1000, "b"), (1024, "ib"))
     for power, prefix in enumerate("kmgt", start=1)
 }
+_SHOWN = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 #: Of a limit of memory, one part in so many is left to gaps between the blocks of the allocator of a process.
 GAPS_SHARE = 8
 #: Minimum for boundaries and their gradients, with the output's: each has at least one byte.
@@ -51,8 +53,11 @@ def parse_bytes(value: int | str, name: str = "memory", *, least: int = 1) -> in
 
 
 def shown_bytes(nbytes: float) -> str:
-    """Bytes in words: MiB where they have eight digits."""
-    return f"{nbytes:,.0f} bytes" if nbytes < 10**7 else f"{nbytes / (1 << 20):,.1f} MiB"
+    """Bytes in words, in the largest unit of which there is one, rounded up: so much is enough."""
+    for unit, factor in _SHOWN:
+        if nbytes >= factor:
+            return f"{math.ceil(10 * nbytes / factor) / 10:,.1f} {unit}"
+    return f"{nbytes:,.0f} bytes"
 
 
 @dataclass(frozen=True)

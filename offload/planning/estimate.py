@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offload.planning.shown import shown_record
+
 __all__ = ["Estimate"]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Prediction for one step, forward and backward."""
+    """Prediction for one step, forward and backward; ``print()`` shows it as a table."""
 
     #: Seconds from the first load to the last gradient at home, without the user's loss; with the updates of an
     #: ``OffloadOptimizer``, without any other optimizer.
@@ -36,3 +38,6 @@ class Estimate:
     #: With a mesh, bytes that this rank receives from the others: parts of parameters, and gradients.
     bytes_gathered: int = 0
     bytes_reduced: int = 0
+
+    def __str__(self) -> str:
+        return shown_record(self)

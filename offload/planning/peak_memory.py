@@ -133,14 +133,14 @@ class PeakMemory:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The bytes of each kind in the memory that layers compute in, while one cell runs."""
+    """The bytes of each kind in the memory that layers compute in: while one cell runs, or code around cells."""
 
     position: int  #: in the plan
     weights: int
     gradients: int
     boundaries: int
     graphs: int
-    #: Of the cell that runs: what it saves for backward or allocates there, and the gradients of its weights.
+    #: Of what runs: what it saves for backward or allocates there, and the gradients of its weights.
     cell: int
     #: The output and its gradient, and what is held all the time.
     others: int
@@ -154,7 +154,11 @@ class Moment:
 
 
 def peak_memory(plan: Plan, sizes: StepBytes, course: list[Moment] | None = None) -> PeakMemory:
-    """Replays a plan from its first action to its last; appends the memory during each cell to ``course``."""
+    """Replays a plan from its first action to its last.
+
+    ``course`` gets the memory at the begin, during each cell and the code around it, and at the end: the most of these
+    is the peak.
+    """
     replay = _Replay(plan, sizes, course)
     for position, action in enumerate(plan.actions):
         replay.perform(position, action)
@@ -224,6 +228,9 @@ class _Replay:
         self._graph_bytes = 0
         self._output_bytes = sum(sizes.boundaries((self._shards, i)) for i in range(len(sizes.rows)))
         self._output_gradients = 0
+        if course is not None:
+            begin = (self._slots, self._at_home, 0, 0, 0, sizes.constant_bytes, sizes.outside.begins)
+            course.append(Moment(0, *begin))
 
     def perform(self, position: int, action: Action) -> None:
         """Counts one action."""
@@ -247,8 +254,7 @@ class _Replay:
     def end(self, position: int) -> None:
         """Counts what is left for the update of parameters in no shard, which is not a part of a plan."""
         if self._outside:
-            last = sum(self._parts(position)) + self._sizes.outside.reducing
-            self.peak.memory_bytes = max(self.peak.memory_bytes, last)
+            self._count_memory(position, self._sizes.outside.reducing, 0)
 
     def _forward(self, cell: Key, position: int, *, keeps: bool) -> None:
         (j, i), sizes = cell, self._sizes
@@ -307,7 +313,7 @@ class _Replay:
             self._made_before.add(j)
             self._outside += made
         own = sizes.gradient_bytes[j] if j < self._shards else 0
-        self.peak.memory_bytes = max(self.peak.memory_bytes, sum(self._parts(position)) + own + rise - made)
+        self._count_memory(position, own + rise - made, 0)
 
     def _profile(self, j: int, *, keeps: bool) -> MemoryProfile | None:
         known, others = self._sizes.kept_profiles, self._sizes.memory_profiles

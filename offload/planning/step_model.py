@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from offload.planning.peak_memory import Moment, OutsideBytes, PeakMemory, StepBytes, peak_memory
+from offload.planning.peak_memory import Moment, PeakMemory, StepBytes, peak_memory
 from offload.planning.plan import Plan
 from offload.planning.planner import Updates, plan_step
 from offload.planning.residency import MOVING, Key, Residency
@@ -67,6 +67,10 @@ class StepModel:
     #: Without graphs that are kept, waiting gradients and shards in memory.
     sizes: StepBytes
     updates: Updates = field(default_factory=lambda: Updates(pending=frozenset(), updates=False, clips=False))
+    #: Bytes that a load of each shard reads.
+    loaded_bytes: Sequence[int] = ()
+    #: Among :attr:`sizes`, homes in the memory that layers compute in, whatever is chosen.
+    home_bytes: int = 0
     #: Bytes of each shard that rests in memory: weights and optimizer states, without gradients. Missing where a shard
     #: cannot rest there.
     resting_bytes: Mapping[int, int] = field(default_factory=dict)
@@ -120,17 +124,21 @@ class Prediction:
     #: In the memory that layers compute in, with the margin.
     memory_bytes: int
     peak: PeakMemory
-    #: The memory while each cell runs.
+    #: The memory at each moment of the step.
     course: Sequence[Moment]
-    outside: OutsideBytes = field(default_factory=OutsideBytes)
-    #: Of :attr:`memory_bytes`, what measured steps took more.
-    margin_bytes: int = 0
+    #: From which it was made.
+    model: StepModel = field(repr=False, compare=False)
+
+    @property
+    def margin_bytes(self) -> int:
+        """Of :attr:`memory_bytes`, what measured steps took more."""
+        return self.model.margin_bytes
 
 
 def predict_plan(
     model: StepModel, plan: Plan, choice: Choice | None = None, course: list[Moment] | None = None
 ) -> tuple[Forecast, PeakMemory]:
-    """Simulates a plan and replays its memory; appends the memory during each cell to ``course``."""
+    """Simulates a plan and replays its memory; ``course``: see :func:`.peak_memory`."""
     chosen = Choice(plan.slots, plan.in_memory) if choice is None else choice
     forecast = simulate(plan, costs_of(model, chosen))
     return forecast, peak_memory(plan, _sizes(model, chosen, forecast), course)
@@ -150,8 +158,7 @@ def predict(model: StepModel, choice: Choice) -> Prediction:
         peak.memory_bytes + model.margin_bytes,
         peak,
         course,
-        model.sizes.outside,
-        model.margin_bytes,
+        model,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from offload.planning.memory_profile import MemoryProfile, ProfilesBySize
+from offload.planning.shown import shown_record
 from offload.telemetry.clock import Clock
 from offload.telemetry.trace import Tracer
 
@@ -26,7 +27,7 @@ REDUCTION = "reduction"
 
 @dataclass(frozen=True)
 class Statistics:
-    """Counts since construction."""
+    """Counts since construction; ``print()`` shows them as a table."""
 
     #: Shards copied from home into a slot.
     shard_loads: int
@@ -59,6 +60,9 @@ class Statistics:
     def bytes_moved(self) -> int:
         """Bytes that loads, gradients and updates read from homes and wrote there; boundaries are not among them."""
         return self.bytes_loaded + self.bytes_stored + self.update_bytes_read + self.update_bytes_written
+
+    def __str__(self) -> str:
+        return shown_record(self)
 
 
 class Meter:

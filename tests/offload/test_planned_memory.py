@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 import tempfile
 import time
 import warnings
@@ -120,7 +121,7 @@ def test_beside_a_device_results_are_those_of_the_plain_model(tmp_path: Path, mo
     assert {shard.index for shard in model._homes.shards if shard.file is not None} == {0, 1}
     assert choice.waiting == {2, 3}, "of what is left for gradients"
     told = str(model.memory_report())
-    assert "2 of 6 shards in host memory" in told
+    assert "through which 6 of 6 shards stream" in told
     assert "those of 2 shards wait in host memory" in told
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(p, q)
@@ -281,7 +282,7 @@ def test_the_report_of_a_size_that_ran_and_no_longer_fits_is_readable(
     on_a_device(model, 500 * MIB, monkeypatch)
     with pytest.warns(RuntimeWarning, match="by which earlier steps exceeded their prediction"):
         train(model, OffloadOptimizer(model, torch.optim.SGD, lr=0.1), 4)
-    assert "by earlier steps" in str(model.memory_report())
+    assert "by which earlier steps exceeded their prediction" in str(model.memory_report())
     assert model.memory_report().more is None
 
 
@@ -339,31 +340,69 @@ def test_updates_in_files_take_the_buffers_that_are_reserved(kind: Any, tmp_path
     assert 0 < sum(each._memory.numel() for each in io_buffers) <= model._homes.steps.reserved_bytes
 
 
-def test_the_report_names_each_choice_and_what_more_memory_would_buy(tmp_path: Path) -> None:
-    model = OffloadModel(stack(), "cpu", tmp_path / "home", memory="64MiB")
+def rows_of(text: str) -> list[list[str]]:
+    """The lines of a table as cells."""
+    return [re.split(r"  +", line.strip()) for line in text.splitlines()]
+
+
+def test_the_report_is_a_table_that_adds_up_to_the_peak_and_says_what_more_memory_would_buy(tmp_path: Path) -> None:
+    model = OffloadModel(stack(), "cpu", tmp_path / "home", memory="40MiB")
     assert "when one training step has been measured" in str(model.memory_report())
     optimizer = OffloadOptimizer(model, torch.optim.AdamW)
     train(model, optimizer, 6)
-    text = str(model.memory_report())
-    for words in ("64 MiB on cpu", "predicted", "measured", "slots", "keep theirs", "wait in memory", "with 80 MiB"):
-        assert words in text, text
-    assert "saves" in text
     report = model.memory_report()
+    choice = report.predicted.choice
+    memory, seconds, others = (rows_of(part) for part in re.split(r"\n\n", str(report)))
+    sizes = {row[0]: float(row[1]) for row in memory[1:]}
+    ends = ["predicted", "measured", "limit"]
+    assert [*sizes][-3:] == ends
+    uses = [nbytes for use, nbytes in sizes.items() if use not in ends]
+    assert uses == sorted(uses, reverse=True)
+    assert {"homes", "slots", "update buffers", "output", "running cell"} <= sizes.keys()
+    assert "others" not in sizes
+    assert sum(uses) == pytest.approx(sizes["predicted"], abs=0.005 * len(sizes))
+    assert sizes["predicted"] == pytest.approx(report.predicted.memory_bytes / MIB, abs=0.005)
+    assert sizes["measured"] == pytest.approx(report.measured_bytes / MIB, abs=0.005)
+    assert sizes["limit"] == 40
+    streaming = len(model._homes.shards) - len(choice.in_memory)
+    assert streaming
+    words = str(report)
+    assert f"{len(choice.in_memory)} of 6 shards in memory" in words
+    assert f"{choice.slots} slots, through which {streaming} of 6 shards stream" in words
+    lanes = [each.what for each in report.moves]
+    assert {"loads", "updates"} <= {*lanes}
+    assert [row[0] for row in seconds] == ["in a step", "compute", *lanes, "predicted", "measured"]
+    assert all(re.fullmatch(r"[\d.e+]+ m?s", row[1 if len(row) < 4 else 2]) for row in seconds[1:]), seconds
+    assert others[1][:2] == ["more memory", "50.00"]
+    assert "shards in memory" in others[1][3]
     fewer = FewerBytes('states="8bit"', 36.0, 24.1, 0.5)
-    assert 'states="8bit": 24.1 bytes of a parameter a step in place of 36.0' in str(
-        replace(report, fewer_bytes=[fewer])
-    )
+    told = str(replace(report, fewer_bytes=[fewer]))
+    assert rows_of(told)[-1][:2] == ["fewer bytes", "500 ms"]
+    assert 'states="8bit": 24.1 bytes of a parameter in place of 36.0' in told
     stored = model._homes.stored()
     assert stored is not None
     assert stored.form == ByteForm()
     assert stored.states == pytest.approx(2.0, rel=0.01)
     assert stored.takes_weights
-    assert report.predicted is not None
-    report.plot(tmp_path / "memory.png")
-    assert (tmp_path / "memory.png").stat().st_size > 1000
     bare = OffloadModel(stack(), "cpu", num_slices=3, checkpoint_activation=True, memory=MemoryPolicy.fixed())
     with pytest.raises(RuntimeError, match="expected a model with memory"):
         bare.memory_report()
+
+
+def test_the_picture_shows_the_uses_beside_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = OffloadModel(stack(), "cpu", tmp_path / "home", memory="40MiB")
+    with pytest.raises(RuntimeError, match="run one training step first"):
+        model.memory_report().plot(tmp_path / "memory.png")
+    train(model, OffloadOptimizer(model, torch.optim.AdamW), 3)
+    report = model.memory_report()
+    report.plot(tmp_path / "memory.svg")
+    picture = (tmp_path / "memory.svg").read_text(encoding="utf-8")
+    comments = re.findall(r"<!-- (.*?) -->", picture)  # of each text that is drawn
+    for words in (r"memory of a step on cpu: [\d.]+ MiB of 40.0 MiB", "limit: 40.0 MiB", "slots: .* MiB", "measured"):
+        assert any(re.fullmatch(words, text) for text in comments), (words, comments)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'gradstream\[bench\]'"):
+        report.plot(tmp_path / "memory.png")
 
 
 def test_two_forwards_before_a_backward_keep_the_plan_of_the_first(tmp_path: Path) -> None:
@@ -622,7 +661,7 @@ def test_states_of_an_optimizer_of_torch_that_outgrow_the_limit_are_told_once(
     assert type(ended) in weakref.ProxyTypes
     told = [str(each.message) for each in seen if "OffloadOptimizer(model, AdamW" in str(each.message)]
     assert len(told) == (not ours)
-    assert all("are states of AdamW, which memory=31,457,280 does not count" in words for words in told)
+    assert all("are states of AdamW, which memory=30.0 MiB does not count" in words for words in told)
 
 
 def test_a_batch_that_is_smaller_than_one_that_ran_is_not_refused(

@@ -186,7 +186,7 @@ def test_a_memory_that_is_too_small_says_the_least_that_works(
     home = tmp_path if on_disk else "cpu"
     layer = 4 * 512 * 513
     bare = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
-    with pytest.raises(ValueError, match=r"expected at least .* of host memory, got memory=1,000") as raised:
+    with pytest.raises(ValueError, match=r"expected at least .* of host memory, got memory=1,000 bytes") as raised:
         OffloadModel(bare, "cpu", home, num_slices, memory=1000)
     message = str(raised.value)
     least = int(message.split("pass memory=")[1].split(",")[0])
@@ -320,12 +320,12 @@ def test_an_accelerator_and_the_host_have_limits_of_their_own(
     one.release()
     both = limits_of({"device": "auto", "host": "64MiB"})
     assert (both.device_bytes, both.host_bytes) == (1800 * MIB, 64 * MIB)
-    with pytest.raises(ValueError, match=f"at least {4 * layer + 8:,} bytes of the memory of cuda:0"):
+    with pytest.raises(ValueError, match=f"at least {shown_bytes(4 * layer + 8)} of the memory of cuda:0"):
         limits_of(1000)
     if on_disk:
         assert limits_of({"host": 1000}).host_bytes == 1000
     else:
-        with pytest.raises(ValueError, match=f"at least {8 * layer:,} bytes of host memory.* pass a directory"):
+        with pytest.raises(ValueError, match=f"at least {shown_bytes(8 * layer)} of host memory.* pass a directory"):
             limits_of({"host": 1000})
 
 

@@ -55,7 +55,7 @@ def too_little(homes: PlannedModel, rows: Sequence[float], least: int, limit: in
     as_long, or_shorter = (" as long as those of the first batch", " or shorter") if differ else ("", "")
     return (
         f"a step of micro-batches of {shown(max(rows))} rows{as_long} takes at least {shown_bytes(least)} on "
-        f"{homes.device}, {shown_bytes(least - limit)} more than memory={limit:,}"
+        f"{homes.device}, {shown_bytes(least - limit)} more than memory={shown_bytes(limit)}"
         + (f" ({said})" if said else "")
         + f"; memory={works}{cuts} works with it; pass more memory, fewer{or_shorter} rows, or more "
         f"micro-batches (num_microbatches)"

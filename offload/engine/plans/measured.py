@@ -99,6 +99,7 @@ def step_model(
     in_slot = [shard.slot_bytes for shard in shards]
     slot, own = slot_sizes(in_slot, slots, in_memory=in_place, apart=own_slots)
     always = on_host and not tier.blocking_io  # homes are in host memory anyway
+    homes = sum(resting_bytes.values()) if always else 0
     sizes = StepBytes(
         slot_bytes=slot,
         own_slots=own,
@@ -115,9 +116,7 @@ def step_model(
         graph_bytes_per_row=steps.graph_bytes_per_row(),
         selected_bytes_per_row=steps.selected_bytes_per_row(),
         outside=outside,
-        constant_bytes=(tier.staging_bytes if on_host else 0)
-        + (sum(resting_bytes.values()) if always else 0)
-        + (0 if exchange is None else exchange.staging),
+        constant_bytes=(tier.staging_bytes if on_host else 0) + homes + (0 if exchange is None else exchange.staging),
     )
     trainable = (shard.index for shard in shards if shard.trainable)
     return StepModel(
@@ -125,6 +124,8 @@ def step_model(
         first=next(trainable, len(shards)),
         costs=costs,
         sizes=sizes,
+        loaded_bytes=loads,
+        home_bytes=homes,
         resting_bytes={
             shard.index: 0 if always else resting_bytes[shard.index] for shard in shards if shard.index in movable
         },

@@ -29,7 +29,7 @@ from offload.engine.plans.step_memory import StepMemory, bound_of
 from offload.limits import MemoryLimits
 from offload.planning.budget import GAPS_SHARE, shown_bytes
 from offload.planning.choose import NothingFitsError, choose, fill, least_bytes
-from offload.planning.explain import explain, fewer_bytes
+from offload.planning.explain import explain, fewer_bytes, moves, next_bytes
 from offload.planning.residency import TooLargeError
 from offload.planning.step_model import Choice, Given, Prediction, StepModel, predict
 from offload.policy import MemoryPolicy
@@ -341,7 +341,10 @@ class MemoryPlanner:
         try:
             move()
         except (HomeInUseError, OSError, MemoryError) as error:
-            self._warn(f"the plan for memory={self.limit_bytes:,} is followed without moving shards: {error}", "moves")
+            self._warn(
+                f"the plan for memory={shown_bytes(self.limit_bytes)} is followed without moving shards: {error}",
+                "moves",
+            )
             return False
         return True
 
@@ -436,10 +439,10 @@ class MemoryPlanner:
         if peak is not None and peak > bound_of(self.limit_bytes, self._device):
             self._warn(
                 f"a step of micro-batches of {shown(max(rows))} rows as long as those of the first batch took "
-                f"{shown_bytes(peak)}, {shown_bytes(peak - self.limit_bytes)} more than memory={self.limit_bytes:,}: "
-                f"what a first step takes is not known before, and what rows longer than all before take had been "
-                f"predicted from shorter ones; from now on it is known. Begin with the longest rows, or pass more "
-                f"memory, fewer rows, or more micro-batches (num_microbatches)",
+                f"{shown_bytes(peak)}, {shown_bytes(peak - self.limit_bytes)} more than "
+                f"memory={shown_bytes(self.limit_bytes)}: what a first step takes is not known before, and what rows "
+                f"longer than all before take had been predicted from shorter ones; from now on it is known. Begin "
+                f"with the longest rows, or pass more memory, fewer rows, or more micro-batches (num_microbatches)",
                 ("longer", tuple(rows)),
             )
 
@@ -451,8 +454,8 @@ class MemoryPlanner:
             for name, nbytes in states_of_others(self._streamer.shards):
                 self._warn(
                     f"between two steps this process holds {shown_bytes(grown)} more than when the model was made, of "
-                    f"which {shown_bytes(nbytes)} are states of {name}, which memory={self.limit_bytes:,} does not "
-                    f"count; OffloadOptimizer(model, {name}, ...) keeps them within it",
+                    f"which {shown_bytes(nbytes)} are states of {name}, which memory={shown_bytes(self.limit_bytes)} "
+                    f"does not count; OffloadOptimizer(model, {name}, ...) keeps them within it",
                     "others",
                 )
 
@@ -467,7 +470,7 @@ class MemoryPlanner:
         homes = self._homes()
         assert homes is not None
         rows, predicted = self._rows, self._prediction
-        more_limit = self.limit_bytes + max(1 << 20, self.limit_bytes // 4)
+        more_limit = self.limit_bytes + next_bytes(self.limit_bytes)
         known = None if rows is None else self._model(rows)
         parts, more = explain(known, predicted, more_limit)
         return MemoryReport(
@@ -481,6 +484,7 @@ class MemoryPlanner:
             margin_bytes=self._memory.margin_bytes,
             outside=homes.outside_bytes(),
             parts=parts,
+            moves=moves(known, predicted),
             fewer_bytes=fewer_bytes(known, predicted, homes.stored()),
             more=more,
             more_limit_bytes=more_limit,

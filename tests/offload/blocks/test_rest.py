@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
+from offload.planning.budget import shown_bytes
 from offload.planning.slot_sizes import slot_sizes
 from tests.offload.blocks.towers import WIDTH, assert_equal, assert_equal_in_chunks, make, step, words
 
@@ -239,7 +240,7 @@ def test_small_tables_and_those_of_two_modules_stay(tmp_path: Path) -> None:
 def test_what_cannot_be_a_shard_stays_and_the_error_counts_it(tmp_path: Path) -> None:
     bare = large()
     bare.words.sparse = True  # so that the head, which is tied, stays as well
-    with pytest.raises(ValueError, match=rf"{2 * BYTES:,} bytes of them for parameters in no shard") as caught:
+    with pytest.raises(ValueError, match=rf"{shown_bytes(2 * BYTES)} of them for parameters in no shard") as caught:
         limited(bare, tmp_path, BYTES)
     least = int(str(caught.value).partition("pass memory=")[2].partition(",")[0])
     assert limited(bare, tmp_path, least)._homes.blocks == BLOCKS

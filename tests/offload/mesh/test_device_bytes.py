@@ -17,6 +17,7 @@ from offload.mesh.parts import Part, WholePart, offsets_of
 from offload.mesh.ranks import Ranks, Transport
 from offload.mesh.shard import gather_parts
 from offload.mesh.traffic import ExchangeBytes, least_exchange_bytes
+from offload.planning.budget import shown_bytes
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
 from offload.planning.peak_memory import OutsideBytes, StepBytes
 from offload.planning.simulate import Costs
@@ -138,7 +139,7 @@ def test_a_limit_too_small_for_two_ranks_is_refused_with_what_they_exchange(monk
     piece = -(-part // 16 // 64) * 64  # at least 64 KiB
     needs = 4 * layer + 8 + 3 * max(piece, 1 << 16) + 2 * part
     layout({"device": needs, "host": 4 * layer})
-    with pytest.raises(ValueError, match=f"at least {needs:,} bytes of the memory of cuda:0"):
+    with pytest.raises(ValueError, match=f"at least {shown_bytes(needs)} of the memory of cuda:0"):
         layout(needs - 1)
-    with pytest.raises(ValueError, match=f"at least {4 * layer:,} bytes of host memory"):
+    with pytest.raises(ValueError, match=f"at least {shown_bytes(4 * layer)} of host memory"):
         layout({"device": needs, "host": 4 * layer - 1})
