@@ -136,6 +136,34 @@ def test_any_class_updates_there(kind: type[torch.optim.Optimizer], home: str) -
     assert_equal(bare, model)
 
 
+class Wide(torch.optim.Optimizer):
+    """Sums gradients of 16 bits in 32."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    total = self.state[p].setdefault("total", torch.zeros(p.shape))
+                    total.add_(p.grad)
+                    p.add_(total, alpha=-group["lr"])
+
+
+def test_states_of_another_type_than_their_parameters_stay_as_they_are(home: str) -> None:
+    bare = stack().bfloat16()
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=DEPTH, memory={"device": "1GiB", "host": "1GiB"})
+    plain, ours = Wide(bare.parameters(), lr=1e-2), OffloadOptimizer(model, Wide, lr=1e-2)
+    for run, optimizer in ((bare, plain), (model, ours)):
+        for k in range(5):
+            optimizer.zero_grad()
+            run(batch(k).bfloat16()).square().mean().backward()
+            optimizer.step()
+    assert_equal(bare, model)
+
+
 def test_a_longer_batch_sends_shards_home_again(home: str) -> None:
     bare, plain, model, ours = pair(home, {"device": 2 * STATES, "host": "1GiB"})
     assert train(model, ours, range(3)) == train(bare, plain, range(3))

@@ -92,7 +92,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         ],
     },
     "offload.engine.homes": {
-        "ModelHomes.keep_in_memory": [
+        "ModelHomes._rest": [
             ("self.streamer.apply_pending_updates()", training.shards_move_after_their_updates),
         ],
     },
@@ -309,7 +309,8 @@ EXCEPTIONS = {
     "offload.identities identities_only: _IDENTITIES_ONLY.set(id(sys._getframe(2)))": "a setting of this thread",
     "offload.identities values_may_be_read: _IDENTITIES_ONLY.set(None)": "the same setting",
     "offload.loading _EmptyOnHost.__torch_function__: record(func, args, kwargs, result)": "no event",
-    "offload.advise.rates _seconds: torch.cuda.synchronize(device)": "times a device, which needs one",
+    "offload.advise.rates _steps: optimizer.synchronize()": "times updates",
+    "offload.streaming.moves move_homes: torch.cuda.synchronize(device)": "copies from a device, which needs one",
     "offload.mesh.gradients MeshGradientOffload.cancel: super().cancel()": "passes on what is in the table above",
     "offload.mesh.gradients MeshGradientOffload.wait_idle: super().wait_idle()": "the same",
     "offload.mesh.gradients MeshGradientOffload.drain: arrival.wait()": (
