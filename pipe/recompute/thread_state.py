@@ -109,6 +109,8 @@ class ThreadState:
     dispatch_modes: tuple[Any, ...]
     phase: tuple[bool, bool]
     holds_generators: bool
+    #: Contexts of autocast that are open: when the last one ends, torch forgets the casts of weights.
+    autocast_depth: int
     #: Of :mod:`contextvars`. Not compared: a copy differs from every other one.
     variables: contextvars.Context = field(compare=False)
 
@@ -131,6 +133,7 @@ class ThreadState:
             dispatch_modes=tuple(DISPATCH_MODES.active()) if modes else (),
             phase=phase.flags,
             holds_generators=holds_generators(),
+            autocast_depth=_autocast_depth(),
             variables=contextvars.copy_context(),
         )
 
@@ -154,7 +157,7 @@ class ThreadState:
             for autocast in self.autocasts:
                 now = Autocast.of(autocast.device_type)
                 if now != autocast or (autocast.enabled and cache != torch.is_autocast_cache_enabled()):
-                    stack.enter_context(autocast.context(cache))
+                    _enter_autocast(stack, autocast.context(cache))
             hooks = None if recomputation and self.hooks and _ends_with_its_forward(self.hooks) else self.hooks
             if hooks is not None and hooks != saved_tensor_hooks():
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
@@ -183,10 +186,30 @@ class ThreadState:
                 torch.set_autocast_enabled(autocast.device_type, autocast.enabled)
                 torch.set_autocast_dtype(autocast.device_type, autocast.dtype)
         torch.set_autocast_cache_enabled(self.cache_casts)
+        _end_autocasts(self.autocast_depth)
         set_grad_enabled(self.grad)
         phase.flags = self.phase
         if not self.holds_generators:
             release_generators()
+
+
+def _autocast_depth() -> int:
+    return int(torch.autocast_increment_nesting() and torch.autocast_decrement_nesting())
+
+
+def _end_autocasts(depth: int) -> None:
+    """Ends contexts of autocast beyond ``depth`` of them, which an interrupt kept from ending.
+
+    Without this, casts of weights are kept for ever, and later steps compute with them.
+    """
+    while _autocast_depth() > depth:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
+def _enter_autocast(stack: contextlib.ExitStack, context: contextlib.AbstractContextManager[Any]) -> None:
+    stack.callback(_end_autocasts, _autocast_depth())
+    stack.enter_context(context)
 
 
 _fresh: dict[frozenset[str], ThreadState] = {}  # the settings of a new thread, for types of devices
@@ -263,7 +286,7 @@ class Settings:
                 stack.enter_context(self._then.again(recomputation=True, cache_casts=False))
             else:
                 for kind in {"cpu", *self._kinds} if self._any_set() else ():
-                    stack.enter_context(torch.autocast(kind, enabled=False))
+                    _enter_autocast(stack, torch.autocast(kind, enabled=False))
                 _enter_variables(stack, self._variables)
             yield
 
