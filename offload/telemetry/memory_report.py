@@ -80,11 +80,12 @@ class MemoryReport:
 
     def _in_words(self, choice: Choice) -> dict[str, str]:
         shards, outside = self.shards, self.outside
-        there = len(choice.in_memory) if self.resting is None else self.resting
+        there = len(choice.in_memory)
+        beside = "" if self.resting is None else f"; {self.resting} of {shards} shards in host memory"
         where = "memory" if self.resting is None else "host memory"
         stay = f", at most {self._shown(choice.boundary_bytes)} of each" if math.isfinite(choice.boundary_bytes) else ""
         return {
-            "homes": f"{there} of {shards} shards in {where}: weights and optimizer states",
+            "homes": f"{there} of {shards} shards in memory: weights and optimizer states{beside}",
             "slots": f"{choice.slots} slots, through which {shards - len(choice.in_memory)} of {shards} shards stream",
             "gradients": f"being stored, or those of {len(choice.waiting)} shards wait in {where} for their update",
             "boundaries": f"inputs of cells, and their gradients{stay}",

@@ -237,3 +237,12 @@ def test_what_is_there_is_never_more_than_its_memory(kind: str, tmp_path: Path) 
         assert most <= predicted <= limit
         ran += 1
     assert ran
+
+
+def test_the_report_says_what_rests_there(home: str) -> None:
+    _, _, model, ours = pair(home, {"device": 2 * STATES // 3, "host": "1GiB"})
+    train(model, ours, range(4))
+    told = str(model.memory_report())
+    assert f"{len(there(model))} of {DEPTH} shards in memory: weights and optimizer states" in told
+    if home != "cpu":
+        assert f"{DEPTH - len(there(model))} of {DEPTH} shards in host memory" in told
