@@ -229,11 +229,11 @@ def test_gpu_begins_with_the_same_loss_in_every_way_and_tests_that_break_stop_no
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """pytest finds nothing at a path that is not there."""
-    monkeypatch.setattr("benchmarks.gpu.methods.TEST_OPTIONS", ["-q", "--noconftest"])
+    monkeypatch.setattr("benchmarks.gpu.methods.TEST_OPTIONS", ["-q", "-n0", "--noconftest"])
     assert run_here("gpu", "--dry-run --tests nowhere --sizes small 7b --steps 5", "g") == 1
     groups = outcomes_of("g")
     (tests,) = groups["tests"]
-    assert (tests.failure or "").startswith("exit status 1: RuntimeError: pytest ended with status ")
+    assert (tests.failure or "").startswith("exit status 1: RuntimeError: pytest ended with status 4")
     assert "nowhere" in tests.steps[0]["tail"]
     for size, methods in (("small", 5), ("7b", 2)):
         done = [case for case in groups[size] if case.result is not None]

@@ -395,5 +395,5 @@ def test_it_is_not_wrapped_twice() -> None:
 def test_buffers_outside_of_the_blocks_count_in_the_least_limit_of_memory() -> None:
     bare = make()
     bare.register_buffer("table", torch.zeros(1 << 20))
-    with pytest.raises(ValueError, match="memory=4.0 MiB, which is"):
+    with pytest.raises(ValueError, match=r"memory=4\.0 MiB, which is"):
         wrap(bare, memory=4 << 20)
