@@ -1,18 +1,24 @@
 """``memory-latency``: what each method saves in memory and costs in time.
 
-Every method trains the same ``nn.Sequential`` on the same batch: the whole in memory, PyTorch's own ways to use less,
-peers, and ``OffloadModel`` with each of its settings changed in turn. Each has its own process and takes its steps in
-turn with plain PyTorch. In another process glibc's heap returns freed blocks at once: there the peak of a step is what
-the method needs.
+With ``--work training``, ``training-2048`` or ``contrastive`` a step is a whole one, with clipping and AdamW, and ours
+has ``memory=`` as its only setting: :mod:`.frontier`.
+
+With ``--work gradients`` a step is forward and backward of the same ``nn.Sequential`` on the same batch: the whole in
+memory, PyTorch's own ways to use less, fairscale, and ``OffloadModel`` with each home, activations kept and recomputed.
+Each has its own process and takes its steps in turn with plain PyTorch. In another process glibc's heap returns freed
+blocks at once: there the peak of a step is what the method needs.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from benchmarks.harness.benchmark import Benchmark, Claim, Run
 from benchmarks.harness.case import Case
 from benchmarks.harness.settings import option
 from benchmarks.harness.table import at_most, case_table, mebibytes, spread
+from benchmarks.memory_latency import frontier
 from benchmarks.memory_latency.methods import FLOOR
 from benchmarks.models.transformer import Stack
 
@@ -21,6 +27,16 @@ REFERENCE = "torch, all in memory"
 METHODS = "benchmarks.memory_latency.methods"
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}  # so that a peak is what is in use
 
+GRADIENTS = "gradients"
+#: Of each work: transformer blocks, channels, rows (pairs of a contrastive batch), tokens of a row.
+SIZES = {
+    GRADIENTS: (12, 512, 16, 32),
+    "training": (16, 320, 4, 128),
+    "training-2048": (12, 192, 16, 128),
+    frontier.CONTRASTIVE: (12, 192, 32, 32),
+}
+
+T = TypeVar("T")
 Named = tuple[str, str, dict[str, Any], str]
 #: Methods beside ours: name, function of ``methods.py``, settings, peer.
 OTHERS: list[Named] = [
@@ -28,35 +44,41 @@ OTHERS: list[Named] = [
     ("torch.utils.checkpoint", "checkpointed", {}, ""),
     ("torch.utils.checkpoint, 4 micro-batches", "checkpointed", {"microbatches": 4}, ""),
     ("save_on_cpu", "saved_on_cpu", {}, ""),
-    ("FSDP2, CPUOffloadPolicy", "fsdp2", {}, ""),
-    ("DeepSpeed ZeRO-3, offload_param", "deepspeed_zero3", {}, "deepspeed"),
     ("fairscale OffloadModel", "fairscale_offload", {}, "fairscale"),
 ]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes, the device, the number of pairs, and which cases."""
+    """What a step is, sizes (where none is given, those of the work), the number of pairs, and which cases."""
 
-    device: str = option("cpu", "where layers compute")
-    layers: int = option(12, "transformer blocks", least=4)
-    dim: int = option(512, "channels, a multiple of 64", multiple=64)
-    rows: int = option(16, "rows of the batch", least=4)
-    positions: int = option(32, "tokens of a row")
+    work: str = option(GRADIENTS, "what a step is", choices=tuple(SIZES))
+    device: str = option("cpu", "gradients: where layers compute")
+    layers: int | None = option(None, "transformer blocks", least=4, kind=int)
+    dim: int | None = option(None, "channels, a multiple of 64", multiple=64, kind=int)
+    rows: int | None = option(None, "rows of the batch; pairs of a contrastive one", least=4, kind=int)
+    positions: int | None = option(None, "tokens of a row", kind=int)
     pairs: int = option(5, "steps in turn with plain PyTorch")
     only: tuple[str, ...] = option(("",), "only cases with one of these in their names")
+    shares: tuple[int, ...] = option((1, 2, 3, 5, 10), "training: memory= is plain PyTorch's peak, by each of these")
+    before: str = option("", "training: a checkout of another commit, whose ours runs, too")
 
     @property
     def stack(self) -> Stack:
         """The model and its batch."""
-        return Stack(self.layers, self.dim, self.rows, self.positions)
+        given = (self.layers, self.dim, self.rows, self.positions)
+        return Stack(*(size or usual for size, usual in zip(given, SIZES[self.work], strict=True)))
+
+    def wrong(self) -> str:
+        """Why these settings cannot be run; empty if they can."""
+        there = not self.before or (Path(self.before) / "offload" / "__init__.py").exists()
+        return "" if there else f"expected a checkout of this project, got --before {self.before}"
 
 
 def measure(run: Run) -> None:
     """Training in pairs with plain PyTorch; on a CPU the peaks in use."""
     settings, stack = run.settings, run.settings.stack
-    layers = settings.layers
-    named = [method for method in OTHERS + _ours(layers, 4 * stack.parameters // layers) if _chosen(method, settings)]
+    named = [method for method in OTHERS + _ours(stack.blocks) if _chosen(method, settings)]
 
     def cases(function: str, environment: dict[str, str]) -> list[Case]:
         found = []
@@ -74,22 +96,14 @@ def _chosen(method: Named, settings: Settings) -> bool:
     return any(word in method[0] for word in settings.only)
 
 
-def _ours(most: int, layer_bytes: int) -> list[Named]:
-    """The cases of OffloadModel: each changes one of home, slices, recomputation, micro-batches, slots and memory."""
-    half, few = most // 2, most // 4
+def _ours(layers: int) -> list[Named]:
+    """The cases of OffloadModel, a layer a slice: what ``memory=`` leaves to the user changes, and activations."""
     chosen: dict[str, dict[str, Any]] = {}
-    slices = {"host, keep": (few,), "host, checkpoint": (few, most), "disk, keep": (few, most)}
-    for kind, counts in (slices | {"disk, checkpoint": (few, half, most)}).items():
-        place, activations = kind.split(", ")
-        how = {"disk": place == "disk", "checkpoint_activation": activations == "checkpoint"}
-        chosen |= {f"{place}, {count} slices, {activations}": {"num_slices": count, **how} for count in counts}
-    name, checkpoint = f"disk, {most} slices, checkpoint", {"checkpoint_activation": True}
-    chosen[f"{name}, {half} slots"] = {"num_slices": most, "num_slots": half, **checkpoint}
-    for count in (2, 4):
-        chosen[f"{name}, {count} micro-batches"] = {"num_slices": most, "num_microbatches": count, **checkpoint}
-    for layers in (5, 8, 16):  # two slots and two sets of gradients of one layer are 4; the rest is for activations
-        memory = layers * layer_bytes
-        chosen[f"disk, memory {memory >> 20} MiB"] = {"memory": memory}
+    for place in ("host", "disk"):
+        for words in ("keep", "checkpoint"):
+            how = {"num_slices": layers, "disk": place == "disk", "checkpoint_activation": words == "checkpoint"}
+            chosen[f"{place}, {layers} slices, {words}"] = how
+    chosen[f"{place}, {layers} slices, {words}, 4 micro-batches"] = {**how, "num_microbatches": 4}
     return [(f"ours: {name}", "ours", settings, "") for name, settings in chosen.items()]
 
 
@@ -123,17 +137,13 @@ def peaks_of(run: Run) -> dict[str, int]:
 
 
 def bounds(run: Run) -> list[str]:
-    """Gradients are those of plain PyTorch, limits are kept."""
+    """Gradients are those of plain PyTorch."""
     broken = []
     for outcome in run.groups["training"]:
         if outcome.result is None:
             continue
         what = f"{outcome.name}: the difference from plain PyTorch"
         broken += at_most(what, outcome.result["difference"], MAXIMUM_DIFFERENCE, "{:.1e}".format)
-        memory = outcome.case.arguments["settings"].get("memory")
-        if memory is not None:
-            held = outcome.result["statistics"]["peak_device_bytes"]
-            broken += at_most(f"{outcome.name}: held by the engine", held, memory, "{:,} bytes".format)
     return broken
 
 
@@ -158,4 +168,15 @@ def points(run: Run) -> dict[str, tuple[float, float]]:
     return {o.name: (peaks[o.name] / 2**20, o.ratio()) for o in run.groups["training"] if o.name in peaks and o.steps}
 
 
-BENCHMARK = Benchmark(Settings, measure, report, bounds, claims, points)
+def _or(of_gradients: Callable[[Run], T], of_training: Callable[[Run], T]) -> Callable[[Run], T]:
+    return lambda run: (of_gradients if run.settings.work == GRADIENTS else of_training)(run)
+
+
+BENCHMARK = Benchmark(
+    Settings,
+    _or(measure, frontier.measure),
+    _or(report, frontier.report),
+    _or(bounds, frontier.bounds),
+    _or(claims, frontier.claims),
+    _or(points, frontier.points),
+)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness.case import CannotRunError
-from benchmarks.harness.io_counters import counts_of, measure
+from benchmarks.harness.io_counters import measure
 from benchmarks.harness.worker import Reporter
 from benchmarks.models.transformer import Checkpointed, Stack
 
@@ -30,15 +30,14 @@ FLOOR = "after a step of two layers"
 class Method:
     """A model that is ready to train.
 
-    A step calls ``run`` with each of ``microbatches`` parts of the batch and passes each loss to ``backward``;
-    ``gradients`` then tells the gradients by name. ``model`` is the OffloadModel, where there is one.
+    A step calls ``run`` with each of ``microbatches`` parts of the batch; after the backward of each loss ``gradients``
+    tells the gradients by name. ``model`` is the OffloadModel, where there is one.
     """
 
     run: Callable[[Tensor], Tensor]
     gradients: Callable[[], dict[str, Tensor]]
     zero: Callable[[], None]
     microbatches: int = 1
-    backward: Callable[[Tensor], None] = torch.Tensor.backward
     model: Any = None
 
 
@@ -72,71 +71,6 @@ def saved_on_cpu(model: nn.Sequential, home: Path, device: str) -> Method:
     return _method(model, run)
 
 
-def _join_group(device: str, home: Path) -> None:
-    """A process group of this process alone, once."""
-    import torch.distributed as dist
-
-    backend = "gloo" if torch.device(device).type == "cpu" else "nccl"
-    if not (dist.is_available() and dist.is_backend_available(backend)):
-        raise CannotRunError(f"this torch was built without the backend {backend}")
-    if not dist.is_initialized():
-        dist.init_process_group(backend, init_method=f"file://{home / 'store'}", rank=0, world_size=1)
-
-
-def fsdp2(model: nn.Sequential, home: Path, device: str) -> Method:
-    """``fully_shard`` on each layer with ``CPUOffloadPolicy``, in one process: PyTorch's own offload of parameters."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-
-    kind = torch.device(device).type
-    _join_group(device, home)
-    mesh = init_device_mesh(kind, (1,))
-    policy = CPUOffloadPolicy(pin_memory=kind != "cpu")
-    for layer in (*model, model):
-        fully_shard(layer, mesh=mesh, offload_policy=policy)
-
-    def gradients() -> dict[str, Tensor]:
-        return {name: getattr(gradient, "_local_tensor", gradient) for name, gradient in _gradients(model).items()}
-
-    return Method(model, gradients, model.zero_grad)
-
-
-def deepspeed_zero3(model: nn.Sequential, home: Path, device: str) -> Method:
-    """DeepSpeed's ZeRO-3 with parameters offloaded to host memory, in one process."""
-    import deepspeed
-    from deepspeed.utils import safe_get_full_grad
-
-    on_host = {"device": "cpu", "pin_memory": device != "cpu"}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "offload_param": on_host, "offload_optimizer": on_host},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    # DeepSpeed asks for these as a launcher would set them, and uses a process group that exists.
-    for name in ("RANK", "LOCAL_RANK"):
-        os.environ.setdefault(name, "0")
-    os.environ.setdefault("WORLD_SIZE", "1")
-    _join_group(device, home)
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    # Never stepped. Without an optimizer the engine is for inference, and has no gradients.
-    optimizer = torch.optim.SGD(parameters, 0.0)
-    try:
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    except Exception as error:  # of any kind: it is shown in the peer's row
-        raise CannotRunError(f"deepspeed.initialize raised {type(error).__name__}: {error}") from error
-
-    def zero() -> None:
-        engine.zero_grad()
-        engine.optimizer.zero_grad()
-
-    def gradients() -> dict[str, Tensor]:
-        found = {name: safe_get_full_grad(parameter) for name, parameter in zip(names, parameters, strict=True)}
-        return {name: gradient for name, gradient in found.items() if gradient is not None}
-
-    return Method(engine, gradients, zero, backward=engine.backward)
-
-
 def fairscale_offload(model: nn.Sequential, home: Path, device: str, slices: int = 4) -> Method:
     """fairscale's OffloadModel, whose streams need a GPU."""
     if device == "cpu":
@@ -155,16 +89,15 @@ def fairscale_offload(model: nn.Sequential, home: Path, device: str, slices: int
 
 def ours(model: nn.Sequential, home: Path, device: str, disk: bool = True, **settings: Any) -> Method:
     """``OffloadModel`` with these settings, stored in files or in host memory."""
-    from offload import MemoryPolicy, OffloadModel
+    from offload import OffloadModel
 
-    if "num_slots" in settings:
-        settings["memory"] = MemoryPolicy.fixed(slots=settings.pop("num_slots"))
     offloaded = OffloadModel(model, device, home if disk else "cpu", **settings)
     return Method(offloaded, lambda: _gradients(offloaded), offloaded.zero_grad, model=offloaded)
 
 
-_TRAINING = (plain, checkpointed, saved_on_cpu, fsdp2, deepspeed_zero3, fairscale_offload, ours)
-METHODS: dict[str, Callable[..., Method]] = {method.__name__: method for method in _TRAINING}
+METHODS: dict[str, Callable[..., Method]] = {
+    method.__name__: method for method in (plain, checkpointed, saved_on_cpu, fairscale_offload, ours)
+}
 
 
 def train(report: Reporter, **how: Any) -> dict[str, Any]:
@@ -181,7 +114,6 @@ def train(report: Reporter, **how: Any) -> dict[str, Any]:
     device_peak = torch.cuda.max_memory_allocated(device) if device != "cpu" else 0
     report.phase("end")
     return {
-        "statistics": counts_of(prepared.model),
         "device_peak": device_peak,
         "difference": greatest_difference(prepared.gradients(), torch.load(saved, mmap=True)),
     }
@@ -203,20 +135,26 @@ def _build(
     """The method, made after the floor was noted, and its batch."""
     make, chosen = METHODS[method], Stack(**stack)
     small = replace(chosen, blocks=2)
-    # As far as a model of two layers can have them.
-    few = {name: value for name, value in settings.items() if name not in ("num_slots", "memory")}
-    few |= {"num_slices": 2} if "num_slices" in settings else {}
-    first = make(small.build(), Path(tempfile.mkdtemp(dir=".")).absolute(), device, **few)
+    few = settings | ({"num_slices": 2} if "num_slices" in settings else {})
+    first = make(small.build(), folder(), device, **few)
     _step(first, small.batch().to(device))
     del first
+    tidy()
+    report.phase(FLOOR)
+    return make(chosen.build(), folder(), device, **settings), chosen.batch().to(device)
+
+
+def folder() -> Path:
+    """A new one, on the disk that the case works on."""
+    return Path(tempfile.mkdtemp(dir=".")).absolute()
+
+
+def tidy() -> None:
+    """Drops what is unreachable, and lets glibc return its free heap pages to the kernel."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
-        trim(0)  # glibc returns its free heap pages to the kernel
-    report.phase(FLOOR)
-    return make(chosen.build(), Path(tempfile.mkdtemp(dir=".")).absolute(), device, **settings), chosen.batch().to(
-        device
-    )
+        trim(0)
 
 
 def greatest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -233,4 +171,4 @@ def _step(method: Method, batch: Tensor) -> None:
     method.zero()
     for part in batch.chunk(method.microbatches):
         # Of the mean over the whole batch: the gradients of the parts add up to those of the whole.
-        method.backward(method.run(part).float().square().sum() / batch.numel())
+        (method.run(part).float().square().sum() / batch.numel()).backward()

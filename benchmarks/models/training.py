@@ -43,6 +43,16 @@ class Training(Stack):
         """The arguments of AdamW."""
         return {"lr": self.learning_rate, "weight_decay": self.weight_decay}
 
+    def gradient(self, model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
+        """From state and target to the loss, in one forward and one backward of ``model``."""
+
+        def run(value: Any, target: Tensor) -> Tensor:
+            loss = loss_of(model(value), target)
+            loss.backward()
+            return loss.detach()
+
+        return run
+
 
 def loss_of(output: Any, target: Tensor) -> Tensor:
     """Squared distance of each token, on average. Its gradient is far longer than 1: clipping always clips."""
@@ -59,14 +69,13 @@ class Method(NamedTuple):
 
 
 def _stepped(
-    model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[], object]
+    gradient: Callable[[Any, Tensor], Tensor], optimizer: torch.optim.Optimizer, clip: Callable[[], object]
 ) -> Callable[[Any, Tensor], float]:
     """A step as plain PyTorch code takes it: ``clip`` is called between backward and the optimizer's step."""
 
     def step(value: Any, target: Tensor) -> float:
         optimizer.zero_grad()
-        loss = loss_of(model(value), target)
-        loss.backward()
+        loss = gradient(value, target)
         clip()
         optimizer.step()
         return loss.item()
@@ -78,18 +87,28 @@ def _in_memory(training: Training, blocks: nn.Module, model: nn.Module) -> Metho
     """Clipping and one fused AdamW by torch, of ``model``, which has the parameters of ``blocks``."""
     parameters = list(blocks.parameters())
     optimizer = torch.optim.AdamW(parameters, **training.options, fused=True)
-    step = _stepped(model, optimizer, lambda: nn.utils.clip_grad_norm_(parameters, training.max_norm))
+    step = _stepped(
+        training.gradient(model), optimizer, lambda: nn.utils.clip_grad_norm_(parameters, training.max_norm)
+    )
     return Method(step, blocks.named_parameters)
 
 
-def resident(training: Training, home: Path, ranks: Ranks | None) -> Method:
+def resident(training: Training, home: Path, ranks: Ranks | None, *, checkpointed: bool = True) -> Method:
     """Everything in memory in one process, each block checkpointed: the losses of all others."""
     blocks = training.build()
-    return _in_memory(training, blocks, Checkpointed(blocks))
+    return _in_memory(training, blocks, Checkpointed(blocks) if checkpointed else blocks)
 
 
-def ours(training: Training, home: Path, ranks: Ranks | None, *, on_disk: bool = True, meta: bool = False) -> Method:
-    """``OffloadModel`` and ``OffloadOptimizer``, which clips.
+def ours(
+    training: Training,
+    home: Path,
+    ranks: Ranks | None,
+    *,
+    on_disk: bool = True,
+    meta: bool = False,
+    memory: int | str | None = None,
+) -> Method:
+    """``OffloadModel`` and ``OffloadOptimizer``, which clips. ``memory``: its only setting.
 
     ``meta``: of layers without memory whose values are loaded block by block; the model may be larger than memory.
     """
@@ -101,20 +120,23 @@ def ours(training: Training, home: Path, ranks: Ranks | None, *, on_disk: bool =
     how |= {} if ranks is None else {"mesh": ranks.mesh}
     if training.slots is not None:
         how["memory"] = MemoryPolicy.fixed(slots=training.slots, graph_bytes=training.graphs << 20)
+    how = how if memory is None else {"memory": memory}
     model = OffloadModel(layers, "cpu", home if on_disk else "cpu", **how)
     for k in range(training.blocks if meta else 0):
         values = {f"{k}.{name}": value for name, value in training.block(k).state_dict().items()}
         model.load_state_dict(values, strict=False)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, max_norm=training.max_norm, **training.options)
-    return Method(_stepped(model, optimizer, lambda: None), model.named_parameters, model)
+    return Method(_stepped(training.gradient(model), optimizer, lambda: None), model.named_parameters, model)
 
 
-def fsdp2(training: Training, home: Path, ranks: Ranks | None) -> Method:
+def fsdp2(training: Training, home: Path, ranks: Ranks | None, *, checkpointed: bool = True) -> Method:
     """``fully_shard`` on each block with ``CPUOffloadPolicy``, and torch's own AdamW over its DTensors."""
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     policy = CPUOffloadPolicy(pin_memory=False)
-    blocks = nn.Sequential(*map(_Checkpoint, training.build()))
+    blocks = training.build()
+    if checkpointed:
+        blocks = nn.Sequential(*map(_Checkpoint, blocks))
     for layer in (*blocks, blocks):
         fully_shard(layer, mesh=None if ranks is None else ranks.mesh, offload_policy=policy)
     return _in_memory(training, blocks, blocks)

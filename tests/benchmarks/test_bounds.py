@@ -16,6 +16,8 @@ from benchmarks.harness.benchmark import Benchmark, Run, broken_bounds
 from benchmarks.harness.case import Outcome
 from benchmarks.harness.plot import pareto_front
 from benchmarks.memory_latency import benchmark as memory_latency
+from benchmarks.memory_latency.frontier import PLAIN
+from benchmarks.memory_latency.methods import FLOOR
 from benchmarks.models.training import DISK, FROM_META, NVME, RESIDENT
 from benchmarks.offload_step import benchmark as offload_step
 from benchmarks.optimizer import benchmark as optimizer
@@ -148,20 +150,59 @@ def test_gradcache_batch() -> None:
 # --- memory-latency --------------------------------------------------------------------------------------------------
 
 
-def measured(settings: dict[str, Any], result: dict[str, Any]) -> Outcome:
-    arguments = {"method": "ours", "settings": settings, "device": "cpu"}
-    return outcome("a", {"difference": 0.0, **result}, arguments=arguments, steps=[{"seconds": 1.0}])
+def measured(difference: float) -> Outcome:
+    return outcome("a", {"difference": difference}, steps=[{"seconds": 1.0}])
 
 
 def test_memory_latency() -> None:
     def broken(of: Outcome, *complaints: str) -> None:
         check_bounds(memory_latency.BENCHMARK, {"training": [of]}, *complaints)
 
-    broken(measured({"memory": 10}, {"statistics": {"peak_device_bytes": 10}}))
-    over = measured({"memory": 10}, {"statistics": {"peak_device_bytes": 11}})
-    broken(over, "must be at most 10 bytes, is 11 bytes")
-    broken(measured({}, {"difference": math.nan}), "the difference from plain PyTorch")
+    broken(measured(0.0))
+    broken(measured(math.nan), "the difference from plain PyTorch")
     broken(outcome("dead", failure="killed"), "dead: killed")
+
+
+def trained(
+    name: str, memory: int = 0, peak: int = 100, seconds: float = 1.0, loss: float = 2.0, **predicted: float
+) -> Outcome:
+    return outcome(
+        name,
+        {"bytes": peak << 20, "seconds": seconds, **predicted},
+        arguments={"how": {"memory": memory << 20} if memory else {}},
+        steps=[{"seconds": seconds, "loss": loss}] * 3,
+        reference=[{"seconds": 1.0}] * 3,
+        moments={FLOOR: 0},
+        peaks={"planning": peak << 20, "steps": peak << 20},
+    )
+
+
+@pytest.mark.parametrize(
+    ("cases", "complaints"),
+    [
+        ([trained("ours: all of it", 100, seconds=1.02), trained("ours: 1/2", 50, 50, seconds=9.0)], []),
+        ([trained("ours: all of it", 100, seconds=1.03)], ["the ratio of times must be at most 1.020, is 1.030"]),
+        ([trained("ours: 1/2", 50, 60)], ["the peak must be at most 60 MiB, is 60 MiB"]),
+        ([trained("ours: 1/2", 100, bytes=94 << 20)], ["the predicted bytes must be at most 5.0%, is 6.0%"]),
+        ([trained("ours: 1/2", 100, loss=2.1)], ["ours: 1/2: the difference of its loss"]),
+        ([trained("fewer", loss=2.1)], ["fewer: the difference of its loss"]),
+        ([trained("ours: 1/2", 100, seconds=1.1), trained("before: 1/2", 100, seconds=1.08)], []),
+        (
+            [trained("ours: 1/2", 100, seconds=1.1), trained("before: 1/2", 100)],
+            ["as before, must be at most 1.030, is 1.100"],
+        ),
+    ],
+)
+def test_memory_latency_of_training(cases: list[Outcome], complaints: list[str]) -> None:
+    groups = {"in turn": [trained(PLAIN), *cases]}
+    check_bounds(memory_latency.BENCHMARK, groups, *complaints, work="training")
+
+
+def test_a_prediction_of_time_is_held_to_the_steps_it_is_about() -> None:
+    late = trained("ours: 1/2", 100)
+    late.steps = [{**step, "seconds": 1.2} for step in late.steps]
+    groups = {"in turn": [trained(PLAIN), late]}
+    check_bounds(memory_latency.BENCHMARK, groups, "seconds must be at most 15.0%, is 16.7%", work="training")
 
 
 def test_the_front_holds_what_no_other_beats_in_both() -> None:

@@ -63,6 +63,7 @@ def test_a_name_that_is_not_there_is_answered_with_those_that_are(capsys: pytest
         ("retrieval --dim 100", "expected a multiple of 64, got 100"),
         ("retrieval --batch 0", "expected at least 2, got 0"),
         ("retrieval --batch 2 --ranks 3", "expected a row for each rank"),
+        ("memory-latency --work training --before nowhere", "expected a checkout of this project"),
         ("pipe-ladder --chunks 4 --rows 2", "from 1 to 2 micro-batches"),
         ("build-huge --blocks 1 --dim 16", "expected parameters larger than the cap"),
     ],
@@ -239,7 +240,11 @@ def test_the_header_names_machine_software_and_command_without_paths_of_this_mac
 # --- published results -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)
+#: Pages of a benchmark that is a part of memory-latency today stay as they were recorded.
+PAGES = [path for path in sorted(RESULTS.glob("*.jsonl")) if read_header(path)["benchmark"] != "frontier"]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_a_published_page_is_the_one_that_its_lines_make(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

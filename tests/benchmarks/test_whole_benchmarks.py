@@ -161,7 +161,7 @@ def test_pipe_ladder_runs_all_its_parts() -> None:
 
 
 def test_memory_latency_computes_the_gradients_of_plain_pytorch_with_each_setting() -> None:
-    words = "--layers 4 --dim 64 --rows 4 --positions 4 --pairs 1 --only memory micro-batches"
+    words = "--layers 4 --dim 64 --rows 4 --positions 4 --pairs 1 --only slices"
     assert run_here("memory-latency", words, "m") == 0
     page = pages("m")
     assert Path("m.png").stat().st_size > 10_000
@@ -171,6 +171,28 @@ def test_memory_latency_computes_the_gradients_of_plain_pytorch_with_each_settin
     assert len(ours) == 5
     assert [case.name for case in groups["in use"]] == [case.name for case in groups["training"]]
     assert all(case.result["difference"] <= 1e-5 for case in ours)
+
+
+@pytest.mark.parametrize("work", ["training", "contrastive"])
+def test_memory_latency_trains_under_memory_to_the_losses_of_plain_pytorch(
+    work: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here, as a commit before, is this one."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    sizes = "--layers 4 --dim 64 --rows 4 --positions 4 --pairs 2 --only ours before checkpoint"
+    run_here("memory-latency", f"--work {work} {sizes} --before {ROOT}", "m")
+    page = pages("m")
+    assert "predicted peak" in page
+    assert "the difference of its loss" not in page
+    groups = outcomes_of("m")
+    least = groups["alone"][1].result["bytes"]
+    cases = {case.name: case for case in groups["in turn"]}
+    for name in ("ours: the least", "before: the least"):
+        assert cases[name].case.arguments["how"] == {"memory": least}
+        assert cases[name].result["bytes"] <= least
+        assert cases[name].values("loss") == pytest.approx(cases["torch.utils.checkpoint"].values("loss"), rel=1e-5)
+    losses = cases["ours: the least"].values("loss")
+    assert losses[0] != losses[1]
 
 
 def test_train_overlap_runs_every_balance() -> None:
