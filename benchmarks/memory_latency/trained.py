@@ -148,13 +148,13 @@ def _predicted(made: Method) -> dict[str, float]:
 
 
 def least(report: Reporter, training: dict[str, Any], contrastive: bool) -> dict[str, Any]:
-    """The least ``memory`` with which steps run and nothing warns, as the errors of smaller ones tell it."""
+    """The least ``memory`` with which a plan fits, as the errors and warnings of smaller ones tell it."""
     chosen, nbytes = training_of(training, contrastive), 1
     make, options = METHODS[DISK if contrastive else FROM_META]
     for _ in range(MOST_TRIES):
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("error", RuntimeWarning)
+                warnings.filterwarnings("error", f".*{LEAST.pattern}", RuntimeWarning)
                 made = make(chosen, folder(), None, **options, memory=nbytes)
                 for k in range(PLANNED_AFTER + 1):
                     made.step(chosen.batch(k), chosen.target(k))
