@@ -527,6 +527,8 @@ WRONG: dict[str, tuple[Callable[[str], list[str]], str]] = {
 def test_bad_input_is_one_line_that_names_the_argument(
     builders: str, case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if case in ("no class", "no model"):
+        pytest.importorskip("transformers", reason="needs transformers")
     for folder, fields in (("empty", None), ("partly", {"model_type": "gpt2"}), ("other", {"a": 1})):
         (tmp_path / folder).mkdir()
         if fields is not None:
