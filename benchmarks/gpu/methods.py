@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +57,33 @@ def _layers(stack: Stack) -> nn.Sequential:
     return nn.Sequential(*(Block(stack.dim) for _ in range(stack.blocks)))
 
 
-def _ours(stack: Stack, device: str, dtype: torch.dtype, memory: str | None) -> tuple[Any, Any]:
-    """``OffloadModel`` in host memory: planned for ``memory``; or with the least, and updates during backward."""
+def _autocast(run: Callable[[Tensor], Tensor], device: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    def called(batch: Tensor) -> Tensor:
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype is torch.bfloat16):
+            return run(batch)
+
+    return called
+
+
+def _ours(stack: Stack, device: str, dtype: torch.dtype, memory: str | None) -> tuple[Any, Any, Any]:
+    """``OffloadModel`` in host memory: planned for ``memory``; or with the least, and updates during backward.
+
+    With all memory under autocast, as the others: what is cast to a slot cannot rest on the device.
+    """
     from offload import OffloadModel, OffloadOptimizer
 
     with torch.device("meta"):  # given memory shard by shard: the bare model never exists
         layers = _layers(stack)
     options: dict[str, Any] = {"num_slices": stack.blocks, "checkpoint_activation": True}
     options = options if memory is None else {"memory": memory}
-    model = OffloadModel(layers, device, "cpu", param_dtype=None if dtype is torch.float32 else dtype, **options)
-    return model, OffloadOptimizer(model, torch.optim.AdamW, update_in_backward=memory is None, **OPTIONS)
+    if memory != "auto":
+        options["param_dtype"] = None if dtype is torch.float32 else dtype
+    model = OffloadModel(layers, device, "cpu", **options)
+    run = _autocast(model, device, dtype) if memory == "auto" else model
+    return run, model, OffloadOptimizer(model, torch.optim.AdamW, update_in_backward=memory is None, **OPTIONS)
 
 
-def _theirs(stack: Stack, device: str, dtype: torch.dtype, method: str) -> tuple[Any, Any]:
+def _theirs(stack: Stack, device: str, dtype: torch.dtype, method: str) -> tuple[Any, Any, Any]:
     """A method of ``memory-latency`` under autocast, with AdamW where its parameters are, or torchao's optimizer."""
     if method.endswith("torchao") and device == "cpu":
         raise CannotRunError("torchao's optimizer needs a GPU: it copies in CUDA streams")
@@ -83,12 +98,7 @@ def _theirs(stack: Stack, device: str, dtype: torch.dtype, method: str) -> tuple
         optimizer: Any = CPUOffloadOptimizer(trained.parameters(), torch.optim.AdamW, **options)
     else:
         optimizer = torch.optim.AdamW(trained.parameters(), **OPTIONS)
-
-    def run(batch: Tensor) -> Tensor:
-        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype is torch.bfloat16):
-            return prepared.run(batch)
-
-    return run, optimizer
+    return _autocast(prepared.run, device, dtype), trained, optimizer
 
 
 def train(
@@ -98,7 +108,8 @@ def train(
     chosen, computes = Stack(**stack), getattr(torch, dtype)
     report.phase(FLOOR)
     ours = method in OURS
-    run, optimizer = _ours(chosen, device, computes, memory) if ours else _theirs(chosen, device, computes, method)
+    made = _ours(chosen, device, computes, memory) if ours else _theirs(chosen, device, computes, method)
+    run, model, optimizer = made
     batch = chosen.batch().to(device)
 
     def step() -> Tensor:
@@ -113,7 +124,7 @@ def train(
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     for _ in report.turns():
-        loss, values = measure(step, run, device)
+        loss, values = measure(step, model, device)
         report.step(loss=float(loss), **values)
     device_peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
-    return {"device_peak": device_peak, "statistics": counts_of(run)}
+    return {"device_peak": device_peak, "statistics": counts_of(model)}
