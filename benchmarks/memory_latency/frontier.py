@@ -26,7 +26,7 @@ CONTRASTIVE = "contrastive"
 ALL_OF_IT = 1.02  # time with all memory, to the plain step
 MEMORY_ERROR, TIME_ERROR = 0.05, 0.15  # of predictions
 SLOWER = 0.03  # than the commit before: what a median may be off
-SLACK = 8 << 20  # of a peak above memory x 1.03
+SLACK = 32 << 20  # of a peak above memory x 1.10, for the allocator
 MAXIMUM_DIFFERENCE = 1e-3  # of losses, relative, after all steps
 WORDS = (
     "Times are medians of the steps in turn, to those of the first row (least to greatest). `peak` is the most that a "
@@ -134,7 +134,7 @@ def bounds(run: Run) -> list[str]:
         if not name.startswith("ours: "):
             continue
         held = max(peak_of(outcome, phase) for phase in (PLANNING, STEPS))
-        broken += at_most(f"{name}: the peak", held, 1.03 * outcome.case.arguments["how"]["memory"] + SLACK, mebibytes)
+        broken += at_most(f"{name}: the peak", held, 1.10 * outcome.case.arguments["how"]["memory"] + SLACK, mebibytes)
         for kind, limit in (("bytes", MEMORY_ERROR), ("seconds", TIME_ERROR)):
             what = f"{name}: the error of the predicted {kind}"
             broken += at_most(what, abs(_off(outcome, kind)), limit, "{:.1%}".format)
