@@ -417,7 +417,7 @@ class Engine:
         kind = Kind.BACKWARD_KEPT if kept else Kind.BACKWARD
         watch = Watch(
             None if recorder is None else recorder.add,
-            partial(step.record_selected, j, k, i) if graph else None,
+            partial(step.record_selected, j, k, i) if graph and self._owner.policy.keep else None,
             partial(self._begin_cell, step, None if keeps else this.boundaries, kind, j, k, blocks, i),
             None if this.boundaries is None or not graph or not (j or k) else this.boundaries.hooks((j, i)),
         )
@@ -536,9 +536,11 @@ class Engine:
         def check(_: Any) -> None:
             self._check_all_unchanged(life())
             if torch.is_grad_enabled() and accumulates_everywhere():
-                visits: list[Visit] = [node.visit for node in self._nodes(life()) if will_run(node)]
-                if any(not visit.weights.gradients_stay()[k] for visit in visits for k in visit.positions):
-                    _refuse_graph()
+                optimizers = self.streamer.gradient_offload.optimizers
+                measured = optimizers.clip or optimizers.in_backward is not None
+                for node in self._nodes(life()):
+                    if will_run(node) and _loses_graph(node.visit, measured=measured):
+                        _refuse_graph()
 
         for node in {x.grad_fn for x in tensors_in(outputs) if x.grad_fn is not None}:
             node.register_prehook(check)
@@ -735,10 +737,18 @@ class Engine:
             self._cancel()
 
 
+def _loses_graph(visit: Visit, *, measured: bool) -> bool:
+    """Whether gradients of a visit leave their graph in a backward that accumulates; ``measured``: for their norms."""
+    weights = visit.weights
+    stay = weights.gradients_stay()
+    leave = [k for k in visit.positions if measured or not stay[k]]
+    return any(weights.parameters[k].requires_grad and not has_hooks(weights.parameters[k]) for k in leave)
+
+
 def _refuse_graph() -> None:
     raise RuntimeError(
-        "expected a backward without create_graph=True: gradients of parameters that rest in files, or in another "
-        "type, leave their graph; take them by torch.autograd.grad, or keep homes in host memory"
+        "expected a backward without create_graph=True: gradients of parameters that rest in files or other memory, or "
+        "in another type, leave their graph; take them by torch.autograd.grad, or keep homes where layers compute"
     )
 
 

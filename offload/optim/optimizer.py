@@ -247,11 +247,11 @@ class OffloadOptimizer(MovableStates):
         in_order = sorted(self.param_blocks, key=lambda shard: shard.index)  # of calls, which may be noted later
         # Where nothing is loaded meanwhile; on a device with memory of its own as kernels on the stream of the caller.
         runs_there = self.access.at_once or has_own_memory(self.access.device)
-        there = [shard for shard in in_order if shard.on_device] if runs_there else []
+        there = {shard for shard in in_order if runs_there and shard.on_device}
         updates = ((shard, self.update(shard, options, coefficient)) for shard in in_order if shard not in there)
         decided = [(shard, update) for shard, update in updates if update is not None]
         resident = self._resident.jobs(options, coefficient)
-        resident += [job for shard in there for job in self._jobs(shard, options, coefficient)]
+        resident += [job for shard in in_order if shard in there for job in self._jobs(shard, options, coefficient)]
         run_resident = partial(self._resident.run, resident, self._finish_job)
         decision = StepDecision(self, decided, resident, run_resident, options)
         if not self.steps:

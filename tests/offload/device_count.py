@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offload import OffloadModel, OffloadOptimizer
 from pipe.nested import tensors_in
 
-__all__ = ["DeviceCount"]
+__all__ = ["DeviceCount", "counted_and_predicted"]
 
 
 class DeviceCount(TorchDispatchMode):
@@ -66,3 +66,19 @@ class DeviceCount(TorchDispatchMode):
             + sum(slots.values())
             + sum(map(self._optimizer.state_bytes, resting))
         )
+
+
+def counted_and_predicted(model: OffloadModel, optimizer: OffloadOptimizer, x: Tensor) -> tuple[int, int]:
+    """The most bytes of steps once the first two have measured, and what is predicted; closes the model."""
+    most = 0
+    for k in range(6):
+        optimizer.zero_grad()
+        with DeviceCount(model, optimizer, [x]) as count:
+            model(x).sum().backward()  # a loss without tensors of its own
+        optimizer.step()
+        optimizer.synchronize()
+        most = max(most, count.peak) if k > 1 else most
+    predicted = model.memory_report().predicted
+    model.close()
+    assert predicted is not None
+    return most, predicted.memory_bytes

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
 from offload.storage import DeviceTier
 from tests.offload import zoo
-from tests.offload.device_count import DeviceCount
+from tests.offload.device_count import counted_and_predicted
 
 pytestmark = pytest.mark.usefixtures("own_memory")
 
@@ -213,18 +213,7 @@ def test_what_is_there_is_never_more_than_its_memory(kind: str, tmp_path: Path) 
         memory = {"device": limit, "host": "1GiB"}
         model = OffloadModel(copy.deepcopy(layers), "cpu", tmp_path / "home", num_slices=len(layers), memory=memory)
         ours = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
-        most = 0
-        for k in range(6):
-            ours.zero_grad()
-            with DeviceCount(model, ours, [x]) as count:
-                model(x).sum().backward()  # a loss without tensors of its own
-            ours.step()
-            ours.synchronize()
-            most = max(most, count.peak) if k > 1 else most
-        predicted = model.memory_report().predicted
-        model.close()
-        assert predicted is not None
-        return most, predicted.memory_bytes
+        return counted_and_predicted(model, ours, x)
 
     _, all_of_it = counted(1 << 20)
     ran = 0

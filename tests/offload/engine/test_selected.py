@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
-from tests.offload.device_count import DeviceCount
+from tests.offload.device_count import counted_and_predicted
 
 MM = torch.ops.aten.addmm.default
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -102,18 +102,7 @@ def test_what_is_kept_counts(tmp_path: Any) -> None:
         policy = MemoryPolicy({"device": "1GiB", "host": "1GiB"}, keep=keep, graph_bytes=0, resident_bytes=0, slots=2)
         model = OffloadModel(stack(depth=5), "cpu", tmp_path / "home", num_slices=5, memory=policy)
         ours = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
-        most = 0
-        for k in range(4):
-            ours.zero_grad()
-            with DeviceCount(model, ours, [x]) as count:
-                model(x).sum().backward()
-            ours.step()
-            ours.synchronize()
-            most = max(most, count.peak) if k > 1 else most
-        predicted = model.memory_report().predicted
-        model.close()
-        assert predicted is not None
-        return most, predicted.memory_bytes
+        return counted_and_predicted(model, ours, x)
 
     (least, least_predicted), (most, most_predicted) = counted(()), counted([MM])
     products = 5 * 4 * 8 * 32 * (48 + 16)
