@@ -156,14 +156,15 @@ class MovableStates(Optimizer):
             for block in self.make_param_blocks(shard, [s for s in shard.own if s in states], group, tier):
                 pairs = zip(block.slices, block.proxies, strict=True)
                 views = [(proxy, s.view(home.tensor)) for s, proxy in pairs if s.form is None]
+                mine = [states[s] for s in block.slices]
+                made = any(member.optimizer is not None for member in members)
                 if crosses:
                     for proxy, view in views:
                         proxy.data = view
-                if any(member.optimizer is not None for member in members):
-                    mine = [states[s] for s in block.slices]
-                    moved += [] if crosses else block.adopt_states(mine, options)
-                    if crosses:
+                    if made:
                         block.load_states(mine, options)
+                elif made:
+                    moved += block.adopt_states(mine, options)
                 moved += views
                 new.append(block)
 

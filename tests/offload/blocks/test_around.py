@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from gradcache import GradCache
-from offload import OffloadModel
+from offload import OffloadModel, OffloadOptimizer
 from pipe import Pipe
 from tests.offload.blocks.towers import WIDTH, Block, assert_equal, close, loss_of, make, step, words
 
@@ -397,3 +397,30 @@ def test_buffers_outside_of_the_blocks_count_in_the_least_limit_of_memory() -> N
     bare.register_buffer("table", torch.zeros(1 << 20))
     with pytest.raises(ValueError, match=r"memory=4\.0 MiB, which is"):
         wrap(bare, memory=4 << 20)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize("hooked", [True, False])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_create_graph_is_refused_before_gradients_are_made_unless_hooks_keep_them(
+    hooked: bool, max_norm: float | None, tmp_path: Path
+) -> None:
+    bare = make(dropout=0.0)
+    model = wrap(bare, tmp_path)
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, max_norm=max_norm)
+    for p in (*bare.parameters(), *model.parameters()) if hooked else ():
+        p.register_hook(lambda gradient: gradient * 1)
+    losses = [loss_of(run(words())) for run in (bare, model)]
+    losses[0].backward(create_graph=True)
+    if hooked:
+        losses[1].backward(create_graph=True)
+        for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            assert torch.equal(p.grad, q.grad)
+            assert q.grad.requires_grad
+    else:
+        with pytest.raises(RuntimeError, match="without create_graph=True"):
+            losses[1].backward(create_graph=True)
+        assert all(p.grad is None for p in model.parameters())
+    del optimizer
