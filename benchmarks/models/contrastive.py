@@ -16,7 +16,7 @@ def contrastive_loss(queries: Tensor, passages: Tensor) -> Tensor:
 
 
 def sentence_transformers_gradient(
-    encoder: nn.Module, represent: Callable[[Tensor], Tensor], chunk: int
+    encoder: nn.Module, represent: Callable[[Tensor], Tensor], chunk: int, device: str = "cpu"
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """From tokens of both sides to the loss, with gradients: its cached ranking loss, in chunks of so many rows.
 
@@ -35,11 +35,13 @@ def sentence_transformers_gradient(
         def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
             return {**features, "sentence_embedding": represent(features["input_ids"])}
 
-    model = transformer(modules=[Adapter()], device="cpu")
+    model = transformer(modules=[Adapter()], device=device)
     loss_fn = losses.CachedMultipleNegativesRankingLoss(model, scale=1 / TEMPERATURE, mini_batch_size=chunk)
 
     def gradient(queries: Tensor, passages: Tensor) -> Tensor:
-        loss: Tensor = loss_fn([{"input_ids": queries}, {"input_ids": passages}], torch.zeros(len(queries)))
+        loss: Tensor = loss_fn(
+            [{"input_ids": queries}, {"input_ids": passages}], torch.zeros(len(queries), device=device)
+        )
         loss.backward()
         return loss.detach()
 

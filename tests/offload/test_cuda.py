@@ -144,12 +144,12 @@ def test_updates_wait_for_late_gradients(in_backward: bool, monkeypatch: pytest.
 SANITIZED = """
 import torch
 from torch import nn
-from offload import OffloadModel
+from offload import MemoryPolicy, OffloadModel
 torch.manual_seed(0)
 layers = [nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.1)) for _ in range(5)]
 for recompute in (True, False):
     model = OffloadModel(layers, "cuda", checkpoint_activation=recompute, num_microbatches=2,
-                         boundary_bytes=0 if recompute else None)
+                         memory=MemoryPolicy.fixed(boundary_bytes=0 if recompute else None))
     for _ in range(2):
         model(torch.randn(8, 32)).sum().backward()
     layers = [nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.1)) for _ in range(5)]
@@ -334,3 +334,59 @@ def test_shards_of_files_rest_in_page_locked_host_memory(tmp_path: Path) -> None
     shards = model._homes.shards
     assert all(shard.file is not None and shard.home is not None for shard in shards)
     assert all(shard.home.tensor.is_pinned() for shard in shards if shard.home is not None and shard.home.nbytes)
+
+
+BLOCKS, CHANNELS = 12, 512
+WHOLE = BLOCKS * (CHANNELS + 1) * CHANNELS * 16  # weights, gradients and both moments
+
+
+def resting(memory: int | str, home: Path | str) -> tuple[nn.Module, OffloadModel, OffloadOptimizer]:
+    """A model on the device, its twin whose shards may rest there, and the twin's optimizer."""
+    torch.manual_seed(0)
+    bare = nn.Sequential(*(nn.Sequential(nn.Linear(CHANNELS, CHANNELS), nn.GELU()) for _ in range(BLOCKS)))
+    model = OffloadModel(copy.deepcopy(bare), "cuda", home, memory=memory)
+    return bare.cuda(), model, OffloadOptimizer(model, torch.optim.AdamW, max_norm=0.1, lr=1e-3)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("part", [1, 2, 5])
+def test_shards_rest_on_the_device_as_far_as_memory_goes(part: int, on_disk: bool, tmp_path: Path) -> None:
+    """Twin: test_on_the_device.py."""
+    memory = 2 * WHOLE if part == 1 else WHOLE // part
+    bare, model, ours = resting(memory, tmp_path if on_disk else "cpu")
+    plain = torch.optim.AdamW(bare.parameters(), lr=1e-3, fused=True)
+    x = torch.randn(16, CHANNELS, device="cuda")
+    for step in range(8):
+        expected = bare(x).square().mean()
+        expected.backward()
+        nn.utils.clip_grad_norm_(bare.parameters(), 0.1)
+        plain.step()
+        plain.zero_grad()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        loss = model(x).square().mean()
+        loss.backward()
+        ours.step()
+        ours.zero_grad()
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-6)
+        assert step < 4 or torch.cuda.max_memory_allocated() - held <= memory
+    on_device = [p.is_cuda for p in model.parameters()]
+    assert all(on_device) if part == 1 else any(on_device) and not all(on_device)
+    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q.detach().cpu(), p.detach().cpu(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_host_never_synchronises_where_all_rests_on_the_device() -> None:
+    """Twin: test_on_the_device.py."""
+    _, model, ours = resting("auto", "cpu")
+    x = torch.randn(16, CHANNELS, device="cuda")
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        ours.step()
+        ours.zero_grad()
+
+    for _ in range(6):
+        step()
+    with assert_no_synchronisation():
+        step()
