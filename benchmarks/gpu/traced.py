@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
-STEP = "a traced step"
+WAIT = "cudaDeviceSynchronize"  # the first one ends where the step begins, the last one ends it
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 Interval: TypeAlias = tuple[float, float]
@@ -23,8 +23,8 @@ Event: TypeAlias = dict[str, Any]
 
 def trace(step: Callable[[], object], keep: Path | None = None) -> dict[str, float]:
     """Milliseconds of one step by what the device does (:func:`gaps_of`); ``keep`` is a file for torch's trace."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler, record_function(STEP):
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:  # operations of the host would slow it down
+        torch.cuda.synchronize()
         step()
         torch.cuda.synchronize()
     if keep is not None:
@@ -46,9 +46,10 @@ def gaps_of(events: Sequence[Event]) -> dict[str, float]:
 
     ``step`` is ``kernels`` and the four kinds of gaps; ``to_device`` and ``to_host`` count copies, hidden or not.
     """
-    (whole,) = {_interval(e) for e in events if e["name"] == STEP and e.get("cat") == "user_annotation"}
+    ends = sorted(_interval(e)[1] for e in events if e["name"] == WAIT)
+    whole = ends[0], ends[-1]
     launched = {e["args"]["correlation"]: e["ts"] for e in events if e.get("cat") in LAUNCHES}
-    kernels = [e for e in events if e.get("cat") == "kernel"]
+    kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memset")]
     launches = {e["ts"]: launched.get(e["args"]["correlation"], e["ts"]) for e in kernels}
     copies = [e for e in events if e.get("cat") == "gpu_memcpy"]
     under_way, computing = (_union(map(_interval, some)) for some in (copies, kernels))

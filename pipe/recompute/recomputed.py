@@ -111,7 +111,8 @@ class Call:
                 f"expected dense, sparse or jagged tensors, got a nested tensor of the strided layout that enters "
                 f"{self.name}, which autograd cannot save; use layout=torch.jagged, or compute without recomputation"
             )
-        self.saved = _Inputs.apply(_PHONY, *tensors).grad_fn  # type: ignore[no-untyped-call]
+        # The output, not its node: before torch 2.13 what a node has saved goes with the last tensor that it made.
+        self.saved: Tensor = _Inputs.apply(_PHONY, *tensors)  # type: ignore[no-untyped-call]
         for k in self.places:
             x = leaves[k]
             # What autograd returns of a subclass is a plain tensor, unless that has a ``__torch_dispatch__``.
@@ -154,7 +155,7 @@ class Call:
             self.begins()
         leaves = list(self.leaves)
         try:
-            entered = self.saved.saved_tensors
+            entered = self.saved.grad_fn.saved_tensors  # type: ignore[union-attr]
         except RuntimeError as error:
             if "inplace" not in str(error):
                 raise

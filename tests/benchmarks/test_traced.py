@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.gpu.traced import STEP, gaps_of
+from benchmarks.gpu.traced import WAIT, gaps_of
 
 
 def event(kind: str, name: str, begin: float, end: float, correlation: int = 0) -> dict[str, Any]:
@@ -11,7 +11,7 @@ def event(kind: str, name: str, begin: float, end: float, correlation: int = 0) 
 
 def test_a_step_is_kernels_and_gaps_by_cause() -> None:
     events = [
-        event("user_annotation", STEP, 0, 10_000),
+        event("cuda_runtime", WAIT, -100, 0),
         event("cuda_runtime", "cudaLaunchKernel", 900, 950, 1),
         event("kernel", "matmul", 1_000, 3_000, 1),  # the host ran until 900; then 100 of launching
         event("cuda_runtime", "cudaLaunchKernel", 1_100, 1_150, 2),
@@ -21,7 +21,7 @@ def test_a_step_is_kernels_and_gaps_by_cause() -> None:
         event("cuda_runtime", "cudaLaunchKernel", 6_000, 6_050, 3),
         event("kernel", "matmul", 6_000, 7_000, 3),  # the host waited 500 and ran 500
         event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 7_000, 7_400),
-        event("cuda_runtime", "cudaDeviceSynchronize", 7_000, 10_000),
+        event("cuda_runtime", WAIT, 7_000, 10_000),
     ]
     found = gaps_of(events)
     assert found["step"] == 10
