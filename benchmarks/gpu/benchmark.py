@@ -76,7 +76,7 @@ CONTRASTIVE = [
     Method("sentence-transformers", "contrast_sentence_transformers", {"chunk": 256}, "sentence-transformers"),
 ]
 SIZES = {
-    "small": Size(Work(8, 512, 16, 1024), [*ALL_FITS, *PEERS, FAIRSCALE], 25, traced=True),
+    "small": Size(Work(8, 512, 16, 1024), [*ALL_FITS, *PEERS, FAIRSCALE], 60, traced=True),
     "qwen3-0.6b": Size(Work(8, 1024, qwen3=asdict(Qwen3())), [*ALL_FITS, *PEERS[:3]], 40, traced=True),
     "qwen3-4b": Size(Work(8, 1024, qwen3=asdict(QWEN3_4B)), within("16GiB"), 90, steps=5),
     "qwen3-4b-long": Size(Work(32, 1024, qwen3=asdict(QWEN3_4B)), within("16GiB")[:3], 100, steps=4),
