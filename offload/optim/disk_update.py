@@ -275,7 +275,7 @@ class DiskParamBlock(ParamBlock):
                 if gradient is None or gradient is not s.parameter.grad or gradient.is_sparse:
                     continue
                 if self._gradient_file_offset(s, gradient) is None:
-                    gradient.mul_(job.coefficient)
+                    gradient.mul_(job.coefficient.to(gradient.device))
         job.group_changes = self.group_changes()
 
     def prefetch(self, job: UpdateJob) -> bool:
@@ -449,10 +449,12 @@ class DiskParamBlock(ParamBlock):
         self, job: UpdateJob, k: int, update_block: UpdateBlock, io_buffer: IOBuffer
     ) -> tuple[Tensor, list[Write]]:
         """The gradient of one parameter in memory, and the writes to do after the update."""
-        s, gradient, coefficient = self.slices[k], job.gradients[k], job.coefficient
+        s, gradient = self.slices[k], job.gradients[k]
         assert gradient is not None
         if gradient.is_sparse:
+            coefficient = job.coefficient_on(gradient.device)
             return (gradient if coefficient is None else gradient * coefficient), []
+        coefficient = job.coefficient_on(torch.device("cpu"))  # that of a device, where norms were computed
         offset, nbytes = update_block.span(gradient.nbytes, gradient.element_size())
         rounded = gradient.dtype != s.full_dtype
         if (place := self._gradient_file_offset(s, gradient)) is not None:

@@ -105,6 +105,12 @@ class UpdateJob:
     bytes_written: int = 0
     done: bool = False
 
+    def coefficient_on(self, device: torch.device) -> Tensor | None:
+        """The factor of the gradients, on the device where they are updated; None: 1."""
+        if self.coefficient is not None and self.coefficient.device != device:
+            self.coefficient = self.coefficient.to(device)
+        return self.coefficient
+
     @property
     def nbytes(self) -> int:
         """Bytes of the parameters that are to be updated."""
@@ -338,9 +344,9 @@ class HostParamBlock(ParamBlock):
         gradients = [None if g is None else copied_to(g, p.device) for g, p in pairs]
         rounded = {k for k, g in enumerate(gradients) if g is not None and g.dtype != self.proxies[k].dtype}
         wide = [g for k, g in enumerate(gradients) if g is not None and k not in rounded]
-        if job.coefficient is not None and wide and not job.scaled:
+        if wide and not job.scaled and (coefficient := job.coefficient_on(wide[0].device)) is not None:
             # In place, since a gradient that is not zeroed stays clipped, as after clip_grad_norm_.
-            multiply_all(wide, job.coefficient.to(wide[0].device))
+            multiply_all(wide, coefficient)
             job.scaled = True
         try:
             with self._arithmetic():
@@ -375,7 +381,8 @@ class HostParamBlock(ParamBlock):
         gradient = job.gradients[k]
         assert gradient is not None
         wide = gradient.to(self.proxies[k])
-        return wide if job.coefficient is None else wide.mul_(job.coefficient)
+        coefficient = job.coefficient_on(wide.device)
+        return wide if coefficient is None else wide.mul_(coefficient)
 
     def _encoded_weights(self, job: UpdateJob) -> dict[int, EncodedWeights]:
         return {
