@@ -48,7 +48,7 @@ class LateEvent:
 class LateStream:
     device = DEVICE
 
-    def __init__(self, device: object = None) -> None:
+    def __init__(self, device: object = None, priority: int = 0) -> None:
         self.given: list[Callable[[], None]] = []
         self.done = 0
 

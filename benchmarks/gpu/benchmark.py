@@ -77,9 +77,9 @@ CONTRASTIVE = [
 ]
 SIZES = {
     "small": Size(Work(8, 512, 16, 1024), [*ALL_FITS, *PEERS, FAIRSCALE], 60, traced=True),
-    "qwen3-0.6b": Size(Work(8, 1024, qwen3=asdict(Qwen3())), [*ALL_FITS, *PEERS[:3]], 40, traced=True),
-    "qwen3-4b": Size(Work(8, 1024, qwen3=asdict(QWEN3_4B)), within("16GiB"), 90, steps=5),
-    "qwen3-4b-long": Size(Work(32, 1024, qwen3=asdict(QWEN3_4B)), within("16GiB")[:3], 100, steps=4),
+    "qwen3-0.6b": Size(Work(8, 1024, qwen3=asdict(Qwen3())), [*ALL_FITS, *PEERS[:3]], 40, steps=10, traced=True),
+    "qwen3-4b": Size(Work(8, 1024, qwen3=asdict(QWEN3_4B)), within("16GiB"), 90, steps=7),
+    "qwen3-4b-long": Size(Work(32, 1024, qwen3=asdict(QWEN3_4B)), within("16GiB")[:3], 100, steps=6),
     "contrastive": Size(Work(4096, 32, qwen3=asdict(Qwen3())), CONTRASTIVE, 60, steps=4),
     "1b": Size(Work(8, 512, 24, 2048), [*ALL_FITS, *PEERS], 40),
 }
@@ -93,7 +93,7 @@ class Settings:
     tests: tuple[str, ...] = option(("tests",), "where CUDA tests are looked for; none: not at all")
     sizes: tuple[str, ...] = option(tuple(SIZES), "which models are trained", choices=(*SIZES, "none"))
     methods: tuple[str, ...] = option((), "names of methods (or a part of them); all by default", kind=str)
-    traces: str = option("", "a folder for the log of the tests, and for traces of torch.profiler")
+    traces: str = option("", "a folder for the log of the tests and traces of torch.profiler; none: no step is traced")
 
     def wrong(self) -> str:
         """Why these settings cannot be run; empty if they can: a GPU is needed."""
@@ -119,8 +119,8 @@ def groups_of(settings: Settings) -> dict[str, list[Case]]:
             if settings.methods and not any(part in method.name for part in settings.methods):
                 continue
             how = {"method": method.method, "work": asdict(work_of(settings, name)), "device": device, **method.how}
-            if size.traced:
-                how |= {"traced": True, "keep": traces and f"{traces}/{name}-{k}.json"}
+            if size.traced and traces:
+                how |= {"traced": True, "keep": f"{traces}/{name}-{k}.json"}
             target = f"{CASES}:train"
             cases.append(Case(method.name, target, how, {}, method.peer, seconds=patience * size.seconds))
         found[name] = cases

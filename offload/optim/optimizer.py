@@ -23,7 +23,7 @@ from offload.optim.state_forms import form_of, hold_state_dict
 from offload.optim.update import InBackward, StepDecision, Update
 from offload.optim.update_blocks import StoredStates, states_kept, update_block_bytes
 from offload.storage.buffer import has_own_memory, on_own_storages
-from offload.streaming.grad_norm import attached_norm, norm_of, total_norm
+from offload.streaming.grad_norm import attached_norm, norms_of, total_norm
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.lane import CopyLane, ThreadCopyLane, threads_of_updates
 from offload.streaming.shard import Shard
@@ -57,7 +57,8 @@ def clip_coefficient(
     grads = [p.grad for p in stored if p.grad is not None]
     trusted &= not public.sharded  # a write to a DTensor does not increment the version of what it shows
     attached = [attached_norm(grad) if trusted else None for grad in grads]
-    norms = [norm_of(g) if norm is None else norm for g, norm in zip(grads, attached, strict=True)]
+    read = iter(norms_of([g for g, norm in zip(grads, attached, strict=True) if norm is None]))
+    norms = [next(read) if norm is None else norm for norm in attached]
     total = public.total_norm(total_norm(norms))
     if scale is not None:
         total = total / scale.to(total)

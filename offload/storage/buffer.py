@@ -141,6 +141,8 @@ def page_lock(tensor: Tensor, label: str) -> bool:
     address = tensor.data_ptr()
     code = int(runtime.cudaHostRegister(address, tensor.numel(), 0))
     if code != 0:
+        with contextlib.suppress(RuntimeError):  # the driver tells its last error again, to whoever asks next
+            torch.ones(1, device="cuda")
         warnings.warn(
             f"{label}: cannot page-lock {tensor.numel():,} bytes of host memory (CUDA error {code}); copies will not "
             f"overlap with compute. Raise the limit on locked memory (ulimit -l) or use a directory as home",

@@ -16,8 +16,18 @@ import torch
 from torch import Tensor
 
 from offload.storage.contract import in_order
+from pipe.torch_private.tensors import norms_of_all
 
-__all__ = ["attach_norm", "attached_norm", "detach_norm", "norm_of", "norm_of_pieces", "pieces_of", "total_norm"]
+__all__ = [
+    "attach_norm",
+    "attached_norm",
+    "detach_norm",
+    "norm_of",
+    "norm_of_pieces",
+    "norms_of",
+    "pieces_of",
+    "total_norm",
+]
 
 #: Elements of a gradient that are rounded at a time: few megabytes, and few calls of a disk.
 PIECE = 1 << 20
@@ -38,6 +48,14 @@ def norm_of(gradient: Tensor) -> Tensor:
         return norm
     dense = gradient.layout is torch.strided and torch.empty_like(gradient, device="meta").stride() == gradient.stride()
     return norm_of_pieces(_norm_16(piece) for piece in (pieces_of(gradient) if dense else (gradient.detach(),)))
+
+
+def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """:func:`norm_of` each, as ``clip_grad_norm_`` computes many: together, where no type or layout is special."""
+    plain = [g.detach() for g in gradients if g.dtype in (torch.float32, torch.float64) and g.layout is torch.strided]
+    if len(plain) < len(gradients):
+        return [norm_of(gradient) for gradient in gradients]
+    return norms_of_all(plain) if plain else []
 
 
 def norm_of_pieces(norms: Iterable[Tensor]) -> Tensor:

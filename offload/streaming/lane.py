@@ -22,12 +22,13 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from pipe.threads import Threads
-from pipe.train.lane import InlineLane
+from pipe.train.lane import InlineLane, Ticket
 
 __all__ = [
     "Arrival",
@@ -47,6 +48,8 @@ CORES_PER_UPDATE_THREAD = 4
 
 class Arrival(Protocol):
     """The completion of one copy."""
+
+    done: bool = True  #: whether it has ended on the host; what it gave to a stream may still run
 
     def wait(self) -> object:
         """Makes compute wait for the copy. Raises what the copy raised."""
@@ -103,7 +106,7 @@ class ThreadCopyLane(CopyLane):
     def __init__(self, name: str, device: torch.device, operation_threads: int | None = 1) -> None:
         self._threads = Threads(1, f"offload-{name}", operation_threads=operation_threads)
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = _side_stream(device) if device.type == "cuda" else None
 
     def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
         """Queues a copy on the thread."""
@@ -139,7 +142,7 @@ class ThreadCopyLane(CopyLane):
 
 
 class StreamCopyLane(CopyLane):
-    """Copies on a side stream of a CUDA device; within a step the host never waits for it.
+    """Copies on a side stream of a CUDA device; within a step the host waits neither for it nor for what it awaits.
 
     The submitter keeps a copy's tensors until it has waited for the arrival, so the caching allocator cannot reuse
     their memory on another stream before.
@@ -147,26 +150,34 @@ class StreamCopyLane(CopyLane):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _side_stream(device)
         self._lane = InlineLane(self._stream)
+        #: For copies of what the host is still writing, such as an update: it begins them in place of the submitter.
+        self._threads = Threads(1, "offload-copies")
 
     def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
         """Queues a copy on the stream."""
-        # Compute -> lane. Without this, a slot is overwritten while kernels queued earlier still read it, and gradients
-        # are copied before they are complete.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        given = torch.cuda.current_stream(self._device).record_event()
 
         def job() -> None:
             for arrival in after:
                 # Other lane -> this one. Without this, it reads what the other lane is still copying.
                 arrival.wait()
+            # Compute -> lane. Without this, a slot is overwritten while kernels queued earlier still read it, and
+            # gradients are copied before they are complete.
+            self._stream.wait_event(given)
             with torch.no_grad(), torch.profiler.record_function(token):
                 copy()
 
-        return self._lane.submit(job)
+        if all(arrival.done for arrival in after):
+            return self._lane.submit(job)
+        ticket: Ticket[None] = Ticket()
+        self._threads.submit(partial(ticket.run, job, self._stream))
+        return ticket
 
     def wait_idle(self) -> None:
         """Waits for the stream."""
+        self._threads.wait_idle()
         self._stream.synchronize()
 
     def close(self) -> None:
@@ -174,7 +185,13 @@ class StreamCopyLane(CopyLane):
 
         Without this, an unused load is still copied while its source is unlocked and its slot is reused.
         """
-        self._stream.synchronize()
+        self.wait_idle()
+        self._threads.close()
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream whose small kernels, such as norms between copies, do not queue behind those of layers."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["add_all", "memory_of", "multiply_all", "native_uses", "negative_view", "storage_uses"]
+__all__ = ["add_all", "memory_of", "multiply_all", "native_uses", "negative_view", "norms_of_all", "storage_uses"]
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -21,6 +21,11 @@ def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
 def add_all(tensors: list[Tensor], others: list[Tensor]) -> None:
     """Adds to each tensor the other one at its place, in place."""
     torch._foreach_add_(tensors, others)
+
+
+def norms_of_all(tensors: list[Tensor]) -> list[Tensor]:
+    """The 2-norm of each tensor, in few kernels where they are on one device."""
+    return list(torch._foreach_norm(tensors))
 
 
 def negative_view(tensor: Tensor) -> Tensor:

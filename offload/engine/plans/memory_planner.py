@@ -225,12 +225,14 @@ class MemoryPlanner:
             sizes = self._model(rows).sizes
             self._first_profiles = {name: getattr(sizes, name) for name in PROFILES}
         self.return_excess()
+        margin = self._memory.margin_bytes
         changed = self._memory.end(predicted, probes=self._probes)
         if self._probes or predicted is None:
             self._warn_of_excess(rows)
         if changed:
             assert predicted is not None
-            # Where no plan fitted, none does with a larger margin.
+            # Where no plan fitted, none does with a larger margin; with a smaller one more may rest.
+            self._due |= self._memory.margin_bytes < margin
             self._due |= predicted.memory_bytes > self.limit_bytes - self._memory.margin_bytes
             self._choices.clear()
         if self._steps_done == 1:

@@ -42,8 +42,9 @@ class StepMemory:
         self._peak = PeakMeter(device)
         #: Anonymous memory of the process when the model was made, and after free memory was returned.
         self._began = self._returned = anonymous_bytes()
-        #: Rows of a batch -> what its steps took more than predicted.
+        #: Rows of a batch -> what its steps took more than predicted; and those whose plan had settled by then.
         self._margins: dict[float, int] = {}
+        self._settled: set[float] = set()
         #: Of the present step.
         self.margin_bytes = 0
         self._rows = 0.0
@@ -88,9 +89,11 @@ class StepMemory:
             self._returned = min(self._returned, held)
 
     def end(self, predicted: Prediction | None, *, probes: bool = False) -> bool:
-        """Ends a step; returns whether the margin has changed: with one that has grown plans have less room.
+        """Ends a step; returns whether the margin has changed.
 
-        ``probes``: its prediction is that of other sizes, and so no measure of what plans of its own exceed.
+        The first step of a plan may make what no prediction had counted yet, such as states of an optimizer, which
+        later ones count. So its margin holds until a step has found all of it there. ``probes``: its prediction is that
+        of other sizes, and so no measure of what plans of its own exceed.
         """
         rise = self._peak.rise()
         if rise is None or predicted is None:
@@ -103,10 +106,11 @@ class StepMemory:
             self.peak_bytes = peak
         if probes or self.on_host:
             return False
-        more = peak - (predicted.memory_bytes - predicted.margin_bytes)
-        if more > self.margin_bytes:
+        more = max(0, peak - (predicted.memory_bytes - predicted.margin_bytes))
+        if not fresh and self._rows not in self._settled:
+            self._settled.add(self._rows)
             self._margins[self._rows] = more
-        elif not fresh:  # that of a larger size does not hold for this one any more
-            self._margins.setdefault(self._rows, max(0, more))
+        elif more > self.margin_bytes:
+            self._margins[self._rows] = more
         before, self.margin_bytes = self.margin_bytes, self.margin(self._rows)
         return self.margin_bytes != before

@@ -58,6 +58,10 @@ def thread(device: torch.device) -> ThreadCopyLane:
     return lane
 
 
+def _nothing() -> None:
+    """An update that changes nothing."""
+
+
 def _ones() -> Tensor:
     return torch.ones(4)
 
@@ -128,11 +132,15 @@ def a_home_goes_after_the_last_copy_of_it(monkeypatch: pytest.MonkeyPatch, path:
 
 @fails_with("a copy is still to come")
 def a_lane_is_at_rest_after_all_its_copies(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    cuda, slots = LateCuda(monkeypatch), [torch.zeros(4) for _ in range(2)]
+    cuda, slots = LateCuda(monkeypatch), [torch.zeros(4) for _ in range(3)]
     on_thread, on_stream = thread(CPU), StreamCopyLane(DEVICE)
     on_thread.submit("L0", lambda: slots[0].fill_(7))  # type: ignore[arg-type, return-value]
     on_stream.submit("L0", lambda: cuda.launch(lambda: slots[1].fill_(7)))
-    for lane in (on_thread, on_stream):
+    deferred = StreamCopyLane(DEVICE)
+    deferred._threads = LateThread()  # type: ignore[assignment]
+    update = LateThread().submit(_nothing)
+    deferred.submit("L0", lambda: cuda.launch(lambda: slots[2].fill_(7)), [update])
+    for lane in (on_thread, on_stream, deferred):
         lane.wait_idle()
     assert all((slot == 7).all() for slot in slots), "a copy is still to come"
 

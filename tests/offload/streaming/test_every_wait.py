@@ -104,16 +104,17 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("stream.synchronize()", lanes.bytes_are_there_when_a_thread_says_so),
         ],
         "StreamCopyLane.submit": [
-            (
-                "self._stream.wait_stream(torch.cuda.current_stream(self._device))",
-                lanes.a_stream_fills_a_slot_after_its_readers,
-            ),
+            ("torch.cuda.current_stream(self._device).record_event()", lanes.a_stream_fills_a_slot_after_its_readers),
+            ("self._stream.wait_event(given)", lanes.a_stream_fills_a_slot_after_its_readers),
             ("arrival.wait()", lanes.a_copy_on_a_stream_comes_after_what_it_was_given_after),
         ],
         "ThreadCopyLane.wait_idle": [("self._threads.wait_idle()", lanes.a_lane_is_at_rest_after_all_its_copies)],
-        "StreamCopyLane.wait_idle": [("self._stream.synchronize()", lanes.a_lane_is_at_rest_after_all_its_copies)],
+        "StreamCopyLane.wait_idle": [
+            ("self._threads.wait_idle()", lanes.a_lane_is_at_rest_after_all_its_copies),
+            ("self._stream.synchronize()", lanes.a_lane_is_at_rest_after_all_its_copies),
+        ],
         "CopyLanes.wait_idle": [("lane.wait_idle()", training.nothing_moves_after_an_exception)],
-        "StreamCopyLane.close": [("self._stream.synchronize()", lanes.a_home_goes_after_the_last_copy_of_it)],
+        "StreamCopyLane.close": [("self.wait_idle()", lanes.a_home_goes_after_the_last_copy_of_it)],
     },
     "offload.telemetry.clock": {
         "Clock.span": [
@@ -280,6 +281,9 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     "offload.telemetry.clock Clock._wait_idle: end.query()": lambda event: True,
     "offload.streaming.lane ThreadCopyLane.submit: torch.cuda.current_stream(device).record_event()": (
         lambda stream: torch.cuda.Event()  # one that was never recorded
+    ),
+    "offload.streaming.lane StreamCopyLane.submit: torch.cuda.current_stream(self._device).record_event()": (
+        lambda stream: torch.cuda.Event()
     ),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offload import MemoryPolicy, OffloadModel
-from offload.streaming.lane import Arrival, ThreadCopyLane
+from offload.streaming.lane import Arrival, StreamCopyLane, ThreadCopyLane
 from offload.streaming.streamer import Streamer
 from offload.telemetry.statistics import Meter
+from pipe.threads import Threads
 from tests.late_cuda import DEVICE, LateCuda
 from tests.offload.late import LateLane
 from tests.offload.zoo import WIDTH, build, reference
@@ -139,3 +141,17 @@ def test_the_second_step_begins_before_the_first_has_ended_on_the_device(monkeyp
             cuda.launch(lambda: None)
     assert cuda.host_waits == 0
     assert meter.cell_seconds_per_row("F", 0) == pytest.approx(2e-3 / 4)  # a late span takes a millisecond
+
+
+def test_a_copy_of_what_an_update_still_writes_does_not_keep_its_submitter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that need neither go on meanwhile."""
+    cuda, home, slot = LateCuda(monkeypatch), torch.zeros(4), torch.zeros(4)
+    goes_on, updates = threading.Event(), Threads(1, "updates")
+    update = updates.submit(lambda: (goes_on.wait(60), home.fill_(7)))
+    lane = StreamCopyLane(DEVICE)
+    load = lane.submit("L0", lambda: cuda.launch(lambda: slot.copy_(home)), [update])
+    assert not update.done
+    goes_on.set()
+    load.synchronize()
+    assert (slot == 7).all()
+    lane.close()
