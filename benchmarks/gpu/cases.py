@@ -87,6 +87,8 @@ def train(
     if method == "plain":
         PEAK.write_text(str(peak or memory_of(os.getpid())[0]))
     gaps = trace(made.step, None if keep is None else Path(keep)) if traced and on_gpu else None
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     planned = how.get("memory") is not None
     return {
         "device_peak": peak,

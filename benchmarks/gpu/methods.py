@@ -2,6 +2,7 @@
 
 import importlib
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,7 +65,9 @@ def _with_checkpoints(work: Work, device: str) -> tuple[nn.Module, nn.Module]:
     model: Any = work.build(device)
     if work.path is None:
         return model, Checkpointed(model)
-    model.body.gradient_checkpointing_enable({"use_reentrant": False})
+    with warnings.catch_warnings():  # its later name is not in all versions
+        warnings.simplefilter("ignore", FutureWarning)
+        model.body.gradient_checkpointing_enable({"use_reentrant": False})
     return model, model
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.harness.case import CannotRunError
 from benchmarks.models.transformer import Block, Stack
 
 #: Tokens whose scores over the vocabulary are in memory at once.
@@ -29,7 +30,10 @@ class Qwen3:
 
     def build(self) -> nn.Module:
         """transformers' ``Qwen3Model`` with random weights."""
-        transformers: Any = importlib.import_module("transformers")
+        try:
+            transformers: Any = importlib.import_module("transformers")
+        except ImportError as error:
+            raise CannotRunError("no transformers in this environment; pip install transformers") from error
         config = transformers.Qwen3Config(**asdict(self), tie_word_embeddings=True, use_cache=False)
         model: nn.Module = transformers.AutoModel.from_config(config, attn_implementation="sdpa")
         return model.train()
