@@ -27,7 +27,7 @@ BENCHMARKS = {  # name -> the question
     "qwen-embedding": "train the architecture of Qwen3-Embedding-0.6B under a memory cap: who can, and in what time?",
     "mesh": "several ranks train one model, beside FSDP2 and DeepSpeed: memory of a rank, time, bytes from others?",
     "host-time": "what does the host do beside layers: Python calls a block, and processor time?",
-    "gpu": "all that needs a GPU, in under ten minutes: CUDA tests, and the memory of full Adam up to 7B parameters",
+    "gpu": "on a GPU: the CUDA tests, and training beside plain torch and the peers: memory, time, what a step waits for",
 }
 PACKAGES = {
     "memory-latency": ("matplotlib",),

@@ -78,8 +78,8 @@ CONTRASTIVE = [
 SIZES = {
     "small": Size(Work(8, 512, 16, 1024), [*ALL_FITS, *PEERS, FAIRSCALE], 60, traced=True),
     "qwen3-0.6b": Size(Work(8, 1024, qwen3=asdict(Qwen3())), [*ALL_FITS, *PEERS[:3]], 40, steps=10, traced=True),
-    "qwen3-4b": Size(Work(8, 1024, qwen3=asdict(QWEN3_4B)), within("16GiB"), 90, steps=7),
-    "qwen3-4b-long": Size(Work(32, 1024, qwen3=asdict(QWEN3_4B)), within("16GiB")[:3], 100, steps=6),
+    "qwen3-4b": Size(Work(8, 1024, qwen3=asdict(QWEN3_4B)), within("16GiB"), 150, steps=7),
+    "qwen3-4b-long": Size(Work(32, 1024, qwen3=asdict(QWEN3_4B)), within("16GiB")[:3], 180, steps=6),
     "contrastive": Size(Work(4096, 32, qwen3=asdict(Qwen3())), CONTRASTIVE, 60, steps=4),
     "1b": Size(Work(8, 512, 24, 2048), [*ALL_FITS, *PEERS], 40),
 }

@@ -195,7 +195,8 @@ def ours(work: Work, device: str, memory: str | int | None = None, **more: Any) 
     """``OffloadModel`` in host memory and ``OffloadOptimizer``; without ``memory`` it streams all, with two slots."""
     from offload import OffloadModel, OffloadOptimizer
 
-    options: dict[str, Any] = {"checkpoint_activation": True} if memory is None else {"memory": memory}
+    least = {"checkpoint_activation": True, "num_slices": work.blocks or None}
+    options: dict[str, Any] = least if memory is None else {"memory": memory}
     model: Any = OffloadModel(work.build(device), device, "cpu", blocks=work.path, **options, **more)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, max_norm=NORM, **FUSED)
 

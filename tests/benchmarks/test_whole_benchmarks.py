@@ -245,7 +245,7 @@ def test_a_run_that_is_terminated_leaves_no_process_and_no_files(tmp_path: Path)
 def test_what_a_gpu_tells_first_is_worth_most_and_each_case_has_a_limit() -> None:
     groups = groups_of(gpu.BENCHMARK.settings())
     assert [*groups][:3] == ["tests", "products", "small"]
-    assert all(case.seconds and case.seconds < 120 for cases in groups.values() for case in cases)
+    assert all(case.seconds and case.seconds <= 180 for cases in groups.values() for case in cases)
 
 
 def test_gpu_begins_with_the_same_loss_in_every_way_and_tests_that_break_stop_nothing(
