@@ -94,7 +94,7 @@ def checkpoint(
     Layers whose shapes are found in their first forward (``nn.LazyLinear``) are not recomputed in that forward. In code
     that ``torch.compile`` compiles it is ``torch.utils.checkpoint``.
     """
-    unknown = sorted({"context_fn", "determinism_check", "debug", "early_stop"} & kwargs.keys())
+    unknown = [name for name in ("context_fn", "debug", "determinism_check", "early_stop") if name in kwargs]
     if unknown:
         raise TypeError(
             f"expected a function and its arguments, got {', '.join(unknown)} of torch.utils.checkpoint, which this "
