@@ -6,7 +6,6 @@ cannot depend on them is there, and equal.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import signal
 import subprocess
@@ -18,8 +17,6 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.gpu import benchmark as gpu
-from benchmarks.gpu.benchmark import groups_of
 from benchmarks.harness.benchmark import read_header
 from benchmarks.retrieval.corpus import build_corpus
 from tests.benchmarks.here import outcomes_of, run_here
@@ -237,40 +234,6 @@ def test_a_run_that_is_terminated_leaves_no_process_and_no_files(tmp_path: Path)
     assert process.returncode == 128 + signal.SIGTERM, errors
     assert not [child for child in children if child.is_running()]
     assert list((tmp_path / "cache" / "gradstream").iterdir()) == []
-
-
-# --- gpu -------------------------------------------------------------------------------------------------------------
-
-
-def test_what_a_gpu_tells_first_is_worth_most_and_each_case_has_a_limit() -> None:
-    groups = groups_of(gpu.BENCHMARK.settings())
-    assert [*groups][:3] == ["tests", "products", "small"]
-    assert all(case.seconds and case.seconds <= 180 for cases in groups.values() for case in cases)
-
-
-def test_gpu_begins_with_the_same_loss_in_every_way_and_tests_that_break_stop_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """pytest finds nothing at a path that is not there. Without transformers only the blocks are trained."""
-    monkeypatch.setattr("benchmarks.gpu.cases.TEST_OPTIONS", ["-q", "-n0", "--noconftest"])
-    assert run_here("gpu", "--dry-run --tests nowhere --sizes small qwen3-0.6b contrastive", "g") == 1
-    groups = outcomes_of("g")
-    (tests,) = groups["tests"]
-    assert (tests.failure or "").startswith("exit status 1: RuntimeError: pytest ended with status 4")
-    assert "nowhere" in tests.steps[0]["tail"]
-    found = importlib.util.find_spec("transformers") is not None
-    for size, methods in (("small", 9), ("qwen3-0.6b", 8 * found), ("contrastive", 2 * found)):
-        done = [case for case in groups[size] if case.result is not None]
-        assert len(done) == methods, size
-        assert all(case.values("loss")[-1] < case.values("loss")[0] for case in done)
-    assert "## small" in pages("g")
-    assert "first losses" not in pages("g")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
-def test_without_a_gpu_the_command_says_what_runs_instead(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["gpu"]) == 2
-    assert "cpu" in capsys.readouterr().err.lower()
 
 
 def test_the_results_folder_lists_every_page_and_has_its_lines() -> None:
