@@ -154,6 +154,7 @@ class StreamCopyLane(CopyLane):
         self._lane = InlineLane(self._stream)
         #: For copies of what the host is still writing, such as an update: it begins them in place of the submitter.
         self._threads = Threads(1, "offload-copies")
+        self._closed = False
 
     def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
         """Queues a copy on the stream."""
@@ -168,6 +169,9 @@ class StreamCopyLane(CopyLane):
             self._stream.wait_event(given)
             with torch.no_grad(), torch.profiler.record_function(token):
                 copy()
+            if self._closed:
+                # Without this, memory that only this job keeps is freed while it is copied.
+                self._stream.synchronize()
 
         if all(arrival.done for arrival in after):
             return self._lane.submit(job)
@@ -185,8 +189,9 @@ class StreamCopyLane(CopyLane):
 
         Without this, an unused load is still copied while its source is unlocked and its slot is reused.
         """
-        self.wait_idle()
+        self._closed = True
         self._threads.close()
+        self._stream.synchronize()
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:

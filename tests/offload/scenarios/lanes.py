@@ -42,6 +42,9 @@ class LateThread(Threads):
         for future in self._futures:
             future.wait()
 
+    def close(self, *, wait: bool = False) -> None:
+        """What was submitted still runs."""
+
     class LateFuture(Future[Any]):
         def withdraw(self) -> bool:
             return False
@@ -128,6 +131,18 @@ def a_home_goes_after_the_last_copy_of_it(monkeypatch: pytest.MonkeyPatch, path:
     slot_then = slot.clone()
     lane._stream.synchronize()
     assert torch.equal(slot, slot_then), "copied after the close"
+
+
+@fails_with("copied after its memory went")
+def what_is_copied_after_the_close_is_there_when_its_memory_goes(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """An unused load of what an update still writes, when the model is closed."""
+    cuda, slot = LateCuda(monkeypatch), torch.zeros(4)
+    lane = StreamCopyLane(DEVICE)
+    lane._threads = LateThread()  # type: ignore[assignment]
+    lane.submit("L0", lambda: cuda.launch(lambda: slot.fill_(7)), [LateThread().submit(_nothing)])
+    lane.close()
+    lane._threads.wait_idle()  # the thread comes to it
+    assert (slot == 7).all(), "copied after its memory went"
 
 
 @fails_with("a copy is still to come")

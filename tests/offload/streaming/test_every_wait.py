@@ -107,6 +107,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("torch.cuda.current_stream(self._device).record_event()", lanes.a_stream_fills_a_slot_after_its_readers),
             ("self._stream.wait_event(given)", lanes.a_stream_fills_a_slot_after_its_readers),
             ("arrival.wait()", lanes.a_copy_on_a_stream_comes_after_what_it_was_given_after),
+            ("self._stream.synchronize()", lanes.what_is_copied_after_the_close_is_there_when_its_memory_goes),
         ],
         "ThreadCopyLane.wait_idle": [("self._threads.wait_idle()", lanes.a_lane_is_at_rest_after_all_its_copies)],
         "StreamCopyLane.wait_idle": [
@@ -114,7 +115,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("self._stream.synchronize()", lanes.a_lane_is_at_rest_after_all_its_copies),
         ],
         "CopyLanes.wait_idle": [("lane.wait_idle()", training.nothing_moves_after_an_exception)],
-        "StreamCopyLane.close": [("self.wait_idle()", lanes.a_home_goes_after_the_last_copy_of_it)],
+        "StreamCopyLane.close": [("self._stream.synchronize()", lanes.a_home_goes_after_the_last_copy_of_it)],
     },
     "offload.telemetry.clock": {
         "Clock.span": [
