@@ -96,7 +96,10 @@ def total_norm(norms: Sequence[Tensor]) -> Tensor:
     by_device: dict[torch.device, list[int]] = {}
     for k, norm in enumerate(norms):
         by_device.setdefault(norm.device, []).append(k)
-    there = {device: torch.stack([norms[k].to(dtype) for k in ks]) for device, ks in by_device.items()}
+    alike = all(norm.dtype is dtype for norm in norms)
+    there = {
+        device: torch.stack([norms[k] if alike else norms[k].to(dtype) for k in ks]) for device, ks in by_device.items()
+    }
     if len(there) > 1:  # one copy from each device, in the order of the gradients
         each = {k: norm for device, ks in by_device.items() for k, norm in zip(ks, there[device].cpu(), strict=True)}
         there = {torch.device("cpu"): torch.stack([each[k] for k in range(len(norms))])}
