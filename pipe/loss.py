@@ -23,7 +23,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,41 +34,17 @@ __all__ = ["LossFn", "MicroLoss", "UndeclaredReductionError", "micro_losses"]
 
 LossFn = Callable[[Any, Any], Any]
 
-_INDEXED = (nn.CrossEntropyLoss, nn.NLLLoss)
-_AVERAGED = (
-    nn.BCELoss,
-    nn.BCEWithLogitsLoss,
-    nn.HingeEmbeddingLoss,
-    nn.HuberLoss,
-    nn.KLDivLoss,
-    nn.L1Loss,
-    nn.MSELoss,
-    nn.MultiLabelMarginLoss,
-    nn.MultiLabelSoftMarginLoss,
-    nn.MultiMarginLoss,
-    nn.PoissonNLLLoss,
-    nn.SmoothL1Loss,
-    nn.SoftMarginLoss,
-)
-_BY_TARGETS = (*(module.forward for module in _INDEXED), F.cross_entropy, F.nll_loss)
-_BY_ROWS = (
-    *(module.forward for module in _AVERAGED),
-    F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits,
-    F.hinge_embedding_loss,
-    F.huber_loss,
-    F.kl_div,
-    F.l1_loss,
-    F.mse_loss,
-    F.multi_margin_loss,
-    F.multilabel_margin_loss,
-    F.multilabel_soft_margin_loss,
-    F.poisson_nll_loss,
-    F.smooth_l1_loss,
-    F.soft_margin_loss,
-)
-#: By the id of a forward or function of torch: whether its divisor depends on the targets, or is the same for each row.
-_DIVISORS = {**{id(f): "targets" for f in _BY_TARGETS}, **{id(f): "rows" for f in _BY_ROWS}}
+#: Losses of torch whose divisor depends on the targets.
+_BY_TARGETS = nn.CrossEntropyLoss.forward, nn.NLLLoss.forward, F.cross_entropy, F.nll_loss
+_OF_TORCH = nn.MSELoss.forward.__module__, F.mse_loss.__module__
+
+
+def _divisor_of(function: Any, options: Mapping[str, Any]) -> str | None:
+    """Whether the divisor of a loss of torch depends on its ``"targets"`` or ``"rows"``; None if that is not known."""
+    if function in _BY_TARGETS:
+        return "targets"
+    of_torch = getattr(function, "__module__", None) in _OF_TORCH and not hasattr(function, "__wrapped__")
+    return "rows" if of_torch and "ignore_index" not in options else None
 
 
 class UndeclaredReductionError(ValueError):
@@ -120,8 +96,8 @@ class _Declared:
     reduction: str | None = None
     divisor: str | None = None
     """``"targets"``, ``"rows"``, or None for a loss that is not one of torch's."""
-    options: Callable[[], Mapping[str, Any]] = dict
-    """Returns attributes or keyword arguments."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Attributes, or keyword arguments."""
     summed: Callable[[], LossFn] | None = None
     """Makes the same loss, summed."""
 
@@ -194,7 +170,7 @@ def _weighted_by_targets(
 ) -> list[MicroLoss]:
     if not all(isinstance(target, Tensor) and not target.is_floating_point() for target in targets):
         return _weighted_by_rows(loss_fn, rows)  # class probabilities: the mean is over rows
-    options = declared.options()
+    options = declared.options
     weight, ignored = options.get("weight"), options.get("ignore_index", -100)
     divisors = torch.stack([_divisor(target, weight, ignored) for target in targets]).tolist()
     total = sum(divisors)
@@ -218,13 +194,9 @@ def _declared(loss_fn: Any) -> _Declared:
     loss_fn = _unwrapped(loss_fn)
     if isinstance(loss_fn, nn.Module):
         forward = None if "forward" in vars(loss_fn) else type(loss_fn).forward
+        own: Mapping[str, Any] = {**vars(loss_fn), **loss_fn._buffers, **loss_fn._parameters}
         summed = functools.partial(_summing, loss_fn)
-        return _Declared(
-            _named(getattr(loss_fn, "reduction", None)),
-            _DIVISORS.get(id(forward)),
-            lambda: {**vars(loss_fn), **loss_fn._buffers, **loss_fn._parameters},
-            summed,
-        )
+        return _Declared(_named(getattr(loss_fn, "reduction", None)), _divisor_of(forward, own), own, summed)
     keywords: Mapping[str, Any] = {}
     function = loss_fn
     if isinstance(loss_fn, functools.partial):
@@ -234,8 +206,8 @@ def _declared(loss_fn: Any) -> _Declared:
     options = {**_defaults(function), **keywords}
     return _Declared(
         _named(options.get("reduction", getattr(function, "reduction", None))),
-        _DIVISORS.get(id(function)),
-        lambda: options,
+        _divisor_of(function, options),
+        options,
         lambda: functools.partial(function, **{**keywords, "reduction": "sum"}),
     )
 
@@ -274,7 +246,7 @@ def _defaults(function: Any) -> dict[str, Any]:
 
 def _check_mean(declared: _Declared) -> None:
     """Refuses a loss that is not torch's, declares a mean, and has options that ignore or weight some rows."""
-    options = declared.options()
+    options = declared.options
     names = "ignore_index", "padding_idx", "pad_token_id", "weight", "mask"
     suspects = [name for name in names if options.get(name) is not None]
     if suspects:

@@ -1,4 +1,4 @@
-"""Pipeline schedules (fill-drain, 1F1B) as data: printed, validated and simulated before anything runs.
+"""Pipeline schedules (fill-drain, 1F1B) as data: printed and validated before anything runs.
 
 A cell is one micro-batch ``i`` on one stage ``j``. It runs forward once (``F{j}.{i}``) and backward once
 (``B{j}.{i}``). A schedule is the order of these actions on each device; everything else (the clock of each action, the
@@ -18,19 +18,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
 
 __all__ = [
     "Schedule",
-    "Simulation",
     "StageAction",
     "clock_cycles",
     "fill_drain",
     "one_forward_one_backward",
-    "simulate",
 ]
 
 
@@ -104,18 +102,7 @@ class Schedule:
         """One line of actions for each device."""
         return "\n".join(" ".join(map(str, order)) for order in self.orders)
 
-    def __str__(self) -> str:
-        """A table: one row for each clock, one column for each device, named by its stages."""
-        names = [
-            "j=" + ",".join(str(j) for j, line in enumerate(self.lines_of_stages) if line == k)
-            for k in range(len(self.orders))
-        ]
-        width = max(map(len, [*map(str, chain(*self.orders)), *names]), default=1)
-        rows = ["clock " + " ".join(f"{name:<{width}}" for name in names)]
-        for clock, actions in enumerate(self.clocks()):
-            cells = {self.lines_of_stages[action.stage]: str(action) for action in actions}
-            rows.append(f"{clock:5} " + " ".join(f"{cells.get(k, ''):<{width}}" for k in range(len(names))))
-        return "\n".join(row.rstrip() for row in rows)
+    __str__ = lines
 
     def clocks(self) -> list[list[StageAction]]:
         """The actions of each clock, if every action takes one clock; within a clock, in the direction of data flow.
@@ -318,59 +305,3 @@ def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
     """
     for k in range(m + n - 1):
         yield [(k - j, j) for j in range(max(1 + k - m, 0), min(1 + k, n))]
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """The simulated cost of a schedule."""
-
-    step: float
-    """Time from the first action to the last, in the unit of the costs."""
-    bubble: float
-    """Share of the devices' time in which they wait for a cell of another device."""
-    peak_boundaries: tuple[int, ...]
-    """For each device, the largest number of cells between their forward and backward at one time."""
-    turns: tuple[int, ...]
-    """For each device, the number of turns, each of which loads the weights of a stage that is not resident."""
-
-
-def simulate(
-    schedule: Schedule,
-    cost: Callable[[StageAction], float] = lambda action: 1.0 if action.kind == "F" else 2.0,
-    *,
-    devices: Sequence[Hashable] | None = None,
-    load: Callable[[int], float] = lambda stage: 0.0,
-) -> Simulation:
-    """Simulates the times of a schedule. Copies between devices take no time.
-
-    Args:
-        schedule: a valid schedule.
-        cost: time of each action; by default 1 forward and 2 backward. Pass measured times for the real bubble.
-        devices: the device of each stage; stages on one device take turns. By default each line has its own.
-        load: time that a device spends before a turn of a stage; none by default.
-    """
-    places = list(schedule.lines_of_stages) if devices is None else list(devices)
-    names = list(dict.fromkeys(places if devices is not None else range(len(schedule.orders))))
-    free = dict.fromkeys(names, 0.0)
-    busy = dict.fromkeys(names, 0.0)
-    held = dict.fromkeys(names, 0)
-    peak = dict.fromkeys(names, 0)
-    turns = dict.fromkeys(names, 0)
-    there: dict[Hashable, int] = {}
-    end: dict[StageAction, float] = {}
-    for action in chain(*schedule.clocks()):
-        place = places[action.stage]
-        if there.get(place) != action.stage:
-            there[place] = action.stage
-            turns[place] += 1
-            free[place] += load(action.stage)
-            busy[place] += load(action.stage)
-        start = max([free[place], *(end[before] for before in action.needs(schedule.stages))])
-        duration = cost(action)
-        free[place] = end[action] = start + duration
-        busy[place] += duration
-        held[place] += 1 if action.kind == "F" else -1
-        peak[place] = max(peak[place], held[place])
-    step = max(free.values(), default=0.0)
-    bubble = 1 - sum(busy.values()) / (step * len(names)) if step else 0.0
-    return Simulation(step, bubble, tuple(peak[name] for name in names), tuple(turns[name] for name in names))

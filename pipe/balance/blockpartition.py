@@ -11,7 +11,7 @@ torchgpipe takes from it is a heuristic for vectors, whose result can be up to 1
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
@@ -146,37 +146,36 @@ def _most_even_within(cost: Sequence[float], size: Sequence[float], room: Sequen
     """The same under limits of each block, for which neither method is correct: tries all starts (O(n^2) per block)."""
     n, partitions = len(cost) - 1, len(room)
 
-    def fits(k: int, start: int, stop: int) -> bool:
-        return size[stop] - size[start] <= room[k]
+    def sum_of(k: int, start: int, stop: int) -> float:
+        return cost[stop] - cost[start] if size[stop] - size[start] <= room[k] else _INFINITY
 
-    # smallest[stop] is the smallest maximum over the first k + 1 blocks that end at stop.
-    smallest = [0.0] + [_INFINITY] * n
-    for k in range(partitions):
-        row = [_INFINITY] * (n + 1)
-        for stop in range(k + 1, n - (partitions - 1 - k) + 1):
-            row[stop] = min(
-                (max(smallest[start], cost[stop] - cost[start]) for start in range(k, stop) if fits(k, start, stop)),
-                default=_INFINITY,
-            )
-        smallest = row
-    bound = smallest[n]
+    def square_of(k: int, start: int, stop: int) -> float:
+        block = sum_of(k, start, stop)
+        return block * block if block <= bound else _INFINITY
+
+    bound, _ = _least(n, partitions, lambda before, *block: max(before, sum_of(*block)))
     if bound == _INFINITY:
         raise ValueError(
             f"expected a partition within the limits, got none (limits={list(room)}, sum of sizes={size[n]}); "
             f"allow more per block or take more partitions"
         )
-    even: list[float] = [0.0] + [_INFINITY] * n
+    return _least(n, partitions, lambda before, *block: before + square_of(*block))[1]
+
+
+def _least(n: int, partitions: int, value: Callable[[float, int, int, int], float]) -> tuple[float, list[list[int]]]:
+    """The least value of a partition, and for each number of blocks and each end the start of the last block.
+
+    ``value(before, k, start, stop)``: of a partition whose block ``k`` follows a partition of value ``before``.
+    """
+    least = [0.0] + [_INFINITY] * n
     origins: list[list[int]] = []
     for k in range(partitions):
         row, origin = [_INFINITY] * (n + 1), [0] * (n + 1)
         for stop in range(k + 1, n - (partitions - 1 - k) + 1):
-            for start in range(k, stop):
-                block = cost[stop] - cost[start]
-                if block <= bound and fits(k, start, stop) and even[start] + block * block < row[stop]:
-                    row[stop], origin[stop] = even[start] + block * block, start
-        even = row
+            row[stop], origin[stop] = min((value(least[start], k, start, stop), start) for start in range(k, stop))
+        least = row
         origins.append(origin)
-    return origins
+    return least[n], origins
 
 
 def _check(costs: Sequence[float], sizes: Sequence[float], room: Sequence[float], partitions: int) -> None:

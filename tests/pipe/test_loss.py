@@ -338,3 +338,12 @@ def test_a_step_takes_an_input_that_all_rows_share(checkpoint: str) -> None:
     torch.testing.assert_close(got, mask.grad)
     for p, q in zip(layers.parameters(), bare.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_a_function_that_wraps_one_of_torch_is_not_taken_for_it() -> None:
+    @functools.wraps(F.cross_entropy)
+    def wrapped(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target)
+
+    with pytest.raises(ValueError, match="reduction='mean' with ignore_index"):
+        Pipe(model(), [1, 2], chunks=2).train_step(torch.randn(4, 4, dtype=torch.float64), torch.arange(4), wrapped)

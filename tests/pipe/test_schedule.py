@@ -1,4 +1,4 @@
-"""A schedule says what runs when, and what it says can be checked and simulated before."""
+"""A schedule says what runs when, and what it says can be checked before."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ from pipe.schedule import (
     clock_cycles,
     fill_drain,
     one_forward_one_backward,
-    simulate,
 )
+from tests.pipe.turns import bubble, most_held
 
 sizes = {"m": st.integers(1, 9), "n": st.integers(1, 6)}
 
@@ -47,43 +47,19 @@ def test_schedules_are_valid_and_print_what_they_parse(make: Any, m: Any, n: Any
 @pytest.mark.parametrize("make", [fill_drain, one_forward_one_backward])
 @given(**sizes)
 def test_the_bubble_is_that_of_the_formula(make: Any, m: Any, n: Any) -> None:
-    simulation = simulate(make(m, n))
-    assert simulation.bubble == pytest.approx((n - 1) / (m + n - 1))
-    assert simulation.step == pytest.approx(3 * (m + n - 1))
+    assert bubble(make(m, n)) == pytest.approx((n - 1) / (m + n - 1))
 
 
 @given(**sizes)
 def test_1f1b_holds_as_many_boundaries_as_stages_follow_and_fill_drain_holds_all(m: Any, n: Any) -> None:
-    assert simulate(one_forward_one_backward(m, n)).peak_boundaries == tuple(min(m, n - j) for j in range(n))
-    assert simulate(fill_drain(m, n)).peak_boundaries == (m,) * n
+    assert most_held(one_forward_one_backward(m, n)) == [min(m, n - j) for j in range(n)]
+    assert most_held(fill_drain(m, n)) == [m] * n
 
 
 def test_stages_on_one_device_take_turns_and_leave_no_bubble() -> None:
-    simulation = simulate(fill_drain(4, 3), devices=["cpu"] * 3)
-    assert simulation.step == 4 * 3 * 3
-    assert simulation.bubble == pytest.approx(0)
-    assert simulation.peak_boundaries == (12,)
-
-
-def test_measured_costs_give_the_bubble_of_uneven_stages() -> None:
-    simulation = simulate(fill_drain(2, 2), lambda action: 3.0 if action.stage else 1.0)
-    # Stage 1 works 12 of 14; stage 0 works 4 of 14.
-    assert simulation.step == 14
-    assert simulation.bubble == pytest.approx(1 - 16 / 28)
-
-
-def test_the_table_prints_clocks_and_stages() -> None:
-    assert str(one_forward_one_backward(2, 2)) == "\n".join(
-        [
-            "clock j=0  j=1",
-            "    0 F0.0",
-            "    1 F0.1 F1.0",
-            "    2      B1.0",
-            "    3 B0.0 F1.1",
-            "    4      B1.1",
-            "    5 B0.1",
-        ]
-    )
+    schedule = fill_drain(4, 3, ["cpu"] * 3)
+    assert bubble(schedule) == 0
+    assert most_held(schedule) == [12]
 
 
 @pytest.mark.parametrize(
