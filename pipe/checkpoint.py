@@ -158,7 +158,7 @@ def _before(
     devices = watched.devices | {x.device for x in leaves if isinstance(x, Tensor)}
     held = watched.generators
     if found is not None:
-        devices |= {x.device for x in found.tensors}
+        devices |= {x.device for x in found.objects if isinstance(x, Tensor)}
         held = list({id(each): each for each in (*held, *found.generators)}.values())
     modules = ModuleState(watched) if watched.all else None
     state = Replay(generators_of(devices, held), Settings(devices), modules, found)

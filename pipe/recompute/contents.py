@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
@@ -26,13 +26,13 @@ from pipe.nested import attributes_of
 from pipe.recompute.thread_state import PACKAGES
 from pipe.torch_private.modules import HOOKS_OF_MODULES
 
-__all__ = ["Contents", "EngineHook"]
+__all__ = ["PLAIN", "Contents", "EngineHook", "of_a_library"]
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 #: Types of values that hold nothing that can change.
-_PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 _CONTAINERS = list, dict, set, deque
-#: Packages of classes whose objects are not followed.
+#: Packages that are not followed.
 _OTHERS = sys.stdlib_module_names - {"__main__"} | {"torch", *PACKAGES}
 _hooks_of: Callable[[dict[str, Any]], tuple[dict[int, Any], ...]] = itemgetter(*HOOKS_OF_MODULES)
 _NO_HOOKS: tuple[dict[int, Any], ...] = ({},) * len(HOOKS_OF_MODULES)
@@ -77,10 +77,14 @@ def _keeps_its_own(module: nn.Module) -> bool:
 class Contents:
     """What some values hold now."""
 
-    __slots__ = ("_before",)
+    __slots__ = ("_before", "_keeps", "_records")
 
-    def __init__(self, before: list[tuple[Any, Any]]) -> None:
+    def __init__(self, before: list[tuple[Any, Any]], records: dict[int, int] | None = None) -> None:
         self._before = before
+        #: Number of elements of each container that is a record, by ``id``.
+        self._records = {} if records is None else records
+        #: The records that keep their elements behind this number when they get their contents.
+        self._keeps: dict[int, int] = {}
 
     @classmethod
     def of_modules(cls, modules: Iterable[nn.Module], attributes: bool = True) -> Contents:
@@ -91,8 +95,14 @@ class Contents:
             before.append((module, _held_by(module, whole)))
             if whole:
                 own = module.__dict__
-                before += [(v, _content_of(v)) for k, v in own.items() if type(v) not in _PLAIN and k not in _OF_TORCH]
+                before += [(v, _content_of(v)) for k, v in own.items() if type(v) not in PLAIN and k not in _OF_TORCH]
         return cls(before)
+
+    @classmethod
+    def of(cls, values: Iterable[Any]) -> Contents:
+        """Of these values. Containers are records: what a further run adds to them is added to the present ones."""
+        before = [(value, _content_of(value)) for value in values]
+        return cls(before, {id(value): len(content[0]) for value, content in before if isinstance(value, _CONTAINERS)})
 
     @classmethod
     def reachable(cls, roots: Iterable[Any]) -> Contents:
@@ -101,7 +111,7 @@ class Contents:
         waiting = list(roots)
         while waiting:
             value = waiting.pop()
-            if id(value) in found or type(value) in _PLAIN:
+            if id(value) in found or type(value) in PLAIN:
                 continue
             if type(value) is tuple or isinstance(value, frozenset):
                 found[id(value)] = value, None
@@ -115,6 +125,12 @@ class Contents:
                 waiting.extend((attributes or {}).values())
         return cls(list(found.values()))
 
+    def with_those(self, other: Contents) -> Contents:
+        """Of the values of both; those of ``other`` are no records."""
+        theirs = {id(value) for value, _ in other._before}
+        mine = [(value, content) for value, content in self._before if id(value) not in theirs]
+        return Contents(mine + other._before, {k: n for k, n in self._records.items() if k not in theirs})
+
     @property
     def values(self) -> list[Any]:
         """The values."""
@@ -126,7 +142,7 @@ class Contents:
             if isinstance(value, Tensor) and _differs(value, content):
                 owners = [each for each, held in self._before if type(held) is _Held]
                 names = [repr(name) for each in owners for name, x in each.__dict__.items() if x is value]
-                what = f"attribute {names[0]}, a tensor" if names else "a tensor in an object that is an argument"
+                what = f"attribute {names[0]}, a tensor" if names else "a tensor"
                 raise RuntimeError(
                     f"expected {what} of shape {tuple(value.shape)}, not to be changed in place {when}: a "
                     f"recomputation would start from the changed value; assign a new tensor, register it as a buffer, "
@@ -151,19 +167,23 @@ class Contents:
     def again(self) -> Contents:
         """Gives all values what they held; returns what they hold now. Raises before it changes any."""
         self.check("by other code since the forward")
-        present = Contents.reachable(self.values)
+        present = Contents.of(self.values)
+        present._keeps = self._records
         self.put()
         return present
 
     def put(self) -> bool:
         """Gives all values what they held; returns whether that was something else than now. May be repeated."""
         changed = False
+        keeps, self._keeps = self._keeps, {}
         for value, content in self._before:
             if type(content) is _Held:
                 changed |= _put_held(value.__dict__, content)
-            elif not isinstance(value, Tensor) and _differs(value, content):
-                changed = True
-                _put(value, content)
+            elif not isinstance(value, Tensor):
+                added = _elements(value)[keeps[id(value)] :] if id(value) in keeps else []
+                if added or _differs(value, content):
+                    changed = True
+                    _put(value, content, added)
         return changed
 
 
@@ -206,12 +226,14 @@ def _content_of(value: Any) -> Any:
         return None if value.is_inference() else value._version
     if _is_array(value):
         return value.copy()
-    elements = None
-    if isinstance(value, _CONTAINERS):
-        # Keys and values in turn: pairs would be other objects each time.
-        elements = [x for pair in value.items() for x in pair] if isinstance(value, dict) else [*value]
+    elements = _elements(value) if isinstance(value, _CONTAINERS) else None
     attributes = _attributes(value)
     return None if elements is None and attributes is None else (elements, attributes)
+
+
+def _elements(value: Any) -> list[Any]:
+    # Keys and values in turn: pairs would be other objects each time.
+    return [x for pair in value.items() for x in pair] if isinstance(value, dict) else [*value]
 
 
 def _differs(value: Any, content: Any) -> bool:
@@ -230,13 +252,14 @@ def _differs(value: Any, content: Any) -> bool:
     return not (same and (attributes is None or _same_items(attributes, old_attributes)))
 
 
-def _put(value: Any, content: Any) -> None:
-    """Restores what a value held."""
+def _put(value: Any, content: Any, more: Sequence[Any] = ()) -> None:
+    """Restores what a value held; a container gets ``more`` elements besides."""
     if _is_array(value):
         value[...] = content
         return
     elements, attributes = content
     if elements is not None:
+        elements = [*elements, *more]
         value.clear()
         if isinstance(value, dict):
             value.update(zip(elements[::2], elements[1::2], strict=True))
@@ -254,9 +277,14 @@ def _attributes(value: Any) -> dict[str, Any] | None:
     kind = type(value)
     if kind.__module__ == "builtins" or isinstance(value, (nn.Module, Enum, Tensor)):
         return None
-    if kind.__module__.partition(".")[0] in _OTHERS and kind is not types.SimpleNamespace:
+    if of_a_library(kind.__module__) and kind is not types.SimpleNamespace:
         return None
     return dict(attributes_of(value))
+
+
+def of_a_library(module: str | None) -> bool:
+    """Whether the classes and functions of a module are not followed."""
+    return (module or "").partition(".")[0] in _OTHERS
 
 
 def _is_array(value: Any) -> bool:

@@ -74,7 +74,7 @@ class Replay:
         captured: what else the function that runs uses; it is compared.
     """
 
-    __slots__ = ("_arguments", "_captured", "_states", "copies_input", "modules", "settings")
+    __slots__ = ("_captured", "_objects", "_states", "copies_input", "modules", "settings")
 
     def __init__(
         self,
@@ -85,11 +85,10 @@ class Replay:
     ) -> None:
         self._states: list[tuple[Generator, Any]] = [(each, each.get()) for each in generators]
         self.settings, self.modules, self._captured = settings, modules, captured
-        self._arguments: Contents | None = None
+        #: Of objects that the modules get as arguments, or that the function refers to.
+        self._objects = None if captured is None else Contents.of(captured.objects)
         #: Whether the layers write into their input, so that each run needs a copy of it.
         self.copies_input = False
-        if captured is not None:
-            captured.record()
 
     @classmethod
     def capture(
@@ -101,10 +100,11 @@ class Replay:
 
     def add_arguments(self, objects: Sequence[Any]) -> None:
         """Before the first run: adds what can be reached from the objects that the modules get as arguments."""
-        self._arguments = Contents.reachable(objects)
+        reached = Contents.reachable(objects)
         known = {id(generator.owner) for generator, _ in self._states}
-        more = [each for each in generators_in(self._arguments.values) if id(each) not in known]
+        more = [each for each in generators_in(reached.values) if id(each) not in known]
         self._states += [(each, each.get()) for each in generators_of((), more)[-len(more) :] if more]
+        self._objects = reached if self._objects is None else self._objects.with_those(reached)
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
@@ -122,8 +122,8 @@ class Replay:
         self._states = [(each, state) for each, state in self._states if each.moved(state)]
         if self.modules is not None:
             self.modules.record_changes()
-        if self._arguments is not None:
-            self._arguments.check("by the first run, which got it")
+        if self._objects is not None:
+            self._objects.check("by the first run, which reads it")
         if self._captured is not None:
             self._captured.record_changes()
         return self
@@ -141,8 +141,8 @@ class Replay:
             generator.set(before)
         if self.modules is not None:
             self.modules.take_back()
-        if self._arguments is not None:
-            self._arguments.put()
+        if self._objects is not None:
+            self._objects.put()
 
     @property
     def drawn(self) -> tuple[str, ...]:
@@ -190,7 +190,7 @@ class Rewound:
     It can be left again where an interrupt kept it from being left.
     """
 
-    __slots__ = ("_arguments", "_contents", "_entered", "_flags", "_generators", "_replay", "_which")
+    __slots__ = ("_contents", "_entered", "_flags", "_generators", "_objects", "_replay", "_which")
 
     def __init__(self, replay: Replay, *, generators: bool = True, contents: bool = True) -> None:
         self._replay, self._which = replay, (generators, contents)
@@ -203,12 +203,12 @@ class Rewound:
         self._flags = phase.checkpointing, phase.recomputing
         self._generators = [(generator, generator.get()) for generator, _ in states]
         self._contents = replay.present() if contents else None
-        self._arguments: Contents | None = None
+        self._objects: Contents | None = None
         self._entered = True
         if generators:
             phase.checkpointing, phase.recomputing = False, True
-        if contents and replay._arguments is not None:
-            self._arguments = replay._arguments.again()
+        if contents and replay._objects is not None:
+            self._objects = replay._objects.again()
         for generator, before in states:
             generator.set(before)
         if contents:
@@ -223,7 +223,7 @@ class Rewound:
             return
         for generator, now in self._generators:
             generator.set(now)
-        for held in (self._contents, self._arguments):
+        for held in (self._contents, self._objects):
             if held is not None:
                 held.put()
         if self._which[0]:

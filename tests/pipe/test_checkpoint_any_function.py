@@ -252,38 +252,93 @@ def test_outputs_that_are_stored_in_what_the_function_holds_are_freed() -> None:
     assert [ref() for ref in freed] == [None] * 4
 
 
+class Holder:
+    factor = 1.0
+
+
 @pytest.mark.parametrize(
     ("function", "change", "message"),
     [
-        ("list", lambda held: held["list"].append(2.0), "a list"),
-        ("dict", lambda held: held["dict"].update(a=2.0), "a dict"),
+        ("list", lambda held: held["list"].append(2.0), None),
+        ("empty", lambda held: held["empty"].append(2.0), None),
+        ("dict", lambda held: held["dict"].update(a=2.0), None),
+        ("set", lambda held: held["set"].add(2.0), None),
         ("tensor", lambda held: held["tensor"].add_(1), r"a tensor of shape \(6,\)"),
-        ("object", lambda held: setattr(held["object"], "factor", 2.0), "an attribute of a SimpleNamespace, 'factor'"),
+        ("object", lambda held: setattr(held["object"], "factor", 2.0), "an attribute of a Holder, 'factor'"),
         ("global", lambda held: globals().update(FLAG=2.0), "a global variable, 'FLAG'"),
     ],
 )
-def test_a_changed_value_that_the_function_reads_is_named(function: str, change: Any, message: str) -> None:
-    class Holder:
-        factor = 1.0
-
-    Holder.__name__ = "SimpleNamespace"
-    held: dict[str, Any] = {"list": [1.0], "dict": {"a": 1.0}, "tensor": torch.ones(WIDTH), "object": Holder()}
-    held["object"].factor = 1.0
-    numbers, names, tensor, holder = held["list"], held["dict"], held["tensor"], held["object"]
+def test_a_changed_value_that_the_function_reads_is_as_in_the_forward_or_named(
+    function: str, change: Any, message: str | None
+) -> None:
+    held: dict[str, Any] = {"list": [1.0], "empty": [], "dict": {"a": 1.0}, "set": set(), "object": Holder()}
+    held["tensor"] = torch.ones(WIDTH)
+    numbers, none, names, several, tensor, holder = (
+        held[name] for name in ("list", "empty", "dict", "set", "tensor", "object")
+    )
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "list": lambda x: (x * sum(numbers)).exp(),
+        "empty": lambda x: (x * (1 + sum(none))).exp(),
         "dict": lambda x: (x * names["a"]).exp(),
+        "set": lambda x: (x * (1 + sum(several))).exp(),
         "tensor": lambda x: (x * tensor).exp(),
         "object": lambda x: (x * holder.factor).exp(),
         "global": scaled_by_a_global,
     }
+    x = torch.randn(4, WIDTH, requires_grad=True)
     try:
-        y = checkpoint(functions[function], torch.randn(4, WIDTH, requires_grad=True))
+        y = checkpoint(functions[function], x)
         change(held)
-        with pytest.raises(RuntimeError, match=message):
+        if message is None:
             y.sum().backward()
+            assert x.grad is not None
+            torch.testing.assert_close(x.grad, x.detach().exp())
+            assert 2.0 in (held[function].values() if function == "dict" else held[function])
+        else:
+            with pytest.raises(RuntimeError, match=message):
+                y.sum().backward()
     finally:
         globals()["FLAG"] = 1.0
+
+
+@pytest.mark.parametrize("first", [[], [0.0]])
+def test_a_list_that_the_function_reads_and_adds_to_is_as_in_the_forward(first: list[float]) -> None:
+    """It is a record, of further runs, too."""
+    seen = first.copy()
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(float(x.detach().sum()))
+        return (x * len(seen)).exp()
+
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    outputs = [function(x) if first else checkpoint(function, x), checkpoint(function, x)]
+    sum(y.sum() for y in outputs).backward()  # type: ignore[union-attr]
+    assert len(seen) == 4
+    assert x.grad is not None
+    expected = sum(k * (x.detach() * k).exp() for k in range(1 + len(first), 3 + len(first)))
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_a_list_of_an_argument_gets_each_value_once() -> None:
+    class Record:
+        def __init__(self) -> None:
+            self.seen: list[float] = []
+
+    def function(record: Record, x: Tensor) -> Tensor:
+        record.seen.append(float(x.detach().sum()))
+        return (x * len(record.seen)).exp()
+
+    record, x = Record(), torch.randn(4, WIDTH, requires_grad=True)
+    checkpoint(function, record, x).sum().backward()
+    assert len(record.seen) == 1
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, x.detach().exp())
+
+
+def test_a_captured_tensor_that_the_function_itself_changes_in_place_is_refused() -> None:
+    total = torch.zeros(WIDTH)
+    with pytest.raises(RuntimeError, match="changed in place by the first run"):
+        checkpoint(lambda x: x * total.add_(1), torch.randn(4, WIDTH, requires_grad=True))
 
 
 @pytest.mark.parametrize("container", [list, dict])
