@@ -16,7 +16,6 @@ __all__ = ["StepOwner"]
 class StepOwner(Protocol):
     """The ``GradCache`` of a step."""
 
-    audit: bool
     process_fn: Callable[[Any], Any] | None
     towers: list[nn.Module]
 

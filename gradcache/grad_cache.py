@@ -51,8 +51,6 @@ class StepResult:
     """One per tower, all rows, detached."""
     auxiliary: tuple[Any, ...] = ()
     """Further values that the loss function returned after the loss, detached."""
-    greatest_difference: float | None = None
-    """Greatest absolute difference between the two passes' results; None without ``audit``."""
 
 
 class GradCache:
@@ -84,7 +82,6 @@ class GradCache:
             it). None: half of the free memory.
             Plain modules keep nothing else between the passes, and chunks of theirs never run together, so the other
             fields of a policy do not concern them.
-        audit: compare the results of the two passes, of an OffloadModel layer by layer; see ``audit``.
 
     Raises:
         TypeError, ValueError: at construction or at the start of a step, before any gradient is written.
@@ -107,7 +104,6 @@ class GradCache:
         *,
         precision: torch.dtype | None = None,
         broadcast: Collection[str | int] = (),
-        audit: bool = False,
         memory: MemoryPolicy | int | str | Mapping[str, int | str] | None = None,
     ) -> None:
         if callable(models) and not isinstance(models, nn.ModuleList):
@@ -130,7 +126,6 @@ class GradCache:
         self.process_fn = process_fn
         self.precision = torch.float16 if fp16 else precision
         self.broadcast = tuple(broadcast)
-        self.audit = audit
         self.memory = StepMemory(policy_of(memory))
         self.step_result: StepResult | None = None
         self._inputs = InputGradients()
@@ -140,7 +135,6 @@ class GradCache:
         self._auxiliary: tuple[Any, ...] = ()
         #: Checks a graph of the current step, see ``distributed.Reduction.check``.
         self._check: Callable[[Any, Any], None] | None = None
-        self._difference = 0.0
         self.towers: list[nn.Module] = []
         self._check_towers()
 
@@ -186,7 +180,6 @@ class GradCache:
         for chunk in model_inputs:
             tensors = self.get_input_tensors(chunk)
             output, state = first_pass(layers, chunk, encoder, tensors, with_graph=with_graph and not states)
-            state.first = output if self.audit else None
             state.requires_grad = states[0].requires_grad if states else state.requires_grad
             joined.add(output)
             states.append(state)
@@ -225,7 +218,7 @@ class GradCache:
                 continue
             chunk = self._inputs.as_leaves(chunk)
             if isinstance(state, ChunkState):
-                self._difference = max(self._difference, state.second_pass(chunk, encoder, gradient, check))
+                state.second_pass(chunk, encoder, gradient, check)
                 check = None
             else:  # a state from a user's own forward_no_grad replays only random states
                 with torch.enable_grad(), state:
@@ -258,8 +251,7 @@ class GradCache:
                 commit()
             else:
                 loss = self._loss(encoded, loss_kwargs).detach()
-        difference = max(self._difference, step.greatest_difference) if self.audit else None
-        self.step_result = StepResult(loss, tuple(encoded), self._auxiliary, difference)
+        self.step_result = StepResult(loss, tuple(encoded), self._auxiliary)
         return loss
 
     @restores_thread_state
@@ -315,7 +307,7 @@ class GradCache:
                 "expected models wrapped in DistributedDataParallel with no_sync_except_last=True, got one that has no "
                 "no_sync(); wrap all models or drop the flag"
             )
-        self._auxiliary, self._difference = (), 0.0
+        self._auxiliary = ()
         # A subclass that overrides model_call gets the model as it was given, including a DDP wrapper.
         models = list(self.towers if self.replaced("model_call") else map(unwrapped, self.towers))
         for model, inner in zip(self.towers, models, strict=True):

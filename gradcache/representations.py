@@ -28,7 +28,6 @@ __all__ = [
     "check",
     "detached",
     "gradients",
-    "greatest_difference",
     "has_gradient",
     "past_accumulation_hooks",
     "push",
@@ -288,12 +287,6 @@ def push(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
             leaf.grad = leaf.grad + gradient
         for hook in list((getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values()):
             hook(leaf)
-
-
-def greatest_difference(first: Any, second: Any) -> float:
-    """The greatest absolute difference between two representations of the same structure."""
-    pairs = zip(tensors_in(first), tensors_in(second), strict=True)
-    return max((float((a.detach() - b.detach()).abs().max()) for a, b in pairs if a.numel()), default=0.0)
 
 
 def attach(

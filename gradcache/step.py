@@ -59,8 +59,6 @@ class Step:
         self.check = self._reduction.check
         self.inputs = InputGradients()
         self._shared: list[StreamedTowers | WrappedTowers] = []
-        #: Greatest difference between the two passes of streamed towers, with ``audit``.
-        self.greatest_difference = 0.0
 
     @contextlib.contextmanager
     def gradients(self, returned: Sequence[Tensor] | None = None) -> Iterator[Callable[[], list[Tensor | None]]]:
@@ -144,7 +142,6 @@ class Step:
                 )
         for shared in self._shared:
             shared.backward()
-            self.greatest_difference = max(self.greatest_difference, shared.greatest_difference)
 
     def _rows_per_chunk(self, tower: Tower, states: Sequence[Any]) -> list[int]:
         known = [getattr(state, "rows", None) for state in states]

@@ -9,33 +9,24 @@ pass their chunks in one call, so each shard is loaded for all of them at once.
 much larger than raw ones, so only the one that is passed to the first layer exists at a time; the recomputation
 processes its chunk again, with the same random numbers.
 
-``audit`` compares each layer's output in the recomputation with that of the first pass, and keeps it in host memory
-until the step is done. To compare representations is not enough: a recomputation starts from the saved input of a
-shard, so a layer with a different second output makes the gradients of its own shard and of earlier shards wrong, but
-does not change the output of the last shard.
-
 ``gradcache`` uses such a model only through the two protocols below.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradcache import representations
 from gradcache.chunks import call_arguments
 from gradcache.nested import tensors_in
 from gradcache.two_pass import InputGradients, is_trainable
-from pipe.recompute.contents import EngineHook
-from pipe.recompute.phase import recomputing_to_the_end
 
 if TYPE_CHECKING:
     from gradcache.contract import StepOwner
@@ -95,7 +86,6 @@ class StreamedTowers:
         self._model = model
         self._towers = towers
         self._inputs = inputs
-        self._audit = LayerAudit(list(towers[0].model.children()) if owner.audit else (), owner.representation_of)
         #: The representations of all chunks with their graph.
         self._graph: list[Any] = []
 
@@ -110,9 +100,8 @@ class StreamedTowers:
             chunks = [self._inputs.as_leaves(owner.processed(chunk)) for chunk in chunks]
         calls = chunks if lazy else [call_arguments(chunk) for chunk in chunks]
         input_fn = {"input_fn": partial(_first_call, owner.processed)} if lazy else {}
-        output_fn = self._audit.output_fn if owner.audit else owner.representation_of
-        with owner.autocast(module), self._audit.listening(compares=False):
-            outputs = self._model.forward_chunks(calls, output_fn=output_fn, **input_fn)
+        with owner.autocast(module):
+            outputs = self._model.forward_chunks(calls, output_fn=owner.representation_of, **input_fn)
         trainable = any(tensor.requires_grad for tensor in tensors_in(outputs))
         self._graph = outputs if trainable else []
         remaining = map(representations.detached, outputs)
@@ -124,13 +113,7 @@ class StreamedTowers:
         """Runs the model's backward from the gradients of all towers' representations, loading each shard once."""
         graph, self._graph = self._graph, []
         if graph:
-            with self._audit.listening(compares=True):
-                representations.backward(graph, [part for tower in self._towers for part in tower.split_gradient()])
-
-    @property
-    def greatest_difference(self) -> float:
-        """Greatest difference between the passes, of the chunks that ran in both. Only with ``audit``."""
-        return self._audit.greatest_difference
+            representations.backward(graph, [part for tower in self._towers for part in tower.split_gradient()])
 
 
 def _first_call(process: Callable[[Any], Any], chunk: Any) -> Any:
@@ -143,77 +126,3 @@ def _first_call(process: Callable[[Any], Any], chunk: Any) -> Any:
             "over layers; make it an nn.Module, or a layer of the model"
         )
     return call
-
-
-class LayerAudit:
-    """The outputs of layers and of ``output_fn`` in the first pass, and their greatest difference in the second one."""
-
-    def __init__(self, layers: Sequence[nn.Module], output_fn: Callable[[Any], Any]) -> None:
-        self._layers = list(layers)
-        self._output_fn = output_fn
-        self._first: list[list[list[Tensor]]] = [[] for _ in range(len(self._layers) + 1)]
-        self._compares = False
-        self.greatest_difference = 0.0
-
-    def output_fn(self, output: Any) -> Any:
-        """The function, whose results are recorded like those of a layer."""
-        representation = self._output_fn(output)
-        self._note(-1, representation)
-        return representation
-
-    @contextlib.contextmanager
-    def listening(self, *, compares: bool) -> Iterator[None]:
-        """A context in which outputs are recorded, or compared with the recorded ones."""
-        self._compares = compares
-        hooks = [EngineHook(lambda module, args, output, j=j: self._note(j, output)) for j in range(len(self._layers))]
-        handles = [layer.register_forward_hook(hook) for layer, hook in zip(self._layers, hooks, strict=True)]
-        try:
-            with recomputing_to_the_end():
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _note(self, j: int, output: Any) -> None:
-        result = [tensor.detach().to("cpu", copy=True) for tensor in tensors_in(output)]
-        if self._compares:
-            self.greatest_difference = max(self.greatest_difference, _difference(self._first[j], result))
-        else:
-            self._first[j].append(result)
-
-
-def _difference(first: Sequence[list[Tensor]], second: list[Tensor]) -> float:
-    """The difference of an output from the nearest output of the first pass; infinite if none has its shape.
-
-    The second pass may run chunks in another order, and concatenate neighbours, so several outputs are joined too.
-    """
-    nearest = math.inf if second else 0.0
-    for start in range(len(first)):
-        for stop in range(start + 1, len(first) + 1):
-            difference = _compared(first[start:stop], second)
-            if difference is None:
-                break
-            nearest = min(nearest, difference)
-    return nearest
-
-
-def _compared(run: Sequence[list[Tensor]], second: list[Tensor]) -> float | None:
-    """The greatest difference from some results; infinite for another shape, None for too many rows."""
-    if any(len(result) != len(second) for result in run):
-        return None
-    worst = 0.0
-    for tensor, *parts in zip(second, *run, strict=True):
-        if len(parts) > 1 and any(part.dim() == 0 or part.shape[1:] != tensor.shape[1:] for part in parts):
-            return None
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if tensor.dim() and whole.dim() and whole.size(0) > tensor.size(0):
-            return None
-        if whole.shape != tensor.shape:
-            return math.inf
-        if tensor.numel():
-            wide = torch.complex128 if tensor.is_complex() else torch.float64
-            difference = (whole.to(wide) - tensor.to(wide)).abs()
-            # Equal infinities would give inf - inf = NaN.
-            difference[(whole == tensor) | (whole.isnan() & tensor.isnan())] = 0.0
-            worst = max(worst, float(difference.nan_to_num(nan=math.inf).max()))
-    return worst

@@ -144,22 +144,15 @@ class ChunkState(RandContext):
         self._layers = layers
         self.rows = 0
         self.requires_grad = True
-        self.first: Any = None
 
-    def second_pass(self, chunk: Any, encoder: Encoder, gradient: Any, check: Check | None = None) -> float:
-        """Runs the chunk again with a graph, calls ``check(output, chunk)``, and runs backward from ``gradient``.
-
-        Returns the greatest difference from the first pass's representations, if they were kept (else 0).
-        """
+    def second_pass(self, chunk: Any, encoder: Encoder, gradient: Any, check: Check | None = None) -> None:
+        """Runs the chunk again with a graph, calls ``check(output, chunk)``, and runs backward from ``gradient``."""
         # Buffers keep the values of the first pass until backward is done, which may read them.
         with contextlib.ExitStack() as until_backward, torch.enable_grad():
             output = self._layers.repeat(encoder, chunk, self._replay, until=until_backward)
-            difference = 0.0 if self.first is None else representations.greatest_difference(self.first, output)
-            self.first = None
             if check is not None:
                 check(output, chunk)
             representations.backward([output], [gradient])
-        return difference
 
 
 def repeatable(model: nn.Module) -> RepeatableLayers:

@@ -323,15 +323,10 @@ class SuspendedForward:
         """To be called before the two methods below; ``inputs`` collects the gradients of the chunk itself."""
         self._chunk = inputs.as_leaves(self._chunk)
 
-    def backward(self, gradient: Any, first: Any) -> float:
-        """Repeats the forward with a graph, and runs backward from the representation to the outputs of calls.
-
-        Returns the greatest difference from the representations ``first`` of the first pass; 0 if that is None.
-        """
+    def backward(self, gradient: Any) -> None:
+        """Repeats the forward with a graph, and runs backward from the representation to the outputs of calls."""
         with self._repeated(None) as output:
-            difference = 0.0 if first is None else representations.greatest_difference(first, output)
             representations.backward([output], [gradient])
-        return difference
 
     def backward_from(self, k: int) -> None:
         """Repeats the forward up to call ``k``, and runs backward from its inputs to the outputs of earlier calls.

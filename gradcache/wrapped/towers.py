@@ -84,7 +84,6 @@ class WrappedTowers:
             given = [list(owner.get_input_tensors(chunk)) for chunk in chunks]
             state.layers.devices = {*state.layers.devices, *devices_in_use(list(model.parameters()), given)}
             self._forwards.append([SuspendedForward(chunk, owner.encoder_of(model), state) for chunk in chunks])
-        self.greatest_difference = 0.0
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -113,9 +112,8 @@ class WrappedTowers:
             tower.join(self._owner.joined(tower.chunks), [forward.representation for forward in chunks])
             requires_grad = any(forward.requires_grad for forward in chunks)
             tower.wants_gradient = requires_grad or is_trainable(tower.model, tower.chunks)
-            if not self._owner.audit:
-                for forward in chunks:
-                    forward.representation = None
+            for forward in chunks:
+                forward.representation = None
 
     @staticmethod
     def _next(forwards: Sequence[SuspendedForward]) -> list[SuspendedForward]:
@@ -162,9 +160,8 @@ class WrappedTowers:
             for tower, chunks in zip(self._towers, self._forwards, strict=True):
                 for forward, part in zip(chunks, tower.split_gradient(), strict=True):
                     forward.begin_backward(self._inputs)
-                    first, forward.representation = forward.representation, None
                     if part is not None:
-                        self.greatest_difference = max(self.greatest_difference, forward.backward(part, first))
+                        forward.backward(part)
             while self._joint_calls:
                 outputs, members = self._joint_calls.pop()
                 representations.backward(outputs, [part for *_, call in members for part in call.take_gradients()])

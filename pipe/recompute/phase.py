@@ -21,7 +21,6 @@ __all__ = [
     "is_checkpointing",
     "is_recomputing",
     "phase",
-    "recomputing_to_the_end",
 ]
 
 
@@ -37,9 +36,6 @@ class _Phase(threading.local):
     @flags.setter
     def flags(self, flags: tuple[bool, bool]) -> None:
         self.checkpointing, self.recomputing = flags
-
-    #: Whether recomputations of forwards that run now do not stop when all saved tensors are there.
-    to_the_end = False
 
 
 #: The flags of this thread.
@@ -64,11 +60,6 @@ def enable_checkpointing(enabled: bool = True) -> contextlib.AbstractContextMana
 def enable_recomputing(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
     """A context in which :func:`is_recomputing` returns ``enabled`` in this thread (always True inside a backward)."""
     return _enabled("recomputing", enabled)
-
-
-def recomputing_to_the_end() -> contextlib.AbstractContextManager[None]:
-    """A context for forwards whose recomputations run to their end, for hooks that see what the last layers make."""
-    return _enabled("to_the_end", True)
 
 
 def is_checkpointing() -> bool:

@@ -75,7 +75,8 @@ class Call:
 
     def __init__(self, name: str, again: Callable[..., Any], state: Replay, references: References | None) -> None:
         self.name, self.again, self.state, self.references = name, again, state, references
-        self.to_the_end = phase.to_the_end
+        #: Whether second runs do not stop when all tensors have been made.
+        self.to_the_end = False
         #: Whether the first run has ended. Until then, backwards inside it run the part before them again.
         self.ended = False
         self.count = 0

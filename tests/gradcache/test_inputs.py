@@ -248,7 +248,6 @@ EXECUTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "processed": (lambda net: net, {"process_fn": lambda x: x * 1}),
     "shards": (lambda net: OffloadModel(net, "cpu", num_slices=2, checkpoint_activation=True), {}),
     "shards, graphs kept": (lambda net: OffloadModel(net, "cpu", num_slices=2, checkpoint_activation=False), {}),
-    "audit": (lambda net: net, {"audit": True}),
 }
 
 

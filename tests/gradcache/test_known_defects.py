@@ -144,14 +144,12 @@ class Fickle(nn.Module):
 
 def test_python_and_numpy_generators_are_replayed_and_go_on_after_the_step() -> None:
     model = Fickle()
-    step = GradCache([model], 2, energy, audit=True)
+    step = GradCache([model], 2, energy)
     step(torch.randn(6, 8))
     assert model.seen.made()[:3] == model.seen.made()[3:]
     assert len(set(model.seen.made())) == 3
     after = random.random() + float(np.random.rand()) + float(torch.rand(()))
     assert after not in model.seen.made()
-    assert step.step_result is not None
-    assert step.step_result.greatest_difference == 0.0
 
 
 def test_cached_replays_python_and_numpy_generators() -> None:
@@ -221,10 +219,11 @@ def test_generators_of_devices_that_no_input_lives_on_are_replayed(monkeypatch: 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device for its generator")
 def test_dropout_on_the_device_is_replayed_although_the_inputs_are_on_the_host() -> None:
     model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5)).cuda()
-    step = GradCache([model], 2, energy, process_fn=lambda chunk: chunk.cuda(), audit=True)
-    step(torch.randn(6, 8))
-    assert step.step_result is not None
-    assert step.step_result.greatest_difference == 0.0
+    masks: list[Tensor] = []
+    model[1].register_forward_hook(lambda module, args, output: masks.append(output.detach() == 0))
+    GradCache([model], 2, energy, process_fn=lambda chunk: chunk.cuda())(torch.randn(6, 8))
+    assert len(masks) == 6
+    assert all(map(torch.equal, masks[:3], masks[3:]))
 
 
 # -- 4: buffers and inputs -----------------------------------------------------------------------------------------
@@ -282,11 +281,10 @@ def test_what_a_forward_writes_is_met_as_it_was_by_the_second_pass_and_written_o
 
     expected = torch.cat([bare(part.clone()) for part in x.split(3)])
     loss(expected).backward()
-    step = GradCache([ours], 3, loss, audit=True)
+    step = GradCache([ours], 3, loss)
     step(x)
     assert torch.equal(x, kept)
     assert step.step_result is not None
-    assert step.step_result.greatest_difference == 0.0
     torch.testing.assert_close(step.step_result.representations[0], expected.detach())
     for (_, mine), (_, theirs) in zip(ours.named_buffers(), bare.named_buffers(), strict=True):
         torch.testing.assert_close(mine, theirs)

@@ -122,43 +122,6 @@ def test_hooks_of_a_subclass_win_over_streaming(assert_same_gradients: Any) -> N
     assert_same_gradients([bare], [ours])
 
 
-@pytest.mark.parametrize("position", range(1, 5))  # the first has nothing to train before it
-@pytest.mark.parametrize("how", ["streamed", "together", "plain"])
-def test_audit_tells_of_a_layer_that_repeats_itself_otherwise_wherever_it_is(how: str, position: int) -> None:
-    """Only the last shard was compared, so that a wrong gradient of any other was certified as exact."""
-
-    class Drifting(nn.Module):
-        calls = 0
-
-        def __init__(self, steady: bool) -> None:
-            super().__init__()
-            self.steady = steady
-
-        def forward(self, x: Tensor) -> Tensor:
-            Drifting.calls += 1  # of the class: an attribute of the layer would be put back
-            return x * x.new_tensor(1.0 if self.steady else Drifting.calls)  # saved, unlike a number
-
-    for steady in (True, False):
-        layers = [*tower(dropout=0.5)]
-        layers.insert(position, Drifting(steady))
-        model: nn.Module = nn.Sequential(*layers)
-        if how != "plain":
-            model = offloaded(
-                model,
-                num_slices=5,
-                **({"memory": MemoryPolicy.fixed(activation_bytes="1MiB")} if how == "together" else {}),
-            )
-        step = GradCache([model, model], 2, SimpleContrastiveLoss(), audit=True)
-        step(torch.randn(6, 8), torch.randn(6, 8))
-        assert step.step_result is not None
-        difference = step.step_result.greatest_difference
-        assert difference is not None
-        if steady:
-            assert difference < 1e-5
-        else:
-            assert difference > 0.01
-
-
 @pytest.mark.parametrize("how", ["streamed", "plain"])
 def test_bfloat16_gradients_of_a_thousand_chunks_add_up_within_one_percent(how: str) -> None:
     """Offloaded, with masters of 32 bits at home; in memory, with parameters of 16."""
@@ -183,14 +146,11 @@ def test_chunks_that_the_engine_runs_together_give_the_same_gradient_in_every_st
     bare = tower()
     ours = offloaded(copy.deepcopy(bare), memory=MemoryPolicy.fixed(activation_bytes="1MiB"))
     x, y = torch.randn(13, 8), torch.randn(13, 8)
-    step = GradCache([ours, ours], 2, SimpleContrastiveLoss(), get_rep_fn=rep, audit=True)
+    step = GradCache([ours, ours], 2, SimpleContrastiveLoss(), get_rep_fn=rep)
     for _ in range(3):
         SimpleContrastiveLoss()(rep(bare(x)), rep(bare(y))).backward()
         step(x, y)
     assert_same_gradients([bare], [ours])
-    assert step.step_result is not None
-    assert step.step_result.greatest_difference is not None
-    assert step.step_result.greatest_difference < 1e-6
 
 
 def test_updates_that_are_pending_run_beside_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
