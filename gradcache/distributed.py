@@ -41,9 +41,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradcache import representations
 from gradcache.autograd_node import Gradients, wide, with_backward
-from gradcache.used_modules import UsedModules, leaves_of
+from gradcache.used_modules import UsedModules
 from offload import OffloadEmbeddingBag
 from offload.identities import identities_only
+from pipe.gradients import leaves_of
 from pipe.nested import tensors_in
 from pipe.recompute.contents import EngineHook
 from pipe.torch_private.autograd import at_end_of_backward

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from gradcache.autograd_node import Gradients, wide, with_backward
 from gradcache.distributed import gather_rows, over_processes, rows_per_rank
-from gradcache.used_modules import leaves_of
+from pipe.gradients import leaves_of
 from pipe.nested import flatten, map_tensors, unflatten
 
 __all__ = [

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradcache.autograd_node import Gradients, with_backward
-from gradcache.used_modules import leaves_of
+from pipe.gradients import leaves_of
 from pipe.microbatch import gather_nested
 from pipe.nested import TreeSpec, flatten, map_tensors, tensors_in, unflatten
 

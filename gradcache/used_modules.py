@@ -9,22 +9,14 @@ extension, are not found.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
-__all__ = ["CallableModel", "UsedModules", "as_modules", "leaves_of"]
+from pipe.recompute.captured import captured
 
-_DEEPEST = 5
-#: Longer collections are taken for data; the number of objects is limited so that the search does not slow down a step.
-_LONGEST, _MOST = 256, 5000
-#: Functions of these packages hold no modules of the user.
-_LIBRARIES = frozenset({"builtins", "torch", "numpy", "functools", "collections", "math", "typing", "gradcache"})
+__all__ = ["CallableModel", "UsedModules", "as_modules"]
 
 
 class UsedModules:
@@ -34,91 +26,14 @@ class UsedModules:
     """
 
     def __init__(self, *values: Any) -> None:
-        self.modules: list[nn.Module] = []
-        self.tensors: list[Tensor] = []
-        self._seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
-        for value in values:
-            self._visit(value, 0)
+        found = captured(*values)
+        self.modules = found.modules
+        self.tensors = [x for x in found.objects if isinstance(x, Tensor) and x.requires_grad and x.is_leaf]
 
     def parameters(self) -> list[Tensor]:
         """Each trainable tensor once."""
         found = [parameter for module in self.modules for parameter in module.parameters()] + self.tensors
         return list({id(tensor): tensor for tensor in found if tensor.requires_grad}.values())
-
-    def _visit(self, value: Any, depth: int) -> None:
-        if value is None or isinstance(value, (str, bytes, int, float, type, ModuleType)) or id(value) in self._seen:
-            return
-        if depth > _DEEPEST or len(self._seen) > _MOST:
-            return
-        self._seen[id(value)] = value
-        if isinstance(value, nn.Module):
-            self.modules.append(value)
-        elif isinstance(value, Tensor):
-            if value.requires_grad and value.is_leaf:
-                self.tensors.append(value)
-        else:
-            for inner in _parts_of(value):
-                self._visit(inner, depth + 1)
-
-
-def _parts_of(value: Any) -> Iterator[Any]:
-    if isinstance(value, partial):
-        yield from (value.func, value.args, value.keywords)
-    elif isinstance(value, MethodType):
-        yield from (value.__self__, value.__func__)
-    elif isinstance(value, FunctionType):
-        yield from _used_by(value)
-    elif isinstance(value, (Mapping, list, tuple)):
-        if len(value) <= _LONGEST:
-            yield from value.values() if isinstance(value, Mapping) else value
-    elif type(value).__module__.partition(".")[0] not in _LIBRARIES or callable(value):
-        yield from getattr(value, "__dict__", {}).values()
-        # A callable object uses what the __call__ of its class uses.
-        call = inspect.getattr_static(type(value), "__call__", None)
-        if isinstance(call, FunctionType):
-            yield call
-
-
-def _used_by(function: FunctionType) -> Iterator[Any]:
-    wrapped = inspect.unwrap(function)
-    if wrapped is not function:
-        yield wrapped
-    if function.__module__ is not None and function.__module__.partition(".")[0] in _LIBRARIES:
-        names: set[str] = set()
-    else:
-        names = set(_names_in(function.__code__))
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # an empty cell: the name is not bound yet
-            continue
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
-    for name in sorted(names):
-        if name in function.__globals__:
-            yield function.__globals__[name]
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):  # a lambda or a comprehension in it
-            yield from _names_in(constant)
-
-
-def leaves_of(*outputs: Tensor) -> Iterator[Tensor]:
-    """Each trainable leaf that the graph of ``outputs`` reaches, one of them included."""
-    seen: set[Any] = set()
-    queue: list[Any] = [get_gradient_edge(output).node for output in outputs if output.requires_grad]
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
-        queue += [following for following, _ in node.next_functions]
 
 
 class CallableModel(nn.Module):

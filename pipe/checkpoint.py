@@ -147,7 +147,7 @@ def _before(
     else:
         others = [x for x in leaves if type(x) not in LEAVES and not isinstance(x, Tensor)]
         if others or not isinstance(function, nn.Module):
-            found = captured(function, others)
+            found = captured(function, *others)
             watched = WatchedModule(*found.modules)
         else:
             watched = WatchedModule(function)

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from pipe.torch_private.autograd import HiddenHooks
 from pipe.torch_private.tensors import add_all
 
-__all__ = ["StepGradients", "parameters_of"]
+__all__ = ["StepGradients", "leaves_of", "parameters_of"]
 
 
 def parameters_of(module: nn.Module, *, without: Iterable[object]) -> list[nn.Parameter]:
@@ -37,6 +38,21 @@ def parameters_of(module: nn.Module, *, without: Iterable[object]) -> list[nn.Pa
             found.update([(id(p), p) for p in inner._parameters.values() if p is not None])
             waiting += inner._modules.values()
     return list(found.values())
+
+
+def leaves_of(*outputs: Tensor) -> Iterator[Tensor]:
+    """Each trainable leaf that the graph of ``outputs`` reaches, one of them included."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [get_gradient_edge(output).node for output in outputs if output.requires_grad]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        waiting += [following for following, _ in node.next_functions]
 
 
 class StepGradients:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from pipe.checkpoint import Checkpointing
-from pipe.gradients import StepGradients
+from pipe.gradients import StepGradients, leaves_of
 from pipe.loss import MicroLoss
 from pipe.microbatch import rows_of, split_nested
 from pipe.nested import TreeSpec, flatten, tensors_in, unflatten
@@ -217,7 +217,7 @@ class PipelineStep:
                 "after gradients of other micro-batches were offloaded; pass schedule='fill_drain'"
             )
         known = {id(parameter) for parameter in self.gradients.parameters} | {id(leaf) for leaf, _, _ in cell.sources}
-        others = [leaf for leaf in _leaves_of(loss) if id(leaf) not in known and leaf.numel()]
+        others = [leaf for leaf in leaves_of(loss) if id(leaf) not in known and leaf.numel()]
         if others:
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in others)
             raise ValueError(
@@ -273,20 +273,3 @@ def split_target(target: Any, rows: Sequence[int]) -> list[Any]:
         )
     targets = split_nested(target, len(rows))
     return targets if len(targets) == len(rows) else targets * len(rows)
-
-
-def _leaves_of(output: Tensor) -> list[Tensor]:
-    """The leaves that receive a gradient in a backward of ``output``."""
-    if output.grad_fn is None:
-        return [output]
-    found: list[Tensor] = []
-    seen, waiting = {output.grad_fn}, [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        following = {after for after, _ in node.next_functions if after is not None} - seen
-        seen |= following
-        waiting.extend(following)
-    return found

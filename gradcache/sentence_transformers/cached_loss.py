@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from gradcache.autograd_node import wide
 from gradcache.grad_cache import GradCache
 from gradcache.loss import with_known_gradients
-from gradcache.used_modules import leaves_of
+from pipe.gradients import leaves_of
 
 __all__ = ["CachedLoss", "Columns", "columns_of", "cos_sim", "embedding_in", "joined", "name_of", "precise_cos_sim"]
 

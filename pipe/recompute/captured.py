@@ -12,14 +12,15 @@ Limits: functions of torch and of the standard library are not followed, nor are
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Mapping
+from itertools import chain
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-from pipe.recompute.contents import PLAIN, of_a_library
+from pipe.recompute.contents import CONTAINERS, PLAIN, of_a_library
 from pipe.recompute.generators import generator_types
 
 __all__ = ["Captured", "captured", "frozen"]
@@ -27,7 +28,7 @@ __all__ = ["Captured", "captured", "frozen"]
 #: Containers with more are taken for data that does not change.
 MOST_ELEMENTS = 256
 
-_CONTAINERS = {list, tuple, dict, set, frozenset, deque, OrderedDict}
+_COLLECTIONS = list, tuple, set, frozenset, deque, Mapping
 _IGNORED = BuiltinFunctionType, ModuleType, CodeType, type
 _MISSING = object()
 
@@ -64,17 +65,13 @@ class Captured:
                     )
 
 
-def captured(function: Callable[..., Any], given: Iterable[Any] = ()) -> Captured:
-    """What a function uses besides the tensors among its arguments; ``given``: its other arguments."""
+def captured(*values: Any) -> Captured:
+    """What functions use, and nested values hold, in an order that is the same in every run of a program."""
     found = Captured()
-    if isinstance(function, nn.Module):
-        found.modules.append(function)
-        waiting = [*given]
-    else:
-        waiting = [function, *given]
+    waiting = [*values[::-1]]
     generators = generator_types()
     seen: set[int] = set()
-    names: set[str] = set()
+    names: dict[str, None] = {}
     owners: list[tuple[type, dict[str, Any]]] = []
     held: list[Any] = []  # ids are not reused meanwhile
     while waiting:
@@ -94,23 +91,24 @@ def captured(function: Callable[..., Any], given: Iterable[Any] = ()) -> Capture
             elif kind is MethodType:
                 waiting += value.__self__, value.__func__
             elif kind is FunctionType:
+                waiting += [cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)]
                 if not of_a_library(value.__module__):
-                    names |= (own := _names(value.__code__))
-                    waiting += [cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)]
                     waiting += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-                    there = value.__globals__
+                    own, there = _names(value.__code__), value.__globals__
+                    names |= own
                     read = {name: there[name] for name in own if name in there}
                     waiting += read.values()
                     found.variables.append(("a global variable", there, read))
             elif isinstance(value, functools.partial):
                 waiting += value.func, *value.args, *value.keywords.values()
-            elif kind in _CONTAINERS:
+            elif isinstance(value, _COLLECTIONS):
                 if len(value) <= MOST_ELEMENTS:
-                    waiting += value.values() if isinstance(value, dict) else value
-                    if kind is not tuple and kind is not frozenset:
+                    waiting += value.values() if isinstance(value, Mapping) else value
+                    if isinstance(value, CONTAINERS):
                         found.objects.append(value)
             elif not of_a_library(kind.__module__) and isinstance(own_dict := getattr(value, "__dict__", None), dict):
                 owners.append((kind, own_dict))
+                waiting.append(getattr(kind, "__call__", None))  # noqa: B004
         # Of an object, only what the code names.
         for kind, own_dict in owners:
             for name in names:
@@ -151,10 +149,10 @@ def frozen(function: Callable[..., Any], known: dict[int, CellType] | None = Non
 
 
 @functools.lru_cache(maxsize=4096)
-def _names(code: CodeType) -> frozenset[str]:
+def _names(code: CodeType) -> dict[str, None]:
     """The globals and attributes that a function's code names, those of functions inside it included."""
     inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    return frozenset(code.co_names).union(*inner)
+    return dict.fromkeys([*code.co_names, *chain(*inner)])
 
 
 def _is_set(cell: CellType) -> bool:

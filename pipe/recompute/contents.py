@@ -26,12 +26,13 @@ from pipe.nested import attributes_of
 from pipe.recompute.thread_state import PACKAGES
 from pipe.torch_private.modules import HOOKS_OF_MODULES
 
-__all__ = ["PLAIN", "Contents", "EngineHook", "of_a_library"]
+__all__ = ["CONTAINERS", "PLAIN", "Contents", "EngineHook", "of_a_library"]
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 #: Types of values that hold nothing that can change.
 PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
-_CONTAINERS = list, dict, set, deque
+#: Types of containers that can change.
+CONTAINERS = list, dict, set, deque
 #: Packages that are not followed.
 _OTHERS = sys.stdlib_module_names - {"__main__"} | {"torch", *PACKAGES}
 _hooks_of: Callable[[dict[str, Any]], tuple[dict[int, Any], ...]] = itemgetter(*HOOKS_OF_MODULES)
@@ -102,7 +103,7 @@ class Contents:
     def of(cls, values: Iterable[Any]) -> Contents:
         """Of these values. Containers are records: what a further run adds to them is added to the present ones."""
         before = [(value, _content_of(value)) for value in values]
-        return cls(before, {id(value): len(content[0]) for value, content in before if isinstance(value, _CONTAINERS)})
+        return cls(before, {id(value): len(content[0]) for value, content in before if isinstance(value, CONTAINERS)})
 
     @classmethod
     def reachable(cls, roots: Iterable[Any]) -> Contents:
@@ -226,7 +227,7 @@ def _content_of(value: Any) -> Any:
         return None if value.is_inference() else value._version
     if _is_array(value):
         return value.copy()
-    elements = _elements(value) if isinstance(value, _CONTAINERS) else None
+    elements = _elements(value) if isinstance(value, CONTAINERS) else None
     attributes = _attributes(value)
     return None if elements is None and attributes is None else (elements, attributes)
 

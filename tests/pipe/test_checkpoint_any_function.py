@@ -67,6 +67,12 @@ class Trainer:
         return self.helper(x)
 
 
+class Runner(Trainer):
+    """Runs a block when it is called."""
+
+    __call__ = Trainer.run
+
+
 def through_a_helper(block: nn.Module) -> Callable[[Tensor], Tensor]:
     def helper(x: Tensor) -> Tensor:
         return block(x)  # type: ignore[no-any-return]
@@ -81,6 +87,7 @@ WAYS: dict[str, Callable[[nn.Module], Callable[..., Tensor]]] = {
     "bound forward": lambda block: block.forward,
     "partial": lambda block: functools.partial(block),
     "method of an object": lambda block: Trainer(block).run,
+    "object": lambda block: Runner(block),
     "closure of a closure": through_a_helper,
     "list": lambda block: lambda x, blocks=[block]: blocks[0](x),
 }
