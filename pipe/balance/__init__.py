@@ -37,25 +37,17 @@ def _checked(module: nn.Sequential, partitions: int) -> None:
         )
 
 
-def balance_cost(
-    cost: Sequence[float],
-    partitions: int,
-    *,
-    sizes: Sequence[float] | None = None,
-    memory_limit: float | Sequence[float] | None = None,
-) -> list[int]:
+def balance_cost(cost: Sequence[float], partitions: int) -> list[int]:
     """Number of layers of each partition, such that the largest cost of a partition is as small as possible.
 
     Args:
         cost: cost of each layer.
         partitions: number of partitions.
-        sizes: bytes of each layer, for ``memory_limit``.
-        memory_limit: bytes that a partition may have: one number for all, or one for each.
 
     Raises:
-        ValueError: if there is no such balance.
+        ValueError: if the number of partitions is invalid.
     """
-    return [len(block) for block in solve(cost, partitions, sizes=sizes, limits=memory_limit)]
+    return [len(block) for block in solve(cost, partitions)]
 
 
 def balance_by_time(
@@ -65,11 +57,8 @@ def balance_by_time(
     *,
     timeout: float = 1.0,
     device: Device | None = None,
-    memory_limit: float | Sequence[float] | None = None,
-    chunks: int = 1,
-    param_scale: float = 2.0,
 ) -> list[int]:
-    """A balance by time of forward and backward, within the memory of the devices.
+    """A balance by time of forward and backward.
 
     Args:
         partitions: number of partitions.
@@ -77,22 +66,16 @@ def balance_by_time(
         sample: input of any batch size.
         timeout: seconds to spend on measuring.
         device: the device to measure on; by default the current CUDA device, without one the CPU.
-        memory_limit: bytes of each device, as :func:`balance_by_size` counts them: one number, or one for each.
-        chunks: for ``memory_limit``: number of micro-batches that ``sample`` will be split into.
-        param_scale: for ``memory_limit``: see :func:`balance_by_size`.
 
     Returns:
         Number of layers of each partition, for the ``balance`` of :class:`~pipe.Pipe`.
 
     Raises:
         TypeError: if ``module`` is not ``nn.Sequential``.
-        ValueError: if the number of partitions is invalid, or no balance is within ``memory_limit``.
+        ValueError: if the number of partitions is invalid.
     """
     _checked(module, partitions)
-    place = _device(device)
-    times = profile_times(module, sample, timeout, place)
-    sizes = None if memory_limit is None else profile_sizes(module, sample, chunks, param_scale, place)
-    return balance_cost(times, partitions, sizes=sizes, memory_limit=memory_limit)
+    return balance_cost(profile_times(module, sample, timeout, _device(device)), partitions)
 
 
 def balance_by_size(
@@ -103,7 +86,6 @@ def balance_by_size(
     chunks: int = 1,
     param_scale: float = 2.0,
     device: Device | None = None,
-    memory_limit: float | Sequence[float] | None = None,
 ) -> list[int]:
     """A balance by memory: activations of a micro-batch, and parameters times ``param_scale``.
 
@@ -117,15 +99,13 @@ def balance_by_size(
         chunks: number of micro-batches.
         param_scale: bytes for each byte of parameters.
         device: the device to run the layers on; by default the current CUDA device, without one the CPU.
-        memory_limit: bytes of each device: one number, or one for each.
 
     Returns:
         Number of layers of each partition, for the ``balance`` of :class:`~pipe.Pipe`.
 
     Raises:
         TypeError: if ``module`` is not ``nn.Sequential``.
-        ValueError: if the number of partitions is invalid, or no balance is within ``memory_limit``.
+        ValueError: if the number of partitions is invalid.
     """
     _checked(module, partitions)
-    sizes = profile_sizes(module, input, chunks, param_scale, _device(device))
-    return balance_cost(sizes, partitions, memory_limit=memory_limit)
+    return balance_cost(profile_sizes(module, input, chunks, param_scale, _device(device)), partitions)

@@ -11,7 +11,7 @@ torchgpipe takes from it is a heuristic for vectors, whose result can be up to 1
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import TypeVar
 
@@ -22,41 +22,31 @@ _INFINITY = float("inf")
 Cost = TypeVar("Cost", int, float)
 
 
-def solve(
-    costs: Sequence[Cost],
-    partitions: int = 1,
-    *,
-    sizes: Sequence[float] | None = None,
-    limits: float | Sequence[float] | None = None,
-) -> list[list[Cost]]:
-    """Cuts ``costs`` into ``partitions`` blocks with the smallest maximum of their sums.
-
-    O(partitions x n log n) without limits, O(partitions x n^2) with them.
+def solve(costs: Sequence[Cost], partitions: int = 1) -> list[list[Cost]]:
+    """Cuts ``costs`` into ``partitions`` blocks with the smallest maximum of their sums: O(partitions x n log n).
 
     Args:
         costs: the cost of each element; not negative, any unit.
         partitions: number of blocks, from 1 to ``len(costs)``.
-        sizes: the size of each element, for ``limits``; by default its cost.
-        limits: the largest sum of sizes of a block: one number for all, or one for each block.
 
     Returns:
         The blocks of ``costs``, in order; their lengths are a balance.
 
     Raises:
-        ValueError: if the arguments do not match, or no partition is within the limits.
+        ValueError: for another number of blocks, or a cost that is negative or not finite.
     """
     n = len(costs)
-    weights: list[float] = list(costs) if sizes is None else list(sizes)
-    of_all = _INFINITY if limits is None else limits
-    room = [of_all] * partitions if isinstance(of_all, (int, float)) else list(of_all)
-    _check(costs, weights, room, partitions)
+    if not 1 <= partitions <= n:
+        raise ValueError(
+            f"expected from 1 to {n} partitions for a sequence of {n}, got partitions={partitions}; "
+            f"a block holds at least one element"
+        )
+    if any(not 0 <= cost < _INFINITY for cost in costs):
+        raise ValueError(f"expected finite costs that are not negative, got costs={list(costs)}")
     cost: list[float] = [0, *accumulate(costs)]
     # First the bound, then among the partitions within it the most even one. A single pass could not do both: it would
     # discard prefixes that are not the best by themselves, but are part of an optimum because of a later larger block.
-    if limits is None:
-        origins = _most_even(cost, partitions, _smallest_bound(cost, partitions))
-    else:
-        origins = _most_even_within(cost, [0, *accumulate(weights)], room)
+    origins = _most_even(cost, partitions, _smallest_bound(cost, partitions))
     blocks: list[list[Cost]] = []
     stop = n
     for origin in reversed(origins):
@@ -140,55 +130,3 @@ def _most_even(cost: Sequence[float], partitions: int, bound: float) -> list[lis
         even = row
         origins.append(origin)
     return origins
-
-
-def _most_even_within(cost: Sequence[float], size: Sequence[float], room: Sequence[float]) -> list[list[int]]:
-    """The same under limits of each block, for which neither method is correct: tries all starts (O(n^2) per block)."""
-    n, partitions = len(cost) - 1, len(room)
-
-    def sum_of(k: int, start: int, stop: int) -> float:
-        return cost[stop] - cost[start] if size[stop] - size[start] <= room[k] else _INFINITY
-
-    def square_of(k: int, start: int, stop: int) -> float:
-        block = sum_of(k, start, stop)
-        return block * block if block <= bound else _INFINITY
-
-    bound, _ = _least(n, partitions, lambda before, *block: max(before, sum_of(*block)))
-    if bound == _INFINITY:
-        raise ValueError(
-            f"expected a partition within the limits, got none (limits={list(room)}, sum of sizes={size[n]}); "
-            f"allow more per block or take more partitions"
-        )
-    return _least(n, partitions, lambda before, *block: before + square_of(*block))[1]
-
-
-def _least(n: int, partitions: int, value: Callable[[float, int, int, int], float]) -> tuple[float, list[list[int]]]:
-    """The least value of a partition, and for each number of blocks and each end the start of the last block.
-
-    ``value(before, k, start, stop)``: of a partition whose block ``k`` follows a partition of value ``before``.
-    """
-    least = [0.0] + [_INFINITY] * n
-    origins: list[list[int]] = []
-    for k in range(partitions):
-        row, origin = [_INFINITY] * (n + 1), [0] * (n + 1)
-        for stop in range(k + 1, n - (partitions - 1 - k) + 1):
-            row[stop], origin[stop] = min((value(least[start], k, start, stop), start) for start in range(k, stop))
-        least = row
-        origins.append(origin)
-    return least[n], origins
-
-
-def _check(costs: Sequence[float], sizes: Sequence[float], room: Sequence[float], partitions: int) -> None:
-    n = len(costs)
-    if not 1 <= partitions <= n:
-        raise ValueError(
-            f"expected from 1 to {n} partitions for a sequence of {n}, got partitions={partitions}; "
-            f"a block holds at least one element"
-        )
-    if len(sizes) != n:
-        raise ValueError(f"expected one size for each of {n} costs, got {len(sizes)} sizes")
-    if len(room) != partitions:
-        raise ValueError(f"expected one limit for each of {partitions} partitions, got {len(room)} limits")
-    for name, values in (("costs", costs), ("sizes", sizes)):
-        if any(not value >= 0 or value == float("inf") for value in values):
-            raise ValueError(f"expected finite {name} that are not negative, got {name}={list(values)}")

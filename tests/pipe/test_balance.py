@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipe import Pipe
-from pipe.balance import balance_by_size, balance_by_time, balance_cost, profile
+from pipe.balance import balance_by_size, balance_by_time, profile
 from pipe.balance.profile import profile_sizes, profile_times
 from pipe.skip import pop, skippable, stash
 
@@ -139,19 +139,6 @@ def test_integer_inputs_and_layers_without_parameters_are_measured() -> None:
     model = nn.Sequential(nn.Embedding(10, 4), nn.Identity())
     assert len(profile_times(model, torch.arange(3), 0, CPU)) == 2
     assert profile_sizes(model, torch.arange(3), 1, 2.0, CPU)[0] > 2 * 10 * 4 * 4
-
-
-def test_a_memory_limit_moves_layers_off_the_device_that_cannot_hold_them(clock: Any) -> None:
-    layers = [nn.Linear(8, 8, bias=False) for _ in range(4)]
-    model = nn.Sequential(*layers)
-    free = balance_cost([1, 1, 1, 1], 2)
-    assert free == [2, 2]
-    size = profile_sizes(model, torch.zeros(1, 8), 1, 2.0, CPU)[0]
-    limits = [size, 4 * size]
-    assert balance_by_size(2, model, torch.zeros(1, 8), device="cpu", memory_limit=limits) == [1, 3]
-    assert balance_by_time(2, model, torch.zeros(1, 8), timeout=0, device="cpu", memory_limit=limits) == [1, 3]
-    with pytest.raises(ValueError, match="within the limits"):
-        balance_by_size(2, model, torch.zeros(1, 8), device="cpu", memory_limit=size)
 
 
 @pytest.mark.parametrize("by", [balance_by_time, balance_by_size])
