@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from gradcache.chunks import call_arguments
-from gradcache.nested import map_tensors, tensors_in
 from gradcache.streamed import StreamedModel
 from gradcache.two_pass import device_of, devices_in_use
 from offload.limits import MemoryLimits, cell_bytes, check_place, limits_of, numbers_of
 from offload.machine import free_bytes
 from offload.policy import MemoryPolicy
 from pipe.microbatch import rows_of
+from pipe.nested import map_tensors, tensors_in
 from pipe.recompute.module_state import WatchedModule
 from pipe.recompute.replay import Replay
 from pipe.recompute.rerun import trial

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradcache.nested import tensors_in
+from pipe.nested import tensors_in
 
 __all__ = ["call_arguments", "check_rows_kept", "chunk_size_of", "rows_in_input", "split_input"]
 

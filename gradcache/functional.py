@@ -30,10 +30,9 @@ from torch import Tensor, nn
 
 from gradcache import representations
 from gradcache.distributed import gather_own
-from gradcache.nested import tensors_in
 from gradcache.two_pass import first_pass, repeatable
 from gradcache.used_modules import UsedModules
-from pipe.nested import flatten
+from pipe.nested import flatten, tensors_in
 from pipe.recompute.thread_state import restores_thread_state
 
 __all__ = ["cached", "cat_input_tensor", "gather_input_tensor"]

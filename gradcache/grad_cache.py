@@ -28,13 +28,13 @@ from gradcache import representations
 from gradcache.chunk_size import StepMemory, kept_by_a_shard, kept_bytes
 from gradcache.distributed import check_equal_chunks, unwrapped, watch
 from gradcache.loss import SimpleContrastiveLoss
-from gradcache.nested import map_tensors, tensors_in
 from gradcache.step import Step
 from gradcache.streamed import StreamedModel, Tower
 from gradcache.two_pass import ChunkState, InputGradients, device_of, first_pass, is_trainable, repeatable
 from gradcache.used_modules import CallableModel, UsedModules, as_modules
 from offload import MemoryPolicy
 from offload.policy import policy_of
+from pipe.nested import map_tensors, tensors_in
 from pipe.recompute.thread_state import restores_thread_state
 from pipe.torch_private.autograd import run_hooks_with_gradient_only
 

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from gradcache import representations
 from gradcache.accumulation import Accumulation
 from gradcache.distributed import Reduction, after_backward, broadcast_buffers
-from gradcache.nested import tensors_in
 from gradcache.streamed import StreamedModel, StreamedTowers, Tower
 from gradcache.two_pass import InputGradients
 from gradcache.used_modules import CallableModel, UsedModules
 from gradcache.wrapped.towers import WrappedTowers, streamed_inside, warn_once
 from offload.identities import identities_only
 from pipe.microbatch import rows_of
+from pipe.nested import tensors_in
 from pipe.torch_private.autograd import has_hooks
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from torch import nn
 
 from gradcache import representations
 from gradcache.chunks import call_arguments
-from gradcache.nested import tensors_in
 from gradcache.two_pass import InputGradients, is_trainable
+from pipe.nested import tensors_in
 
 if TYPE_CHECKING:
     from gradcache.contract import StepOwner

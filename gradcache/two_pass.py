@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from gradcache import representations
-from gradcache.nested import map_tensors, tensors_in
 from offload.identities import identities_only
+from pipe.nested import map_tensors, tensors_in
 from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.module_state import WatchedModule
 from pipe.recompute.replay import Replay, devices_of
@@ -157,8 +157,7 @@ class ChunkState(RandContext):
 
 def repeatable(model: nn.Module) -> RepeatableLayers:
     """A model that can run again; the devices of its chunks are not known yet."""
-    inputs = InputWrites(f"the model ({type(model).__name__})", map_tensors, tensors_in)
-    return RepeatableLayers(WatchedModule(model), (), inputs)
+    return RepeatableLayers(WatchedModule(model), (), InputWrites(f"the model ({type(model).__name__})"))
 
 
 def first_pass(

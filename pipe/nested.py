@@ -1,12 +1,16 @@
-"""Flattens nested values (tuple, list, dict, named tuple, registered container) into leaves, and rebuilds them.
+"""Flattens nested values (tuple, list, mapping, named tuple, registered container) into leaves, and rebuilds them.
 
 Layers pass more than one tensor to each other. Code that handles each tensor separately (saving, moving, splitting,
 matching gradients) flattens the value here, works on the leaves and rebuilds the same structure.
+
+Mappings that torch's pytree takes for leaves, such as what a tokenizer returns (a ``UserDict``), are containers here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import copy
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,10 +35,9 @@ __all__ = [
     "unflatten",
 ]
 
-#: The structure of a nested value: None for a leaf; for exact tuples, lists and dicts the type, the keys of a dict, and
-#: the structures of the members; pytree's for other containers.
-TreeSpec = None | tuple[type, "list[Any] | None", "list[Any]"] | pytree.TreeSpec
-MapTensors = Callable[[Callable[[Tensor], Any], Any], Any]
+#: The structure of a nested value: None for a leaf; for exact tuples, lists, and mappings what makes one, the keys of a
+#: mapping, and the structures of the members; pytree's for other containers.
+TreeSpec = None | tuple["Callable[[Any], Any]", "list[Any] | None", "list[Any]"] | pytree.TreeSpec
 
 #: Types of most leaves, with which pytree need not be asked.
 LEAVES: set[type] = {Tensor, nn.Parameter, type(None), bool, int, float, str}
@@ -66,8 +69,29 @@ def _flatten(value: Any, leaves: list[Any]) -> TreeSpec:
         leaves.append(value)
         return None
     found, spec = pytree.tree_flatten(value)
+    if spec.is_leaf() and isinstance(value, Mapping):
+        make = _Like(value) if isinstance(value, (dict, UserDict)) else dict
+        return make, [*value], [_flatten(x, leaves) for x in value.values()]
     leaves += found
     return None if spec.is_leaf() else spec
+
+
+class _Like:
+    """Makes mappings like a given one, with the same attributes."""
+
+    def __init__(self, mapping: Any) -> None:
+        self._empty = copy.copy(mapping)
+        self._empty.clear()
+
+    def __call__(self, items: Any) -> Any:
+        made = copy.copy(self._empty)
+        made.update(items)
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Like) and type(self._empty) is type(other._empty)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
@@ -79,9 +103,9 @@ def _unflatten(leaves: Iterator[Any], spec: TreeSpec) -> Any:
     if isinstance(spec, pytree.TreeSpec):
         return pytree.tree_unflatten([next(leaves) for _ in range(spec.num_leaves)], spec)
     assert spec is not None
-    kind, names, inner = spec
+    make, names, inner = spec
     members = [next(leaves) if each is None else _unflatten(leaves, each) for each in inner]
-    return dict(zip(names, members, strict=True)) if names is not None else kind(members)
+    return make(members if names is None else zip(names, members, strict=True))
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -153,8 +177,8 @@ def map_together(
     return unflatten(leaves, spec)
 
 
-def map_distinct(function: Callable[[Tensor], Any], value: Any, mapping: MapTensors = map_tensors) -> Any:
-    """``mapping`` that applies ``function`` once to a tensor that occurs several times.
+def map_distinct(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """:func:`map_tensors` that applies ``function`` once to a tensor that occurs several times.
 
     All occurrences get the same result object, so an in-place write to one is visible in the others, as it is in
     ``value``.
@@ -166,4 +190,4 @@ def map_distinct(function: Callable[[Tensor], Any], value: Any, mapping: MapTens
             mapped[id(tensor)] = function(tensor)
         return mapped[id(tensor)]
 
-    return mapping(once, value)
+    return map_tensors(once, value)

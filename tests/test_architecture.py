@@ -76,7 +76,6 @@ ORDERS = {
         "__init__",
     ],
     "gradcache": [
-        "nested",
         "autograd_node",
         "used_modules",
         "accumulation",

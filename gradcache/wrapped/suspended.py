@@ -48,10 +48,9 @@ from torch import Tensor, nn
 
 from gradcache import representations
 from gradcache.autograd_node import Gradients, with_backward
-from gradcache.nested import tensors_in
 from gradcache.two_pass import InputGradients, device_of, repeatable
 from pipe.interception import intercepting
-from pipe.nested import TreeSpec, flatten, unflatten
+from pipe.nested import TreeSpec, flatten, tensors_in, unflatten
 from pipe.phony import get_phony
 from pipe.recompute.first_write import FirstWrites
 from pipe.recompute.phase import enable_recomputing

@@ -9,13 +9,13 @@ version counter: they are always copied.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipe import nested
+from pipe.nested import map_distinct, tensors_in
 
 __all__ = ["InputWrites"]
 
@@ -23,15 +23,8 @@ __all__ = ["InputWrites"]
 class InputWrites:
     """Records whether some layers, called ``name`` in errors, write into their (nested) input."""
 
-    def __init__(
-        self,
-        name: str,
-        map_tensors: nested.MapTensors = nested.map_tensors,
-        tensors_in: Callable[[Any], list[Tensor]] = nested.tensors_in,
-    ) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._map = map_tensors
-        self._tensors_in = tensors_in
         self._writes: dict[Hashable, bool] = {}
 
     def copies(self, kind: Hashable) -> bool:
@@ -44,14 +37,14 @@ class InputWrites:
 
     def copy(self, value: Any) -> Any:
         """A copy for one run."""
-        return nested.map_distinct(Tensor.clone, value, self._map)
+        return map_distinct(Tensor.clone, value)
 
     @contextlib.contextmanager
     def survived(self, value: Any, kind: Hashable) -> Iterator[Any]:
         """Yields the input for one run of the layers: ``value`` or a copy of it. Raises if ``value`` was changed."""
         copies = self.copies(kind)
         given = self.copy(value) if copies else value
-        tensors = self._tensors_in(given)
+        tensors = tensors_in(given)
         counted = bool(tensors) and not any(tensor.is_inference() for tensor in tensors)
         before = [tensor._version for tensor in tensors] if counted else []
         yield given
@@ -62,7 +55,7 @@ class InputWrites:
         if writes and not copies:
             self.refuse(kind)
         if writes:
-            self._check_apart(self._tensors_in(value), written)
+            self._check_apart(tensors_in(value), written)
         self._writes.setdefault(kind, writes)
 
     def note(self, kind: Hashable, tensors: Sequence[Tensor], written: Sequence[bool]) -> None:

@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 from gradcache import GradCache
 from gradcache.functional import cached
 from gradcache.loss import SimpleContrastiveLoss
-from gradcache.nested import map_tensors, tensors_in
 from offload import OffloadModel
+from pipe.nested import map_tensors, tensors_in
 
 
 class Overwriting(nn.Module):

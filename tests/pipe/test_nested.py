@@ -1,6 +1,6 @@
 """Nested values keep their structure whatever is done to their leaves."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from typing import Any
 
 import pytest
@@ -29,7 +29,11 @@ values = st.recursive(
 )
 
 
-@given(values)
+#: Also those that torch takes for leaves.
+all_values = st.one_of(values, st.lists(st.dictionaries(st.text(max_size=2), values, max_size=3).map(UserDict)))
+
+
+@given(all_values)
 def test_flatten_and_unflatten_are_inverse(value: Any) -> None:
     parts, spec = flatten(value)
     again = unflatten(parts, spec)
@@ -38,13 +42,13 @@ def test_flatten_and_unflatten_are_inverse(value: Any) -> None:
     assert all(a is b for a, b in zip(flatten(again)[0], parts, strict=True))
 
 
-@given(values)
+@given(all_values)
 def test_tensors_in_are_the_tensor_leaves_in_the_order_of_flatten(value: Any) -> None:
     expected = [leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor)]
     assert all(a is b for a, b in zip(tensors_in(value), expected, strict=True))
 
 
-@given(values)
+@given(all_values)
 def test_map_tensors_leaves_everything_else_as_it_is(value: Any) -> None:
     mapped = map_tensors(lambda t: t + 1, value)
     assert flatten(mapped)[1] == flatten(value)[1]
@@ -53,6 +57,18 @@ def test_map_tensors_leaves_everything_else_as_it_is(value: Any) -> None:
             assert torch.equal(after, before + 1)
         else:
             assert after is before
+
+
+def test_a_mapping_of_another_class_keeps_its_attributes() -> None:
+    class Encoding(dict[str, Any]):
+        pass
+
+    value = Encoding(a=torch.ones(2))
+    value.side = "left"  # type: ignore[attr-defined]
+    mapped = map_tensors(lambda t: t + 1, value)
+    assert (type(mapped), mapped.side) == (Encoding, "left")
+    assert torch.equal(mapped["a"], torch.full((2,), 2.0))
+    assert torch.equal(value["a"], torch.ones(2))
 
 
 def test_a_bare_tensor_is_one_leaf_also_of_a_list() -> None:
