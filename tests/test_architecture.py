@@ -87,7 +87,6 @@ ORDERS = {
         "streamed",
         "loss",
         "functional",
-        "contract",
         "chunk_size",
         "wrapped",
         "step",

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
 from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -126,8 +125,10 @@ class ModuleState:
             output = module(input)
         state.record_changes()
         ...
-        with state.again():
-            output = module(input)
+        present = state.present()
+        state.put()
+        output = module(input)
+        present.put()
     """
 
     __slots__ = (
@@ -230,16 +231,6 @@ class ModuleState:
             if buffer.copied:
                 buffer.owner._buffers[buffer.name] = buffer.value.clone()
         return changed
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """A context in which modules have their state from before the forward; changes of it are undone."""
-        present = self.present()
-        try:
-            self.put()
-            yield
-        finally:
-            present.put()
 
     def _check_modules(self) -> None:
         watched = self._watched

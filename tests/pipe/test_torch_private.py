@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from pipe.torch_private import ATTRIBUTES
 from pipe.torch_private.autograd import HiddenHooks
 from pipe.torch_private.threads import limit_operation_threads
 
@@ -20,6 +19,17 @@ MODULES = [path for package in ("pipe", "offload", "gradcache") for path in sort
 
 #: Releases of torch that all of this was run with. Another one may do as well: these tests tell.
 KNOWN = ("2.8", "2.13")
+
+
+_SUBCLASSES = ("_make_wrapper_subclass",)
+#: Private attributes of torch's objects that the packages read, write or override, by type.
+ATTRIBUTES: dict[type, tuple[str, ...]] = {
+    torch.Tensor: ("_base", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "_indices", *_SUBCLASSES),
+    nn.Module: (
+        *("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_compiled_call_impl"),
+        *("_apply", "_load_from_state_dict", "_save_to_state_dict"),
+    ),
+}
 
 
 def private_names(source: str) -> set[str]:

@@ -14,6 +14,7 @@ from offload import OffloadModel
 from pipe.checkpoint import checkpoint
 from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.rerun import trial
+from tests.pipe.recompute.states import again
 
 WIDTH = 6
 
@@ -99,7 +100,7 @@ def test_attributes_are_put_back_when_the_recomputation_fails() -> None:
     module_state.record_changes()
 
     def fail() -> None:
-        with module_state.again():
+        with again(module_state):
             assert (model.calls, model.seen, model.state) == (0, [], None)
             model(torch.randn(2, WIDTH))
             raise ZeroDivisionError

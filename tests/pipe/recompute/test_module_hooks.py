@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from pipe.checkpoint import checkpoint
 from pipe.recompute.contents import EngineHook
 from pipe.recompute.module_state import ModuleState, WatchedModule
+from tests.pipe.recompute.states import again
 
 
 def halve(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -131,7 +132,7 @@ def test_a_hook_that_a_forward_registers_is_in_a_second_forward_that_does_not_re
     module_state = ModuleState(WatchedModule(layer))
     first = layer(batch())
     module_state.record_changes()
-    with module_state.again():
+    with again(module_state):
         assert torch.equal(layer(batch()), first)
 
 

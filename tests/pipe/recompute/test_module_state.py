@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from pipe.recompute.module_state import ModuleState, WatchedModule
 from pipe.recompute.rerun import trial
+from tests.pipe.recompute.states import again
 
 
 class Counter(nn.Module):
@@ -42,7 +43,7 @@ def test_a_repeated_forward_reads_what_the_first_read_and_writes_nothing() -> No
     assert (first, second) == (1.0, 2.0)
     calls = module.calls
     for _ in range(2):
-        with module_state.again():
+        with again(module_state):
             assert module() == 1.0
     assert module.calls is calls
     assert module.calls == 2
@@ -53,7 +54,7 @@ def test_a_buffer_that_was_only_read_is_freed_with_the_last_forward_that_read_it
     _, module_state = run(module)
     read = weakref.ref(module.table)
     module.table = torch.ones(4)
-    with module_state.again():
+    with again(module_state):
         assert module.table is read()
         assert module() == 1.0
     run(module)
@@ -71,7 +72,7 @@ def test_a_buffer_replaced_by_the_forward_counts_as_written() -> None:
 
     module = Replacing()
     first, module_state = run(module)
-    with module_state.again():
+    with again(module_state):
         assert module() == first
     assert module.calls == 1
 
@@ -79,7 +80,7 @@ def test_a_buffer_replaced_by_the_forward_counts_as_written() -> None:
 def test_buffers_are_restored_after_an_exception() -> None:
     module = Counter()
     _, module_state = run(module)
-    with contextlib.suppress(ValueError), module_state.again():
+    with contextlib.suppress(ValueError), again(module_state):
         module()
         raise ValueError
     assert module.calls == 1
@@ -195,7 +196,7 @@ def test_each_repeated_forward_meets_the_large_buffer_that_it_met(how: Any, call
     assert torch.equal(after, plain.table)
     for k, (value, module_state) in enumerate(runs):
         module.count = k - 1
-        with module_state.again():
+        with again(module_state):
             assert module() == value
         assert torch.equal(module.table, after)
 
@@ -207,7 +208,7 @@ def test_a_large_buffer_that_is_only_read_is_never_copied() -> None:
         with Clones() as clones:
             for _ in range(3):
                 value, module_state = guarded(module, watched)
-                with module_state.again():
+                with again(module_state):
                     assert module() == value
                 with trial([watched], []):
                     module()
@@ -246,7 +247,7 @@ def test_a_write_that_could_not_be_seen_is_refused_once() -> None:
         guarded(module, watched)
     before = module.table.clone()
     value, module_state = guarded(module, watched)
-    with module_state.again():
+    with again(module_state):
         assert torch.equal(module.table, before)
         assert module() == value
 
@@ -265,7 +266,7 @@ def test_a_compiled_module_s_large_buffers_are_copied_before_its_first_forward()
         first = module(torch.zeros(()))
     module_state.record_changes()
     for _ in range(2):
-        with module_state.again():
+        with again(module_state):
             assert module(torch.zeros(())) == first
     assert torch.equal(module.table, torch.ones(LARGE))
 
@@ -278,7 +279,7 @@ def test_a_buffer_of_inference_mode_counts_no_versions_and_is_kept() -> None:
     with module_state.running(), torch.inference_mode():
         first = module()
     module_state.record_changes()
-    with module_state.again():
+    with again(module_state):
         with torch.inference_mode():
             assert module() == first
     assert module.calls == 2
