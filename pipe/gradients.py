@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from pipe.torch_private.autograd import HiddenHooks
 from pipe.torch_private.tensors import add_all
 
-__all__ = ["StepGradients", "leaves_of", "parameters_of"]
+__all__ = ["leaves_of", "parameters_of", "step_gradients"]
 
 
 def parameters_of(module: nn.Module, *, without: Iterable[object]) -> list[nn.Parameter]:
@@ -55,69 +55,46 @@ def leaves_of(*outputs: Tensor) -> Iterator[Tensor]:
         waiting += [following for following, _ in node.next_functions]
 
 
-class StepGradients:
-    """Gradients of parameters inside a step.
-
-    Usage::
-
-        gradients = StepGradients(parameters)
-        with gradients.accumulated():
-            ...                             # any number of backwards
-            gradients.scale = factor        # optional: multiplies all of them
+@contextlib.contextmanager
+def step_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """A context for any number of backwards, in which gradients start from None; at its end they are added to those
+    from before.
     """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.parameters = list(parameters)
-        #: A 0-dimensional tensor that multiplies the gradients of the step at its end, or None.
-        self.scale: Tensor | None = None
-
-    @contextlib.contextmanager
-    def accumulated(self) -> Iterator[None]:
-        """A context in which gradients start from None. At its end they are added to the earlier gradients."""
-        before: list[tuple[Any, Tensor | None]] = []
-        hidden: list[tuple[nn.Parameter, HiddenHooks]] = []
+    before: list[tuple[Any, Tensor | None]] = []
+    hidden: list[tuple[nn.Parameter, HiddenHooks]] = []
+    try:
         try:
-            try:
-                for parameter in self.parameters:
-                    before.append((parameter, parameter.grad))
-                    if parameter.grad is not None:
-                        parameter.grad = None
-                    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined, unused-ignore]
-                        hidden.append((parameter, HiddenHooks(parameter)))
-                        hidden[-1][1].hide()
-                yield
-            finally:
-                for _, hooks in hidden:
-                    hooks.restore()
-            if self.scale is not None or hidden:
-                self._change(hidden)
-        except BaseException:
-            for parameter, gradient in before:
-                parameter.grad = gradient
-            raise
-        ended = [hooks for parameter, hooks in hidden if parameter.grad is not None]
-        sums: list[Tensor] = []
-        added: list[Tensor] = []
-        for parameter, gradient in before:
-            if gradient is not None:
+            for parameter in parameters:
+                before.append((parameter, parameter.grad))
                 if parameter.grad is not None:
-                    sums.append(gradient)
-                    added.append(parameter.grad)
-                parameter.grad = gradient
-        if sums or ended:
-            with torch.no_grad():
-                if sums:
-                    add_all(sums, added)
-                for hooks in ended:
-                    hooks.run_after_accumulation()
-
-    @torch.no_grad()
-    def _change(self, hidden: Iterable[tuple[nn.Parameter, HiddenHooks]]) -> None:
-        """Scales the gradients of the step, and passes them through hooks."""
-        scale = self.scale
-        for parameter in self.parameters:
-            if scale is not None and parameter.grad is not None:
-                parameter.grad.mul_(scale.to(parameter.grad.device))
-        for parameter, hooks in hidden:
+                    parameter.grad = None
+                if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined, unused-ignore]
+                    hidden.append((parameter, HiddenHooks(parameter)))
+                    hidden[-1][1].hide()
+            yield
+        finally:
+            for _, hooks in hidden:
+                hooks.restore()
+        with torch.no_grad() if hidden else contextlib.nullcontext():
+            for leaf, hooks in hidden:
+                if leaf.grad is not None:
+                    leaf.grad = hooks.changed(leaf.grad)
+    except BaseException:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+        raise
+    ended = [hooks for parameter, hooks in hidden if parameter.grad is not None]
+    sums: list[Tensor] = []
+    added: list[Tensor] = []
+    for parameter, gradient in before:
+        if gradient is not None:
             if parameter.grad is not None:
-                parameter.grad = hooks.changed(parameter.grad)
+                sums.append(gradient)
+                added.append(parameter.grad)
+            parameter.grad = gradient
+    if sums or ended:
+        with torch.no_grad():
+            if sums:
+                add_all(sums, added)
+            for hooks in ended:
+                hooks.run_after_accumulation()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipe import microbatch
 from pipe.batchnorm import DeferredBatchNorm, mini_batch
 from pipe.draws import SharedDraws
-from pipe.gradients import StepGradients, parameters_of
+from pipe.gradients import parameters_of, step_gradients
 from pipe.loss import LossFn, UndeclaredReductionError, micro_losses
 from pipe.pipeline import Pipeline
 from pipe.placement import (
@@ -306,7 +306,8 @@ class Pipe(nn.Module):
                 class weights, targets are counted before the step: if they are on an accelerator, the host waits for
                 that; if they are in host memory, it does not.
             loss_fn: ``loss_fn(output, target)`` of a micro-batch: a tensor of one element, or ``(sum, count)``, where
-                the loss of the mini-batch is the sum of the sums over the sum of the counts.
+                the loss of the mini-batch is the sum of the sums over the sum of the counts. The counts are known after
+                the last forward, so that such a loss runs all forwards of a schedule before its backwards.
             schedule: ``"1f1b"``, ``"fill_drain"``, or a :class:`~pipe.schedule.Schedule` for as many micro-batches.
             reduction: whether the loss is the ``"mean"`` or the ``"sum"`` over rows, if the loss does not declare it:
                 losses of torch do, class weights and ``ignore_index`` included, and so do a ``functools.partial`` with
@@ -339,22 +340,24 @@ class Pipe(nn.Module):
         counted = targets if there is target else split_target(target, rows)
         losses = micro_losses(loss_fn, reduction, counted, rows)
         plan = self._schedule(schedule, len(rows))
+        if losses[0].weight is None:
+            plan = plan.forward_first  # what it divides by may be known after the last forward only
         takers = self._ensure_turns()
-        gradients = StepGradients(parameters_of(self, without=takers))
+        parameters = parameters_of(self, without=takers)
         if len(rows) == len(self._stages) == 1 and not takers:
             cell = inputs[0], targets[0], losses[0], self._record
-            with gradients.accumulated():
+            with step_gradients(parameters):
                 return self._run_alone(lambda stage: step_of_one_cell(stage, *cell))  # type: ignore[no-any-return]
         if len(rows) > 1:
             check_rows_first(self[0], input)
             check_updates(takers)
-            check_optimizers(gradients.parameters)
+            check_optimizers(parameters)
         kind_of_loss: Any = type(loss_fn)
         code: Hashable = getattr(loss_fn, "__code__", kind_of_loss)
         tried = losses[0].weight is not None or len(rows) == 1 or code in self._counting
         with (
             contextlib.nullcontext() if tried else restored_on(UndeclaredReductionError, self, self.devices),
-            gradients.accumulated(),
+            step_gradients(parameters),
             self._mini_batch("step", len(rows), takers) as in_order,
         ):
             loss = PipelineStep(
@@ -363,8 +366,6 @@ class Pipe(nn.Module):
                 inputs,
                 targets,
                 losses,
-                rows,
-                gradients,
                 checkpoint_stop=self._checkpoint_stop(len(rows)),
                 in_order=in_order,
                 record=self._record,

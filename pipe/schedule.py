@@ -145,11 +145,9 @@ class Schedule:
         return coming_turns(self.clocks(), self.lines_of_stages)
 
     @cached_property
-    def interleaves(self) -> bool:
-        """Whether the last stage runs a backward before its last forward."""
-        last = self.stages - 1
-        kinds = [action.kind for action in self.orders[self.lines_of_stages[last]] if action.stage == last]
-        return "F" in kinds[kinds.index("B") :]
+    def forward_first(self) -> Schedule:
+        """The schedule with all forwards of a line before its backwards."""
+        return Schedule(tuple(tuple(sorted(order, key=lambda action: action.kind == "B")) for order in self.orders))
 
     def validate(self) -> Schedule:
         """Checks the schedule and returns it: every cell runs forward once and backward once, all cells of a stage on

@@ -7,8 +7,7 @@ produced its value.
 Invariants
     * The actions run in the order of the schedule's clocks, and are recorded in that order.
     * Gradients accumulate to those of the loss of the whole batch (:mod:`pipe.loss`). Where a loss returns
-      ``(sum, count)`` and the backward of a micro-batch runs before the last count is known, its gradients are scaled
-      at the end (:attr:`pipe.gradients.StepGradients.scale`).
+      ``(sum, count)``, the schedule has all forwards before the first backward, which needs the last count.
     * A cell's graph is freed directly after its backward.
     * After an exception every parameter has the gradient that it had before the step; except that a stage that takes
       turns adds gradients to its own storage, and keeps those that were added before the exception.
@@ -17,7 +16,6 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +25,6 @@ import torch
 from torch import Tensor
 
 from pipe.checkpoint import Checkpointing
-from pipe.gradients import StepGradients, leaves_of
 from pipe.loss import MicroLoss
 from pipe.microbatch import rows_of, split_nested
 from pipe.nested import TreeSpec, flatten, tensors_in, unflatten
@@ -82,11 +79,10 @@ def step_of_one_cell(
 
 
 class PipelineStep:
-    """One step over all micro-batches, with input, target, loss and number of rows of each.
+    """One step over all micro-batches, with input, target and loss of each.
 
     Args:
         schedule: a valid schedule for the stages.
-        gradients: those of all parameters that do not take turns.
         checkpoint_stop: the micro-batches before this one are checkpointed.
         in_order: whether the cells of a clock run one after another, whatever their devices.
         record: called with each action when it begins.
@@ -99,8 +95,6 @@ class PipelineStep:
         inputs: Sequence[Any],
         targets: Sequence[Any],
         losses: Sequence[MicroLoss],
-        rows: Sequence[int],
-        gradients: StepGradients,
         *,
         checkpoint_stop: int = 0,
         in_order: bool = False,
@@ -110,7 +104,6 @@ class PipelineStep:
         self.schedule = schedule
         self.targets = targets
         self.losses = losses
-        self.gradients = gradients
         self.checkpoint_stop = checkpoint_stop
         self.in_order = in_order
         self.record = record
@@ -121,8 +114,6 @@ class PipelineStep:
         self._cells: dict[tuple[int, int], _Cell] = {}
         self._losses: dict[int, Tensor] = {}
         self._counts: dict[int, Tensor | float] = {}
-        # As large as the counts, if these count rows; a power of two, so that dividing by it is exact.
-        self._scale = 2.0 ** round(math.log2(max(1, sum(rows))))
 
     def run(self) -> Tensor:
         """Runs the step; returns the loss of the batch, detached."""
@@ -135,8 +126,6 @@ class PipelineStep:
         total = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
         if self._counts:
             total = (total / self._count()).to(total.dtype)
-            if self.schedule.interleaves:
-                self.gradients.scale = self._scale / self._count()
         self._finish_inputs()
         return total
 
@@ -196,9 +185,6 @@ class PipelineStep:
         self._losses[i] = loss.detach()
         if count is not None:
             self._counts[i] = count
-            if self.schedule.interleaves:
-                self._check_scalable(loss, cell)
-                loss = loss / self._scale
         cell.outputs.append(loss)
         cell.gradients.append(None)
 
@@ -209,22 +195,6 @@ class PipelineStep:
         counts = (torch.as_tensor(count).to(device) for count in self._counts.values())
         return sum(counts, torch.zeros((), device=device))
 
-    def _check_scalable(self, loss: Tensor, cell: _Cell) -> None:
-        """Whether all gradients of a loss can be multiplied at the end of the step."""
-        if any(stage.takes_turns for stage in self.stages):
-            raise ValueError(
-                "expected a loss with a known divisor for stages that take turns, got (sum, count): the count is known "
-                "after gradients of other micro-batches were offloaded; pass schedule='fill_drain'"
-            )
-        known = {id(parameter) for parameter in self.gradients.parameters} | {id(leaf) for leaf, _, _ in cell.sources}
-        others = [leaf for leaf in leaves_of(loss) if id(leaf) not in known and leaf.numel()]
-        if others:
-            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in others)
-            raise ValueError(
-                f"expected a loss over (sum, count) of nothing trainable but the Pipe, got trainable tensors of shape "
-                f"{shapes}, whose gradients cannot be scaled once the count is known; pass schedule='fill_drain'"
-            )
-
     def _backward(self, j: int, i: int) -> None:
         cell = self._cells.pop((j, i))
         last = j == len(self.stages) - 1
@@ -234,7 +204,7 @@ class PipelineStep:
             if gradient is not None or (last and k == len(cell.outputs) - 1)
         ]
         cell.outputs, cell.gradients = [], []
-        if last and self._counts and not self.schedule.interleaves:
+        if last and self._counts:
             output, _ = pairs[-1]
             pairs[-1] = output, self._count().reciprocal().to(output)
         _run_backward(pairs)
@@ -244,9 +214,8 @@ class PipelineStep:
 
     def _finish_inputs(self) -> None:
         """Runs backward from the gradients of the user's inputs into the graph that produced these inputs."""
-        scale = self.gradients.scale
         pairs = [
-            (output, gradient if scale is None else gradient * scale.to(gradient))
+            (output, gradient)
             for cell in self._origins
             for output, gradient in zip(cell.outputs, cell.gradients, strict=True)
             if gradient is not None
