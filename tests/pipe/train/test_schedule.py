@@ -111,15 +111,6 @@ def test_an_action_that_raised_is_yielded_again() -> None:
     assert [str(action) for action in schedule.tick(0)] == ["b.0"]
 
 
-@pytest.mark.parametrize(
-    ("stages", "message"),
-    [
-        ([stage("a"), stage("a")], "different names"),
-        ([stage("a", after=("b",))], "unknown stages"),
-        ([stage("a", ahead=-1)], "ahead >= 0"),
-        ([stage("a", after=("b",)), stage("b", after=("a",))], "circle"),
-    ],
-)
-def test_stages_that_cannot_run_are_refused(stages: Any, message: Any) -> None:
-    with pytest.raises(ValueError, match=message):
-        TrainSchedule(stages)
+def test_stages_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="different names"):
+        TrainSchedule([stage("a"), stage("a")])
