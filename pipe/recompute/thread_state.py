@@ -212,24 +212,16 @@ def _enter_autocast(stack: contextlib.ExitStack, context: contextlib.AbstractCon
     stack.enter_context(context)
 
 
-_fresh: dict[frozenset[str], ThreadState] = {}  # the settings of a new thread, for types of devices
-
-
 def in_settings_of_this_thread(job: Callable[[], R], device_types: Iterable[str]) -> Callable[[], R]:
-    """The job with this thread's settings around it, for another thread (with the settings of a new thread)."""
-    kinds = frozenset({"cuda", *device_types})
-    thread_state, context = ThreadState.capture(kinds), contextvars.copy_context()
+    """The job with this thread's settings around it, for another thread."""
+    thread_state = ThreadState.capture({"cuda", *device_types})
     thread_state.phase = phase.checkpointing, is_recomputing()  # a backward is under way in this thread alone
     # The current device belongs to a thread as well: without this, a loader's "cuda" would be device 0.
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    if device is None and thread_state == _fresh.get(kinds):
-        return functools.partial(context.run, job)
 
     def run() -> R:
-        if kinds not in _fresh:
-            _fresh[kinds] = ThreadState.capture(kinds)
         with contextlib.nullcontext() if device is None else torch.cuda.device(device), thread_state.again():
-            return context.run(job)
+            return thread_state.variables.run(job)
 
     return run
 
