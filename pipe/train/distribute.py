@@ -20,13 +20,14 @@ Assumes
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
+from pipe.torch_private.data import pytree
 from pipe.train.batch import PathStep, follow, record_stream, walk
 from pipe.train.lane import Lane
 
@@ -58,11 +59,11 @@ class _FromBatch:
 
 @dataclass(frozen=True)
 class _Call:
-    """How a module was called: its arguments, objects of the batch replaced by their paths."""
+    """How a module was called: the leaves of its arguments, objects of the batch replaced by their paths."""
 
     name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    leaves: list[Any]
+    spec: pytree.TreeSpec
 
 
 @dataclass
@@ -81,48 +82,20 @@ class Request:
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether these are the same objects that were distributed."""
-        return _same(self.args, args) and _same(self.kwargs, kwargs)
+        (mine, spec), (theirs, other) = _leaves((self.args, self.kwargs)), _leaves((args, kwargs))
+        return spec == other and all(map(_same, mine, theirs))
 
 
 _CONSTANTS = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device)
 
 
+def _leaves(call: Any, objects: Container[int] = ()) -> tuple[list[Any], pytree.TreeSpec]:
+    """The members of nested lists, tuples and dicts that are none of ``objects`` (by ``id``), and their structure."""
+    return pytree.tree_flatten(call, lambda x: type(x) not in (list, tuple, dict) or id(x) in objects)
+
+
 def _same(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    return isinstance(a, _CONSTANTS) and bool(a == b)
-
-
-class _Unknown(Exception):
-    """An argument that the batch does not contain."""
-
-
-def _template(value: Any, paths: dict[int, tuple[PathStep, ...]]) -> Any:
-    if id(value) in paths and not isinstance(value, _CONSTANTS):
-        return _FromBatch(paths[id(value)])
-    if type(value) in (list, tuple):
-        return type(value)(_template(item, paths) for item in value)
-    if type(value) is dict:
-        return {key: _template(item, paths) for key, item in value.items()}
-    if isinstance(value, _CONSTANTS):
-        return value
-    raise _Unknown(f"it was called with a {type(value).__name__} that is no part of the batch")
-
-
-def _fill(template: Any, batch: Any) -> Any:
-    if isinstance(template, _FromBatch):
-        return follow(batch, template.path)
-    if type(template) in (list, tuple):
-        return type(template)(_fill(item, batch) for item in template)
-    if type(template) is dict:
-        return {key: _fill(item, batch) for key, item in template.items()}
-    return template
+    return a is b or (type(a) is type(b) and isinstance(a, _CONSTANTS) and bool(a == b))
 
 
 class Distribution:
@@ -174,10 +147,11 @@ class Distribution:
         requests = []
         for call in self._calls or ():
             try:
-                args, kwargs = _fill(call.args, batch), _fill(call.kwargs, batch)
+                leaves = [follow(batch, x.path) if isinstance(x, _FromBatch) else x for x in call.leaves]
             except (LookupError, AttributeError, TypeError):
                 self.undistributed[call.name] = "a batch does not have the part that the first batch had"
                 continue
+            args, kwargs = pytree.tree_unflatten(leaves, call.spec)
             record_stream((args, kwargs), self._lane.stream)
             module = self._modules[call.name]
             context = module.create_context()
@@ -263,10 +237,15 @@ class Distribution:
         paths = {id(value): path for path, value in walk(batch)}  # ids of objects that the batch keeps alive
         calls = []
         for name, args, kwargs in seen:
-            try:
-                calls.append(_Call(name, _template(args, paths), _template(kwargs, paths)))
-            except _Unknown as reason:
-                self.undistributed[name] = str(reason)
+            leaves, spec = _leaves((args, kwargs), paths)
+            own = [not isinstance(x, _CONSTANTS) and id(x) in paths for x in leaves]
+            strange = [x for x, mine in zip(leaves, own, strict=True) if not (mine or isinstance(x, _CONSTANTS))]
+            if strange:
+                kind = type(strange[0]).__name__
+                self.undistributed[name] = f"it was called with a {kind} that is no part of the batch"
+                continue
+            found = [_FromBatch(paths[id(x)]) if mine else x for x, mine in zip(leaves, own, strict=True)]
+            calls.append(_Call(name, found, spec))
         for name in self._modules.keys() - {name for name, _, _ in seen}:
             self.undistributed[name] = "the first forward did not call it"
         return calls
