@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -29,46 +30,41 @@ def _takes_non_blocking(to: Callable[..., Any]) -> bool:
     return any(p.name == "non_blocking" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
+def _moves_itself(value: Any) -> bool:
+    return callable(getattr(value, "to", None)) and not isinstance(value, type)
+
+
 def move(batch: Any, device: torch.device) -> Any:
     """The batch with every tensor on ``device``, copied without blocking the host where the memory is pinned.
 
-    A container none of whose items moved is returned itself, and so is a batch with nothing to move.
+    A batch with nothing to move is returned itself.
     """
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    to = getattr(batch, "to", None)
-    if callable(to) and not isinstance(batch, type):
-        return to(device, non_blocking=True) if _takes_non_blocking(to) else to(device)
-    if isinstance(batch, Mapping):
-        items = {key: move(value, device) for key, value in batch.items()}
-        if all(items[key] is value for key, value in batch.items()):
-            return batch
-        if not isinstance(batch, MutableMapping):
-            return items
-        moved: Any = copy.copy(batch)  # keeps the type, a default factory, the order
-        moved.update(items)
-        return moved
-    if isinstance(batch, (list, tuple)):
-        values = [move(value, device) for value in batch]
-        if all(new is old for new, old in zip(values, batch, strict=True)):
-            return batch
-        if hasattr(batch, "_make"):
-            return batch._make(values)
-        return type(batch)(values)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if hasattr(batch, f.name)}
-        new_fields = {name: move(value, device) for name, value in fields.items()}
-        if all(new_fields[name] is value for name, value in fields.items()):
-            return batch
-        # Not dataclasses.replace: it calls __init__ again, which refuses init=False fields and may compute values.
-        moved = copy.copy(batch)
-        for name, value in new_fields.items():
-            object.__setattr__(moved, name, value)
-        return moved
-    leaves, spec = pytree.tree_flatten(batch)
-    if spec.is_leaf():
-        return batch
-    return pytree.tree_unflatten([move(leaf, device) for leaf in leaves], spec)
+    leaves, spec = pytree.tree_flatten(batch, _moves_itself)
+    moved = [_moved(leaf, device) for leaf in leaves]
+    return batch if all(map(is_, moved, leaves)) else pytree.tree_unflatten(moved, spec)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if _moves_itself(value):
+        quick = isinstance(value, Tensor) or _takes_non_blocking(value.to)
+        return value.to(device, non_blocking=True) if quick else value.to(device)
+    if isinstance(value, Mapping):
+        items = {key: move(item, device) for key, item in value.items()}
+        if any(items[key] is not item for key, item in value.items()):
+            if not isinstance(value, MutableMapping):
+                return items
+            value = copy.copy(value)  # keeps the type
+            value.update(items)
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+        new = {name: move(item, device) for name, item in fields.items()}
+        if any(new[name] is not item for name, item in fields.items()):
+            # Not dataclasses.replace: it calls __init__ again, which refuses init=False fields and may compute values.
+            value = copy.copy(value)
+            for name, item in new.items():
+                object.__setattr__(value, name, item)
+    return value
 
 
 class PathStep(NamedTuple):
