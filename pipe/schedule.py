@@ -11,13 +11,13 @@ Invariant: the engine runs the actions in the order of :meth:`Schedule.clocks`, 
 list.
 
 Source: fill-drain from GPipe (Huang et al., 2019), with turns the breadth-first schedule (Lamy-Poirier, 2023); 1F1B
-from PipeDream-Flush, with turns its interleaved form (Narayanan et al., 2021).
+from PipeDream-Flush (Narayanan et al., 2021).
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -220,12 +220,11 @@ def fill_drain(micro_batches: int, stages: int, devices: Sequence[Hashable] | No
 def one_forward_one_backward(micro_batches: int, stages: int, devices: Sequence[Hashable] | None = None) -> Schedule:
     """1F1B: each micro-batch runs backward as early as possible; stage ``j`` holds at most ``stages - j`` boundaries.
 
-    The bubble is that of :func:`fill_drain`; 1F1B saves memory, not time. Stages on one device (see there) take turns
-    of as many micro-batches as there are devices: they change often, which suits stages that are not loaded per turn.
+    The bubble is that of :func:`fill_drain`; 1F1B saves memory, not time. Where stages take turns on a device, it is
+    :func:`fill_drain`, with which their weights are loaded as rarely as possible.
     """
-    lines = _lines(stages, devices)
-    if len(lines) < stages:
-        return _interleaved(micro_batches, stages, lines)
+    if len(_lines(stages, devices)) < stages:
+        return fill_drain(micro_batches, stages, devices)
     orders = []
     for j in range(stages):
         ahead = min(stages - j, micro_batches)
@@ -236,36 +235,6 @@ def one_forward_one_backward(micro_batches: int, stages: int, devices: Sequence[
                 order.append(StageAction("F", j, i + ahead))
         orders.append(tuple(order))
     return Schedule(tuple(orders))
-
-
-def _interleaved(micro_batches: int, stages: int, lines: list[list[int]]) -> Schedule:
-    """1F1B with turns: simulates devices that run a backward if one is ready, else a forward if within their limit."""
-    turn = len(lines)
-    groups = [range(k, min(k + turn, micro_batches)) for k in range(0, micro_batches, turn)]
-    forward = [deque(StageAction("F", j, i) for group in groups for j in line for i in group) for line in lines]
-    back = [deque(StageAction("B", j, i) for group in groups for j in reversed(line) for i in group) for line in lines]
-    # The forwards that the first micro-batch of the last stage needs, and a round trip to it for each device before it.
-    ahead = [(len(line) - 1) * turn + 2 * (len(lines) - 1 - k) + 1 for k, line in enumerate(lines)]
-    orders: list[list[StageAction]] = [[] for _ in lines]
-    done: set[StageAction] = set()
-    while any(back):
-
-        def ready(queue: deque[StageAction]) -> bool:
-            return bool(queue) and done.issuperset(queue[0].needs(stages))
-
-        chosen: list[tuple[int, deque[StageAction]]] = []
-        for k in range(len(lines)):
-            if ready(back[k]):
-                chosen.append((k, back[k]))
-            elif ready(forward[k]) and len(back[k]) - len(forward[k]) < ahead[k]:
-                chosen.append((k, forward[k]))
-        # Uneven lines or a short last group may need one more ahead; the earliest forward can always run.
-        chosen = chosen or [(k, queue) for k, queue in enumerate(forward) if ready(queue)][:1]
-        taken = [(k, queue.popleft()) for k, queue in chosen]
-        for k, action in taken:
-            orders[k].append(action)
-        done.update(action for _, action in taken)
-    return Schedule(tuple(map(tuple, orders)))
 
 
 def coming_turns(

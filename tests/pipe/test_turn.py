@@ -61,13 +61,6 @@ class TestTables:
         schedule = fill_drain(micro_batches, rounds * d, [j % d for j in range(rounds * d)])
         assert bubble(schedule) == pytest.approx((d - 1) / (rounds * micro_batches + d - 1))
 
-    @given(rounds=st.integers(1, 4), d=st.integers(1, 4))
-    def test_what_interleaved_1f1b_holds_does_not_grow_with_the_micro_batches(self, rounds: Any, d: Any) -> None:
-        places = [j % d for j in range(rounds * d)]
-        few, many = (most_held(one_forward_one_backward(k * d, rounds * d, places)) for k in (3, 9))
-        assert few == many
-        assert all(peak <= (rounds - 1) * d + 2 * d - 1 for peak in few)
-
     def test_a_stage_on_two_lines_is_named(self) -> None:
         with pytest.raises(ValueError, match=r"B0\.0 is in line 1, but its stage began in line 0"):
             Schedule.parse("F0.0\nF1.0 B1.0 B0.0").validate()
