@@ -76,7 +76,7 @@ class TrainSchedule:
     An action counts as done when the next one is requested. If its execution raises, it is yielded again later.
 
     Raises:
-        ValueError: if names repeat.
+        ValueError: if names repeat, or ``ahead`` is negative.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -85,6 +85,8 @@ class TrainSchedule:
         self._next = dict.fromkeys(self._named, 0)
         if len(self._named) != len(stages):
             raise ValueError(f"expected stages of different names, got {[stage.name for stage in stages]}")
+        if behind := [f"{stage.name}={stage.ahead}" for stage in stages if stage.ahead < 0]:
+            raise ValueError(f"expected ahead >= 0, got {', '.join(behind)}")
 
     def tick(self, i: int, may_run_ahead: Callable[[], bool] = lambda: True) -> Iterator[StageRun]:
         """Yields the actions of tick ``i``.
