@@ -33,7 +33,7 @@ from pipe.nested import tensors_in
 from pipe.torch_private.autograd import has_hooks
 
 if TYPE_CHECKING:
-    from gradcache.grad_cache import GradCache
+    from gradcache.contract import StepOwner
 
 __all__ = ["Step"]
 
@@ -44,7 +44,7 @@ _CHUNK_HOOKS = ("model_call", "forward_no_grad", "forward_backward")
 class Step:
     """Both passes over all towers. ``heads``: what is trained besides them."""
 
-    def __init__(self, owner: GradCache, towers: list[Tower], heads: UsedModules) -> None:
+    def __init__(self, owner: StepOwner, towers: list[Tower], heads: UsedModules) -> None:
         self._owner = owner
         self.towers = towers
         own = [tower.model for tower in towers] + heads.modules

@@ -29,7 +29,7 @@ from gradcache.two_pass import InputGradients, is_trainable
 from pipe.nested import tensors_in
 
 if TYPE_CHECKING:
-    from gradcache.grad_cache import GradCache
+    from gradcache.contract import StepOwner
 
 __all__ = ["StreamedModel", "StreamedTowers", "Tower"]
 
@@ -81,7 +81,7 @@ class Tower:
 class StreamedTowers:
     """Runs all towers of a step that are the same streamed model together."""
 
-    def __init__(self, owner: GradCache, model: StreamedModel, towers: Sequence[Tower], inputs: InputGradients) -> None:
+    def __init__(self, owner: StepOwner, model: StreamedModel, towers: Sequence[Tower], inputs: InputGradients) -> None:
         self._owner = owner
         self._model = model
         self._towers = towers

@@ -87,6 +87,7 @@ ORDERS = {
         "streamed",
         "loss",
         "functional",
+        "contract",
         "chunk_size",
         "wrapped",
         "step",

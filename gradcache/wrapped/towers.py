@@ -36,7 +36,7 @@ from offload.identities import identities_only
 from pipe.nested import tensors_in
 
 if TYPE_CHECKING:
-    from gradcache.grad_cache import GradCache
+    from gradcache.contract import StepOwner
 
 __all__ = ["WrappedTowers", "streamed_inside", "warn_once"]
 
@@ -63,7 +63,7 @@ class WrappedTowers:
     """Runs the two passes of all towers of a step that contain streamed models."""
 
     @identities_only()
-    def __init__(self, owner: GradCache, towers: Sequence[Tower], inputs: InputGradients) -> None:
+    def __init__(self, owner: StepOwner, towers: Sequence[Tower], inputs: InputGradients) -> None:
         self._models = {id(part): part for tower in towers for part in streamed_inside(tower.model)}
         observers = {key: Observer(part) for key, part in self._models.items()}
         self._towers = towers
