@@ -155,13 +155,9 @@ def gather_nested(values: list[Any], rows: RowsOfOutputs | None = None) -> Any:
             )
         else:
             dimension = 0 if rows is None else rows.dimension(k, column)
-            cat = torch.cat if first.layout is torch.strided else _cat_sparse
-            gathered.append(cat(column, dimension))
+            sparse = first.layout is not torch.strided
+            gathered.append(_CatSparse.apply(dimension, *column) if sparse else torch.cat(column, dimension))  # type: ignore[no-untyped-call]
     return unflatten(gathered, spec)
-
-
-def _cat_sparse(tensors: Sequence[Tensor], dimension: int) -> Tensor:
-    return _CatSparse.apply(dimension, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _CatSparse(torch.autograd.Function):

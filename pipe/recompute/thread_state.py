@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 
 from pipe.recompute.phase import is_recomputing, phase
-from pipe.torch_private.autograd import SavedTensorHooks, pop_saved_tensor_hooks, saved_tensor_hooks, set_grad_enabled
+from pipe.torch_private.autograd import SavedTensorHooks, pop_saved_tensor_hooks, saved_tensor_hooks
 from pipe.torch_private.dispatch import DISPATCH_MODES, FUNCTION_MODES, ModeStack, modes_active
 
 __all__ = [
@@ -72,10 +72,6 @@ class Autocast(NamedTuple):
     def of(device_type: str) -> Autocast:
         """The settings of this thread for ``device_type``."""
         return Autocast(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
-
-    def context(self, cache_enabled: bool) -> contextlib.AbstractContextManager[Any]:
-        """A context with these settings."""
-        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=cache_enabled)
 
 
 def _ends_with_its_forward(hooks: SavedTensorHooks) -> bool:
@@ -157,7 +153,8 @@ class ThreadState:
             for autocast in self.autocasts:
                 now = Autocast.of(autocast.device_type)
                 if now != autocast or (autocast.enabled and cache != torch.is_autocast_cache_enabled()):
-                    _enter_autocast(stack, autocast.context(cache))
+                    kind, enabled, dtype = autocast
+                    _enter_autocast(stack, torch.autocast(kind, dtype, enabled=enabled, cache_enabled=cache))
             hooks = None if recomputation and self.hooks and _ends_with_its_forward(self.hooks) else self.hooks
             if hooks is not None and hooks != saved_tensor_hooks():
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
@@ -187,7 +184,7 @@ class ThreadState:
                 torch.set_autocast_dtype(autocast.device_type, autocast.dtype)
         torch.set_autocast_cache_enabled(self.cache_casts)
         _end_autocasts(self.autocast_depth)
-        set_grad_enabled(self.grad)
+        torch.set_grad_enabled(self.grad)
         phase.flags = self.phase
         if not self.holds_generators:
             release_generators()

@@ -24,7 +24,6 @@ __all__ = [
     "pop_saved_tensor_hooks",
     "run_hooks_with_gradient_only",
     "saved_tensor_hooks",
-    "set_grad_enabled",
     "set_sequence_numbers",
     "set_versions",
     "will_run",
@@ -162,11 +161,6 @@ def set_sequence_numbers(tensors: Iterable[Tensor], known: set[Any]) -> None:
         known.add(node)
         node._set_sequence_nr(number)
         nodes += [following for following, _ in node.next_functions]
-
-
-def set_grad_enabled(enabled: bool) -> None:
-    """Sets the grad mode of this thread, without a context."""
-    torch._C._set_grad_enabled(enabled)
 
 
 def outside_inference_mode() -> contextlib.AbstractContextManager[None]:
