@@ -17,7 +17,7 @@ NumPy's. :class:`RandContext` is the interface of the package ``GradCache`` for 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -75,25 +75,14 @@ class RandContext:
 
     Args:
         *tensors: inputs of the forward that is about to run; their devices are included besides those in use.
-        generators: random generators that the model holds itself.
         replay: states that were saved already, to be used instead.
 
     Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (2021), section 3.
     """
 
-    def __init__(self, *tensors: Any, generators: Iterable[Any] = (), replay: Replay | None = None) -> None:
-        self._replay = Replay.capture(devices_in_use(*tensors), generators) if replay is None else replay
+    def __init__(self, *tensors: Any, replay: Replay | None = None) -> None:
+        self._replay = Replay.capture(devices_in_use(*tensors)) if replay is None else replay
         self._entered = ExitStack()
-
-    def record_changes(self) -> RandContext:
-        """Drops generators whose state has not changed; call it after the first forward. Returns itself."""
-        self._replay.record_changes()
-        return self
-
-    @property
-    def drawn(self) -> tuple[str, ...]:
-        """Names of the generators that a second forward rewinds."""
-        return self._replay.drawn
 
     def __enter__(self) -> None:
         self._entered.enter_context(self._replay.again())
