@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pipe.balance.blockpartition import solve
-from pipe.skip.layout import inspect_skip_layout
+from pipe.skip.layout import skip_routes
 from pipe.skip.skippable import verify_skippables
 from pipe.stage import Stage
 from pipe.stream import normalize_device
@@ -113,12 +113,12 @@ def stages_of(partitions: Sequence[nn.Sequential], devices: Sequence[torch.devic
                     f"module with duplicate parameters on distinct devices is not supported, got {other_name!r} on "
                     f"{other} and {name!r} on {device}; put both layers on one device"
                 )
-    layout = inspect_skip_layout(partitions)
+    routes = skip_routes(partitions)
     for partition, device in zip(partitions, devices, strict=True):
         for layer in partition:
             if not takers_in([layer]):
                 layer.to(device)
-    return [Stage(p, d, j, layout) for j, (p, d) in enumerate(zip(partitions, devices, strict=True))]
+    return [Stage(p, d, j, routes) for j, (p, d) in enumerate(zip(partitions, devices, strict=True))]
 
 
 def updated_stages(stages: Sequence[Stage], layers: Mapping[str, nn.Module | None]) -> list[Stage] | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipe.nested import map_tensors
-from pipe.skip.layout import SkipLayout
+from pipe.skip.layout import Route
 from pipe.skip.namespace import Key
 from pipe.skip.tracker import SkipTracker, exchange_tracker
 from pipe.turn import takers_in
@@ -43,16 +43,16 @@ def writes_input(layers: nn.Module) -> bool:
 
 
 class Stage:
-    """Layers on a device: stage number ``index`` of a pipe with the skip connections of ``layout``."""
+    """Layers on a device: stage number ``index`` of a pipe with the skip connections ``routes``."""
 
-    def __init__(self, layers: nn.Sequential, device: torch.device, index: int, layout: SkipLayout) -> None:
+    def __init__(self, layers: nn.Sequential, device: torch.device, index: int, routes: Sequence[Route]) -> None:
         self.layers = layers
         #: The layers as they were wrapped.
         self.wrapped = [(name, layer) for name, layer in layers._modules.items() if layer is not None]
         self.device = device
         self.index = index
-        self.arriving = layout.arriving(index)
-        self.leaving = layout.leaving(index)
+        self.arriving = sorted((r for r in routes if r.popped_at == index), key=lambda r: r.stashed_at)
+        self.leaving = [r for r in routes if r.stashed_at == index]
         self._entering: tuple[Key, ...] = tuple(route.key for route in self.arriving)
         self._copies_input = writes_input(layers)
         self._takers = takers_in(layers)

@@ -10,7 +10,7 @@ from torch import nn
 from pipe.skip.namespace import Key
 from pipe.skip.skippable import Skippable
 
-__all__ = ["Route", "SkipLayout", "inspect_skip_layout"]
+__all__ = ["Route", "skip_routes"]
 
 
 @dataclass(frozen=True)
@@ -22,23 +22,8 @@ class Route:
     popped_at: int
 
 
-@dataclass(frozen=True)
-class SkipLayout:
-    """All routes between different stages."""
-
-    routes: tuple[Route, ...]
-
-    def arriving(self, stage: int) -> list[Route]:
-        """Routes that end at ``stage``, sorted by the stage where they begin."""
-        return sorted((r for r in self.routes if r.popped_at == stage), key=lambda r: r.stashed_at)
-
-    def leaving(self, stage: int) -> list[Route]:
-        """Routes that begin at ``stage``."""
-        return [route for route in self.routes if route.stashed_at == stage]
-
-
-def inspect_skip_layout(partitions: Sequence[nn.Sequential]) -> SkipLayout:
-    """The layout of stages whose skippable layers passed :func:`pipe.skip.verify_skippables`."""
+def skip_routes(partitions: Sequence[nn.Sequential]) -> list[Route]:
+    """The routes between different stages, whose skippable layers passed :func:`pipe.skip.verify_skippables`."""
     stashed: dict[Key, int] = {}
     routes: list[Route] = []
     for j, partition in enumerate(partitions):
@@ -49,4 +34,4 @@ def inspect_skip_layout(partitions: Sequence[nn.Sequential]) -> SkipLayout:
                     if begin != j:
                         routes.append(Route(key, begin, j))
                 stashed.update((key, j) for key in layer.stashable())
-    return SkipLayout(tuple(routes))
+    return routes

@@ -10,8 +10,9 @@ from torch import nn
 
 from pipe import Pipe, pipeline
 from pipe.skip import Namespace, pop, skippable, stash, verify_skippables
-from pipe.skip.layout import Route, inspect_skip_layout
+from pipe.skip.layout import Route, skip_routes
 from pipe.skip.tracker import SkipTracker, current_skip_tracker, use_skip_tracker
+from pipe.stage import Stage
 
 
 @skippable(stash=["a"])
@@ -163,14 +164,14 @@ def test_namespaces_are_ordered_hashed_and_equal_to_their_copies() -> None:
 
 def test_routes_are_known_before_any_forward_and_nested_layers_count() -> None:
     model = [nn.Sequential(StashA()), nn.Sequential(nn.Sequential(nn.Identity(), Exchange())), nn.Sequential(PopB())]
-    layout = inspect_skip_layout(model)
-    assert layout.routes == (Route((None, "a"), 0, 1), Route((None, "b"), 1, 2))
-    assert layout.arriving(1) == [Route((None, "a"), 0, 1)]
-    assert layout.leaving(1) == [Route((None, "b"), 1, 2)]
+    routes = skip_routes(model)
+    assert routes == [Route((None, "a"), 0, 1), Route((None, "b"), 1, 2)]
+    stage = Stage(model[1], torch.device("cpu"), 1, routes)
+    assert (stage.arriving, stage.leaving) == (routes[:1], routes[1:])
 
 
 def test_a_skip_inside_one_stage_has_no_route() -> None:
-    assert inspect_skip_layout([nn.Sequential(StashA(), PopA())]).routes == ()
+    assert skip_routes([nn.Sequential(StashA(), PopA())]) == []
 
 
 @pytest.mark.parametrize(
