@@ -5,7 +5,7 @@ other numbers in a recomputation, unless that generator is found and rewound lik
 
 :func:`held_generators` finds ``torch.Generator``, ``random.Random``, ``numpy.random.Generator`` and
 ``numpy.random.RandomState`` as an attribute of a module, or as an element of a list, tuple, set or dict that is an
-attribute; :func:`generators_in` finds those among arguments. Others (an attribute of an attribute, a closure) are not.
+attribute; :func:`generators_among` finds those among arguments. Others (an attribute of an attribute) are not.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipe.nested import LEAVES, flatten
-
-__all__ = ["Generator", "generator_types", "generators_in", "generators_of", "held_generators"]
+__all__ = ["Generator", "generator_types", "generators_among", "generators_of", "held_generators"]
 
 # The attributes of every module: containers of modules, tensors and hooks.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -93,9 +91,9 @@ def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
     return _among(held)
 
 
-def generators_in(value: Any) -> list[Any]:
-    """The generators among the leaves of a nested value, such as the arguments of a call, each once."""
-    return _among([x for x in flatten(value)[0] if type(x) not in LEAVES])
+def generators_among(values: Iterable[Any]) -> list[Generator]:
+    """The generators among some objects, each once."""
+    return [_held(generator) for generator in _among(values)]
 
 
 def _among(values: Iterable[Any]) -> list[Any]:

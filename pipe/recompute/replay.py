@@ -34,7 +34,7 @@ import torch
 from pipe.nested import tensors_in
 from pipe.recompute.captured import Captured
 from pipe.recompute.contents import Contents
-from pipe.recompute.generators import Generator, generators_in, generators_of
+from pipe.recompute.generators import Generator, generators_among, generators_of
 from pipe.recompute.module_state import ModuleState
 from pipe.recompute.phase import phase
 from pipe.recompute.thread_state import Settings, ThreadState, shared_generators
@@ -102,8 +102,8 @@ class Replay:
         """Before the first run: adds what can be reached from the objects that the modules get as arguments."""
         reached = Contents.reachable(objects)
         known = {id(generator.owner) for generator, _ in self._states}
-        more = [each for each in generators_in(reached.values) if id(each) not in known]
-        self._states += [(each, each.get()) for each in generators_of((), more)[-len(more) :] if more]
+        more = [each for each in generators_among(reached.values) if id(each.owner) not in known]
+        self._states += [(each, each.get()) for each in more]
         self._objects = reached if self._objects is None else self._objects.with_those(reached)
 
     @contextlib.contextmanager
