@@ -75,9 +75,9 @@ def step_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         finally:
             for _, hooks in hidden:
                 hooks.restore()
-        with torch.no_grad() if hidden else contextlib.nullcontext():
-            for leaf, hooks in hidden:
-                if leaf.grad is not None:
+        for leaf, hooks in hidden:
+            if leaf.grad is not None:
+                with torch.no_grad():
                     leaf.grad = hooks.changed(leaf.grad)
     except BaseException:
         for parameter, gradient in before:

@@ -114,6 +114,8 @@ def micro_losses(
             waits until they are computed.
         rows: of each micro-batch.
     """
+    if reduction is None and len(rows) == 1:
+        return [MicroLoss(loss_fn, None, alone=True)]  # whatever it divides by, its loss is that of the batch
     declared = _declared(loss_fn)
     found = declared.reduction
     if reduction is not None and declared.divisor is not None and _kind(found) != _kind(reduction):
@@ -123,8 +125,7 @@ def micro_losses(
         )
     kind = _kind(found if reduction is None else reduction)
     if found is None and reduction is None:
-        # With one micro-batch, its loss is that of the batch.
-        return [MicroLoss(loss_fn, None, len(rows) == 1) for _ in rows]
+        return [MicroLoss(loss_fn, None) for _ in rows]
     if kind == "sum" or len(rows) == 1:
         return [MicroLoss(loss_fn, 1.0) for _ in rows]
     if declared.divisor == "targets":

@@ -370,7 +370,7 @@ class Pipe(nn.Module):
                 in_order=in_order,
                 record=self._record,
             ).run()
-        if losses[0].weight is None:
+        if losses[0].weight is None and len(rows) > 1:
             self._counting.add(code)
         return loss
 

@@ -348,3 +348,20 @@ def test_a_function_that_wraps_one_of_torch_is_not_taken_for_it() -> None:
 
     with pytest.raises(ValueError, match="reduction='mean' with ignore_index"):
         Pipe(model(), [1, 2], chunks=2).train_step(torch.randn(4, 4, dtype=torch.float64), torch.arange(4), wrapped)
+
+
+def test_a_loss_of_one_micro_batch_says_nothing_of_several() -> None:
+    """A step of one micro-batch needs no divisor; a later one of several leaves nothing behind when it is refused."""
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double(), [1, 1], chunks=2)
+    x = torch.randn(4, 4, dtype=torch.float64)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().mean()
+
+    pipe.chunks = 1
+    pipe.train_step(x, x, loss_fn)
+    pipe.chunks = 2
+    before = [buffer.clone() for buffer in pipe.buffers()]
+    with pytest.raises(ValueError, match="reduction='mean'"):
+        pipe.train_step(x, x, loss_fn)
+    assert all(map(torch.equal, pipe.buffers(), before))
