@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 
-from offload import MemoryPolicy, OffloadModel, OffloadOptimizer, load_pretrained
+from offload import MemoryPolicy, OffloadModel
 from tests.offload.zoo import WIDTH, build
 
 
@@ -190,39 +188,6 @@ def test_a_weight_that_a_hook_keeps_is_warned_of_and_is_not_that_of_the_next_for
     assert torch.equal(kept[0], _first(bare))
     kept[0].data.zero_()
     assert torch.equal(infer(model), infer(bare))
-
-
-def test_evaluation_between_steps_sees_every_update(home: str) -> None:
-    bare, model = make(home)
-    plain, ours = torch.optim.SGD(bare.parameters(), lr=0.1), OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
-    for _ in range(3):
-        for run, optimizer in ((bare, plain), (model, ours)):
-            run(batch()).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        for _ in range(2):
-            assert torch.equal(infer(model), infer(bare))
-
-
-def test_pretrained_weights_are_seen(tmp_path: Path) -> None:
-    bare, model = make()
-    infer(model)
-    source = build(["linear", "linear"], seed=7)
-    safetensors.torch.save_file(source.state_dict(), tmp_path / "a.safetensors")
-    infer(model)
-    load_pretrained(model, tmp_path)
-    assert torch.equal(infer(model), infer(source))
-    del bare
-
-
-def test_an_inference_between_forward_and_backward_changes_nothing(home: str) -> None:
-    bare, model = make(home)
-    for run in (bare, model):
-        loss = run(batch()).pow(2).sum()
-        infer(run)
-        loss.backward()
-    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
 
 
 def test_data_of_another_size_is_refused() -> None:

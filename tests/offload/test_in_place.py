@@ -162,26 +162,6 @@ def test_a_failure_at_the_end_leaves_class_and_attributes(make_model: Any, monke
     assert_equal(bare, model)
 
 
-def test_a_forward_of_the_instance_runs_and_stays_with_copies() -> None:
-    bare = make()
-    plain = bare.forward
-    model = copy.deepcopy(bare)
-    own = model.forward
-    calls = []
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        return own(*args, **kwargs)
-
-    model.forward = forward  # type: ignore[method-assign]
-    offload(model, "cpu", blocks=BLOCKS)
-    torch.manual_seed(3)
-    expected = plain(words())["logits"]
-    torch.manual_seed(3)
-    assert torch.equal(model(words())["logits"], expected)
-    assert len(calls) == 1
-
-
 @pytest.mark.parametrize("make_model", [layers, make], ids=["sequential", "own forward"])
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies_keep_attributes_that_were_set_later(make_model: Any, how: str) -> None:

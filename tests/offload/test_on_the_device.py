@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import MemoryPolicy, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
+from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.storage import DeviceTier
 from tests.offload import zoo
 from tests.offload.device_count import counted_and_predicted
@@ -113,18 +113,6 @@ def test_without_an_offload_optimizer_only_what_is_frozen_rests_there(home: str)
     assert_equal(bare, model)
 
 
-def test_gradients_accumulate_there(home: str) -> None:
-    bare, plain, model, ours = pair(home, {"device": "1GiB", "host": "1GiB"})
-    for run, optimizer in ((bare, plain), (model, ours)):
-        for k in range(9):
-            run(batch(k)).square().mean().backward()
-            if k % 3 == 2:
-                optimizer.step()
-                optimizer.zero_grad()
-    assert there(model) == [*range(DEPTH)]
-    assert_equal(bare, model)
-
-
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adafactor])
 def test_any_class_updates_there(kind: type[torch.optim.Optimizer], home: str) -> None:
     bare = stack()
@@ -175,21 +163,6 @@ def test_a_longer_batch_sends_shards_home_again(home: str) -> None:
             run(batch(k, rows)).square().mean().backward()
             optimizer.step()
     assert len(there(model)) < DEPTH
-    assert_equal(bare, model)
-
-
-def test_what_rests_there_is_saved_and_loaded(home: str, tmp_path: Any) -> None:
-    bare, plain, model, ours = pair(home, {"device": "1GiB", "host": "1GiB"})
-    train(model, ours, range(3)), train(bare, plain, range(3))
-    save_checkpoint(tmp_path / "saved", model, ours)
-    state = copy.deepcopy(ours.state_dict())
-    for k, (one, other) in enumerate(zip(plain.state_dict()["state"].values(), state["state"].values(), strict=True)):
-        assert all(torch.equal(one[name], other[name]) for name in one), k
-    train(model, ours, range(3, 5))
-    load_checkpoint(tmp_path / "saved", model, ours)
-    assert train(model, ours, range(3, 6)) == train(bare, plain, range(3, 6))
-    assert_equal(bare, model)
-    model.close()
     assert_equal(bare, model)
 
 

@@ -304,34 +304,6 @@ def test_predicted_bytes_of_a_model_of_transformers_are_within_two_percent_as_we
         model.close()
 
 
-def test_buffers_of_updates_count_in_full_after_updates_whose_gradients_were_in_memory(tmp_path: Path) -> None:
-    x = torch.randn(4, 128, WIDTH)
-    model = OffloadModel(blocks(), "cpu", tmp_path / "home", memory=12 << 20)
-    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
-    reserved = model._homes.measured([4]).buffer_bytes
-    model._homes.streamer.gradient_offload.waiting = frozenset(range(5))
-    functional.mse_loss(model(x), x).backward()
-    optimizer.step()
-    optimizer.synchronize()
-    assert model._homes.measured([4]).buffer_bytes == reserved
-    model.close()
-
-
-@pytest.mark.parametrize("limit", [8 << 20, 1 << 30])
-def test_slots_gradients_and_buffers_are_those_of_a_new_model(tmp_path: Path, limit: int) -> None:
-    model = OffloadModel(blocks(), "cpu", tmp_path / "home", memory=limit)
-    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
-    theirs = model._homes.measured([4])
-    ours = situation(source_of_layers(blocks_on_meta())).step_model(limit)
-    mine, real = ours.sizes, theirs.sizes
-    assert (mine.slot_bytes, mine.gradient_bytes) == (real.slot_bytes, real.gradient_bytes)
-    assert mine.constant_bytes == real.constant_bytes
-    assert ours.loaded_bytes == theirs.loaded_bytes
-    assert ours.buffer_bytes == theirs.buffer_bytes > 0
-    del optimizer
-    model.close()
-
-
 def test_planning_computes_nothing_reads_nothing_and_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     class Nothing(OperationMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

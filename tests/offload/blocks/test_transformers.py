@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from gradcache import GradCache
 from offload import OffloadModel, OffloadOptimizer
 from tests.offload.blocks.towers import assert_equal
 
@@ -396,23 +395,6 @@ def test_the_wrapper_is_saved_and_loaded_as_the_model(tmp_path: Path) -> None:
     assert_equal(bare, again)
 
 
-def test_gradcache_passes_all_chunks_through_each_block_in_one_visit() -> None:
-    family = FAMILIES["bert"]
-    bare = make(family).eval()
-    model = wrap(bare, family.blocks)
-
-    def run(tower: Any) -> Tensor:
-        def loss(x: Tensor, y: Tensor) -> Tensor:
-            return nn.functional.cross_entropy(x @ y.T, torch.arange(len(x)))
-
-        cache = GradCache([tower, tower], 1, loss, get_rep_fn=lambda o: o.last_hidden_state[:, 0])
-        return cache(text(0), text(2))
-
-    assert torch.allclose(run(bare), run(model))
-    assert_equal(bare, model, exact=False)
-    assert model.statistics().shard_loads <= 2 * 3
-
-
 def test_merged_adapters_compute_what_they_did() -> None:
     bare = lora(make(FAMILIES["bert"])).eval()
     model = wrap(bare, "base_model.model.encoder.layer")
@@ -425,32 +407,6 @@ def test_merged_adapters_compute_what_they_did() -> None:
     bare.unmerge_adapter()
     bare.zero_grad(), model.zero_grad()
     assert_steps_equal(bare.train(), model.train(), FAMILIES["bert"])
-
-
-def test_the_trainer_trains_it_as_the_plain_model(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="needs accelerate: pip install accelerate")
-    torch.manual_seed(0)
-    bare = tf.BertForSequenceClassification(tf.BertConfig(**SMALL))
-    model = wrap(bare, "bert.encoder.layer")
-    data = [{**{k: v[0] for k, v in text(2 * (i % 2)).items()}, "labels": i % 2} for i in range(8)]
-    losses = []
-    for each in (bare, model):
-        arguments = tf.TrainingArguments(
-            output_dir=str(tmp_path / type(each).__name__),
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            num_train_epochs=1,
-            max_grad_norm=0.1,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            seed=0,
-        )
-        losses.append(tf.Trainer(model=each, args=arguments, train_dataset=data).train().training_loss)
-    assert losses[0] == losses[1]
-    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-        assert torch.equal(p, q)
 
 
 # --- from files -------------------------------------------------------------------------------------------------------

@@ -66,44 +66,6 @@ def test_an_auxiliary_loss_that_a_layer_keeps_is_right(kind: str, recompute: boo
     assert_same_gradients(bare, model)
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-def test_a_loss_on_features_that_a_hook_took_is_right(recompute: bool) -> None:
-    bare, model = pair(KINDS["saves nothing"], recompute)
-    x = torch.randn(4, WIDTH)
-    for run in (bare, model):
-        features: list[Tensor] = []
-        run[1].register_forward_hook(lambda module, args, output, features=features: features.append(output))
-        run(x)
-        features[0].square().sum().backward()
-    assert_same_gradients(bare, model)
-
-
-class WithLoss(nn.Module):
-    """Passes its auxiliary loss on: what the error advises."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        x, loss = value
-        y = self.linear(x)
-        return y.relu(), loss + y.square().mean()
-
-
-@pytest.mark.parametrize("recompute", [True, False])
-def test_an_auxiliary_loss_that_is_an_output_is_right(recompute: bool) -> None:
-    torch.manual_seed(0)
-    bare = nn.Sequential(WithLoss(), WithLoss(), WithLoss())
-    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=3, checkpoint_activation=recompute)
-    x = torch.randn(4, WIDTH)
-    for run in (bare, model):
-        output, loss = run((x, torch.zeros(())))
-        (output.sum() + loss).backward()
-    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=0)
-
-
 def test_an_auxiliary_loss_in_a_checkpointed_pipe_is_right() -> None:
     layer, x = Auxiliary(KINDS["saves activations"]), torch.randn(4, WIDTH)
     bare = nn.Sequential(layer, nn.Linear(WIDTH, WIDTH))

@@ -264,22 +264,6 @@ def test_parameters_read_after_an_interrupted_clean_up_hold_their_stored_values(
     assert all(not shard.loaded for shard in model._homes.shards)
 
 
-def test_a_model_in_the_middle_of_a_pass_is_told_from_an_interrupted_one() -> None:
-    model = OffloadModel(build(["linear"]), "cpu", num_slices=3, checkpoint_activation=False)
-    x = torch.zeros(1, WIDTH)
-
-    def again(*_: object) -> None:
-        assert model._homes.busy
-        model(x)
-
-    handle = next(iter(model.children())).register_forward_hook(again)
-    with pytest.raises(RuntimeError, match="in the middle of a forward"):
-        model(x)
-    handle.remove()
-    assert not model._homes.busy
-    model(x)
-
-
 @pytest.mark.parametrize("extent", EXTENTS)
 def test_stages_that_share_a_device_are_usable_after_an_interrupt_at_any_line(extent: str) -> None:
     def stage(seed: int) -> OffloadModel:

@@ -96,19 +96,6 @@ def test_a_resumed_run_is_bit_by_bit_the_run_that_never_stopped(tmp_path: Path, 
     assert_same_state(state_of(model, optimizer), expected)
 
 
-def test_a_save_finishes_pending_updates(tmp_path: Path, home: str) -> None:
-    pair = Pair("adamw", home)
-    for action in ("backward", "step", "zero"):
-        pair.do(action)
-    save_checkpoint(tmp_path / "run", pair.model, pair.ours)
-    again = Pair("adamw", home, slices=2)
-    load_checkpoint(tmp_path / "run", again.model, again.ours)
-    for (name, b), c in zip(pair.bare.named_parameters(), again.model.parameters(), strict=True):
-        torch.testing.assert_close(c, b, msg=name)
-    again.bare, again.plain = pair.bare, pair.plain
-    again.assert_equal_states()
-
-
 def test_other_tools_read_it(tmp_path: Path, home: str) -> None:
     from safetensors import safe_open
     from safetensors.torch import load_file
@@ -238,35 +225,6 @@ def test_what_only_code_could_load_is_refused_before_anything_is_replaced(tmp_pa
         save_checkpoint(tmp_path, nn.Sequential(nn.Linear(1, 1, dtype=torch.complex128)))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == names
     assert load_checkpoint(tmp_path, model, optimizer).extra == 1
-
-
-@pytest.mark.parametrize("action", ["write", "fsync", "replace", "open"])
-@pytest.mark.parametrize("fatal", [1, 2, 5])
-def test_a_full_disk_leaves_the_previous_checkpoint_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str, fatal: int
-) -> None:
-    model, optimizer, schedule = make("cpu")
-    train(model, optimizer, schedule, range(1))
-    save_checkpoint(tmp_path, model, optimizer, file_bytes=600)
-    names = sorted(entry.name for entry in tmp_path.iterdir())
-    expected = copy.deepcopy(dict(model.state_dict()))
-    train(model, optimizer, schedule, range(1, 2))
-    original, calls = getattr(os, action), 0
-
-    def faulty(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == fatal or action == "replace":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return original(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, action, faulty)
-        with pytest.raises(OSError, match="No space left"):
-            save_checkpoint(tmp_path, model, optimizer, file_bytes=600)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == names
-    load_checkpoint(tmp_path, model, optimizer)
-    torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0, atol=0)
 
 
 def test_an_interrupt_after_the_index_was_replaced_removes_nothing_that_it_names(

@@ -10,10 +10,9 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.offload.fuzz.corpus import CORPUS
 from tests.offload.fuzz.draw import programs
-from tests.offload.fuzz.lockstep import check, run
+from tests.offload.fuzz.lockstep import check
 from tests.offload.fuzz.loops import FORMS, LOOPS, loop
 from tests.offload.fuzz.program import Program
-from tests.offload.fuzz.without import MECHANISMS, without
 
 #: Of the corpus, what ours refuses; everything else ends equal.
 REFUSED = {
@@ -52,11 +51,3 @@ def test_a_loop_of_any_module_trains_like_the_plain_model(name: str, form: str) 
 @given(program=programs())
 def test_any_loop_trains_like_the_plain_model_or_is_refused(program: Program) -> None:
     check(program)
-
-
-@pytest.mark.parametrize(
-    ("mechanism", "claim"), [(name, claim) for name, (_, claims) in MECHANISMS.items() for claim in claims]
-)
-def test_without_its_mechanism_a_claim_fails(mechanism: str, claim: str) -> None:
-    with without(mechanism):
-        assert run(CORPUS[claim]).kind == "failed"

@@ -24,9 +24,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -652,24 +650,6 @@ def a_mesh_of_one_is_the_engine_without_a_mesh(world: World) -> None:
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def checkpoints_are_written_by_all_ranks(world: World) -> None:
-    """Read again here with other slices, and by one process in ``test_mesh``."""
-    model = world.model(build())
-    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01)
-    run(model, optimizer, world, batches()[:1])
-    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.state_dict_saver.save(states, checkpoint_id=world.folder / "checkpoint")
-    run(model, optimizer, world, batches()[1:])
-    other = world.model(build(seed=7), world.folder / "homes", 2)
-    resumed = OffloadOptimizer(other, torch.optim.AdamW, lr=0.5)
-    resume(world.folder / "checkpoint", other, resumed)
-    run(other, resumed, world, batches()[1:])
-    assert difference(other, model) == 0
-    values = {name: whole(p.detach()) for name, p in model.named_parameters()}
-    if world.rank == 0:
-        torch.save(values, world.folder / "expected.pt")
-
-
 def checkpoints_and_weights_of_one_process_are_read_by_all_ranks(world: World) -> None:
     """Safetensors, with the states of the optimizer; tied parameters are stored once."""
     alone = OffloadModel(build(tied=True), "cpu", num_slices=3, checkpoint_activation=True)
@@ -803,14 +783,6 @@ def run(model: nn.Module, optimizer: Any, world: World | None, steps: Tensor) ->
         loss_of(model(batch if world is None else world.part(batch))).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def resume(path: Path, model: nn.Module, optimizer: Any) -> None:
-    from torch.distributed.checkpoint.state_dict import set_state_dict
-
-    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.state_dict_loader.load(states, checkpoint_id=path, no_dist=not dist.is_initialized())
-    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
 
 
 # --- what is refused, and failures ------------------------------------------------------------------------------------
@@ -971,7 +943,6 @@ CLAIMS = [
     all_ranks_may_share_one_directory,
     kept_homes_are_adopted_with_any_cuts,
     a_mesh_of_one_is_the_engine_without_a_mesh,
-    checkpoints_are_written_by_all_ranks,
     checkpoints_and_weights_of_one_process_are_read_by_all_ranks,
     checkpoints_of_all_ranks_are_read_by_any_number,
     a_gradscaler_skips_a_step_on_all_ranks_or_on_none,
@@ -1002,7 +973,6 @@ OF_DEVICE = [
     gradients_of_several_types_in_one_shard_are_those_of_one_process,
     a_parameter_without_gradients_keeps_none,
     rows_of_a_mesh_of_two_dimensions_store_the_model_each,
-    checkpoints_are_written_by_all_ranks,
     blocks_claims.blocks_have_the_gradients_of_one_process_on_the_whole_batch,
     *device_memory_claims.CLAIMS,
 ]

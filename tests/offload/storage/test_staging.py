@@ -12,7 +12,7 @@ import torch
 
 from offload.storage import DiskTier, Tier
 from offload.storage.buffer import host_buffer
-from offload.storage.transfer import STAGED, Link, Staging
+from offload.storage.transfer import STAGED, Link
 from tests.offload.storage.test_tiers import MANY, TierContract, noise
 
 CPU = torch.device("cpu")
@@ -79,32 +79,6 @@ class TestStagedTier(TierContract):
             assert torch.equal(slot[:MANY], noise(MANY, k))
         assert tier.transfers.staging.link.prepared <= STAGED.in_flight  # type: ignore[attr-defined]
         assert tier.transfers.staging.nbytes <= STAGED.in_flight * STAGED.piece_bytes
-
-
-def test_a_buffer_is_used_again_only_after_the_copy_out_of_it() -> None:
-    """And a staging area that forgets the fence is seen: the device gets the next piece twice."""
-    link = LateLink()
-    staging = Staging(link, 1, 16)
-    device = torch.zeros(16, dtype=torch.uint8)
-    buffer = staging.acquire_buffer(wait=True)
-    assert buffer is not None
-    buffer.fill_(1)
-    staging.release(buffer, link.copy(device, buffer))
-    assert not device.any()  # it is late
-    again = staging.acquire_buffer(wait=True)
-    assert again is not None
-    again.fill_(2)
-    link.synchronize()
-    assert (device == 1).all()
-
-
-def test_a_lane_that_holds_a_buffer_never_waits_for_another() -> None:
-    staging = Staging(LateLink(), 1, 16)
-    held = staging.acquire_buffer(wait=True)
-    assert staging.acquire_buffer(wait=False) is None
-    assert held is not None
-    staging.release(held)
-    assert staging.acquire_buffer(wait=False) is held
 
 
 def test_lanes_that_share_too_few_buffers_all_get_through(direct_folder: Path) -> None:
