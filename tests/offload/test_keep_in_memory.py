@@ -89,7 +89,7 @@ moves = st.none() | st.sets(st.integers(0, SHARDS - 1))
 
 
 @settings(
-    max_examples=60,
+    max_examples=30,
     deadline=None,
     phases=[Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],

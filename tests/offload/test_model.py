@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -18,6 +15,7 @@ import offload
 from offload import MemoryPolicy, OffloadModel
 from offload.engine.sequential import _brought
 from tests.offload.zoo import WIDTH, build
+from tests.programs import run_program
 
 
 def batch(rows: int = 6) -> torch.Tensor:
@@ -360,26 +358,22 @@ def test_a_finalizer_never_waits_for_a_thread(tmp_path: Path) -> None:
 
 def test_a_model_that_is_a_global_lets_the_interpreter_exit(tmp_path: Path) -> None:
     code = (
-        "import sys, torch; from torch import nn; from offload import MemoryPolicy, OffloadModel\n"
+        "import sys, warnings, torch; from torch import nn; from offload import MemoryPolicy, OffloadModel\n"
+        "warnings.simplefilter('error')\n"
         "model = OffloadModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 'cpu', sys.argv[1] + '/', num_slices=2,"
         " checkpoint_activation=True, memory=MemoryPolicy.fixed(boundary_bytes=0))\n"
         "loss = model(torch.randn(2, 4)).sum(); loss.backward(); kept = model(torch.randn(2, 4))"
     )
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert (result.returncode, result.stderr) == (0, "")
+    ended = run_program(code, tmp_path)
+    assert (ended.status, ended.errors) == (0, "")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_in_files_needs_the_memory_of_its_slots_only(tmp_path: Path) -> None:
     """Parameters and gradients of the whole model are file pages; anonymous memory is what is counted."""
     code = (
-        "import sys, torch; from torch import nn; from offload import OffloadModel\n"
+        "import ctypes, sys, torch; from torch import nn; from offload import OffloadModel\n"
+        "ctypes.CDLL(None).mallopt(-3, 65536)\n"  # M_MMAP_THRESHOLD: what is freed is given back at once
         "def anonymous():\n"
         "    fields = dict(line.split(':') for line in open('/proc/self/status'))\n"
         "    return (int(fields['RssAnon'].split()[0]) + int(fields['RssShmem'].split()[0])) * 1024\n"
@@ -395,11 +389,9 @@ def test_a_model_in_files_needs_the_memory_of_its_slots_only(tmp_path: Path) -> 
         "print(whole, grown)\n"
         "assert all(p.grad is not None for p in model.parameters())\n"
     )
-    # glibc's heap keeps what was freed, how much is a matter of chance; with this it is given back at once.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
-    whole, grown = map(int, result.stdout.split())
+    ended = run_program(code, tmp_path)
+    assert ended.status == 0, ended.errors
+    whole, grown = map(int, ended.output.split())
     assert whole == 64 << 20
     assert grown < 8 << 20
 

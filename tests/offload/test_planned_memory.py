@@ -574,9 +574,8 @@ def test_a_batch_that_fits_only_in_parts_is_cut_into_as_few_as_fit(tmp_path: Pat
 
 
 @pytest.mark.filterwarnings("ignore:a step of micro-batches:RuntimeWarning")  # of what the losses of large ones take
-@pytest.mark.parametrize("rise", [12 * MIB, 400 * MIB])
 def test_how_often_a_batch_is_cut_depends_on_no_clock_and_no_measured_memory(
-    rise: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, now = [], time.perf_counter
     for disturbed in (False, True):
@@ -584,7 +583,7 @@ def test_how_often_a_batch_is_cut_depends_on_no_clock_and_no_measured_memory(
         optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
         with monkeypatch.context() as patch:
             if disturbed:
-                patch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: rise)
+                patch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 400 * MIB)
                 patch.setattr(time, "perf_counter", lambda: 3 * now())
             losses = [train(model, optimizer, 1, rows=rows) for rows in (64, 64, 3000, 1500)]
         counts = [model._homes.microbatches(rows) for rows in (64, 1500, 2000, 3000)]

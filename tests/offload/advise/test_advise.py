@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import struct
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,6 +28,7 @@ from offload.planning.byte_forms import ByteForm
 from offload.planning.explain import moves
 from offload.planning.step_model import predict
 from pipe.torch_private.dispatch import OperationMode
+from tests.programs import run_program
 
 RATES = Rates(
     flops=1e11,
@@ -566,11 +566,11 @@ def test_where_the_disk_is_the_bound_forms_of_fewer_bytes_are_offered_with_their
 
 
 def test_a_missing_argument_is_one_line() -> None:
-    command = [sys.executable, "-m", "offload.advise", "x", "--tokens", "8"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 2
-    assert ended.stderr.count("\n") == 1
-    assert "--memory" in ended.stderr
+    code = "import runpy; runpy.run_module('offload.advise', run_name='__main__')"
+    ended = run_program(code, "x", "--tokens", "8")
+    assert ended.status == 2
+    assert ended.errors.count("\n") == 1
+    assert "--memory" in ended.errors
 
 
 # --- what is measured ---------------------------------------------------------------------------------------------

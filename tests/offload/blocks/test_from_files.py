@@ -243,7 +243,7 @@ MEMORY = """
 import resource, sys, threading
 import torch
 from torch import nn
-from offload import OffloadModel
+from offload import OffloadModel, save_checkpoint
 
 threading.stack_size(1 << 20)  # a thread that is not gone yet when the next begins counts little
 
@@ -270,11 +270,16 @@ def held():
     return {key: int(value.split()[0]) << 10 for key, value in
             (line.split(":") for line in open("/proc/self/status") if line.startswith(("VmData", "RssAnon")))}
 
-warm = OffloadModel(nn.Sequential(nn.Linear(4, 4)), "cpu", sys.argv[1] + "/small/", num_slices=1)
+small = lambda: nn.Sequential(nn.Linear(4, 4))
+save_checkpoint(sys.argv[1] + "/saved", small())
+# With it comes all that the first one imports: transformers, where that is installed.
+warm = OffloadModel.from_pretrained(
+    sys.argv[1] + "/saved", "cpu", sys.argv[1] + "/small/", model=small, num_slices=1
+)
 warm(torch.ones(2, 4)).sum().backward()
 del warm
 for thread in threading.enumerate():
-    if thread is not threading.main_thread():
+    if thread.name.startswith("offload"):
         thread.join()
 block = sum(p.nbytes for p in Block().parameters())
 before = held()

@@ -35,7 +35,7 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "recompute": ("host", {"checkpoint_activation": True}, "plain"),
     "disk": (
         "disk",
-        {"checkpoint_activation": True, "memory": MemoryPolicy.fixed(boundary_bytes=0), "num_microbatches": 2},
+        {"checkpoint_activation": True, "memory": MemoryPolicy.fixed(boundary_bytes=0)},
         "clipped",
     ),
     "graphs": ("host", {"checkpoint_activation": True, "memory": MemoryPolicy.fixed(graph_bytes=1 << 20)}, "plain"),
@@ -68,7 +68,7 @@ class Run:
     def make(self) -> None:
         self.made += 1
         home = "cpu" if self.home == "host" else f"{self.folder}/{self.made}/"
-        layers = build(["linear", "inplace_dropout", "rnn"])
+        layers = build(["inplace_dropout", "rnn"])
         self.model = OffloadModel(layers, "cpu", home, num_slices=3, **self.arguments)
         self.model._homes.keep_in_memory(self.resting)
         self.optimizer: torch.optim.Optimizer

@@ -958,13 +958,13 @@ CLAIMS = [
 ]
 #: Checked by four ranks as well.
 OF_FOUR = [
-    *CLAIMS[:3],
+    gradients_are_those_of_one_process_on_the_whole_batch,
     rows_of_a_mesh_of_two_dimensions_store_the_model_each,
     bytes_are_those_of_the_formula,
     gradcache_runs_over_it_with_unequal_rows_and_chunks,
     models_that_follow_each_other_use_the_same_process_groups,
     *blocks_claims.CLAIMS[:2],
-    *graph_claims.CLAIMS[:2],
+    graph_claims.a_rank_whose_graph_leaves_out_blocks_counts_as_zeros,
 ]
 #: Checked as well with what ranks do on GPUs, here in host memory.
 OF_DEVICE = [

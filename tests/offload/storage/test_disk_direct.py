@@ -18,8 +18,7 @@ from offload.storage import DiskTier, Tier
 from offload.storage import page_cache as cache_module
 from offload.storage.buffer import PAGE_BYTES, host_buffer
 from offload.storage.page_cache import CACHE_HOLDS, PageCache, available_bytes
-from offload.storage.transfer import STAGED
-from tests.offload.storage.test_tiers import MANY, TierContract, noise
+from tests.offload.storage.test_tiers import MANY, STAGED, TierContract, noise
 
 CPU = torch.device("cpu")
 

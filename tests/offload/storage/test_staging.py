@@ -12,8 +12,8 @@ import torch
 
 from offload.storage import DiskTier, Tier
 from offload.storage.buffer import host_buffer
-from offload.storage.transfer import STAGED, Link
-from tests.offload.storage.test_tiers import MANY, TierContract, noise
+from offload.storage.transfer import Link
+from tests.offload.storage.test_tiers import MANY, STAGED, TierContract, noise
 
 CPU = torch.device("cpu")
 
@@ -140,7 +140,7 @@ def test_buffers_are_page_locked_once_and_a_refusal_is_a_warning(monkeypatch: py
     if locks:
         CudaLink().prepare(buffer)
     else:
-        with pytest.warns(RuntimeWarning, match="staging between disk and device: cannot page-lock 8,388,608 bytes"):
+        with pytest.warns(RuntimeWarning, match="staging between disk and device: cannot page-lock 524,288 bytes"):
             CudaLink().prepare(buffer)
     assert log == [("lock", STAGED.piece_bytes)]
     address = buffer.data_ptr()

@@ -19,12 +19,14 @@ from hypothesis import strategies as st
 from offload.storage import DiskTier, HostTier, Tier, disk, open_tier
 from offload.storage.buffer import host_buffer
 from offload.storage.contract import bytes_of
-from offload.storage.transfer import STAGED, UNSTAGED
+from offload.storage.transfer import TransferLimits
 from tests.programs import run_program
 
 CPU = torch.device("cpu")
 
 
+#: In these tests transfers are cut into smaller pieces: by ``small_pieces`` of ``conftest``.
+UNSTAGED, STAGED = TransferLimits(1 << 20, 4), TransferLimits(1 << 19, 4)
 #: Larger than a few pieces of a transfer, and no multiple of one.
 MANY = UNSTAGED.piece_bytes + STAGED.piece_bytes + 5 * 4096  # several pieces either way
 
@@ -88,7 +90,7 @@ class TierContract:
             st.tuples(
                 st.sampled_from(["write", "assign", "read"]),
                 st.integers(0, MANY - 1),
-                st.sampled_from([1, 64, 4096, 300_000, 2_000_000, MANY]),
+                st.sampled_from([1, 64, 4096, 300_000, 700_000, MANY]),
                 st.booleans(),
             ),
             max_size=8,
