@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import errno
-import gc
 import os
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -18,10 +17,8 @@ from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer
 from offload.engine.cell import RUNS_NOTED
-from offload.engine.plans.contract import ShardBytes
 from offload.planning.plan import Kind, validate
 from offload.storage.disk import DiskBlock, DiskTier
-from offload.streaming.heap import return_freed_memory
 from offload.streaming.moves import HomeInUseError
 from pipe import Pipe
 from tests.offload.interrupts import interrupted, lines_of
@@ -160,46 +157,6 @@ def test_a_shard_in_memory_is_neither_loaded_nor_in_a_slot(home: str) -> None:
         assert model._homes.streamer.slot_pool.slots == slots
         assert len(model._homes.streamer.slot_pool._all) == slots
         assert (model.statistics().shard_loads > before) == bool(loaded)
-
-
-def anonymous_bytes() -> int:
-    gc.collect()
-    return_freed_memory()
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
-    return int(line.split()[1]) << 10
-
-
-def test_the_memory_of_a_shard_is_what_the_engine_says(tmp_path: Path) -> None:
-    width = 1024
-    torch.manual_seed(0)
-    model = OffloadModel(nn.Sequential(*(nn.Linear(width, width) for _ in range(4))), "cpu", tmp_path, 4, True)
-    ours = OffloadOptimizer(model, torch.optim.AdamW)
-    for _ in range(3):
-        ours.zero_grad()
-        model(torch.randn(8, width)).sum().backward()
-        ours.step()
-    ours.zero_grad()
-    ours.synchronize()
-    weights = (width + 1) * width * 4
-    costs = model._homes.bytes_in_memory()
-    assert all(cost.weights in range(weights, weights + 256) and cost.gradients == weights for cost in costs)
-    assert all(cost.states in range(2 * weights, 2 * weights + 64) for cost in costs)
-    assert costs[0] == ShardBytes(costs[0].weights, weights, costs[0].states)
-    assert costs[0].total == sum((costs[0].weights, costs[0].gradients, costs[0].states))
-    keep(model, [1, 2, 3])
-    before = anonymous_bytes()
-    keep(model, [3])
-    expected = costs[1].weights + costs[1].states + costs[2].weights + costs[2].states
-    assert before - anonymous_bytes() == pytest.approx(expected, rel=0.03, abs=1 << 20)
-    keep(model, [1, 2, 3])
-    assert before == pytest.approx(anonymous_bytes(), abs=1 << 20)
-    model(torch.randn(8, width)).sum().backward()
-    stored = [p.grad for j in (1, 2) for p in model[j].parameters()]
-    before = anonymous_bytes()
-    keep(model, [3])
-    del stored
-    expected = costs[1].total + costs[2].total + model._homes.shards[0].slot_bytes  # the slot that was used, too
-    assert before - anonymous_bytes() == pytest.approx(expected, rel=0.03, abs=1 << 20)
 
 
 def in_memory(model: OffloadModel) -> list[bool]:
@@ -399,32 +356,3 @@ def test_what_cannot_be_moved_is_refused() -> None:
     model.close()
     with pytest.raises(RuntimeError, match="was closed"):
         keep(model, [1])
-
-
-@pytest.mark.parametrize("max_norm", [None, 0.5])
-def test_a_step_leaves_no_update_to_lanes_where_layers_use_every_shard_in_place(
-    home: str, max_norm: float | None
-) -> None:
-    """There is no copy to overlap with: a thread that updates beside layers takes their cores and the interpreter."""
-    bare, model = layers(), OffloadModel(layers(), "cpu", home, SHARDS)
-    plain = torch.optim.AdamW(bare.parameters(), lr=0.01, fused=True)
-    ours = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01, max_norm=max_norm)
-    drains = model._homes._lanes.drain
-    submitted: list[str] = []
-    submit = drains.submit
-    drains.submit = lambda token, *rest: (submitted.append(token), submit(token, *rest))[1]  # type: ignore[method-assign]
-    for k, resting in enumerate((range(SHARDS - 1), range(SHARDS), range(SHARDS))):
-        keep(model, resting)
-        submitted.clear()
-        for run, optimizer in ((bare, plain), (model, ours)):
-            optimizer.zero_grad()
-            backward(run, k)
-            if run is bare and max_norm is not None:
-                torch.nn.utils.clip_grad_norm_(bare.parameters(), max_norm)
-            optimizer.step()
-        everything = len(resting) == SHARDS
-        pending = [shard.index for shard in model._homes.shards if shard.pending is not None]
-        assert not (everything and (pending or submitted))
-        if not everything and home != "cpu":
-            assert pending
-    assert_equal(bare, model)

@@ -150,31 +150,6 @@ def test_code_between_blocks_runs_once_and_is_freed_as_in_the_plain_model() -> N
     assert alive[0] == alive[1]
 
 
-def test_requires_grad_may_change_between_steps() -> None:
-    bare = make()
-    model = wrap(bare)
-    choices: list[Any] = [
-        lambda name: True,
-        lambda name: "layer.3" in name,
-        lambda name: "norm" in name,
-        lambda name: name == "scales",
-        lambda name: "layer.1" in name or name == "words.weight",
-        lambda name: False,
-        lambda name: True,
-    ]
-    for seed, choice in enumerate(choices):
-        for each in (bare, model):
-            each.zero_grad()
-            for name, p in each.named_parameters():
-                p.requires_grad_(choice(name))
-        if seed == 5:
-            assert not any(each(words())["logits"].requires_grad for each in (bare, model))
-            continue
-        for _ in range(2):
-            step(bare, seed), step(model, seed)
-            assert_equal(bare, model)
-
-
 def test_it_is_the_model_that_was_wrapped() -> None:
     bare = make()
     model = wrap(bare)
@@ -250,29 +225,6 @@ def test_a_parameter_of_a_block_that_other_code_uses_gets_both_gradients(home: s
         for each in (bare, model):
             each(torch.ones(2, WIDTH)).square().sum().backward()
         assert_equal(bare, model, exact=False)
-
-
-def test_errors_and_interrupts_anywhere_leave_the_model_usable() -> None:
-    bare = make()
-    model = wrap(bare)
-    places: list[Any] = [model.words, model.encoder.layer[2].linear, model.norm]
-    for m in (1, 2):
-        model._offloaded.calls.micro_batches.given = m
-        for kind in (ValueError, KeyboardInterrupt):
-            for place in places:
-
-                def fails(*_: Any, kind: Any = kind) -> None:
-                    raise kind("here")
-
-                hook = place.register_forward_hook(fails)
-                with pytest.raises(kind, match="here"):
-                    model(words())
-                hook.remove()
-    model._offloaded.calls.micro_batches.given = 1
-    fresh = wrap(bare)
-    fresh.load_state_dict(model.state_dict())
-    step(fresh), step(model)
-    assert_equal(fresh, model)
 
 
 def test_nothing_keeps_a_forward_alive() -> None:

@@ -28,32 +28,6 @@ def untied(dropout: float = 0.1) -> Any:
     return bare
 
 
-KINDS: list[tuple[Any, dict[str, Any]]] = [
-    # The kernel that an OffloadOptimizer uses: that of torch's own default rounds otherwise.
-    (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
-    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-]
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("home", ["cpu", "disk"])
-@pytest.mark.parametrize("recompute", [True, False])
-def test_steps_are_bit_equal(tied: bool, home: str, recompute: bool, tmp_path: Path) -> None:
-    for k, (kind, options) in enumerate(KINDS):
-        bare = make(3) if tied else untied()
-        model = wrap(bare, tmp_path / str(k) if home == "disk" else "cpu", checkpoint_activation=recompute)
-        ours = OffloadOptimizer(model, kind, **options)
-        theirs = kind(bare.parameters(), **options)
-        for seed in range(3):
-            step(bare, seed), step(model, seed)
-            assert_equal(bare, model)
-            for each in (theirs, ours):
-                each.step()
-                each.zero_grad()
-        assert_equal(bare, model)
-        assert list(model.state_dict()) == list(bare.state_dict())
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_chunks_of_gradcache_pass_them_in_one_visit(tied: bool, tmp_path: Path) -> None:
     bare = make(3, 0.0) if tied else untied(0.0)
@@ -83,15 +57,6 @@ def test_a_tied_weight_is_stored_once_with_the_module_that_is_called_first(tmp_p
     first, last = model._homes.shards[0], model._homes.shards[-1]
     assert (len(first.own), len(last.own), len(last.loans)) == (1, 0, 1)
     assert len(wrap(untied())._homes.shards[-1].own) == 1
-
-
-def test_copies_stream_the_same_modules(tmp_path: Path) -> None:
-    model = wrap(make(3), tmp_path)
-    other = copy.deepcopy(model)
-    for each in (model, other):
-        step(each)
-    assert_equal(model, other)
-    assert other._homes.blocks == model._homes.blocks
 
 
 def test_a_module_whose_weight_other_code_uses_gets_both_gradients() -> None:

@@ -61,6 +61,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "tied layers": {"model": "tied", "home": "disk", "checkpoint": True},
     "two blocks a shard in files": {"model": "blocks", "slices": 2, "home": "disk", "checkpoint": True, "late": True},
     "blocks whose graphs are kept": {"model": "blocks_normed"},
+    "blocks that are called without gradients": {"model": "blocks_fixed", "home": "disk", "checkpoint": True},
+    "modules around blocks that stream": {"model": "blocks_all", "home": "disk", "checkpoint": True, "slices": 5},
+    "two lists of blocks": {"model": "blocks_lists", "slices": 2, "checkpoint": True},
     "some shards and gradients in memory": {
         "model": "blocks",
         "home": "disk",
