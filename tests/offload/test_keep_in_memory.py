@@ -21,6 +21,7 @@ from offload.planning.plan import Kind, validate
 from offload.storage.disk import DiskBlock, DiskTier
 from offload.streaming.moves import HomeInUseError
 from pipe import Pipe
+from tests.offload.blocks.towers import assert_equal
 from tests.offload.interrupts import interrupted, lines_of
 from tests.offload.pair import Pair
 from tests.offload.test_faults import Faults
@@ -55,13 +56,6 @@ def backward(model: nn.Module, seed: int) -> Tensor:
     loss = (model(batch(seed)) - 1).pow(2).mean()
     loss.backward()
     return loss.detach()
-
-
-def assert_equal(bare: nn.Module, model: nn.Module) -> None:
-    for (name, a), b in zip(bare.named_parameters(), model.parameters(), strict=True):
-        assert torch.equal(a, b), name
-        assert (a.grad is None) == (b.grad is None), name
-        assert a.grad is None or b.grad is None or torch.equal(a.grad, b.grad), name
 
 
 def assert_states_equal(plain: torch.optim.Optimizer, ours: torch.optim.Optimizer) -> None:

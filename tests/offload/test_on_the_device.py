@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.storage import DeviceTier
 from tests.offload import zoo
+from tests.offload.blocks.towers import assert_equal
 from tests.offload.device_count import counted_and_predicted
 
 pytestmark = pytest.mark.usefixtures("own_memory")
@@ -56,11 +57,6 @@ def pair(home: str, memory: Any, **options: Any) -> tuple[nn.Sequential, torch.o
 def there(model: OffloadModel) -> list[int]:
     """The shards that rest on the device: layers use them in place, and nothing is loaded."""
     return [shard.index for shard in model._homes.shards if shard.in_place and isinstance(shard.tier, DeviceTier)]
-
-
-def assert_equal(bare: nn.Module, model: nn.Module) -> None:
-    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-        assert torch.equal(p, q)
 
 
 def test_all_of_a_model_that_fits_rests_there_and_nothing_is_loaded(home: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from offload import DiskHome, OffloadModel, OffloadOptimizer
 from offload.storage.disk import DiskTier
-from tests.offload.quantised import WIDTH, layers, tower
+from tests.offload.quantised import WIDTH, assert_same, layers, tower
 
 ADAPTERS = ["*.down.*", "*.up.*"]
 
@@ -41,11 +41,6 @@ def train(model: Any, steps: int = 3, **options: Any) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return [*seen, *(p.detach().clone() for p in trained)]
-
-
-def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
-    assert len(first) == len(second)
-    assert [k for k, (a, b) in enumerate(zip(first, second, strict=True)) if not torch.equal(a, b)] == []
 
 
 forms = pytest.mark.parametrize("form", ["layers", "blocks"])

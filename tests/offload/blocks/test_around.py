@@ -360,13 +360,6 @@ def test_a_result_that_is_one_number_is_refused_with_micro_batches() -> None:
     model(torch.ones(4, WIDTH)).backward()
 
 
-def test_buffers_outside_of_the_blocks_count_in_the_least_limit_of_memory() -> None:
-    bare = make()
-    bare.register_buffer("table", torch.zeros(1 << 20))
-    with pytest.raises(ValueError, match=r"memory=4\.0 MiB, which is"):
-        wrap(bare, memory=4 << 20)
-
-
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 @pytest.mark.parametrize("hooked", [True, False])
 @pytest.mark.parametrize("max_norm", [None, 1.0])

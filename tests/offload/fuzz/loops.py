@@ -51,6 +51,11 @@ LOOPS: dict[str, tuple[Statement, ...]] = {
     "a copy": (*TRAIN, Copy(), *TRAIN, Step(), Forward()),
     "a pickle": (*TRAIN, Copy("pickle"), *TRAIN, Step(), Forward()),
     "average weights": (TrainStep(), Average(), TrainStep(), Average(), Average("swap"), Forward(mode="eval")),
+    "weights that are written between inferences": tuple(
+        statement
+        for how in ("in_place", "data", "data_copy", "data_mul", "numpy", "vector", "state_dict", "set")
+        for statement in (Forward(mode="no_grad"), Write(how))
+    ),
     "weights that are written": (Write("in_place", 0), *TRAIN, Write("data_copy"), *TRAIN, Step(), *TRAIN),
 }
 

@@ -15,12 +15,11 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,9 +27,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from benchmarks.models.encoder import build_encoder
-from benchmarks.retrieval.methods import make, make_optimizer
-from benchmarks.retrieval.workload import LENGTHS, OURS, SIDES, Batches, Settings
 from gradcache import GradCache
 from gradcache.loss import DistributedContrastiveLoss, SimpleContrastiveLoss
 from offload import (
@@ -484,36 +480,6 @@ def loads_wait_for_updates_that_are_late(world: World) -> None:
             del output
 
 
-def retrieval_over_ranks_has_the_losses_of_one_process(world: World) -> None:
-    """What ``torchrun -m benchmarks retrieval`` trains: unequal numbers of rows, chunks and dropout on each rank."""
-    sizes: dict[str, Any] = {"dim": 64, "depth": 1, "dropout": 0.1, "seed": 0}
-    one = Settings(batch=7, chunk=2, vocabulary=300, learning_rate=0.01, ranks=1, **sizes)
-    tokens = torch.randint(1, 300, (20, max(LENGTHS)), generator=torch.Generator().manual_seed(1)).int()
-    arrays = {
-        f"{split}_{side}": tokens[:, :n]
-        for split in ("training", "held_out")
-        for side, n in zip(SIDES, LENGTHS, strict=True)
-    }
-    np.savez(world.folder / f"tokens{world.rank}.npz", **{name: array.numpy() for name, array in arrays.items()})
-
-    def losses(settings: Settings, ranks: Any) -> list[float]:
-        encoder = build_encoder(settings.vocabulary, max(LENGTHS), **sizes)
-        home = world.folder / "retrieval"
-        model, step = make(OURS if ranks else "gradcache", encoder, settings, home, ranks)
-        optimizer = make_optimizer(model, settings)
-        rows = Batches(world.folder / f"tokens{world.rank}.npz", settings)
-        found = []
-        for k in range(STEPS):
-            optimizer.zero_grad()
-            found.append(float(step(*rows.training(k, ranks.rank if ranks else 0))))
-            optimizer.step()
-        return found
-
-    mine, expected = losses(replace(one, ranks=world.ranks), world), losses(one, None)
-    assert mine == pytest.approx(expected, abs=1e-5)
-    assert len({*expected}) == STEPS
-
-
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
@@ -938,7 +904,6 @@ CLAIMS = [
     gradients_and_states_of_16_bits_are_those_of_one_process,
     layers_on_the_meta_device_are_initialised_as_on_one_process,
     gradcache_runs_over_it_with_unequal_rows_and_chunks,
-    retrieval_over_ranks_has_the_losses_of_one_process,
     bytes_are_those_of_the_formula,
     all_ranks_may_share_one_directory,
     kept_homes_are_adopted_with_any_cuts,
@@ -962,7 +927,6 @@ OF_FOUR = [
     rows_of_a_mesh_of_two_dimensions_store_the_model_each,
     bytes_are_those_of_the_formula,
     gradcache_runs_over_it_with_unequal_rows_and_chunks,
-    models_that_follow_each_other_use_the_same_process_groups,
     *blocks_claims.CLAIMS[:2],
     graph_claims.a_rank_whose_graph_leaves_out_blocks_counts_as_zeros,
 ]
