@@ -21,7 +21,6 @@ from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.limits import Grant, MemoryLimits, grant
 from offload.memory import layout_of, limits_for, memory_of
 from offload.planning.budget import shown_bytes
-from offload.planning.partition import cut_within
 from offload.telemetry.statistics import Meter
 from tests.offload.zoo import build
 
@@ -115,15 +114,6 @@ def test_a_memory_makes_a_shard_of_each_large_layer_and_recomputes() -> None:
     assert model._homes.recompute
     assert limits(model).device_bytes == limits(model).host_bytes == 64 * MIB
     assert cuts_of(OffloadModel(build(["linear", "linear"]), "cpu", memory="64MiB")) == [4]
-
-
-def test_shards_are_a_16th_of_the_memory_or_of_the_model_where_layers_are_smaller() -> None:
-    model = [MIB] * 48
-    assert cut_within(model, 24 * MIB) == [2] * 24
-    assert cut_within(model, 32 * MIB) == [2] * 24
-    assert cut_within(model, 72 * MIB) == cut_within(model, None) == [3] * 16
-    assert cut_within(model, 4 * MIB) == [1] * 48
-    assert cut_within([40 * MIB] * 4, 64 * MIB) == [1] * 4
 
 
 def test_shards_or_recomputation_without_memory_mean_what_they_do_in_fairscale() -> None:
