@@ -256,6 +256,16 @@ def test_a_parameter_changed_between_forward_and_backward_is_named() -> None:
     model(batch()).sum().backward()
 
 
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_the_input_is_not_written_although_the_first_layer_writes_it(checkpoint: bool) -> None:
+    x = batch()
+    kept = x.clone()
+    layers = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, 2))
+    model = OffloadModel(layers, "cpu", num_slices=2, checkpoint_activation=checkpoint)
+    model(x).sum().backward()
+    assert torch.equal(x, kept)
+
+
 @pytest.mark.parametrize("recompute", [True, False])
 def test_an_input_changed_between_forward_and_backward_is_noticed_or_its_copy_is_used(recompute: bool) -> None:
     """The first forwards run on a copy, so their gradient is that of the old values."""
