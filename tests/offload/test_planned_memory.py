@@ -166,22 +166,16 @@ def test_a_step_that_took_more_than_predicted_makes_the_next_plan_smaller(
     assert kept[4] > kept[5] == kept[6]
 
 
-def trained_beyond(
-    path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
-) -> tuple[OffloadModel, OffloadOptimizer, list[float]]:
-    """A model whose steps take far more memory than it has, and the losses of its first ones."""
-    model = OffloadModel(stack(), "cpu", path, memory="30MiB")
+def test_a_size_that_ran_is_not_refused_later_nor_a_smaller_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = OffloadModel(stack(), "cpu", tmp_path, memory="30MiB")
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     on_a_device(model, 500 * MIB, monkeypatch)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*a first step takes is not known", RuntimeWarning)
         with pytest.warns(RuntimeWarning, match="by which earlier steps exceeded their prediction"):
-            losses = train(model, optimizer, steps)
-    return model, optimizer, losses
-
-
-def test_a_size_that_ran_is_not_refused_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _, losses = trained_beyond(tmp_path, monkeypatch, 6)
+            losses = train(model, optimizer, 6)
     choice = planner_of(model).choice
     assert choice is not None
     assert not choice.in_memory | choice.kept | choice.waiting  # it goes on with the least memory
@@ -189,6 +183,10 @@ def test_a_size_that_ran_is_not_refused_later(tmp_path: Path, monkeypatch: pytes
     assert model.memory_report().more is None
     plain = stack()
     assert losses == train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 6)
+    with pytest.warns(RuntimeWarning, match="57 rows takes at least"):
+        train(model, optimizer, 1, rows=ROWS - 7)
+    with pytest.raises(ValueError, match="65 rows takes at least"):
+        train(model, optimizer, 1, rows=ROWS + 1)
 
 
 @pytest.mark.filterwarnings("ignore:.*a first step takes is not known:RuntimeWarning")
@@ -516,16 +514,6 @@ def test_states_of_an_optimizer_of_torch_that_outgrow_the_limit_are_told_once(
     told = [str(each.message) for each in seen if "OffloadOptimizer(model, AdamW" in str(each.message)]
     assert len(told) == (not ours)
     assert all("are states of AdamW, which memory=30.0 MiB does not count" in words for words in told)
-
-
-def test_a_batch_that_is_smaller_than_one_that_ran_is_not_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer, _ = trained_beyond(tmp_path, monkeypatch, 6)
-    with pytest.warns(RuntimeWarning, match="57 rows takes at least"):
-        train(model, optimizer, 1, rows=ROWS - 7)
-    with pytest.raises(ValueError, match="65 rows takes at least"):
-        train(model, optimizer, 1, rows=ROWS + 1)
 
 
 @pytest.mark.parametrize(

@@ -201,14 +201,6 @@ def test_adapters_over_a_base_in_files_begin_as_they_were_initialised(resident: 
         adapt(lambda weight: weight.data.copy_(torch.eye(4)[:, :2]))
 
 
-def test_from_pretrained_reads_layers_that_are_called_in_order(tmp_path: Path) -> None:
-    bare = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-    weights = saved(bare, tmp_path / "w")
-    build = lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))  # noqa: E731
-    model = OffloadModel.from_pretrained(weights, "cpu", model=build, num_slices=3)
-    assert torch.equal(bare(torch.ones(2, WIDTH)), model(torch.ones(2, WIDTH)))
-
-
 @pytest.mark.parametrize("headed", [True, False])
 def test_names_of_a_base_model_and_of_one_with_a_head_are_mapped(headed: bool, tmp_path: Path) -> None:
     class Headed(nn.Module):

@@ -304,22 +304,6 @@ def test_every_type_and_layout_survives_a_save_and_load(tmp_path: Path) -> None:
             assert torch.equal(found.double() if name == "f8" else found, tensor.double() if name == "f8" else tensor)
 
 
-@pytest.mark.parametrize("keep", [0, 5, 20, -1])
-def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, keep: int) -> None:
-    write_tensors(tmp_path / "x", {"a": torch.ones(10)})
-    data = (tmp_path / "x").read_bytes()
-    (tmp_path / "y").write_bytes(data[:keep])
-    with pytest.raises(ValueError, match=r"without a header|not complete|cannot be understood"):
-        TensorFile(tmp_path / "y")
-
-
-def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(b"mine")
-    with pytest.raises(FileExistsError):
-        write_tensors(tmp_path / "x", {})
-    assert (tmp_path / "x").read_bytes() == b"mine"
-
-
 # --- the folder -------------------------------------------------------------------------------------------------------
 
 
