@@ -39,9 +39,6 @@ def test_a_backward_after_close_says_that_the_model_was_closed(home: str, recomp
         loss.backward()
 
 
-# --- damaged files ----------------------------------------------------------------------------------------------------
-
-
 # --- parameters without memory of their own ---------------------------------------------------------------------------
 
 

@@ -83,8 +83,8 @@ def test_beside_a_device_results_are_those_of_the_plain_model(tmp_path: Path, mo
     model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, memory=MemoryPolicy("1GiB", update_on="host"))
     ours = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
     beside_a_device(model, ours.buffer_bytes() + model._homes.staging_bytes + 21 * MIB, monkeypatch)
-    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True), 6)
-    assert train(model, ours, 6) == expected
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
+    assert train(model, ours, 6) == train(plain, theirs, 6)
     choice = planner_of(model).choice
     assert choice is not None
     assert {shard.index for shard in model._homes.shards if shard.file is not None} == {0, 1}
@@ -92,6 +92,10 @@ def test_beside_a_device_results_are_those_of_the_plain_model(tmp_path: Path, mo
     told = str(model.memory_report())
     assert "through which 6 of 6 shards stream" in told
     assert "those of 2 shards wait in host memory" in told
+    before = model.statistics().bytes_stored
+    assert train(model, ours, 1) == train(plain, theirs, 1)
+    each = sum(p.nbytes for p in plain[0].parameters())
+    assert model.statistics().bytes_stored - before == 2 * each, "gradients of the others"
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(p, q)
 
