@@ -42,10 +42,6 @@ def takes_turns_as_a_rank(report: Reporter, mebibytes: int, fails: str = "") -> 
     return {"rank": rank, "held": len(held), "store": os.environ.get("TORCHELASTIC_USE_AGENT_STORE")}
 
 
-def works_in(report: Reporter) -> dict[str, Any]:
-    return {"folder": os.getcwd()}
-
-
 def raises(report: Reporter) -> dict[str, Any]:
     report.step(loss=0.0)
     raise ArithmeticError("the reason it died of")

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from benchmarks.build_huge import benchmark as build_huge
-from benchmarks.gpu import benchmark as gpu
-from benchmarks.gradcache_batch import benchmark as gradcache_batch
 from benchmarks.harness.benchmark import Benchmark, Run, broken_bounds
 from benchmarks.harness.case import Outcome
 from benchmarks.harness.plot import pareto_front
@@ -22,9 +20,7 @@ from benchmarks.models.training import DISK, FROM_META, NVME, RESIDENT
 from benchmarks.offload_step import benchmark as offload_step
 from benchmarks.optimizer import benchmark as optimizer
 from benchmarks.optimizer.benchmark import NAMES
-from benchmarks.pipe_ladder import benchmark as pipe_ladder
 from benchmarks.retrieval import benchmark as retrieval
-from benchmarks.train_overlap import benchmark as train_overlap
 from tests.benchmarks.here import outcome
 
 TORCH = "interpreter and torch"
@@ -108,59 +104,7 @@ def test_optimizer(large: bool, outcomes: list[Outcome], complaints: list[str]) 
     check_bounds(optimizer.BENCHMARK, groups, *complaints, parameters=1e9 if large else None)
 
 
-# --- gradcache-batch -------------------------------------------------------------------------------------------------
-
-
-def test_gradcache_batch() -> None:
-    reference, ours, apart = "upstream GradCache", "ours", gradcache_batch.FUSED
-    fused, by_chunk = gradcache_batch.FUSED, gradcache_batch.CHUNK_BY_CHUNK
-
-    def timed(name: str, sketch: list[float], seconds: float) -> Outcome:
-        return outcome(name, {"sketch": sketch}, steps=[{"seconds": seconds}], reference=[{"seconds": 1.0}])
-
-    def held(name: str, peak: int, **result: Any) -> Outcome:
-        return outcome(name, result, peaks={"steps": peak}, moments={TORCH: 50})
-
-    def chunked(name: str, seconds: float, loads: dict[str, int]) -> Outcome:
-        return outcome(name, {"bytes_loaded": loads}, steps=[{"chunks": 4, "seconds": seconds}])
-
-    groups = {
-        "time": [timed(reference, [3.0, 4.0], 1.0), timed(ours, [3.0, 4.0], 0.5), timed(apart, [3.0, 4.1], 0.9)],
-        "peaks": [held(reference, 100), held(ours, 100), held(apart, 200)],
-        "growing": [
-            outcome("plain torch", {"pairs": 8, "sketches": {"4": [1.0]}}),
-            outcome(fused, {"pairs": 4, "sketches": {"4": [1.1]}}),
-        ],
-        "chunks": [chunked(by_chunk, 4.0, {"1": 1}), chunked(fused, 1.0, {"1": 1, "4": 2})],
-    }
-    check_bounds(
-        gradcache_batch.BENCHMARK,
-        groups,
-        f"{apart}: the ratio of times must be at most 0.550, is 0.900",
-        f"{apart}: the ratio of peaks",
-        f"{apart}: the difference of gradients",
-        "4 pairs: the difference of gradients",
-        "must hold the largest batch",
-        "4 chunks: the speed-up over chunk by chunk must be at least 5, is 4",
-        "bytes loaded must not depend on the chunks",
-    )
-    check_bounds(gradcache_batch.BENCHMARK, groups | {"peaks": [outcome(ours, failure="killed")]}, "ours: killed")
-
-
 # --- memory-latency --------------------------------------------------------------------------------------------------
-
-
-def measured(difference: float) -> Outcome:
-    return outcome("a", {"difference": difference}, steps=[{"seconds": 1.0}])
-
-
-def test_memory_latency() -> None:
-    def broken(of: Outcome, *complaints: str) -> None:
-        check_bounds(memory_latency.BENCHMARK, {"training": [of]}, *complaints)
-
-    broken(measured(0.0))
-    broken(measured(math.nan), "the difference from plain PyTorch")
-    broken(outcome("dead", failure="killed"), "dead: killed")
 
 
 def trained(
@@ -271,27 +215,6 @@ def test_build_huge(outcomes: list[Outcome], complaints: list[str]) -> None:
     check_bounds(build_huge.BENCHMARK, {"training": [alive, *TRAINED]}, "must not fit under the cap")
 
 
-# --- pipe-ladder -----------------------------------------------------------------------------------------------------
-
-
-def pipes(names: Sequence[str], slower: float = 1.0, larger: int = 1) -> dict[str, list[Outcome]]:
-    step = {f"{name}: {kind}": 1.0 for name in names for kind in ("clock", "processor")} | {"ours: processor": slower}
-    peaks = [
-        outcome(name, {"above_model": 100 + larger * (name == "ours")}, peer="" if name == "ours" else name)
-        for name in names
-    ]
-    return {"time": [outcome("time", {"chunks": 2}, steps=[step] * 3)], "peaks": peaks}
-
-
-def test_pipe_ladder() -> None:
-    benchmark, names = pipe_ladder.BENCHMARK, pipe_ladder.PIPES
-    check_bounds(benchmark, pipes(names))
-    check_bounds(benchmark, pipes(names, slower=1.1), *["processor time, ours / "] * 2)
-    check_bounds(benchmark, pipes(names, larger=5), *["peak, ours / "] * 2)
-    check_bounds(benchmark, pipes(["ours"], slower=9.0))  # an ancestor that is not installed breaks nothing
-    check_bounds(benchmark, {"time": [outcome("time", failure="killed")], "peaks": []}, "time: killed")
-
-
 # --- retrieval -------------------------------------------------------------------------------------------------------
 
 
@@ -337,31 +260,3 @@ def test_the_cap_is_midway_between_ours_and_the_least_of_the_others() -> None:
     assert retrieval.midway([searched(OURS, [1.0], 200), *others]) is None
     assert retrieval.midway([searched(OURS, [], 100, "killed"), *others]) is None
     assert retrieval.midway([ours]) is None
-
-
-# --- train-overlap, gpu ----------------------------------------------------------------------------------------------
-
-
-def overlapped(ratio: float, undistributed: dict[str, str] | None = None, peer: str = "") -> Outcome:
-    settings = {"table_rows": 300, "table_dim": 4, "bags": 16, "indices": 2, "width": 8}
-    result = {"undistributed": undistributed or {}}
-    return outcome("even", result, arguments={"settings": settings}, steps=[{"ratio": ratio}] * 3, peer=peer)
-
-
-def test_train_overlap() -> None:
-    def broken(*outcomes: Outcome, complaints: Sequence[str] = ()) -> None:
-        check_bounds(train_overlap.BENCHMARK, {"balances": list(outcomes)}, *complaints)
-
-    broken(overlapped(train_overlap.MAXIMUM_RATIO), overlapped(2.0, peer="torchrec"))
-    broken(overlapped(1.11), complaints=["is 1.110"])
-    broken(overlapped(1.0, {"bag": "no call"}), complaints=["rows did not run ahead"])
-
-
-def test_gpu() -> None:
-    def broken(*losses: float, complaints: Sequence[str] = ()) -> None:
-        outcomes = [outcome(f"{loss}", {}, steps=[{"loss": loss}]) for loss in losses]
-        check_bounds(gpu.BENCHMARK, {"small": outcomes}, *complaints)
-
-    broken(1.0, 1.01)
-    broken(1.0, 1.2, complaints=["1.2: the difference of its first loss from that of 1.0"])
-    broken(math.nan, complaints=["losses are [nan]"])

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from benchmarks.models.dropout import RowDropout, row_keys
+from benchmarks.models.dropout import row_keys
 from benchmarks.models.encoder import build_encoder
-from benchmarks.models.transformer import Checkpointed, Stack
+from benchmarks.models.transformer import Stack
 from benchmarks.retrieval.methods import contrastive_loss, search
 
 
@@ -41,18 +41,6 @@ def test_dropout_does_not_depend_on_how_the_batch_is_cut_or_ordered(sizes: list[
     cuts = [size for size in torch.tensor(sizes).cumsum(0).tolist() if size < 7]
     pieces = torch.cat([model(piece) for piece in batch[order].tensor_split(cuts)])
     torch.testing.assert_close(pieces, whole[order], rtol=0, atol=2e-6)
-
-
-def test_dropout_drops_its_share_scales_the_rest_and_differs_by_row_layer_and_step() -> None:
-    hidden, keys = torch.ones(400, 2, 64), row_keys(0, 0, 0, 400)
-    dropped = RowDropout(0.25, layer=1)(hidden, keys)
-    assert (dropped == 0).double().mean().item() == pytest.approx(0.25, abs=0.01)  # 25,600 draws: 4 deviations
-    assert dropped.unique().tolist() == [0.0, pytest.approx(1 / 0.75)]
-    assert (dropped[:, 0] == dropped[:, 1]).all()  # the positions of a row share a mask
-    assert not torch.equal(dropped[0], dropped[1])
-    for other in (RowDropout(0.25, layer=2)(hidden, keys), RowDropout(0.25, layer=1)(hidden, row_keys(0, 1, 0, 400))):
-        agreement = (other == dropped).double().mean().item()
-        assert agreement == pytest.approx(0.75**2 + 0.25**2, abs=0.02)  # as independent masks agree
 
 
 def test_representations_have_length_one_and_every_parameter_gets_a_gradient() -> None:
@@ -97,12 +85,3 @@ def test_recall_counts_the_rank_of_the_right_source() -> None:
 def test_parameters_are_those_of_the_stack_that_is_built() -> None:
     stack = Stack(blocks=2, dim=64, rows=3, positions=5)
     assert sum(p.numel() for p in stack.build().parameters()) == stack.parameters
-
-
-def test_checkpointed_layers_run_again_in_backward() -> None:
-    blocks = Stack(2, 64, 1, 2).build()
-    ran: list[nn.Module] = []
-    for block in blocks:
-        block.register_forward_pre_hook(lambda module, _: ran.append(module))
-    Checkpointed(blocks)(torch.ones(1, 2, 64)).sum().backward()
-    assert [ran.count(block) for block in blocks] == [2, 2]

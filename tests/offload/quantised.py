@@ -183,3 +183,8 @@ def plain_values(value: Any) -> list[Tensor]:
     if isinstance(value, Packed):
         return [plain for part in value.parts() for plain in plain_values(part)]
     return [value]
+
+
+def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
+    assert len(first) == len(second)
+    assert [k for k, (a, b) in enumerate(zip(first, second, strict=True)) if not torch.equal(a, b)] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ def layers(meta: tuple[int, ...] = ()) -> nn.Sequential:
         layer.scale.grad = torch.full_like(layer.scale, k)
     for k in meta:
         model[k] = Counting().to("meta")
+    if len(meta) == 2:
+        model[1].scale = nn.Parameter(torch.ones(WIDTH, WIDTH))  # of this one only a part is there
     return model
 
 
@@ -96,80 +99,11 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, k: int, er
     monkeypatch.setattr(owner, method, faulty)
 
 
-def full() -> OSError:
-    return OSError(errno.ENOSPC, "No space left on device")
-
-
 def wrapped(model: nn.Sequential, home: str, **more: Any) -> OffloadModel:
     return OffloadModel(model, "cpu", home, num_slices=LAYERS, checkpoint_activation=True, **more)
 
 
-@pytest.mark.parametrize("k", range(LAYERS))
-@pytest.mark.parametrize("meta", [(), (1, 4), tuple(range(LAYERS))], ids=["cpu", "some on meta", "all on meta"])
-def test_a_failure_at_any_shard_leaves_the_layers_as_they_were(
-    home: str, k: int, meta: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = layers(meta)
-    before = StateBefore(model)
-    fail_at(monkeypatch, LayerHomes, "shard", k, MemoryError("no memory"))
-    with pytest.raises(MemoryError, match="no memory"):
-        wrapped(model, home)
-    monkeypatch.undo()
-    if not meta:
-        x = torch.randn(3, WIDTH)
-        expected = copy.deepcopy(model)(x)
-    before.check()
-    if home != "cpu":
-        assert list(Path(home).rglob("*weights")) == []
-    if not meta:
-        model.load_state_dict(layers().state_dict())
-        assert torch.equal(model(x), expected)
-        assert torch.equal(wrapped(model, home)(x), expected)
-
-
-@pytest.mark.parametrize("meta", [(), (1, 4)], ids=["cpu", "some on meta"])
-def test_a_full_home_leaves_the_layers_as_they_were(
-    home: str, meta: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = layers(meta)
-    before = StateBefore(model)
-    addresses = [p.data_ptr() for p in model.parameters()]
-    fail_at(monkeypatch, HostTier if home == "cpu" else DiskTier, "weights", 0, full())
-    with pytest.raises(OSError, match="No space left"):
-        wrapped(model, home)
-    monkeypatch.undo()
-    before.check()
-    assert [p.data_ptr() for p in model.parameters()] == addresses  # nothing has moved
-
-
-@pytest.mark.parametrize("k", [0, 3, 11])
-@pytest.mark.parametrize("meta", [(), (1, 4)], ids=["cpu", "some on meta"])
-def test_weights_that_cannot_be_read_leave_the_layers_with_their_own(
-    home: str, k: int, meta: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_checkpoint(tmp_path / "weights", layers())
-    model = layers(meta)
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            if not tensor.is_meta:
-                tensor.add_(1)
-    if 4 in meta:
-        model[4] = layers()[4]
-        model[1].scale = nn.Parameter(torch.ones(WIDTH, WIDTH))
-    before = StateBefore(model)
-    fail_at(monkeypatch, TensorFile, "read_into", k, OSError(errno.EIO, "Input/output error"))
-    with pytest.raises(OSError, match="Input/output error"):
-        wrapped(model, home, pretrained=tmp_path / "weights")
-    monkeypatch.undo()
-    before.check()
-
-
-@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
-def test_a_failure_after_all_parameters_moved_leaves_the_layers_as_they_were(
-    home: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = layers()
-    before = StateBefore(model)
+def fail_when_all_moved(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     real = ModelHomes.__init__
 
     def late(self: ModelHomes, *args: Any, **more: Any) -> None:
@@ -177,10 +111,63 @@ def test_a_failure_after_all_parameters_moved_leaves_the_layers_as_they_were(
         raise error
 
     monkeypatch.setattr(ModelHomes, "__init__", late)
-    with pytest.raises(type(error)):
-        wrapped(model, home)
+
+
+UNREADABLE = OSError(errno.EIO, "Input/output error")
+NO_THREAD = RuntimeError("can't start new thread")
+FAILURES: dict[str, tuple[type[BaseException], Callable[[pytest.MonkeyPatch], None]]] = {
+    "no memory for the first shard": (MemoryError, lambda p: fail_at(p, LayerHomes, "shard", 0, MemoryError())),
+    "no memory for a middle shard": (MemoryError, lambda p: fail_at(p, LayerHomes, "shard", 2, MemoryError())),
+    "no memory for the last shard": (MemoryError, lambda p: fail_at(p, LayerHomes, "shard", 4, MemoryError())),
+    "the first weight is unreadable": (OSError, lambda p: fail_at(p, TensorFile, "read_into", 0, UNREADABLE)),
+    "a middle weight is unreadable": (OSError, lambda p: fail_at(p, TensorFile, "read_into", 3, UNREADABLE)),
+    "the last weight is unreadable": (OSError, lambda p: fail_at(p, TensorFile, "read_into", 11, UNREADABLE)),
+    "no thread": (RuntimeError, lambda p: fail_when_all_moved(p, NO_THREAD)),
+    "an interrupt": (KeyboardInterrupt, lambda p: fail_when_all_moved(p, KeyboardInterrupt())),
+}
+
+
+@pytest.mark.parametrize("meta", [(), (1, 4), tuple(range(LAYERS))], ids=["cpu", "some on meta", "all on meta"])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failure_leaves_the_layers_as_they_were(
+    home: str, failure: str, meta: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, saved = layers(meta), layers()
+    for k in meta:
+        saved[k] = Counting()
+    save_checkpoint(tmp_path / "saved", saved)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_meta:
+                tensor.add_(1)  # not what is in the file
+    before, expected = StateBefore(model), None if meta else copy.deepcopy(model)
+    kind, fail = FAILURES[failure]
+    pretrained = {"pretrained": tmp_path / "saved"} if "unreadable" in failure else {}
+    fail(monkeypatch)
+    with pytest.raises(kind):
+        wrapped(model, home, **pretrained)
     monkeypatch.undo()
     before.check()
+    if home != "cpu":
+        assert list(Path(home).rglob("*weights")) == []
+    if expected is not None:
+        model.load_state_dict(expected.state_dict())
+        x = torch.randn(3, WIDTH)
+        assert torch.equal(model(x), expected(x))
+        assert torch.equal(wrapped(model, home)(x), expected(x))
+
+
+@pytest.mark.parametrize("meta", [(), (1, 4)], ids=["cpu", "some on meta"])
+def test_a_full_home_moves_nothing(home: str, meta: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = layers(meta)
+    before = StateBefore(model)
+    addresses = [p.data_ptr() for p in model.parameters()]
+    full = OSError(errno.ENOSPC, "No space left on device")
+    fail_at(monkeypatch, HostTier if home == "cpu" else DiskTier, "weights", 0, full)
+    with pytest.raises(OSError, match="No space left"):
+        wrapped(model, home)
+    before.check()
+    assert [p.data_ptr() for p in model.parameters()] == addresses
 
 
 @pytest.mark.parametrize(

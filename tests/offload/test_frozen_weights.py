@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 
-from offload import MemoryPolicy, OffloadModel, OffloadOptimizer, load_pretrained
+from offload import MemoryPolicy, OffloadModel
 from tests.offload.zoo import WIDTH, build
 
 
@@ -71,76 +69,8 @@ def test_training_steps_with_frozen_weights_load_once(home: str) -> None:
         assert torch.equal(p.grad, q.grad)
 
 
-@torch.no_grad()
-def _assign(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.data = p.data * 0.5
-
-
 def _first(model: nn.Module) -> nn.Parameter:
     return next(model.children()).weight  # type: ignore[return-value]
-
-
-def _step(model: nn.Module) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(batch()).sum().backward()
-    optimizer.step()
-
-
-def _load_state_dict(model: nn.Module) -> None:
-    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
-
-
-@torch.no_grad()
-def _in_place(model: nn.Module) -> None:
-    _first(model).add_(1)
-
-
-@torch.no_grad()
-def _vector(model: nn.Module) -> None:
-    vector = nn.utils.parameters_to_vector(model.parameters())
-    nn.utils.vector_to_parameters(vector * 2, model.parameters())
-
-
-def _through_dict(model: nn.Module) -> None:
-    dict(next(model.children())._parameters)["weight"].data.mul_(2)  # type: ignore[union-attr]
-
-
-def _unpacked(model: nn.Module) -> None:
-    {**next(model.children())._parameters}["weight"].data.mul_(2)  # type: ignore[union-attr]
-
-
-WRITES: dict[str, Callable[[nn.Module], object]] = {
-    "optimizer.step": _step,
-    "load_state_dict": _load_state_dict,
-    "data.mul_": lambda model: _first(model).data.mul_(2),
-    "add_ under no_grad": _in_place,
-    "data.copy_": lambda model: _first(model).data.copy_(torch.ones(WIDTH, WIDTH)),
-    "numpy": lambda model: _first(model).detach().numpy().fill(2),
-    "detach": lambda model: _first(model).detach().mul_(2),
-    "vector_to_parameters": _vector,
-    "data assigned, as swaps of averages do": _assign,
-    "apply": lambda model: model.apply(lambda m: m.weight.data.mul_(2) if isinstance(m, nn.Linear) else None),
-    "get_parameter": lambda model: model.get_parameter("0.weight").data.mul_(2),
-    "state_dict": lambda model: model.state_dict()["0.weight"].mul_(2),
-    "dict": _through_dict,
-    "unpacked": _unpacked,
-    "vars": lambda model: vars(next(model.children()))["_parameters"]["weight"].data.mul_(2),
-    "parameters of a module around it": lambda model: [p.data.mul_(2) for p in nn.ModuleList([model]).parameters()],
-}
-
-
-@pytest.mark.parametrize("write", list(WRITES))
-def test_every_way_to_write_is_seen_by_the_next_call(write: str, home: str) -> None:
-    bare, model = make(home)
-    for _ in range(2):
-        infer(model)
-    before = infer(model)
-    for run in (bare, model):
-        WRITES[write](run)
-    after = infer(model)
-    assert not torch.equal(before, after)
-    assert torch.equal(after, infer(bare))
 
 
 HOLDS: dict[str, Callable[[nn.Module], Any]] = {
@@ -190,39 +120,6 @@ def test_a_weight_that_a_hook_keeps_is_warned_of_and_is_not_that_of_the_next_for
     assert torch.equal(kept[0], _first(bare))
     kept[0].data.zero_()
     assert torch.equal(infer(model), infer(bare))
-
-
-def test_evaluation_between_steps_sees_every_update(home: str) -> None:
-    bare, model = make(home)
-    plain, ours = torch.optim.SGD(bare.parameters(), lr=0.1), OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
-    for _ in range(3):
-        for run, optimizer in ((bare, plain), (model, ours)):
-            run(batch()).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        for _ in range(2):
-            assert torch.equal(infer(model), infer(bare))
-
-
-def test_pretrained_weights_are_seen(tmp_path: Path) -> None:
-    bare, model = make()
-    infer(model)
-    source = build(["linear", "linear"], seed=7)
-    safetensors.torch.save_file(source.state_dict(), tmp_path / "a.safetensors")
-    infer(model)
-    load_pretrained(model, tmp_path)
-    assert torch.equal(infer(model), infer(source))
-    del bare
-
-
-def test_an_inference_between_forward_and_backward_changes_nothing(home: str) -> None:
-    bare, model = make(home)
-    for run in (bare, model):
-        loss = run(batch()).pow(2).sum()
-        infer(run)
-        loss.backward()
-    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
 
 
 def test_data_of_another_size_is_refused() -> None:

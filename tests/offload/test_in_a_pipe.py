@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from typing import Any
 
@@ -19,35 +18,6 @@ from pipe import Pipe
 from pipe.batchnorm import DeferredBatchNorm
 from tests.offload.zoo import WIDTH, build
 from tests.pipe.turns import Turner
-
-
-def stages(home: str, bare: nn.Sequential, cuts: tuple[int, int]) -> nn.Sequential:
-    """The layers of ``bare`` as two offloaded stages."""
-    first, second = bare[: cuts[0]], bare[cuts[0] :]
-    return nn.Sequential(
-        *(
-            OffloadModel(copy.deepcopy(part), "cpu", home, num_slices=2, checkpoint_activation=True)
-            for part in (first, second)
-        )
-    )
-
-
-@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_a_pipe_of_offloaded_stages_trains_like_the_bare_layers(home: str, mode: str, chunks: int) -> None:
-    bare = build(["linear", "linear", "inplace"])
-    pipe = Pipe(stages(home, bare, (3, len(bare) - 3)), [1, 1], ["cpu", "cpu"], chunks, mode)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (bare, pipe)]
-    for step in range(3):
-        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(step))
-        for run, optimizer in zip((bare, pipe), optimizers, strict=True):
-            leaf = x.clone().requires_grad_()
-            run(leaf).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for p, q in zip(bare.parameters(), pipe.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
-
 
 # --- fewer devices than stages: stages take turns, loaded for their turn ----------------------------------------------
 
@@ -317,22 +287,6 @@ def test_hooks_around_a_pipe_pack_once_what_its_offloaded_stages_save(
         weights = {(WIDTH, HIDDEN), (HIDDEN, WIDTH)}
         expected_shapes = [shape for shape in expected_shapes if shape not in weights]
     assert shapes == expected_shapes
-
-
-@pytest.mark.parametrize("mode", ["never", "always"])
-@pytest.mark.parametrize("recompute", [True, False])
-def test_save_on_cpu_around_a_pipe_of_offloaded_stages_changes_no_bit(home: str, mode: str, recompute: bool) -> None:
-    results = []
-    for save in (False, True):
-        pipe = Pipe(offloaded(uneven(3), home, checkpoint_activation=recompute), [1] * 3, ["cpu"], 2, mode)
-        torch.manual_seed(1)
-        x = torch.randn(4, WIDTH).requires_grad_()
-        with torch.autograd.graph.save_on_cpu() if save else contextlib.nullcontext():
-            y = pipe(x)
-        y.square().mean().backward()
-        results.append([y.detach(), x.grad, torch.get_rng_state(), *(p.grad for p in pipe.parameters())])
-    for expected, got in zip(*results, strict=True):
-        assert torch.equal(expected, got)
 
 
 @pytest.mark.parametrize("recompute", [True, False])

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import MemoryPolicy, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
+from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.storage import DeviceTier
 from tests.offload import zoo
+from tests.offload.blocks.towers import assert_equal
 from tests.offload.device_count import counted_and_predicted
 
 pytestmark = pytest.mark.usefixtures("own_memory")
@@ -56,11 +57,6 @@ def pair(home: str, memory: Any, **options: Any) -> tuple[nn.Sequential, torch.o
 def there(model: OffloadModel) -> list[int]:
     """The shards that rest on the device: layers use them in place, and nothing is loaded."""
     return [shard.index for shard in model._homes.shards if shard.in_place and isinstance(shard.tier, DeviceTier)]
-
-
-def assert_equal(bare: nn.Module, model: nn.Module) -> None:
-    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-        assert torch.equal(p, q)
 
 
 def test_all_of_a_model_that_fits_rests_there_and_nothing_is_loaded(home: str) -> None:
@@ -110,18 +106,6 @@ def test_without_an_offload_optimizer_only_what_is_frozen_rests_there(home: str)
     plain, same = (torch.optim.AdamW((p for p in m.parameters() if p.requires_grad), lr=1e-2) for m in (bare, model))
     assert train(model, same, range(4)) == train(bare, plain, range(4))
     assert there(model) == [1, 2, 3]
-    assert_equal(bare, model)
-
-
-def test_gradients_accumulate_there(home: str) -> None:
-    bare, plain, model, ours = pair(home, {"device": "1GiB", "host": "1GiB"})
-    for run, optimizer in ((bare, plain), (model, ours)):
-        for k in range(9):
-            run(batch(k)).square().mean().backward()
-            if k % 3 == 2:
-                optimizer.step()
-                optimizer.zero_grad()
-    assert there(model) == [*range(DEPTH)]
     assert_equal(bare, model)
 
 
@@ -178,21 +162,6 @@ def test_a_longer_batch_sends_shards_home_again(home: str) -> None:
     assert_equal(bare, model)
 
 
-def test_what_rests_there_is_saved_and_loaded(home: str, tmp_path: Any) -> None:
-    bare, plain, model, ours = pair(home, {"device": "1GiB", "host": "1GiB"})
-    train(model, ours, range(3)), train(bare, plain, range(3))
-    save_checkpoint(tmp_path / "saved", model, ours)
-    state = copy.deepcopy(ours.state_dict())
-    for k, (one, other) in enumerate(zip(plain.state_dict()["state"].values(), state["state"].values(), strict=True)):
-        assert all(torch.equal(one[name], other[name]) for name in one), k
-    train(model, ours, range(3, 5))
-    load_checkpoint(tmp_path / "saved", model, ours)
-    assert train(model, ours, range(3, 6)) == train(bare, plain, range(3, 6))
-    assert_equal(bare, model)
-    model.close()
-    assert_equal(bare, model)
-
-
 def test_views_that_other_code_holds_keep_a_shard_home(home: str) -> None:
     bare, plain, model, ours = pair(home, {"device": "1GiB", "host": "1GiB"})
     train(bare, plain, range(1))
@@ -217,7 +186,7 @@ def test_what_is_there_is_never_more_than_its_memory(kind: str, tmp_path: Path) 
 
     _, all_of_it = counted(1 << 20)
     ran = 0
-    for share in (1.25, 1.0, 0.92, 0.85, 0.75):
+    for share in (1.25, 0.92, 0.8):
         limit = int(share * all_of_it)
         try:
             most, predicted = counted(limit)

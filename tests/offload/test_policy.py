@@ -21,7 +21,6 @@ from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.limits import Grant, MemoryLimits, grant
 from offload.memory import layout_of, limits_for, memory_of
 from offload.planning.budget import shown_bytes
-from offload.planning.partition import cut_within, merge_small_layers
 from offload.telemetry.statistics import Meter
 from tests.offload.zoo import build
 
@@ -115,22 +114,6 @@ def test_a_memory_makes_a_shard_of_each_large_layer_and_recomputes() -> None:
     assert model._homes.recompute
     assert limits(model).device_bytes == limits(model).host_bytes == 64 * MIB
     assert cuts_of(OffloadModel(build(["linear", "linear"]), "cpu", memory="64MiB")) == [4]
-
-
-def test_the_finest_cut_merges_small_neighbours() -> None:
-    assert merge_small_layers([5, 1, 1, 4, 9, 0, 2], 5) == [1, 3, 3]
-    assert merge_small_layers([1, 1], 5) == [2]
-    assert merge_small_layers([7, 8], 5) == [1, 1]
-    assert sum(merge_small_layers([0, 9, 0, 0], 1)) == 4
-
-
-def test_shards_are_a_16th_of_the_memory_or_of_the_model_where_layers_are_smaller() -> None:
-    model = [MIB] * 48
-    assert cut_within(model, 24 * MIB) == [2] * 24
-    assert cut_within(model, 32 * MIB) == [2] * 24
-    assert cut_within(model, 72 * MIB) == cut_within(model, None) == [3] * 16
-    assert cut_within(model, 4 * MIB) == [1] * 48
-    assert cut_within([40 * MIB] * 4, 64 * MIB) == [1] * 4
 
 
 def test_shards_or_recomputation_without_memory_mean_what_they_do_in_fairscale() -> None:
@@ -262,18 +245,6 @@ def test_ranks_of_one_host_share_what_is_free(free: dict[torch.device, int], mon
     assert grant(GPU, None, least=0, held=lambda: 0).nbytes == 900 * MIB  # each has its own
 
 
-def test_shards_that_rest_in_memory_are_used_by_their_model(tmp_path: Path) -> None:
-    """Models that say "auto" share what is free, and what they use already."""
-    model = OffloadModel([nn.Linear(64, 64) for _ in range(3)], "cpu", tmp_path, memory="auto")
-    limits, homes = model._offloaded.memory_limits, model._homes
-    assert limits is not None
-    before = limits.host._held()
-    homes.keep_in_memory([0, 2])
-    assert limits.host._held() - before == 2 * homes.bytes_in_memory()[0].weights
-    homes.keep_in_memory([])
-    assert limits.host._held() == before
-
-
 def test_auto_is_at_least_what_the_leanest_plan_needs(free: dict[torch.device, int]) -> None:
     free[CPU] = 5
     assert granted(least=77).nbytes == 77
@@ -327,6 +298,25 @@ def test_an_accelerator_and_the_host_have_limits_of_their_own(
     else:
         with pytest.raises(ValueError, match=f"at least {shown_bytes(8 * layer)} of host memory.* pass a directory"):
             limits_of({"host": 1000})
+
+
+def test_a_limit_too_small_for_two_ranks_is_refused_with_what_they_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device; host memory then holds a half of the homes and their gradients."""
+    monkeypatch.setattr(offload.limits, "capacity", lambda place: 1 << 40)
+    layers, layer = [nn.Linear(512, 512) for _ in range(4)], 4 * 512 * 513
+
+    def layout(memory: Any) -> None:
+        arguments = memory_of(memory, plans=False)
+        layout_of(arguments, layers, None, None, device=GPU, on_disk=False, param_dtype=None, ranks=2)
+
+    part = layer // 2
+    piece = -(-part // 16 // 64) * 64  # at least 64 KiB
+    needs = 4 * layer + 8 + 3 * max(piece, 1 << 16) + 2 * part
+    layout({"device": needs, "host": 4 * layer})
+    with pytest.raises(ValueError, match=f"at least {shown_bytes(needs)} of the memory of cuda:0"):
+        layout(needs - 1)
+    with pytest.raises(ValueError, match=f"at least {shown_bytes(4 * layer)} of host memory"):
+        layout({"device": needs, "host": 4 * layer - 1})
 
 
 def test_the_log_has_the_plan_that_was_chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

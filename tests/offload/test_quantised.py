@@ -18,7 +18,17 @@ from torch import Tensor, nn
 from offload import DiskHome, OffloadModel, OffloadOptimizer, load_checkpoint, load_pretrained, save_checkpoint
 from offload.engine.homes import ModelHomes
 from offload.storage.disk import DiskTier
-from tests.offload.quantised import KINDS, TABLE, WIDTH, Packed, WithAttributes, layers, plain_values, tower
+from tests.offload.quantised import (
+    KINDS,
+    TABLE,
+    WIDTH,
+    Packed,
+    WithAttributes,
+    assert_same,
+    layers,
+    plain_values,
+    tower,
+)
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 recomputations = pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "keep"])
@@ -41,11 +51,6 @@ def train(model: Any, steps: int = 3) -> list[Tensor]:
     return seen + [x.clone() for v in model.state_dict().values() for x in plain_values(v)]
 
 
-def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
-    assert len(first) == len(second)
-    assert [k for k, (a, b) in enumerate(zip(first, second, strict=True)) if not torch.equal(a, b)] == []
-
-
 @kinds
 @recomputations
 @pytest.mark.parametrize("form", ["layers", "blocks"])
@@ -57,22 +62,6 @@ def test_training_over_a_quantised_base_equals_the_plain_model(
     model = OffloadModel(make(kind), "cpu", home, checkpoint_activation=recompute, **given)
     assert list(model.state_dict()) == list(make(kind).state_dict())
     assert_same(train(model), train(make(kind)))
-
-
-@kinds
-def test_every_part_of_a_quantised_weight_is_in_its_home(kind: str, tmp_path: Path) -> None:
-    model = OffloadModel(layers(kind), "cpu", tmp_path, 2, checkpoint_activation=True)
-    train(model)
-    homes = [shard.home for shard in model._homes.shards]
-    ranges = [(h.tensor.data_ptr(), h.tensor.data_ptr() + h.nbytes) for h in homes if h is not None]
-    values = [x for v in model.state_dict(keep_vars=True).values() for x in plain_values(v)]
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, WithAttributes):
-            assert weight.same is not None
-            values += [weight.same, weight.statistics.scale, weight.statistics.table]
-            assert weight.same.data_ptr() == weight.data_ptr()
-    assert all(any(begin <= v.data_ptr() < end for begin, end in ranges) for v in values)
 
 
 def test_a_table_that_a_library_shares_stays_where_it_is() -> None:

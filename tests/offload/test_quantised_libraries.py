@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer
+from tests.offload.quantised import assert_same
 
 WIDTH = 256  # NF4Tensor needs a multiple of 256 blocks
 
@@ -90,10 +91,6 @@ def train(model: Any) -> list[Tensor]:
         optimizer.zero_grad()
     with torch.no_grad():
         return [*seen, model(torch.ones(1, WIDTH)), model.eval()(torch.ones(1, WIDTH))]
-
-
-def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @makes

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import DiskHome, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
+from offload import DiskHome, OffloadModel, OffloadOptimizer
 from offload.storage.disk import DiskTier
-from tests.offload.quantised import WIDTH, layers, tower
+from tests.offload.quantised import WIDTH, assert_same, layers, tower
 
 ADAPTERS = ["*.down.*", "*.up.*"]
 
@@ -43,11 +41,6 @@ def train(model: Any, steps: int = 3, **options: Any) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return [*seen, *(p.detach().clone() for p in trained)]
-
-
-def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
-    assert len(first) == len(second)
-    assert [k for k, (a, b) in enumerate(zip(first, second, strict=True)) if not torch.equal(a, b)] == []
 
 
 forms = pytest.mark.parametrize("form", ["layers", "blocks"])
@@ -100,39 +93,6 @@ def test_resident_adapters_under_a_limit_of_memory(tmp_path: Path) -> None:
     assert_same(train(model), train(bare("layers")))
 
 
-@forms
-def test_hooks_of_resident_adapters_see_the_whole_gradient_once(form: str, home: str) -> None:
-    def hooked(model: Any) -> list[Tensor]:
-        seen: list[Tensor] = []
-        blocks = model.layer if form == "blocks" else list(model)
-        blocks[1].down.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
-        model(torch.ones(4, WIDTH)).square().sum().backward()
-        return [*seen, blocks[1].down.weight.grad]
-
-    assert_same(hooked(wrap(form, home)), hooked(bare(form)))
-
-
-def test_gradients_of_resident_adapters_accumulate_and_are_returned(home: str) -> None:
-    def run(model: Any) -> list[Tensor]:
-        x = torch.ones(4, WIDTH)
-        for k in range(2):
-            (model(x).sum() * (k + 1)).backward()
-        weight = model[2].up.weight
-        (alone,) = torch.autograd.grad(model(x).square().sum(), [weight])
-        return [alone, *(p.grad for p in model.parameters() if p.requires_grad)]
-
-    assert_same(run(wrap("layers", home)), run(bare("layers")))
-
-
-def test_data_assigned_to_resident_adapters_is_used(home: str) -> None:
-    model, plain, x = wrap("layers", home), bare("layers"), torch.ones(1, WIDTH)
-    for each in (model, plain):
-        each(x)
-        each[1].up.weight.data = torch.full((WIDTH, 2), 0.25)
-        each[2].up.weight.data.mul_(2)
-    assert torch.equal(model(x), plain(x))
-
-
 def test_a_resident_adapter_changed_before_its_backward_is_refused(home: str) -> None:
     model = wrap("layers", home)
     loss = model(torch.ones(1, WIDTH)).sum()
@@ -140,23 +100,6 @@ def test_a_resident_adapter_changed_before_its_backward_is_refused(home: str) ->
         model[1].up.weight.add_(1)
     with pytest.raises(RuntimeError, match=r"1\.up\.weight .*changed in place"):
         loss.backward()
-
-
-@forms
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "checkpoint"])
-def test_a_copy_of_a_model_with_resident_adapters(form: str, how: str, tmp_path: Path) -> None:
-    model, x = wrap(form, tmp_path / "a"), torch.ones(1, WIDTH)
-    train(model)
-    if how == "checkpoint":
-        save_checkpoint(tmp_path / "saved", model)
-        copied = wrap(form, tmp_path / "b")
-        load_checkpoint(tmp_path / "saved", copied)
-    else:
-        copied = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
-    assert torch.equal(copied(x), model(x))
-    before = model(x)
-    train(copied)
-    assert torch.equal(model(x), before)
 
 
 def test_frozen_adapters_that_are_resident_end_backward_early(tmp_path: Path) -> None:

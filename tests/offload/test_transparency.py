@@ -203,24 +203,6 @@ def test_exactly_the_outputs_that_need_a_gradient_say_so() -> None:
     assert_same(bare, model, exact=True)
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_an_output_under_no_grad_requires_none_and_no_tape_is_kept(
-    pair: tuple[nn.Sequential, OffloadModel], context: type
-) -> None:
-    bare, model = pair
-    outputs = []
-    for run in pair:
-        seed_everything(0)
-        with context():
-            outputs.append(run(batch()))
-    assert not outputs[1].requires_grad
-    assert torch.equal(*outputs)
-    assert model._homes.meter.held_bytes == model._homes.streamer.slots * max(s.slot_bytes for s in model._homes.shards)
-    assert_same(bare, model, exact=True)
-    seed_everything(0)
-    model(batch()).sum().backward()  # and it still trains
-
-
 def test_backward_runs_after_the_model_was_dropped(home: str) -> None:
     bare = build(["linear", "dropout"])
     model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=3, checkpoint_activation=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import struct
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,8 +18,7 @@ from torch.nn import functional
 
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.advise.__main__ import main
-from offload.advise.prediction import Situation, advise, shard_bytes
-from offload.advise.profile import profile
+from offload.advise.prediction import Situation, shard_bytes
 from offload.advise.rates import Rates, measure_rates
 from offload.advise.sources import Source, source_of
 from offload.advise.works import works_of
@@ -28,7 +26,7 @@ from offload.files.tensor_file import TensorFile
 from offload.planning.byte_forms import ByteForm
 from offload.planning.explain import moves
 from offload.planning.step_model import predict
-from pipe.torch_private.dispatch import OperationMode
+from tests.programs import run_program
 
 RATES = Rates(
     flops=1e11,
@@ -238,32 +236,6 @@ def trained(layers: list[nn.Module], x: Tensor, home: Path, limit: int | MemoryP
     return model
 
 
-def test_shapes_on_the_meta_device_give_the_bytes_that_steps_measure(tmp_path: Path) -> None:
-    layers, x = blocks_on_meta(), torch.randn(4, 128, WIDTH)
-    works = profile(layers, lambda: nn.Sequential(*layers)(x.to("meta")))
-    assert [*works] == layers
-    model = trained(blocks(), x, tmp_path / "home", MemoryPolicy(64 << 20, resident_bytes=0))
-    measured = model._homes.measured([4])
-    assert set(measured.sizes.memory_profiles) == set(range(5))
-    for j, work in enumerate(works.values()):
-        assert list(measured.sizes.memory_profiles[j].saved_tensors) == list(work.saved)
-        assert list(measured.sizes.kept_profiles[j].saved_tensors) == list(work.kept)
-        assert measured.sizes.boundaries((j + 1, 0)) == work.output_bytes
-    model.close()
-
-
-def test_a_model_with_its_own_forward_is_counted_block_by_block(builders: str) -> None:
-    source = source_of(f"{builders}:module", torch.float32)
-    assert [*source.blocks] == ["words", "blocks.0", "blocks.1", "blocks.2", "head"]
-    works = works_of(source, None, 4, [16])
-    assert [*works] == [*source.blocks.values()]
-    counted = [*works.values()]
-    assert [work.forward_flops for work in counted] == [0, *[2 * 64 * 32 * 32] * 3, 2 * 64 * 32 * 100]
-    assert [work.output_bytes for work in counted] == [4 * 64 * 32] * 4 + [4 * 64 * 100]
-    assert counted[1].backward_flops == 2 * counted[1].forward_flops
-    assert [shard.borrows for shard in shard_bytes(works, None)] == [False] * 4 + [True]
-
-
 @pytest.mark.parametrize("limit", [12 << 20, 64 << 20])
 def test_predicted_bytes_are_within_two_percent_of_what_the_planner_predicts_after_six_steps(
     tmp_path: Path, limit: int
@@ -302,47 +274,6 @@ def test_predicted_bytes_of_a_model_of_transformers_are_within_two_percent_as_we
         mine = predict(given.step_model(report.limit_bytes), report.predicted.choice).memory_bytes
         assert mine == pytest.approx(report.predicted.peak.memory_bytes, rel=0.02)
         model.close()
-
-
-def test_buffers_of_updates_count_in_full_after_updates_whose_gradients_were_in_memory(tmp_path: Path) -> None:
-    x = torch.randn(4, 128, WIDTH)
-    model = OffloadModel(blocks(), "cpu", tmp_path / "home", memory=12 << 20)
-    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
-    reserved = model._homes.measured([4]).buffer_bytes
-    model._homes.streamer.gradient_offload.waiting = frozenset(range(5))
-    functional.mse_loss(model(x), x).backward()
-    optimizer.step()
-    optimizer.synchronize()
-    assert model._homes.measured([4]).buffer_bytes == reserved
-    model.close()
-
-
-@pytest.mark.parametrize("limit", [8 << 20, 1 << 30])
-def test_slots_gradients_and_buffers_are_those_of_a_new_model(tmp_path: Path, limit: int) -> None:
-    model = OffloadModel(blocks(), "cpu", tmp_path / "home", memory=limit)
-    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
-    theirs = model._homes.measured([4])
-    ours = situation(source_of_layers(blocks_on_meta())).step_model(limit)
-    mine, real = ours.sizes, theirs.sizes
-    assert (mine.slot_bytes, mine.gradient_bytes) == (real.slot_bytes, real.gradient_bytes)
-    assert mine.constant_bytes == real.constant_bytes
-    assert ours.loaded_bytes == theirs.loaded_bytes
-    assert ours.buffer_bytes == theirs.buffer_bytes > 0
-    del optimizer
-    model.close()
-
-
-def test_planning_computes_nothing_reads_nothing_and_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Nothing(OperationMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            raise AssertionError(f"{func} ran")
-
-    given = situation(source_of_layers(blocks_on_meta()))
-    monkeypatch.setattr("builtins.open", None)
-    monkeypatch.setattr("os.open", None)
-    with Nothing():
-        first, second = advise(given, 64 << 20), advise(given, 64 << 20)
-    assert first == second
 
 
 def test_more_memory_is_not_slower_and_the_least_is_the_least() -> None:
@@ -594,11 +525,11 @@ def test_where_the_disk_is_the_bound_forms_of_fewer_bytes_are_offered_with_their
 
 
 def test_a_missing_argument_is_one_line() -> None:
-    command = [sys.executable, "-m", "offload.advise", "x", "--tokens", "8"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 2
-    assert ended.stderr.count("\n") == 1
-    assert "--memory" in ended.stderr
+    code = "import runpy; runpy.run_module('offload.advise', run_name='__main__')"
+    ended = run_program(code, "x", "--tokens", "8")
+    assert ended.status == 2
+    assert ended.errors.count("\n") == 1
+    assert "--memory" in ended.errors
 
 
 # --- what is measured ---------------------------------------------------------------------------------------------

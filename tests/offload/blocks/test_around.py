@@ -105,15 +105,6 @@ def test_it_is_a_stage_of_a_pipe() -> None:
         assert p.grad is None or close(p.grad, q.grad)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_code_around_it_breaks_its_graph_there() -> None:
-    bare = make(dropout=0.0)
-    model = wrap(bare)
-    torch.compile(lambda x: loss_of(model(x)), backend="eager")(words()).backward()
-    loss_of(bare(words())).backward()
-    assert_equal(bare, model)
-
-
 def checkpointed(model: nn.Module, *, reentrant: bool) -> None:
     torch.manual_seed(0)
     x = torch.ones(3, 5, WIDTH, requires_grad=True)
@@ -312,24 +303,6 @@ def test_a_recomputation_sees_the_objects_arrays_and_generators_that_its_block_g
         assert_step_equal(bare, model)
 
 
-def test_a_generator_that_is_assigned_after_wrapping_is_rewound(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    bare = WithObjects()
-    model = wrap(nn.Sequential(*bare.layer), tmp_path, blocks=None, num_slices=3)
-    for each in (bare.layer, model):
-        for layer in each:
-            layer.forward = lambda x, layer=layer: Reading.forward(layer, x, Counter(), np.ones(1, np.float32), None)
-            layer.noise = torch.Generator().manual_seed(3)
-    x = torch.randn(3, WIDTH)
-    for each in (nn.Sequential(*bare.layer), model):
-        torch.manual_seed(4)
-        each(x).square().sum().backward()
-    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
-    for ours, theirs in zip(model, bare.layer, strict=True):
-        assert torch.equal(ours.noise.get_state(), theirs.noise.get_state())
-
-
 class Turned(nn.Linear):
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -385,18 +358,6 @@ def test_a_result_that_is_one_number_is_refused_with_micro_batches() -> None:
         model(torch.ones(4, WIDTH))
     model._offloaded.calls.micro_batches.given = 1
     model(torch.ones(4, WIDTH)).backward()
-
-
-def test_it_is_not_wrapped_twice() -> None:
-    with pytest.raises(TypeError, match="not offloaded yet"):
-        OffloadModel(wrap(make()), "cpu", blocks="encoder.layer")
-
-
-def test_buffers_outside_of_the_blocks_count_in_the_least_limit_of_memory() -> None:
-    bare = make()
-    bare.register_buffer("table", torch.zeros(1 << 20))
-    with pytest.raises(ValueError, match=r"memory=4\.0 MiB, which is"):
-        wrap(bare, memory=4 << 20)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")

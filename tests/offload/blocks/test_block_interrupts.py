@@ -20,8 +20,8 @@ FILES = (
     "own_forward.py",
     "own_attributes.py",
     "suspend.py",
-    "core/engine.py",
-    "core/chunks.py",
+    "engine/engine.py",
+    "engine/chunks.py",
 )
 
 #: Arguments of the model, optimizer.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
 from offload.planning.budget import shown_bytes
-from offload.planning.slot_sizes import slot_sizes
 from tests.offload.blocks.towers import WIDTH, assert_equal, assert_equal_in_chunks, make, step, words
 
 ALL = ["words", "encoder.layer", "head"]
@@ -28,57 +26,6 @@ def untied(dropout: float = 0.1) -> Any:
     torch.manual_seed(5)
     bare.head.weight = nn.Parameter(torch.randn(bare.head.weight.shape))
     return bare
-
-
-KINDS: list[tuple[Any, dict[str, Any]]] = [
-    # The kernel that an OffloadOptimizer uses: that of torch's own default rounds otherwise.
-    (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
-    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-]
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("home", ["cpu", "disk"])
-@pytest.mark.parametrize("recompute", [True, False])
-def test_steps_are_bit_equal(tied: bool, home: str, recompute: bool, tmp_path: Path) -> None:
-    for k, (kind, options) in enumerate(KINDS):
-        bare = make(3) if tied else untied()
-        model = wrap(bare, tmp_path / str(k) if home == "disk" else "cpu", checkpoint_activation=recompute)
-        ours = OffloadOptimizer(model, kind, **options)
-        theirs = kind(bare.parameters(), **options)
-        for seed in range(3):
-            step(bare, seed), step(model, seed)
-            assert_equal(bare, model)
-            for each in (theirs, ours):
-                each.step()
-                each.zero_grad()
-        assert_equal(bare, model)
-        assert list(model.state_dict()) == list(bare.state_dict())
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_clipped_steps_differ_by_the_rounding_of_the_norm_alone(
-    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In float64 what is left of the difference is 1e-9 of what it is in float32: no gradient is wrong."""
-    apart = []
-    for kind in (torch.float32, torch.float64):
-        monkeypatch.setattr(torch, "ones", partial(torch.ones, dtype=kind))  # in the model's forward
-        bare = (make(3) if tied else untied()).to(kind)
-        model = wrap(bare, tmp_path / str(kind))
-        ours = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, max_norm=0.5)
-        theirs = torch.optim.SGD(bare.parameters(), lr=0.1)
-        for seed in range(4):
-            for each in (bare, model):
-                step(each, seed)
-            nn.utils.clip_grad_norm_(bare.parameters(), 0.5)
-            for optimizer in (theirs, ours):
-                optimizer.step()
-                optimizer.zero_grad()
-        both = zip(bare.parameters(), model.parameters(), strict=True)
-        apart.append(max((p - q).abs().max().item() for p, q in both))
-    assert apart[0] < 1e-6
-    assert apart[1] < 1e-14
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -110,30 +57,6 @@ def test_a_tied_weight_is_stored_once_with_the_module_that_is_called_first(tmp_p
     first, last = model._homes.shards[0], model._homes.shards[-1]
     assert (len(first.own), len(last.own), len(last.loans)) == (1, 0, 1)
     assert len(wrap(untied())._homes.shards[-1].own) == 1
-
-
-def test_copies_stream_the_same_modules(tmp_path: Path) -> None:
-    model = wrap(make(3), tmp_path)
-    other = copy.deepcopy(model)
-    for each in (model, other):
-        step(each)
-    assert_equal(model, other)
-    assert other._homes.blocks == model._homes.blocks
-
-
-def test_frozen_ones_are_only_read(tmp_path: Path) -> None:
-    bare = untied()
-    bare.words.requires_grad_(False)
-    bare.head.requires_grad_(False)
-    model = wrap(bare, tmp_path)
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
-    for seed in range(2):
-        step(bare, seed), step(model, seed)
-        assert_equal(bare, model)
-    before = model.statistics().bytes_stored
-    optimizer.step()
-    step(model)
-    assert model.statistics().bytes_stored - before == sum(p.nbytes for p in model.encoder.parameters())
 
 
 def test_a_module_whose_weight_other_code_uses_gets_both_gradients() -> None:
@@ -257,14 +180,6 @@ def test_a_shard_that_memory_made_of_a_module_may_be_used_by_other_code(tmp_path
     for each in (bare, model):
         each(words()).square().mean().backward()
     assert_equal(bare, model, exact=False)
-
-
-def test_slots_are_as_large_as_blocks_and_larger_shards_have_their_own() -> None:
-    assert slot_sizes([9, 2, 2, 2, 9], 2, apart=True) == (2, {0: 9, 4: 9})
-    assert slot_sizes([9, 2, 2, 2, 9], 2, apart=False) == (9, {})
-    assert slot_sizes([9, 9, 2, 2, 2], 2, apart=True) == (9, {})  # both are there at a time
-    assert slot_sizes([9, 2, 3, 2], 2, in_memory=frozenset([0]), apart=True) == (3, {})
-    assert slot_sizes([], 0, apart=True) == (0, {})
 
 
 def test_the_slots_of_a_step_take_one_large_shard_and_two_blocks(tmp_path: Path) -> None:

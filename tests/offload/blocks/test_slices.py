@@ -53,17 +53,6 @@ def test_chunks_and_spilled_boundaries_are_bit_equal_to_a_shard_for_each_block(
     str(models[1].plan()), models[1].estimate(5)
 
 
-def test_what_is_frozen_ends_backward_at_the_first_shard_that_trains() -> None:
-    bare = make(6)
-    for p in (*bare.parameters(), *(q for block in bare.encoder.layer[:3] for q in block.parameters())):
-        p.requires_grad_(False)
-    bare.encoder.layer[3].requires_grad_(True)
-    model = wrap(bare, num_slices=3)  # block 2 is in the shard of block 3
-    step(bare), step(model)
-    assert_equal(bare, model)
-    assert [t for t in str(model.plan()).split() if t.startswith("B")] == ["B2.0", "B1.0"]
-
-
 class Counts(nn.Module):
     """Writes its own parameter in each forward, as an initialisation from data does."""
 

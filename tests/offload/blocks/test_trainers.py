@@ -172,12 +172,6 @@ def test_the_trainer_s_gradient_checkpointing_runs(huggingface: Any, home: Path,
     huggingface.train(tmp_path / "run", home, gradient_checkpointing=True)
 
 
-def test_the_example_with_the_trainer_runs(huggingface: Any, tmp_path: Path) -> None:
-    found = huggingface.main(tmp_path)
-    assert len(found) == 6
-    assert found[-1] < found[0]
-
-
 # --- a plain loop ----------------------------------------------------------------------------------------------------
 
 
@@ -194,12 +188,6 @@ def test_a_resumed_loop_continues_bit_for_bit(loop: Any, home: Path, tmp_path: P
     resumed, second = loop.train(home, tmp_path / "parts")
     assert first + second == expected
     assert_equal(resumed, whole)
-
-
-def test_the_example_with_a_loop_runs(loop: Any, tmp_path: Path) -> None:
-    found = loop.main(tmp_path)
-    assert len(found) == 6
-    assert found[-1] < found[0]
 
 
 # --- the Trainer of Lightning ----------------------------------------------------------------------------------------
@@ -230,12 +218,6 @@ def test_a_resumed_lightning_module_continues_bit_for_bit(lightning: Any, home: 
         second, _ = lightning.train(after, tmp_path / "checkpoint.ckpt")
         assert first.losses + second.losses == whole.losses
         assert_equal(second, whole)
-
-
-def test_the_example_with_lightning_runs(lightning: Any, tmp_path: Path) -> None:
-    found = lightning.main(tmp_path)
-    assert len(found) == 6
-    assert found[-1] < found[0]
 
 
 # --- what libraries save ---------------------------------------------------------------------------------------------
@@ -337,16 +319,6 @@ def test_a_sentence_transformer_trains_as_the_plain_one(name: str, sentences: An
     assert transformer.statistics().shard_loads <= 3 * 2 * 4
 
 
-def test_losses_of_the_release_train_it_as_well(sentences: Any, home: Path, tmp_path: Path) -> None:
-    folder = sentences.model_in(tmp_path / "bert", dropout=0.0)
-    package: Any = importlib.import_module("sentence_transformers.sentence_transformer.losses")
-    for name in ("MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"):
-        run = partial(sentences.train, folder, make_loss=getattr(package, name), steps=2, kind=torch.optim.SGD)
-        plain = run(tmp_path / "plain", None, save_strategy="no")
-        ours = run(tmp_path / "ours", home, save_strategy="no")
-        assert_equal(ours.model, plain.model, exact=False)
-
-
 def test_a_resumed_sentence_transformer_continues_bit_for_bit(sentences: Any, home: Path, tmp_path: Path) -> None:
     folder = sentences.model_in(tmp_path / "bert")
     run = partial(sentences.train, folder)
@@ -355,12 +327,6 @@ def test_a_resumed_sentence_transformer_continues_bit_for_bit(sentences: Any, ho
     resumed = run(tmp_path / "parts", home, resume=True)
     assert_equal(resumed.model, whole.model)
     assert [s.get("loss") for s in resumed.state.log_history] == [s.get("loss") for s in whole.state.log_history]
-
-
-def test_the_example_with_sentence_transformers_runs(sentences: Any, tmp_path: Path) -> None:
-    found = sentences.main(tmp_path)
-    assert len(found) == 6
-    assert found[-1] < found[0]
 
 
 # --- several processes -----------------------------------------------------------------------------------------------
@@ -397,3 +363,10 @@ def test_both_trainers_on_a_mesh_train_as_one_process_with_all_rows(
     assert all(len(values) == 12 for values in expected.values())
     assert found == {name: pytest.approx(values, rel=1e-4) for name, values in expected.items()}
     assert len(list((tmp_path / "llama" / "checkpoint").glob("*.distcp"))) == 2
+
+
+@pytest.mark.parametrize("trainer", ["huggingface", "loop", "lightning", "sentences"])
+def test_the_examples_run(trainer: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    found = request.getfixturevalue(trainer).main(tmp_path)
+    assert len(found) == 6
+    assert found[-1] < found[0]

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from gradcache import GradCache
 from offload import OffloadModel, OffloadOptimizer
 from tests.offload.blocks.towers import assert_equal
 
@@ -220,14 +219,6 @@ def test_chunks_of_different_lengths_take_one_visit(family: Family, tmp_path: Pa
     assert model.statistics().shard_loads <= 2 * len(model._homes.shards)
 
 
-@everywhere
-def test_several_blocks_a_shard_with_adapters_are_bit_equal(family: Family) -> None:
-    bare = lora(make(family))
-    model = wrap(bare, _blocks_in(bare, family.blocks), num_slices=2)
-    assert len(model._homes.shards) == 2
-    assert_steps_equal(bare, model, family)
-
-
 def test_experts_that_no_row_of_a_chunk_uses_are_as_in_the_plain_model(tmp_path: Path) -> None:
     bare = make(FAMILIES["mixtral"]).eval()
     model = wrap(bare, "layers", tmp_path)
@@ -293,18 +284,6 @@ def test_methods_of_libraries_that_replace_parameters_are_refused_before_anythin
     assert_steps_equal(bare, model, family)
 
 
-def test_a_frozen_prefix_of_blocks_ends_backward_early() -> None:
-    family = FAMILIES["bert"]
-    bare = make(family)
-    for p in bare.parameters():
-        p.requires_grad_(False)
-    peft: Any = pytest.importorskip("peft", reason="needs peft: pip install peft")
-    config = peft.LoraConfig(target_modules=["query"], layers_to_transform=[2], layers_pattern="layer")
-    model = wrap(peft.get_peft_model(bare, config), "base_model.model.encoder.layer")
-    loss_of(model(**text(0))).backward()
-    assert [t for t in str(model.plan()).split() if t.startswith("B")] == ["B2.0"]
-
-
 def test_adapters_after_wrapping_are_refused() -> None:
     peft: Any = pytest.importorskip("peft", reason="needs peft: pip install peft")
     model = wrap(make(FAMILIES["bert"]), "encoder.layer")
@@ -325,18 +304,6 @@ def test_generation_uses_caches(name: str) -> None:
     inputs = text(0)
     expected = bare.generate(**inputs, max_new_tokens=5, do_sample=False)
     assert torch.equal(model.generate(**inputs, max_new_tokens=5, do_sample=False), expected)
-
-
-def test_hidden_states_take_gradients() -> None:
-    family = FAMILIES["bert"]
-    bare = make(family)
-    model = wrap(bare, family.blocks)
-    for each in (bare, model):
-        torch.manual_seed(0)
-        output = each(**text(0), output_hidden_states=True)
-        assert len(output.hidden_states) == 4
-        (loss_of(output) + output.hidden_states[1].sin().sum() + output["hidden_states"][3].cos().sum()).backward()
-    assert_equal(bare, model, exact=False)
 
 
 def test_a_cache_with_gradients_takes_them_and_none_is_made_unasked() -> None:
@@ -396,23 +363,6 @@ def test_the_wrapper_is_saved_and_loaded_as_the_model(tmp_path: Path) -> None:
     assert_equal(bare, again)
 
 
-def test_gradcache_passes_all_chunks_through_each_block_in_one_visit() -> None:
-    family = FAMILIES["bert"]
-    bare = make(family).eval()
-    model = wrap(bare, family.blocks)
-
-    def run(tower: Any) -> Tensor:
-        def loss(x: Tensor, y: Tensor) -> Tensor:
-            return nn.functional.cross_entropy(x @ y.T, torch.arange(len(x)))
-
-        cache = GradCache([tower, tower], 1, loss, get_rep_fn=lambda o: o.last_hidden_state[:, 0])
-        return cache(text(0), text(2))
-
-    assert torch.allclose(run(bare), run(model))
-    assert_equal(bare, model, exact=False)
-    assert model.statistics().shard_loads <= 2 * 3
-
-
 def test_merged_adapters_compute_what_they_did() -> None:
     bare = lora(make(FAMILIES["bert"])).eval()
     model = wrap(bare, "base_model.model.encoder.layer")
@@ -425,32 +375,6 @@ def test_merged_adapters_compute_what_they_did() -> None:
     bare.unmerge_adapter()
     bare.zero_grad(), model.zero_grad()
     assert_steps_equal(bare.train(), model.train(), FAMILIES["bert"])
-
-
-def test_the_trainer_trains_it_as_the_plain_model(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="needs accelerate: pip install accelerate")
-    torch.manual_seed(0)
-    bare = tf.BertForSequenceClassification(tf.BertConfig(**SMALL))
-    model = wrap(bare, "bert.encoder.layer")
-    data = [{**{k: v[0] for k, v in text(2 * (i % 2)).items()}, "labels": i % 2} for i in range(8)]
-    losses = []
-    for each in (bare, model):
-        arguments = tf.TrainingArguments(
-            output_dir=str(tmp_path / type(each).__name__),
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            num_train_epochs=1,
-            max_grad_norm=0.1,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            seed=0,
-        )
-        losses.append(tf.Trainer(model=each, args=arguments, train_dataset=data).train().training_loss)
-    assert losses[0] == losses[1]
-    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-        assert torch.equal(p, q)
 
 
 # --- from files -------------------------------------------------------------------------------------------------------
@@ -478,21 +402,6 @@ def test_a_decoder_of_files_is_what_from_pretrained_of_transformers_returns(tied
         assert_equal(bare, model)
     made = bare.generate(**text(0), max_new_tokens=3, do_sample=False)
     assert torch.equal(made, model.generate(**text(0), max_new_tokens=3, do_sample=False))
-
-
-@pytest.mark.parametrize("headed", [True, False])
-def test_names_of_transformers_are_mapped_between_a_base_model_and_one_with_a_head(
-    headed: bool, tmp_path: Path
-) -> None:
-    torch.manual_seed(0)
-    config = tf.Qwen3Config(**DECODER, head_dim=16, tie_word_embeddings=True)
-    (tf.Qwen3ForCausalLM if headed else tf.Qwen3Model)(config).save_pretrained(tmp_path)
-    target, blocks = (tf.AutoModel, "layers") if headed else (tf.AutoModelForCausalLM, "model.layers")
-    bare, model = target.from_pretrained(tmp_path), loaded(tmp_path, blocks, model=target)
-    assert type(bare) in type(model).__mro__
-    with torch.no_grad():
-        assert torch.equal(bare(**text(0))[0], model(**text(0))[0])
-    assert type(type(model).from_pretrained(tmp_path)) is type(bare)
 
 
 @pytest.mark.parametrize("name", ["bert", "clip", "vit"])
@@ -529,36 +438,3 @@ def test_what_transformers_keeps_in_float32_is_in_float32(tmp_path: Path) -> Non
     assert {p.dtype for p in bare.parameters()} == {torch.float16, torch.float32}
     assert [p.dtype for p in model.parameters()] == [p.dtype for p in bare.parameters()]
     assert_equal(bare, model)
-
-
-def test_names_that_transformers_would_only_warn_of_are_refused(tmp_path: Path) -> None:
-    config = tf.Qwen3Config(**DECODER, head_dim=16, tie_word_embeddings=False)
-    tf.Qwen3Model(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"missing: lm_head.weight$"):
-        loaded(tmp_path, "model.layers", model=tf.AutoModelForCausalLM)
-
-
-@pytest.mark.parametrize("name", ["Qwen3Model", "BertModel", "GPT2Model"])
-def test_families_compute_in_param_dtype_what_a_plain_model_of_that_type_computes(name: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    kind = getattr(tf, name)
-    blocks, more = {
-        "Qwen3Model": ("layers", {**DECODER, "head_dim": 16}),
-        "BertModel": ("encoder.layer", SMALL),
-        "GPT2Model": ("h", {"vocab_size": WORDS, "n_embd": 32, "n_layer": 3, "n_head": 2, "use_cache": False}),
-    }[name]
-    bare = kind(kind.config_class(**more))
-    bare.save_pretrained(tmp_path)
-    model = loaded(tmp_path, blocks, param_dtype=torch.bfloat16, dtype=torch.float32)
-    for p in bare.parameters():
-        p.data = p.data.bfloat16()
-    losses = []
-    for each in (bare.eval(), model):
-        losses.append(each(**text(0))[0].square().mean())
-        losses[-1].backward()
-    assert losses[0].dtype is torch.bfloat16
-    assert torch.equal(*losses)
-    for (key, p), q in zip(bare.named_parameters(), model.parameters(), strict=True):
-        assert q.dtype is torch.float32
-        assert (p.grad is None) == (q.grad is None)
-        assert p.grad is None or torch.equal(p.grad.float(), q.grad), key

@@ -61,31 +61,6 @@ WITHOUT = [(0,), (0, 1), (1,), (2, 3), (0, 3), (0, 1, 2, 3)]
 
 
 @pytest.mark.parametrize("without", WITHOUT)
-@pytest.mark.parametrize(("slices", "mode"), [(4, torch.no_grad), (2, torch.no_grad), (1, torch.inference_mode)])
-def test_blocks_that_are_called_without_gradients_have_none(
-    without: tuple[int, ...], slices: int, mode: Callable[[], Any]
-) -> None:
-    torch.manual_seed(0)
-    bare = Model(without, mode)
-    models = [
-        OffloadModel(copy.deepcopy(bare), "cpu", "cpu", slices, recompute, blocks="layer")
-        for recompute in (True, False)
-    ]
-    for seed in range(2):
-        found = []
-        for each in (bare, *models):
-            torch.manual_seed(seed)
-            x = torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=seed == 1)
-            loss = each(x).square().sum()
-            loss.backward()
-            found.append([loss.detach(), torch.get_rng_state(), torch.zeros(()) if x.grad is None else x.grad])
-        for model, ours in zip(models, found[1:], strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(found[0][:2], ours[:2], strict=True))
-            assert torch.allclose(found[0][2], ours[2])
-            assert_equal(bare, model, exact=False)
-
-
-@pytest.mark.parametrize("without", WITHOUT)
 def test_chunks_call_blocks_without_gradients_as_the_plain_model(without: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     bare = Model(without).eval()
@@ -120,23 +95,6 @@ def test_an_input_that_only_code_after_frozen_blocks_uses_gets_its_gradient() ->
         found.append(extra.grad)
     assert found[0] is not None
     assert torch.equal(*found)
-
-
-class Enabling(Model):
-    @torch.enable_grad()
-    def forward(self, x: Tensor, extra: Tensor | None = None) -> Tensor:
-        return super().forward(x, extra)
-
-
-def test_a_forward_that_enables_gradients_itself_has_them() -> None:
-    torch.manual_seed(0)
-    bare = Enabling().eval()
-    model = OffloadModel(copy.deepcopy(bare), "cpu", "cpu", 2, True, blocks="layer")
-    for each in (bare, model):
-        with torch.no_grad():
-            y = each(torch.ones(3, WIDTH, dtype=torch.float64))
-        y.sum().backward()
-    assert_equal(bare, model, exact=False)
 
 
 class LateEnabling(Model):

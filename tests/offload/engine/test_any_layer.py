@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
+from offload import OffloadModel
 from pipe.recompute.phase import is_recomputing
-from tests.offload.parameters_outside import Custom
 
 WIDTH = 8
 
@@ -50,27 +47,6 @@ def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 
 # --- what leaves a visit owns its memory ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("slots", [2, 3, 4])
-def test_a_view_of_a_weight_that_outlives_its_visit_keeps_its_values(home: str, slots: int) -> None:
-    torch.manual_seed(0)
-    bare = nn.Sequential(*(Custom(WIDTH) for _ in range(4)))
-    model = OffloadModel(
-        copy.deepcopy(bare), "cpu", home, 4, checkpoint_activation=False, memory=MemoryPolicy.fixed(slots=slots)
-    )
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        found = train(model, batch(1), batch(2))
-    assert_same(found, train(bare, batch(1), batch(2)))
-    if slots < 4:
-        assert any("outlives" in str(w.message) for w in seen)
-    del found
-    gc.collect()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with torch.no_grad():
-            model(batch(3))  # nothing keeps views of these: no slot is given up
 
 
 class PassesViews(nn.Module):
@@ -150,26 +126,6 @@ def test_weights_that_a_layer_writes_in_a_late_forward_keep_the_values(home: str
     assert torch.equal(model.get_parameter("0.weight"), torch.full((WIDTH,), 7.0))
 
 
-@pytest.mark.parametrize("when", ["before the step", "after the step"])
-def test_data_that_is_assigned_around_a_step_is_stepped_as_in_torch(home: str, when: str) -> None:
-    bare, model = mlp(), OffloadModel(mlp(), "cpu", home, 4, True)
-    optimizers: list[Any] = [
-        torch.optim.SGD(bare.parameters(), lr=0.1),
-        OffloadOptimizer(model, torch.optim.SGD, lr=0.1),
-    ]
-    for run, optimizer in zip((bare, model), optimizers, strict=True):
-        held = list(run.parameters())
-        run(batch()).sum().backward()
-        if when == "after the step":
-            optimizer.step()
-        for p in held:
-            p.data = torch.full_like(p, 0.25)
-        if when == "before the step":
-            optimizer.step()
-        run(batch())
-    assert_same(list(model.parameters()), list(bare.parameters()))
-
-
 @pytest.mark.parametrize("backup", ["data", "state_dict", "clone"])
 def test_data_that_is_assigned_over_a_backup_that_shares_memory_is_refused(
     wrap: Callable[..., OffloadModel], backup: str
@@ -195,53 +151,12 @@ def test_data_that_is_assigned_over_a_backup_that_shares_memory_is_refused(
     assert_same([model(batch())], [bare(batch())])
 
 
-def test_data_that_is_assigned_between_forward_and_backward_is_refused(wrap: Callable[..., OffloadModel]) -> None:
-    model = wrap(mlp())
-    loss = model(batch()).sum()
-    parameter = model.get_parameter("2.0.weight")
-    parameter.data = torch.zeros(WIDTH, WIDTH)
-    with pytest.raises(RuntimeError, match=r"2\.0\.weight .* was given other data"):
-        loss.backward()
-    model(batch()).sum().backward()
-    assert torch.equal(parameter, torch.zeros(WIDTH, WIDTH))
-
-
 # --- structure --------------------------------------------------------------------------------------------------------
 
 
-class Adapted(nn.Module):
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base, self.scale = base, nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) * self.scale
-
-
-def adapt(model: nn.Module) -> None:
-    for layer in model.children():
-        layer[0] = Adapted(layer[0])  # type: ignore[index,operator]
-
-
-def assign(model: nn.Module) -> None:
-    for child in model.children():
-        child.load_state_dict({k: v.clone() for k, v in child.state_dict().items()}, assign=True)
-
-
-def normalise(model: nn.Module) -> None:
-    nn.utils.parametrizations.weight_norm(next(iter(model.children()))[0])  # type: ignore[index]
-
-
-def swap(model: nn.Module) -> None:
-    next(iter(model.children()))[0] = nn.Linear(WIDTH, WIDTH)  # type: ignore[index]
-
-
-@pytest.mark.parametrize("change", [adapt, assign, normalise, swap])
-def test_parameters_added_after_wrapping_are_refused_at_the_next_forward(
-    wrap: Callable[..., OffloadModel], change: Callable[[nn.Module], None]
-) -> None:
+def test_parameters_added_after_wrapping_are_refused_at_the_next_forward(wrap: Callable[..., OffloadModel]) -> None:
     model = wrap(mlp())
-    change(model)
+    next(iter(model.children()))[0] = nn.Linear(WIDTH, WIDTH)  # type: ignore[index]
     with pytest.raises(RuntimeError, match=r"after this OffloadModel was made: .*0\.0"):
         model(batch())
     with pytest.raises(RuntimeError, match="wrap them afterwards"):

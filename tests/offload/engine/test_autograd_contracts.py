@@ -50,43 +50,6 @@ def assert_equal(actual: list[Tensor | None], expected: list[Tensor | None], ato
 # --- double backward ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:a view of the weights:RuntimeWarning")  # the second graph keeps them
-def test_a_gradient_penalty_is_right(wrap: Callable[..., OffloadModel]) -> None:
-    results = []
-    for run in (mlp(), wrap(mlp())):
-        x = batch().requires_grad_()
-        (slope,) = torch.autograd.grad(run(x).pow(2).sum(), x, create_graph=True)
-        (slope.pow(2).sum() + run(x).sum()).backward()
-        results.append([slope.detach(), x.grad, *gradients(run)])
-    assert_equal(results[1], results[0])
-
-
-@pytest.mark.filterwarnings("ignore:a view of the weights:RuntimeWarning")  # the second graph keeps them
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-def test_gradients_keep_their_graph_unless_they_leave_to_files(wrap: Callable[..., OffloadModel], home: str) -> None:
-    model, bare = wrap(mlp()), mlp()
-    if home != "cpu":
-        with pytest.raises(RuntimeError, match="create_graph"):
-            model(batch()).sum().backward(create_graph=True)
-        model.zero_grad()
-        model(batch()).sum().backward()  # and the model is usable
-        bare(batch()).sum().backward()
-    else:
-        for run in (bare, model):
-            run(batch()).pow(2).sum().backward(create_graph=True)
-            assert all(p.grad is not None and p.grad.requires_grad for p in run.parameters())
-    assert_equal(gradients(model), gradients(bare))
-    model.zero_grad()
-    bare.zero_grad()
-
-
-@pytest.mark.filterwarnings("ignore:a view of the weights:RuntimeWarning")  # the second graph keeps them
-@pytest.mark.parametrize("product", [torch.autograd.functional.hessian, torch.autograd.functional.jacobian])
-def test_first_and_second_derivatives_are_right(wrap: Callable[..., OffloadModel], product: Callable[..., Any]) -> None:
-    model, bare, x = wrap(mlp()), mlp(), batch(2)
-    assert torch.equal(product(lambda value: model(value).sum(), x), product(lambda value: bare(value).sum(), x))
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, at the first dual level
 def test_forward_mode_is_refused(wrap: Callable[..., OffloadModel]) -> None:
     model = wrap(mlp())
@@ -137,19 +100,6 @@ def test_of_the_shards_before_all_that_was_asked_for_one_at_most_is_loaded(wrap:
 
 
 # --- hooks of parameters --------------------------------------------------------------------------------------------
-
-
-def test_hooks_of_parameters_run_for_a_tape_too(home: str) -> None:
-    model = OffloadModel(mlp(), "cpu", home, 4, True)
-    seen: list[Tensor] = []
-    handle = next(iter(model.parameters())).register_hook(seen.append)
-    outputs = model.forward_chunks(batch().split(2))
-    torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-    assert len(seen) == 1
-    handle.remove()
-    bare = mlp()
-    bare(batch()).sum().backward()
-    assert_equal(gradients(model), gradients(bare), atol=1e-5)
 
 
 def test_hooks_beside_updates_in_backward_are_refused_before_a_shard_is_updated(home: str) -> None:

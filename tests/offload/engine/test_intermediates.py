@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from offload import OffloadModel
 from pipe import Pipe
+from tests.offload.blocks.towers import assert_equal
 
 WIDTH = 6
 
@@ -43,13 +44,6 @@ def pair(of: Callable[[Tensor, Tensor], Tensor], recompute: bool) -> tuple[nn.Se
     return bare, OffloadModel(copy.deepcopy(bare), "cpu", num_slices=3, checkpoint_activation=recompute)
 
 
-def assert_same_gradients(bare: nn.Module, model: nn.Module) -> None:
-    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None)
-        if p.grad is not None:
-            torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("loss_of", ["the layer", "both", "the layer, beside a living output"])
@@ -63,45 +57,7 @@ def test_an_auxiliary_loss_that_a_layer_keeps_is_right(kind: str, recompute: boo
             output = None
         (output + auxiliary if loss_of == "both" else auxiliary).backward()
         run(x).sum().backward()  # and the model is usable
-    assert_same_gradients(bare, model)
-
-
-@pytest.mark.parametrize("recompute", [True, False])
-def test_a_loss_on_features_that_a_hook_took_is_right(recompute: bool) -> None:
-    bare, model = pair(KINDS["saves nothing"], recompute)
-    x = torch.randn(4, WIDTH)
-    for run in (bare, model):
-        features: list[Tensor] = []
-        run[1].register_forward_hook(lambda module, args, output, features=features: features.append(output))
-        run(x)
-        features[0].square().sum().backward()
-    assert_same_gradients(bare, model)
-
-
-class WithLoss(nn.Module):
-    """Passes its auxiliary loss on: what the error advises."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        x, loss = value
-        y = self.linear(x)
-        return y.relu(), loss + y.square().mean()
-
-
-@pytest.mark.parametrize("recompute", [True, False])
-def test_an_auxiliary_loss_that_is_an_output_is_right(recompute: bool) -> None:
-    torch.manual_seed(0)
-    bare = nn.Sequential(WithLoss(), WithLoss(), WithLoss())
-    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=3, checkpoint_activation=recompute)
-    x = torch.randn(4, WIDTH)
-    for run in (bare, model):
-        output, loss = run((x, torch.zeros(())))
-        (output.sum() + loss).backward()
-    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=0)
+    assert_equal(bare, model)
 
 
 def test_an_auxiliary_loss_in_a_checkpointed_pipe_is_right() -> None:
@@ -160,7 +116,7 @@ def test_an_object_that_holds_tensors_passes_between_shards_and_within(kind: Any
     for _ in range(3):
         for run in (bare, model):
             run(x).sum().backward()
-    assert_same_gradients(bare, model)
+    assert_equal(bare, model)
 
 
 def test_an_input_that_hides_a_tensor_with_a_gradient_is_refused() -> None:

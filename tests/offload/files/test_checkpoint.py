@@ -96,19 +96,6 @@ def test_a_resumed_run_is_bit_by_bit_the_run_that_never_stopped(tmp_path: Path, 
     assert_same_state(state_of(model, optimizer), expected)
 
 
-def test_a_save_finishes_pending_updates(tmp_path: Path, home: str) -> None:
-    pair = Pair("adamw", home)
-    for action in ("backward", "step", "zero"):
-        pair.do(action)
-    save_checkpoint(tmp_path / "run", pair.model, pair.ours)
-    again = Pair("adamw", home, slices=2)
-    load_checkpoint(tmp_path / "run", again.model, again.ours)
-    for (name, b), c in zip(pair.bare.named_parameters(), again.model.parameters(), strict=True):
-        torch.testing.assert_close(c, b, msg=name)
-    again.bare, again.plain = pair.bare, pair.plain
-    again.assert_equal_states()
-
-
 def test_other_tools_read_it(tmp_path: Path, home: str) -> None:
     from safetensors import safe_open
     from safetensors.torch import load_file
@@ -240,35 +227,6 @@ def test_what_only_code_could_load_is_refused_before_anything_is_replaced(tmp_pa
     assert load_checkpoint(tmp_path, model, optimizer).extra == 1
 
 
-@pytest.mark.parametrize("action", ["write", "fsync", "replace", "open"])
-@pytest.mark.parametrize("fatal", [1, 2, 5])
-def test_a_full_disk_leaves_the_previous_checkpoint_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str, fatal: int
-) -> None:
-    model, optimizer, schedule = make("cpu")
-    train(model, optimizer, schedule, range(1))
-    save_checkpoint(tmp_path, model, optimizer, file_bytes=600)
-    names = sorted(entry.name for entry in tmp_path.iterdir())
-    expected = copy.deepcopy(dict(model.state_dict()))
-    train(model, optimizer, schedule, range(1, 2))
-    original, calls = getattr(os, action), 0
-
-    def faulty(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == fatal or action == "replace":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return original(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, action, faulty)
-        with pytest.raises(OSError, match="No space left"):
-            save_checkpoint(tmp_path, model, optimizer, file_bytes=600)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == names
-    load_checkpoint(tmp_path, model, optimizer)
-    torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0, atol=0)
-
-
 def test_an_interrupt_after_the_index_was_replaced_removes_nothing_that_it_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,22 +302,6 @@ def test_every_type_and_layout_survives_a_save_and_load(tmp_path: Path) -> None:
             assert found.dtype == tensor.dtype
             assert found.shape == tensor.shape
             assert torch.equal(found.double() if name == "f8" else found, tensor.double() if name == "f8" else tensor)
-
-
-@pytest.mark.parametrize("keep", [0, 5, 20, -1])
-def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, keep: int) -> None:
-    write_tensors(tmp_path / "x", {"a": torch.ones(10)})
-    data = (tmp_path / "x").read_bytes()
-    (tmp_path / "y").write_bytes(data[:keep])
-    with pytest.raises(ValueError, match=r"without a header|not complete|cannot be understood"):
-        TensorFile(tmp_path / "y")
-
-
-def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(b"mine")
-    with pytest.raises(FileExistsError):
-        write_tensors(tmp_path / "x", {})
-    assert (tmp_path / "x").read_bytes() == b"mine"
 
 
 # --- the folder -------------------------------------------------------------------------------------------------------

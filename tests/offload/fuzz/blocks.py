@@ -353,10 +353,14 @@ BLOCKS: dict[str, Callable[[bool], nn.Module]] = {
     "blocks_aside": Aside,
     "blocks_lists": TwoLists,
     "blocks_fixed": PartlyFixed,
+    "blocks_all": Model,
 }
 
 #: The names of their lists of blocks.
-LISTS: dict[str, tuple[str, ...]] = dict.fromkeys(BLOCKS, ("blocks",)) | {"blocks_lists": ("blocks", "more")}
+LISTS: dict[str, tuple[str, ...]] = dict.fromkeys(BLOCKS, ("blocks",)) | {
+    "blocks_lists": ("blocks", "more"),
+    "blocks_all": ("stem", "blocks", "head"),  # nothing is around the blocks
+}
 
 #: Models in which a tensor takes gradients of several pieces of graph, which are summed in another order.
 REORDERED = frozenset(

@@ -14,7 +14,7 @@ from tests.offload.fuzz.passes import (
     Penalty,
 )
 from tests.offload.fuzz.program import Program, Setup, Statement
-from tests.offload.fuzz.weights import Average, Copy, Freeze, LoadState, Reopen, SaveState, Swap, Write
+from tests.offload.fuzz.weights import Average, Copy, Freeze, LoadState, Reopen, SaveState, SetBuffer, Swap, Write
 
 __all__ = ["CORPUS"]
 
@@ -113,6 +113,15 @@ CORPUS: dict[str, Program] = {
     "a_kept_home_is_not_closed_without_a_replaced_layer": program(Swap("module"), Reopen(), home="kept"),
     "other_data_is_used_outside_of_the_model_before_it_is_home": program(Write("data"), Regularised(first=True)),
     "two_parameters_exchange_their_data": program(Write("swap"), Forward()),
+    "frozen_layers_that_no_backward_reaches_may_be_written": program(
+        Freeze(0), Freeze(1), Forward(), Write("data_mul", 0), Backward(), checkpoint=True
+    ),
+    "a_buffer_that_is_replaced_before_the_backward_is_the_old_one_in_the_recomputation": program(
+        *(Forward(mode="eval_grad"), SetBuffer(replace=True), Backward(), *TRAIN), model="batchnorm", checkpoint=True
+    ),
+    "a_parameter_that_is_thawed_before_the_backward_gets_no_gradient": program(
+        Freeze(2), Forward(), Freeze(2, on=True), Backward(), *TRAIN, checkpoint=True
+    ),
     # A subclass of Sequential.
     "an_own_forward_of_a_sequential_is_run_or_refused": program(*TRAIN, model="residual"),
     # Recomputation.

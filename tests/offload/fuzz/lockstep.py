@@ -85,6 +85,8 @@ def run(program: Program) -> Outcome:
         warnings.simplefilter("ignore")
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(os, "fsync", lambda descriptor: None)  # no process is killed here
+        if program.setup.device is not None:
+            patch.setattr("offload.storage.buffer.IN_HOST_MEMORY", frozenset[str]())
         if program.setup.late:
             run_late(patch)
             patch.setattr("offload.optim.optimizer.open_update_lane", lambda device: LateLane(3))

@@ -9,7 +9,7 @@ from tests.offload.fuzz.gradients import Clip, KeepGradients, Step, TrainStep, U
 from tests.offload.fuzz.hooks import Hook, RemoveHooks
 from tests.offload.fuzz.passes import Backward, Forward, Grad
 from tests.offload.fuzz.program import Program, Setup, Statement
-from tests.offload.fuzz.weights import Average, Copy, Freeze, LoadState, SaveState, SetMode, Write
+from tests.offload.fuzz.weights import Average, Checkpoint, Copy, Freeze, LoadState, SaveState, SetMode, Write
 
 __all__ = ["FORMS", "LOOPS", "loop"]
 
@@ -18,6 +18,7 @@ LOOPS: dict[str, tuple[Statement, ...]] = {
     "backwards in the other order": (Forward(), Forward(seed=1), Backward((1,)), Backward((0,))),
     "a retained graph": (Forward(), Backward(retain=True), Forward(seed=1), Backward((1,)), Backward()),
     "gradients that accumulate and are zeroed": (
+        TrainStep(),
         *TRAIN,
         ZeroGrad(set_to_none=False),
         *TRAIN,
@@ -40,9 +41,21 @@ LOOPS: dict[str, tuple[Statement, ...]] = {
     "hooks of parameters": (Hook(does="scale", at=None), Hook("accumulated", at=None), *TRAIN, RemoveHooks(), *TRAIN),
     "hooks of layers": (Hook("forward", "scale"), Hook("forward_pre", at=2), *TRAIN, RemoveHooks(), *TRAIN),
     "a state that is saved and loaded": (*TRAIN, SaveState(), Step(), LoadState(), *TRAIN),
+    "a checkpoint that is saved and loaded": (
+        TrainStep(),
+        Checkpoint(),
+        TrainStep(),
+        Checkpoint(load=True),
+        TrainStep(),
+    ),
     "a copy": (*TRAIN, Copy(), *TRAIN, Step(), Forward()),
     "a pickle": (*TRAIN, Copy("pickle"), *TRAIN, Step(), Forward()),
     "average weights": (TrainStep(), Average(), TrainStep(), Average(), Average("swap"), Forward(mode="eval")),
+    "weights that are written between inferences": tuple(
+        statement
+        for how in ("in_place", "data", "data_copy", "data_mul", "numpy", "vector", "state_dict", "set")
+        for statement in (Forward(mode="no_grad"), Write(how))
+    ),
     "weights that are written": (Write("in_place", 0), *TRAIN, Write("data_copy"), *TRAIN, Step(), *TRAIN),
 }
 
@@ -53,6 +66,24 @@ FORMS: dict[str, dict[str, Any]] = {
     "tied layers": {"model": "tied", "home": "disk", "checkpoint": True},
     "two blocks a shard in files": {"model": "blocks", "slices": 2, "home": "disk", "checkpoint": True, "late": True},
     "blocks whose graphs are kept": {"model": "blocks_normed"},
+    "blocks that are called without gradients": {"model": "blocks_fixed", "home": "disk", "checkpoint": True},
+    "modules around blocks that stream": {"model": "blocks_all", "home": "disk", "checkpoint": True, "slices": 5},
+    "two lists of blocks": {"model": "blocks_lists", "slices": 2, "checkpoint": True},
+    "some shards and gradients in memory": {
+        "model": "blocks",
+        "home": "disk",
+        "checkpoint": True,
+        "planned": (3000, 1 << 20),
+        "updates": "offload",
+    },
+    "resident adapters": {"model": "blocks_lora", "home": "disk", "checkpoint": True, "resident": ("*.down", "*.up")},
+    "a model that rests on a device": {
+        "model": "dropout",
+        "home": "disk",
+        "checkpoint": True,
+        "device": 1 << 20,
+        "updates": "offload",
+    },
 }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.offload.fuzz.blocks import BLOCKS
 from tests.offload.fuzz.sizes import ROWS, WIDTH, linear
@@ -188,6 +189,18 @@ class OwnGenerator(nn.Module):
         return x * torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
 
 
+class Checkpointing(nn.Module):
+    """Recomputes a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return torch.tanh(y)
+
+
 class Double(nn.Module):
     """One tensor twice, at both places of a pair."""
 
@@ -292,6 +305,7 @@ MODELS: dict[str, Callable[[], Sequence[nn.Module]]] = {
     "counting": lambda: [linear(), Counting(), linear(), Counting(), linear()],
     "recurrent": lambda: [linear(), Recurrent(), linear()],
     "generator": lambda: [linear(), OwnGenerator(), linear(), OwnGenerator()],
+    "checkpointing": lambda: [linear(), Checkpointing(), Checkpointing()],
     "double": lambda: [linear(), Double(), WriteFirst(), linear()],
     "double_output": lambda: [linear(), linear(), Double()],
     "auxiliary": lambda: [linear(), Auxiliary(), linear(), linear()],

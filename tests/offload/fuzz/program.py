@@ -40,6 +40,10 @@ class Setup:
     #: With a limit of memory, of which nothing is left to choose: bytes of shards that rest in memory, and of gradients
     #: that wait there. Boundaries and graphs are as above, from the second step on.
     planned: tuple[int, int] | None = None
+    #: Bytes of a device with memory of its own, where weights rest, and are updated, as far as it reaches.
+    device: int | None = None
+    #: Patterns of the names of parameters that stay on the compute device.
+    resident: tuple[str, ...] | None = None
     #: Name in :data:`tests.offload.fuzz.world.OPTIMIZERS`.
     optimizer: str = "sgd"
     #: How ours updates: "plain" by that class itself, "offload" by OffloadOptimizer, "backward" by update_in_backward.

@@ -5,15 +5,20 @@ A few hundred drawn programs, the same in every run; thousands of new ones by ``
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from tests.offload.fuzz.blocks import BLOCKS
 from tests.offload.fuzz.corpus import CORPUS
 from tests.offload.fuzz.draw import programs
-from tests.offload.fuzz.lockstep import check, run
+from tests.offload.fuzz.gradients import TrainStep
+from tests.offload.fuzz.lockstep import check
 from tests.offload.fuzz.loops import FORMS, LOOPS, loop
-from tests.offload.fuzz.program import Program
-from tests.offload.fuzz.without import MECHANISMS, without
+from tests.offload.fuzz.models import MODELS
+from tests.offload.fuzz.passes import Forward
+from tests.offload.fuzz.program import Program, Setup
 
 #: Of the corpus, what ours refuses; everything else ends equal.
 REFUSED = {
@@ -36,6 +41,14 @@ REFUSED = {
 }
 
 
+#: How each model trains.
+WAYS: list[dict[str, Any]] = [
+    {"home": "disk", "checkpoint": True, "boundary": 0, "late": True},
+    {"slices": 2, "updates": "offload", "max_norm": 0.5},
+    {"home": "disk", "checkpoint": True, "graphs": 1 << 20, "updates": "offload", "optimizer": "momentum"},
+]
+
+
 @pytest.mark.parametrize("claim", CORPUS)
 def test_claim(claim: str) -> None:
     outcome = check(CORPUS[claim])
@@ -48,15 +61,15 @@ def test_a_loop_of_any_module_trains_like_the_plain_model(name: str, form: str) 
     assert check(loop(name, form)).kind == "equal"
 
 
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("model", [*MODELS, *BLOCKS])
+def test_every_model_trains_like_the_plain_one(model: str, way: dict[str, Any]) -> None:
+    training = (TrainStep(), TrainStep(), Forward(mode="no_grad"), TrainStep())
+    outcome = check(Program(Setup(model=model, **way), training))
+    assert outcome.kind == ("refused" if model == "residual" else "equal"), outcome
+
+
 @settings(max_examples=max(300, settings().max_examples), database=None, suppress_health_check=list(HealthCheck))
 @given(program=programs())
 def test_any_loop_trains_like_the_plain_model_or_is_refused(program: Program) -> None:
     check(program)
-
-
-@pytest.mark.parametrize(
-    ("mechanism", "claim"), [(name, claim) for name, (_, claims) in MECHANISMS.items() for claim in claims]
-)
-def test_without_its_mechanism_a_claim_fails(mechanism: str, claim: str) -> None:
-    with without(mechanism):
-        assert run(CORPUS[claim]).kind == "failed"

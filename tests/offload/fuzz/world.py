@@ -134,6 +134,8 @@ class World:
             resident_bytes=resident if setup.checkpoint else 0,
             join_chunks=False,  # together their gradients are summed in another order
         )
+        if setup.device is not None:
+            memory = MemoryPolicy({"device": setup.device, "host": "1GiB"}, join_chunks=False)
         lists = LISTS.get(setup.model)
         count = len(find_blocks(bare, lists) if lists else bare)
         return OffloadModel(
@@ -145,6 +147,7 @@ class World:
             checkpoint_activation=setup.checkpoint,
             num_microbatches=setup.microbatches,
             memory=memory,
+            resident=setup.resident,
         )
 
     def new_optimizer(self) -> None:

@@ -74,21 +74,20 @@ def graphs_of_two_forwards_used_twice_or_with_a_block_called_twice_have_the_grad
         first = model(ids)
         return loss_of(first) * loss_of(model(ids.flip(1)))
 
-    for kind in (Twice, RecurrentBlocks, Encoder):
-        for run in (two, dependent):
-            for recomputes in (True, False):
-                bare = kind()
-                model = offloaded(world, bare, checkpoint_activation=recomputes)
-                for _ in range(2):
-                    run(model, world.part(batch())).backward()
-                    summed(run, bare, world)
-                loss = run(model, world.part(batch()))
-                loss.backward(retain_graph=True)
-                loss.backward()
-                for _ in range(2):
-                    summed(run, bare, world)
-                assert greatest_error(model, bare) < 1e-6, (kind, run, recomputes)
-                model.close()
+    cases = [(Twice, two, True), (Twice, dependent, False), (RecurrentBlocks, dependent, True), (Encoder, two, False)]
+    for kind, run, recomputes in cases:
+        bare = kind()
+        model = offloaded(world, bare, checkpoint_activation=recomputes)
+        for _ in range(2):
+            run(model, world.part(batch())).backward()
+            summed(run, bare, world)
+        loss = run(model, world.part(batch()))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        for _ in range(2):
+            summed(run, bare, world)
+        assert greatest_error(model, bare) < 1e-6, (kind, run, recomputes)
+        model.close()
 
 
 def a_rank_whose_graph_leaves_out_blocks_counts_as_zeros(world: World) -> None:

@@ -43,40 +43,11 @@ def ends(of: Notices) -> None:
     of._answers.thread.join()
 
 
-def test_rank_that_raised_is_the_cause(three: list[Notices]) -> None:
-    three[1].raised(ValueError("too wide\nand more"), "in a backward")
-    assert "rank 1 raised ValueError: too wide (in a backward)." in cause(three[0])
-
-
-def test_rank_that_does_not_answer_is_the_cause_also_for_those_who_ask_after_another_has_ended(
-    three: list[Notices],
-) -> None:
-    ends(three[1])
-    assert "no answer from rank 1 within 0.5 s" in cause(three[0])
-    ends(three[0])
-    assert "no answer from rank 1 within 0.5 s" in cause(three[2])
-
-
 def test_rank_whose_collective_failed_is_not_told_to_have_raised(three: list[Notices]) -> None:
     ends(three[1])
     cause(three[0])
     three[0].raised(RuntimeError("gathering failed"), "in a forward")
     assert three[2].told(range(3)) == ""
-
-
-def test_all_that_live_are_told_with_what_they_do(three: list[Notices]) -> None:
-    for rank, each in enumerate(three):
-        each.doing(f"in pass {rank}")
-    assert "all ranks live" in (found := cause(three[2]))
-    assert "rank 0 is in pass 0; rank 1 is in pass 1; rank 2 is in pass 2" in found
-
-
-def test_what_a_rank_raised_is_past_when_all_go_on(three: list[Notices]) -> None:
-    three[1].raised(ValueError("x"), "in a forward")
-    three[1].doing("in a backward")
-    assert three[0].told(range(3)) == ""
-    three[1].raised(ValueError("y"), "in a backward")
-    assert "rank 1 raised ValueError: y" in three[0].told(range(3))
 
 
 def test_store_that_is_gone_is_told(three: list[Notices]) -> None:

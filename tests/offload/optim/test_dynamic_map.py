@@ -76,14 +76,6 @@ def test_other_types_are_coded_as_the_same_values_of_float32(dtype: torch.dtype)
     assert torch.equal(back(values), back(values.float()).to(dtype))
 
 
-def test_parts_at_multiples_of_a_block_have_the_codes_of_the_whole() -> None:
-    values = drawn(1000, signed=True)
-    codes, scales = stored(values)
-    parts = [stored(part) for part in values.split(2 * BLOCK)]
-    assert torch.equal(torch.cat([part for part, _ in parts]), codes)
-    assert torch.equal(torch.cat([part for _, part in parts]), scales)
-
-
 def scaled(ratios: Tensor, *, signed: bool) -> Tensor:
     """Blocks of these ratios, whose largest magnitude is 1."""
     ratios = ratios[: ratios.numel() // (BLOCK - 1) * (BLOCK - 1)].view(-1, BLOCK - 1)
@@ -125,11 +117,3 @@ def test_codes_and_values_at_odd_places_are_decoded() -> None:
     odd, found = torch.cat([codes[:1], codes])[1:], torch.zeros(1 + values.numel())[1:]
     decode(odd, scales, found)
     assert torch.equal(found, back(values))
-
-
-def test_no_row_of_the_table_contains_two_middles() -> None:
-    """One look-up is enough then."""
-    for signed in (False, True):
-        middles = ((levels(signed)[1:] + levels(signed)[:-1]) / 2)[0 if signed else 1 :]
-        rows = (middles.view(torch.int32) >> 16).tolist()
-        assert len(rows) == len(set(rows))

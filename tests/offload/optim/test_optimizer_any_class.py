@@ -44,15 +44,6 @@ class Simple(torch.optim.Optimizer):
         p.add_(gradient, alpha=-lr)
 
 
-class Counting(Simple):
-    """Counts steps and sums weights in its group, as schedule-free classes do."""
-
-    def begin(self, group: dict[str, Any]) -> float:
-        group["k"] = group.get("k", 0) + 1
-        group.setdefault("sums", [0.0])[0] += 1 / group["k"]
-        return float(1 / group["sums"][0])
-
-
 class Changing(Simple):
     """A state that grows for some steps, changes its type, becomes a number and goes."""
 
@@ -128,28 +119,6 @@ def assert_same(bare: nn.Module, plain: Any, model: nn.Module, ours: Any) -> Non
     ]
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_counters_in_groups_persist_and_are_saved(home: str, in_backward: bool) -> None:
-    bare, plain, model, _ = pair(home, Counting)
-    ours = OffloadOptimizer(
-        model, Counting, params=[{"params": "3.0.bias"}, {"params": "*"}], update_in_backward=in_backward
-    )
-    for step in range(4):
-        backward(step, bare, model)
-        for optimizer in (plain, ours):
-            optimizer.step()
-            optimizer.zero_grad()
-        assert [g["k"] for g in ours.param_groups] == [step + 1] * 2
-        assert_same(bare, plain, model, ours)
-    again, its_plain, other, its_ours = pair("cpu", Counting)
-    its_ours.load_state_dict(ours.state_dict())
-    its_plain.load_state_dict(plain.state_dict())
-    backward(9, again, other)
-    its_plain.step()
-    its_ours.step()
-    assert_same(again, its_plain, other, its_ours)
-
-
 def test_states_may_change_type_and_shape_between_steps(home: str) -> None:
     bare, plain, model, ours = pair(home, Changing)
     for step in range(8):
@@ -186,14 +155,6 @@ def test_a_state_that_belongs_to_no_parameter_is_refused(home: str) -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="Shared keeps states that belong to no parameter"):
             ours.step()
-
-
-def test_a_load_adds_nothing_to_groups(home: str) -> None:
-    """torch adds to the defaults of an optimizer when a state is loaded, and not to its groups."""
-    _, plain, _, ours = pair(home, Counting)
-    for optimizer in (plain, ours):
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert ours.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
 
 
 def test_a_state_that_no_file_can_hold_is_refused_before_anything_is_written(home: str) -> None:

@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-import offload.optim.disk_update
 from offload import OffloadModel, OffloadOptimizer
-from offload.streaming.grad_norm import attach_norm, attached_norm, norm_of
 from tests.offload.pair import CLASSES, Pair, pending
 from tests.offload.zoo import WIDTH, build
 
@@ -60,16 +58,6 @@ def test_state_dicts_go_both_ways(home: str) -> None:
     first.assert_equal_states()  # tensors were copied: what the second did is not seen in the first
 
 
-def test_states_are_in_the_order_of_parameters(home: str) -> None:
-    """Not in that of the pieces, in which small parameters come first."""
-    pair = Pair("adamw", home, slices=2)
-    for action in ("backward", "step"):
-        pair.do(action)
-    saved = pair.ours.state_dict()["state"]
-    assert [*saved] == sorted(saved)
-    assert [*saved] == [*pair.plain.state_dict()["state"]]
-
-
 def test_a_state_dict_of_other_groups_is_refused_and_changes_nothing(home: str) -> None:
     pair = Pair("adamw", home)
     pair.backward()
@@ -95,47 +83,6 @@ def test_a_group_added_later_is_trained(home: str) -> None:
             optimizer.step()
     for b, c in zip(bare.parameters(), model.parameters(), strict=True):
         assert torch.equal(b, c)
-
-
-def test_sparse_gradients_are_updated_or_refused_in_step(home: str) -> None:
-    for kind, refused in ((torch.optim.SGD, False), (torch.optim.AdamW, True)):
-        bare = nn.Sequential(nn.Embedding(12, WIDTH, sparse=True), nn.Linear(WIDTH, 1))
-        model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=2, checkpoint_activation=True)
-        optimizer = OffloadOptimizer(model, kind, lr=0.1)
-        plain = kind(bare.parameters(), lr=0.1)
-        before = copy.deepcopy(model.state_dict())
-        for run in (bare, model):
-            run(torch.tensor([[1, 5], [1, 2]])).sum().backward()
-        if refused:
-            with pytest.raises(RuntimeError, match="sparse gradients"):
-                optimizer.step()
-            assert pending(model) == []
-            torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-            continue
-        plain.step()
-        optimizer.step()
-        for b, c in zip(bare.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(c, b)
-
-
-def test_only_parameters_with_gradients_are_read_and_written(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shard that took no gradient is clean: its file is not written."""
-    bare = build(["linear", "linear"])
-    for p in bare[1].parameters():
-        p.requires_grad_(False)
-    model = OffloadModel(bare, "cpu", f"{tmp_path}/", num_slices=4, checkpoint_activation=False)
-    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.1)
-    model(torch.randn(2, WIDTH)).sum().backward()
-    written: list[Any] = []
-    write = offload.storage.disk.DiskBlock.write
-    monkeypatch.setattr(
-        offload.storage.disk.DiskBlock, "write", lambda self, *a: (written.append(self), write(self, *a))[1]
-    )
-    optimizer.step()
-    optimizer.synchronize()
-    weights = {shard.home: f"shard{shard.index}-weights" for shard in model._homes.shards}
-    names = {weights.get(block) or block._file.path.name.split("-", 1)[1] for block in written}
-    assert names == {f"shard{j}-{what}" for j in (0, 2, 3) for what in ("weights", "states")}
 
 
 class Own(torch.optim.Optimizer):
@@ -272,17 +219,6 @@ def test_arguments_that_cannot_be_used_are_named(arguments: Any, error: type[Exc
         OffloadOptimizer(given.pop("model"), given.pop("optimizer_class"), **given)
 
 
-def test_a_norm_is_read_again_when_a_gradient_was_written_to(home: str) -> None:
-    pair = Pair("sgd", home, max_norm=0.1)
-    pair.backward()
-    for model in (pair.bare, pair.model):
-        for p in model.parameters():
-            if p.grad is not None:
-                p.grad.mul_(3)
-    pair.step()
-    pair.assert_equal()
-
-
 def test_norms_are_computed_as_gradients_are_offloaded(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Defect: clipping by global norm turns the overlap off, or is refused. Here step() reads no gradient: norms were
     noted while gradients went home, over two backwards and tied layers."""
@@ -308,16 +244,3 @@ def test_a_clipped_gradient_that_is_not_zeroed_has_the_norm_of_the_clipped_one(h
     for action in ("backward", "step", "step", "look", "backward", "step"):
         pair.do(action)
     pair.assert_equal()
-
-
-def test_a_note_is_not_inherited_by_a_copy_of_the_gradient() -> None:
-    gradient = torch.ones(4)
-    for _ in range(5):
-        gradient.mul_(1)
-    attach_norm(gradient, norm_of(gradient))
-    assert attached_norm(gradient) == 2
-    other = copy.deepcopy(gradient)
-    while other._version < gradient._version:
-        other.mul_(2)
-    assert other._version == gradient._version
-    assert attached_norm(other) is None

@@ -15,11 +15,9 @@ from torch import nn
 
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from pipe.recompute.phase import is_recomputing
-from tests.offload.late import LateLane, run_late
 from tests.offload.pair import CLASSES, Pair
 from tests.offload.parameters_outside import ActNorm
-from tests.offload.prompt import PromptLane
-from tests.offload.zoo import WIDTH, build
+from tests.offload.zoo import WIDTH
 
 
 def accumulated(pair: Pair) -> None:
@@ -140,58 +138,6 @@ def test_a_backward_that_fails_at_once_can_be_repeated(home: str) -> None:
     for action in ("backward", "step", "zero"):
         pair.do(action)
     pair.assert_equal()
-
-
-def test_one_optimizer_per_model_updates_in_backward() -> None:
-    model = OffloadModel(build(["linear"]), "cpu", num_slices=2, checkpoint_activation=False)
-    first = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
-    with pytest.raises(ValueError, match="already"):
-        OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
-    del first
-    gc.collect()
-    OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
-
-
-def is_equal(pair: Pair) -> bool:
-    try:
-        pair.assert_equal()
-    except AssertionError:
-        return False
-    return True
-
-
-def test_an_update_waits_for_offloaded_gradients(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, late: Any) -> None:
-    """A tied weight's other gradient is on its way home when its owner is updated."""
-
-    def train(forgetful: bool) -> bool:
-        late(2)
-        lane = PromptLane(forgets_after=forgetful)
-        monkeypatch.setattr("offload.optim.optimizer.open_update_lane", lambda device: lane)
-        pair = Pair("sgd", f"{tmp_path}/", tied=True, slices=2, update_in_backward=True, kinds=("linear",))
-        for _ in range(2):
-            accumulated(pair)
-            for action in ("backward", "step", "zero"):
-                pair.do(action)
-        return is_equal(pair)
-
-    assert train(forgetful=False)
-    assert not train(forgetful=True)
-
-
-def test_a_slot_is_filled_again_after_the_update_in_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updates are as late as they may be, and so are loads into their slots."""
-
-    def trains(forgetful: bool) -> bool:
-        run_late(monkeypatch, 0, forgets_after=forgetful)
-        monkeypatch.setattr("offload.optim.optimizer.open_update_lane", lambda device: LateLane(0))
-        pair = Pair("sgd", f"{tmp_path}/{forgetful}/", kinds=("linear",) * 4, slices=6, update_in_backward=True)
-        for _ in range(2):
-            for action in ("backward", "step", "zero"):
-                pair.do(action)
-        return is_equal(pair)
-
-    assert trains(forgetful=False)
-    assert not trains(forgetful=True)
 
 
 def test_a_shard_whose_weights_are_written_in_backward_is_updated_from_its_home(tmp_path: Any) -> None:

@@ -43,37 +43,6 @@ def test_step_returns_before_anything_is_updated(home: str, held: list[str]) -> 
     pair.assert_equal()
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda pair: list(pair.model.parameters()),
-        lambda pair: next(pair.model.named_parameters()),
-        lambda pair: pair.model.state_dict(),
-        lambda pair: nn.ModuleList([pair.model]).state_dict(),
-        lambda pair: list(nn.ModuleList([pair.model]).parameters()),
-        lambda pair: copy.deepcopy(pair.model),
-        lambda pair: pair.model.load_state_dict(pair.bare.state_dict()),
-        lambda pair: nn.ModuleList([pair.model]).load_state_dict(nn.ModuleList([pair.bare]).state_dict()),
-        lambda pair: pair.ours.state_dict(),
-        lambda pair: pair.ours.load_state_dict(pair.plain.state_dict()),
-        lambda pair: pair.ours.synchronize(),
-        lambda pair: pair.ours.step(),
-        lambda pair: pair.ours.zero_grad(set_to_none=False),
-        lambda pair: pair.model.zero_grad(set_to_none=False),
-        lambda pair: pair.model(torch.zeros(1, WIDTH)),
-    ],
-)
-def test_any_read_through_the_model_finishes_pending_updates(home: str, held: list[str], read: Any) -> None:
-    pair = Pair("adamw", home)
-    pair.backward()
-    pair.step()
-    pair.zero()
-    read(pair)
-    assert pending(pair.model) == []
-    assert len(held) == 4
-    pair.assert_equal()
-
-
 def _copied(found: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in dict(found).items()}
 
@@ -184,18 +153,6 @@ def test_a_backward_after_step_belongs_to_neither_value_and_says_so(home: str) -
     with pytest.raises(RuntimeError, match="changed in place between the forward and its backward"):
         loss.backward()
     pair.assert_equal()
-
-
-def test_an_update_is_not_spoilt_by_inference_mode(home: str) -> None:
-    pair = Pair("adamw", home)
-    for action in ("backward", "step", "zero"):
-        pair.do(action)
-    with torch.inference_mode():
-        pair.model(torch.zeros(2, WIDTH))
-    for action in ("backward", "step", "zero", "eval"):
-        pair.do(action)
-    pair.assert_equal()
-    pair.assert_equal_states()
 
 
 def test_a_learning_rate_in_a_tensor_is_noted_too(home: str, held: list[str]) -> None:

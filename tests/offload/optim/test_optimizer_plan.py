@@ -13,7 +13,6 @@ from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.planning.plan import Kind, validate
 from offload.telemetry.statistics import UPDATE_IN_MEMORY
 from tests.offload.pair import Pair
-from tests.offload.prompt import PromptLane
 from tests.offload.zoo import WIDTH, build
 
 
@@ -75,34 +74,6 @@ def test_updates_run_in_the_order_of_the_plan(home: str, tmp_path: Path, in_back
     ran = [event.token for event in sorted(events, key=lambda e: e.begin) if event.track == "update lane"]
     # In host memory, updates begin at once at step(), so this trace also holds those that its own step decided.
     assert ran[-4:] == expected
-
-
-@pytest.mark.parametrize("slots", [2, 4])
-@pytest.mark.parametrize("how", ["none", "before a load", "in backward"])
-def test_the_executed_actions_are_the_printed_plan(
-    tmp_path: Path, how: str, slots: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = OffloadModel(
-        build(["linear", "linear"]),
-        "cpu",
-        f"{tmp_path}/",
-        num_slices=4,
-        checkpoint_activation=True,
-        num_microbatches=2,
-        memory=MemoryPolicy.fixed(slots=slots),
-    )
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    if how != "none":
-        monkeypatch.setattr("offload.optim.optimizer.open_update_lane", lambda device: PromptLane())
-        optimizer = OffloadOptimizer(model, torch.optim.AdamW, update_in_backward=how == "in backward")
-    step(model, optimizer)
-    updates = model._homes.streamer.gradient_offload.optimizers.planned()
-    planned = model._homes.steps.plan([1, 1], updates, slots=slots, training=True)
-    step(model, optimizer)
-    printed = str(model.plan(batch_rows=2))
-    assert printed == str(planned)
-    assert ("U" in printed) == (how == "before a load")
-    assert ("V" in printed) == (how == "in backward")
 
 
 def test_an_estimate_includes_updates(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,28 +161,3 @@ def test_an_update_in_host_memory_moves_no_bytes() -> None:
     optimizer.synchronize()
     assert model.statistics().shard_updates == 4
     assert model.statistics().update_bytes_read == model.statistics().update_bytes_written == 0
-
-
-def test_a_write_that_is_repeated_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload.storage.disk import DiskBlock
-
-    pair = Pair("adamw", f"{tmp_path}/", kinds=("linear",), slices=3)
-    for action in ("backward", "step", "zero", "eval"):
-        pair.do(action)
-    written = pair.model.statistics().update_bytes_written
-    faults = iter([False, True])
-    write = DiskBlock.write
-
-    def faulty(self: DiskBlock, source: torch.Tensor, offset: int) -> None:
-        if next(faults, False):
-            raise OSError(28, "No space left")
-        write(self, source, offset)
-
-    for action in ("backward", "step", "zero"):
-        pair.do(action)
-    monkeypatch.setattr(DiskBlock, "write", faulty)
-    with pytest.raises(OSError, match="No space left"):
-        pair.ours.synchronize()
-    pair.ours.synchronize()
-    assert pair.model.statistics().update_bytes_written == 2 * written
-    pair.assert_equal()

@@ -15,7 +15,7 @@ import offload.optim.update_blocks
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
 from offload.optim.dynamic_map import decode, encode
 from offload.optim.state_forms import in_full
-from tests.offload.twins import CLASSES, Twins, bytes_of_a_step, exchanged, folder_in, layers, resumed
+from tests.offload.twins import CLASSES, Twins, exchanged, folder_in, layers, resumed
 
 FORMS: list[Any] = [torch.bfloat16, "8bit"]
 forms = pytest.mark.parametrize("form", FORMS, ids=["bfloat16", "8bit"])
@@ -259,27 +259,3 @@ def test_a_sparse_gradient_of_an_encoded_state_is_refused_in_step(home: str) -> 
     with pytest.raises(TypeError, match="sparse gradient"):
         optimizer.step()
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("form", "gradients", "moved"),
-    [
-        (None, None, 36),
-        (torch.bfloat16, None, 28),
-        ("8bit", None, 24 + 4 / 64),
-        (None, torch.bfloat16, 32),
-        ("8bit", torch.bfloat16, 20 + 4 / 64),
-    ],
-    ids=str,
-)
-@pytest.mark.usefixtures("small_blocks")
-def test_a_step_of_adam_with_clipping_moves_so_many_bytes_a_parameter(
-    tmp_path: Path, form: Any, gradients: Any, moved: float
-) -> None:
-    """Of matrices; and without what the slots keep between the passes."""
-    read, written = bytes_of_a_step(f"{tmp_path}/", states=form, gradient_dtype=gradients)
-    each = 64 * 64
-    gradient = 4 if gradients is None else 2
-    states = (moved - 12 - 2 * gradient) / 2
-    assert read == (5 * (8 + gradient + states) - 2 * 4) * each  # two shards are in slots when backward begins
-    assert written == 5 * (4 + gradient + states) * each

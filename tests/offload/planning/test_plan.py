@@ -132,18 +132,6 @@ def costs(shards: int, load: float, cell: float, drain: float, update: float = 0
     return Costs([load] * shards, [cell] * shards, [2 * cell] * shards, [drain] * shards, [update] * shards)
 
 
-def test_a_boundary_that_was_written_out_is_waited_for_and_so_is_the_oldest_of_three_writes() -> None:
-    each = Costs([0.0] * 2, [1.0] * 2, [2.0] * 2, [0.0] * 2, (), [7.0] * 3)
-    read_back = Plan.parse("L0 L1 F0.0 S1.0 P1.0 F1.0", 2)
-    assert simulate(read_back, each).seconds == 1.0 + 7.0 + 7.0 + 1.0
-    gradient = Plan.parse("L1 s2.0 p2.0 B1.0 D1", 2)
-    assert simulate(gradient, each).seconds == 7.0 + 7.0 + 2.0
-    writes = Plan.parse("L0 F0.0 S1.0 F0.1 S1.1 F0.2 S1.2 F0.3", 2)
-    forecast = simulate(writes, each)
-    assert forecast.wait_seconds == 1.0 + 7.0 - 3.0
-    assert forecast.seconds == 1.0 + 3 * 7.0
-
-
 @given(
     shards=st.integers(1, 5),
     microbatches=st.integers(1, 4),
@@ -176,17 +164,3 @@ def test_boundaries_beyond_a_budget_leave_and_return_ahead_of_use(
         assert not {a.kind.value for a in plan.actions} & set("SPX")
     if not boundaries and shards > 2 and not kept and not first:
         assert {"S", "P"} <= {a.kind.value for a in plan.actions}
-
-
-def test_compute_bound_steps_hide_all_loads_but_the_first() -> None:
-    forecast = simulate(plan_step(6, slots=2, microbatches=2), costs(6, load=1.0, cell=1.0, drain=1.0))
-    assert forecast.compute_seconds == 6 * 2 * 3
-    assert forecast.wait_seconds == 1.0
-    assert forecast.seconds == 1.0 + 36.0 + 1.0  # the first load and the last drain stick out
-
-
-def test_io_bound_steps_take_as_long_as_their_loads() -> None:
-    plan = plan_step(6, slots=2)
-    forecast = simulate(plan, costs(6, load=10.0, cell=0.1, drain=1.0))
-    assert forecast.seconds >= 10.0 * len(plan.loads)
-    assert forecast.seconds <= 10.0 * (len(plan.loads) + 1) + 6 * 0.3 + 1

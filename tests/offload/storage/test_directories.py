@@ -370,11 +370,3 @@ def test_a_damaged_home_is_opened_with_its_values_or_refused_by_name(tmp_path: P
         found.close()
     assert len(refused) > 40
     assert all(str(tmp_path / "home") in message for message in refused)
-
-
-def test_a_generation_that_has_no_next_one_is_refused(tmp_path: Path) -> None:
-    offloaded(layers(), tmp_path).close()
-    manifest, _ = read_manifest(tmp_path / "model.home")
-    write_manifest(StoredFile(tmp_path / "model.home"), replace(manifest, generation=2**64 - 1))
-    with pytest.raises(HomeError, match=r"model.home.*a generation from 1 on, got clean=1, generation=18446744"):
-        offloaded(layers("meta"), tmp_path)

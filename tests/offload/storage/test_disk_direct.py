@@ -17,9 +17,8 @@ from offload.machine import ControlGroup
 from offload.storage import DiskTier, Tier
 from offload.storage import page_cache as cache_module
 from offload.storage.buffer import PAGE_BYTES, host_buffer
-from offload.storage.page_cache import CACHE_HOLDS, RECHECK_BYTES, PageCache, available_bytes
-from offload.storage.transfer import STAGED
-from tests.offload.storage.test_tiers import MANY, TierContract, noise
+from offload.storage.page_cache import CACHE_HOLDS, PageCache, available_bytes
+from tests.offload.storage.test_tiers import MANY, STAGED, TierContract, noise
 
 CPU = torch.device("cpu")
 
@@ -166,54 +165,6 @@ class TestCyclicFiles:
         return PageCache(direct_folder, None)
 
     available = 1000
-
-    def test_files_that_do_not_fit_bypass_the_page_cache_first_and_others_stay(self, cache: PageCache) -> None:
-        states = [cache.register(100, cyclic=True) for _ in range(8)]
-        weights = [cache.register(300, cyclic=False) for _ in range(2)]
-        # 900 stay in the cache: 600 of weights, and 300 of states, for those that come first in a step
-        assert [cache.direct(usage) for usage in states] == 3 * [False] + 5 * [True]
-        assert [cache.direct(usage) for usage in weights] == [False, False]
-
-    def test_files_stay_in_the_page_cache_where_everything_fits(self, cache: PageCache) -> None:
-        usages = [cache.register(300, cyclic=cyclic) for cyclic in (False, True, True)]
-        assert not any(cache.direct(usage) for usage in usages)
-
-    def test_released_page_cache_is_given_to_the_next_file_in_order(self, cache: PageCache) -> None:
-        first, second = (cache.register(600, cyclic=True) for _ in range(2))
-        assert [cache.direct(first), cache.direct(second)] == [False, True]
-        cache.unregister(first)
-        assert not cache.direct(second)
-
-    def test_memory_taken_by_other_processes_is_noticed_after_a_fixed_number_of_bytes(self, cache: PageCache) -> None:
-        usage = cache.register(800, cyclic=True)
-        assert not cache.direct(usage)
-        self.available = 500
-        cache.count(RECHECK_BYTES - 1)
-        assert not cache.direct(usage)
-        cache.count(1)
-        assert cache.direct(usage)
-        self.available = 1000
-        cache.count(RECHECK_BYTES)
-        assert not cache.direct(usage)
-
-    def test_bytes_of_every_transfer_count(self, direct_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cache_module, "available_bytes", lambda: self.available)
-        monkeypatch.setattr(cache_module, "RECHECK_BYTES", 4 * MANY)
-        self.available = 2 * MANY
-        tier = DiskTier(direct_folder, CPU)
-        block = tier.allocate(MANY, "states", cyclic=True)
-        calls = Calls(monkeypatch)
-        block.write(noise(MANY, 0), 0)
-        self.available = 0
-        for _ in range(4):
-            assert calls.bytes_moved(direct=True) == 0
-            block.read_into(host_buffer(MANY))
-        assert calls.bytes_moved(direct=True) > 0
-
-    @pytest.mark.parametrize("direct", [True, False])
-    def test_an_explicit_choice_applies_to_cyclic_and_other_files(self, direct_folder: Path, direct: bool) -> None:
-        cache = PageCache(direct_folder, direct)
-        assert {cache.direct(cache.register(1 << 50, cyclic=cyclic)) for cyclic in (True, False)} == {direct}
 
     def test_states_of_an_optimizer_are_cyclic_and_weights_and_gradients_are_not(
         self, direct_folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,8 +12,8 @@ import torch
 
 from offload.storage import DiskTier, Tier
 from offload.storage.buffer import host_buffer
-from offload.storage.transfer import STAGED, Link, Staging
-from tests.offload.storage.test_tiers import MANY, TierContract, noise
+from offload.storage.transfer import Link
+from tests.offload.storage.test_tiers import MANY, STAGED, TierContract, noise
 
 CPU = torch.device("cpu")
 
@@ -81,32 +81,6 @@ class TestStagedTier(TierContract):
         assert tier.transfers.staging.nbytes <= STAGED.in_flight * STAGED.piece_bytes
 
 
-def test_a_buffer_is_used_again_only_after_the_copy_out_of_it() -> None:
-    """And a staging area that forgets the fence is seen: the device gets the next piece twice."""
-    link = LateLink()
-    staging = Staging(link, 1, 16)
-    device = torch.zeros(16, dtype=torch.uint8)
-    buffer = staging.acquire_buffer(wait=True)
-    assert buffer is not None
-    buffer.fill_(1)
-    staging.release(buffer, link.copy(device, buffer))
-    assert not device.any()  # it is late
-    again = staging.acquire_buffer(wait=True)
-    assert again is not None
-    again.fill_(2)
-    link.synchronize()
-    assert (device == 1).all()
-
-
-def test_a_lane_that_holds_a_buffer_never_waits_for_another() -> None:
-    staging = Staging(LateLink(), 1, 16)
-    held = staging.acquire_buffer(wait=True)
-    assert staging.acquire_buffer(wait=False) is None
-    assert held is not None
-    staging.release(held)
-    assert staging.acquire_buffer(wait=False) is held
-
-
 def test_lanes_that_share_too_few_buffers_all_get_through(direct_folder: Path) -> None:
     link = LateLink()
     tier = DiskTier(direct_folder, CPU, direct=True, link=link)
@@ -162,11 +136,12 @@ def test_buffers_are_page_locked_once_and_a_refusal_is_a_warning(monkeypatch: py
             return 0
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime())
+    monkeypatch.setattr(torch, "ones", lambda *args, **kwargs: None)  # which takes the last error of the driver
     buffer = host_buffer(STAGED.piece_bytes)
     if locks:
         CudaLink().prepare(buffer)
     else:
-        with pytest.warns(RuntimeWarning, match="staging between disk and device: cannot page-lock 8,388,608 bytes"):
+        with pytest.warns(RuntimeWarning, match="staging between disk and device: cannot page-lock 524,288 bytes"):
             CudaLink().prepare(buffer)
     assert log == [("lock", STAGED.piece_bytes)]
     address = buffer.data_ptr()

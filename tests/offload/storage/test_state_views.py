@@ -56,14 +56,6 @@ def test_a_state_dict_of_several_types_in_one_home_is_saved_by_torch(home: str, 
     assert same is (tied and model._homes.shards[0].home is not None)
 
 
-def test_a_module_around_a_model_of_several_types_is_saved_by_torch(home: str) -> None:
-    around = nn.ModuleDict(
-        {"before": nn.Linear(2, 2), "body": OffloadModel(mixed(), "cpu", home, 1, checkpoint_activation=False)}
-    )
-    saved = through_a_file(around.state_dict())
-    assert all(torch.equal(saved[name], value) for name, value in around.state_dict().items())
-
-
 def test_a_state_dict_of_several_types_is_the_weights_themselves(home: str) -> None:
     model = OffloadModel(mixed(), "cpu", home, 1, checkpoint_activation=False)
     parameters = dict(model.named_parameters())
@@ -161,73 +153,6 @@ def test_a_parameter_that_was_put_into_shared_memory_returns_home_with_a_warning
     assert not torch.equal(model[0].weight, torch.full((WIDTH, WIDTH), 2.0))  # and takes part in the training
     with pytest.raises(RuntimeError, match="cannot move to shared memory"):
         model.share_memory()
-
-
-class Growing(torch.optim.Optimizer):
-    """Holds states of two types."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                state.setdefault("sum", torch.zeros_like(p)).add_(p.grad)
-                state.setdefault("sign", torch.zeros_like(p, dtype=torch.int8)).copy_(p.grad.sign())
-                p.sub_(0.1 * state["sum"] * state["sign"])
-
-
-def test_states_of_several_types_are_saved_by_torch(home: str) -> None:
-    torch.manual_seed(0)
-    bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, 2, checkpoint_activation=False)
-    ours, plain = OffloadOptimizer(model, Growing), Growing(bare.parameters())
-    for run, optimizer in ((model, ours), (bare, plain)):
-        for _ in range(2):
-            optimizer.zero_grad()
-            run(torch.ones(2, WIDTH)).pow(2).sum().backward()
-            optimizer.step()
-    saved, expected = through_a_file(ours.state_dict())["state"], plain.state_dict()["state"]
-    assert saved.keys() == expected.keys()
-    for k, state in expected.items():
-        assert all(torch.equal(saved[k][name], value) for name, value in state.items())
-    for state in ours.state_dict()["state"].values():
-        state["sum"].zero_()
-    assert all(not state["sum"].any() for state in ours.state_dict()["state"].values())
-
-
-class Auxiliary(nn.Module):
-    """Keeps a loss of its own, and the list of what it saw."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.loss: Tensor | None = None
-        self.seen: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
-        self.loss = y.pow(2).mean()
-        self.seen = [self.loss]
-        return y
-
-
-def test_a_model_whose_layer_keeps_a_tensor_of_a_graph_is_pickled(home: str) -> None:
-    torch.manual_seed(0)
-    bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), Auxiliary())
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, 2, checkpoint_activation=False)
-    for run in (bare, model):
-        run(torch.ones(2, WIDTH))
-    loaded, expected = pickle.loads(pickle.dumps(model)), pickle.loads(pickle.dumps(bare))
-    ours, plain = list(loaded.children())[1], expected[1]
-    assert torch.equal(ours.loss, plain.loss)
-    assert ours.loss.requires_grad is plain.loss.requires_grad is True
-    assert ours.seen[0] is ours.loss
-    assert torch.equal(loaded(torch.ones(2, WIDTH)), bare(torch.ones(2, WIDTH)))
-    with pytest.raises(RuntimeError, match="deepcopy"):  # torch's own, as for the bare model
-        copy.deepcopy(model)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")

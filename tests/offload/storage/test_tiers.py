@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import gc
 import os
@@ -19,12 +18,13 @@ from hypothesis import strategies as st
 from offload.storage import DiskTier, HostTier, Tier, disk, open_tier
 from offload.storage.buffer import host_buffer
 from offload.storage.contract import bytes_of
-from offload.storage.transfer import STAGED, UNSTAGED
-from tests.programs import run_program
+from offload.storage.transfer import TransferLimits
 
 CPU = torch.device("cpu")
 
 
+#: In these tests transfers are cut into smaller pieces: by ``small_pieces`` of ``conftest``.
+UNSTAGED, STAGED = TransferLimits(1 << 20, 4), TransferLimits(1 << 19, 4)
 #: Larger than a few pieces of a transfer, and no multiple of one.
 MANY = UNSTAGED.piece_bytes + STAGED.piece_bytes + 5 * 4096  # several pieces either way
 
@@ -88,7 +88,7 @@ class TierContract:
             st.tuples(
                 st.sampled_from(["write", "assign", "read"]),
                 st.integers(0, MANY - 1),
-                st.sampled_from([1, 64, 4096, 300_000, 2_000_000, MANY]),
+                st.sampled_from([1, 64, 4096, 300_000, 700_000, MANY]),
                 st.booleans(),
             ),
             max_size=8,
@@ -170,14 +170,6 @@ class TestDiskTier(TierContract):
             assert torch.equal(back, tensor)
         assert scratch.fetch(tickets[6]).stride() == tensors[6].stride()
 
-    def test_scratch_keeps_no_reference_to_a_stored_tensor(self, tier: Tier) -> None:
-        """One for each boundary of each chunk would lie in the heap between blocks that come and go."""
-        scratch = tier.scratch()
-        assert scratch is not None
-        ticket = scratch.store(torch.randn(3, 5))
-        assert isinstance(ticket, tuple)
-        assert not any(isinstance(part, torch.Tensor) for part in ticket)
-
     @settings(max_examples=30)
     @given(steps=st.lists(st.tuples(st.booleans(), st.integers(1, 3)), max_size=30))
     def test_released_space_is_reused_and_never_while_it_is_taken(self, steps: list[tuple[bool, int]]) -> None:
@@ -217,38 +209,6 @@ class TestDiskTier(TierContract):
         del tier
         gc.collect()
         assert list(tmp_path.iterdir()) == []
-
-    def test_files_of_a_killed_process_are_removed_at_the_next_start(self, tmp_path: Path) -> None:
-        code = (
-            "import os, sys, torch\n"
-            "from offload.storage import DiskTier\n"
-            "tier = DiskTier(sys.argv[1], torch.device('cpu')); block = tier.allocate(100, 'weights')\n"
-            "os.kill(os.getpid(), 9)"
-        )
-        assert run_program(code, tmp_path).status == -9
-        (left,) = tmp_path.iterdir()
-        alive = DiskTier(tmp_path, CPU)
-        assert not left.exists()
-        DiskTier(tmp_path, CPU)
-        assert Path(alive.folder).exists()  # a running neighbour keeps its files
-
-    def test_a_full_disk_is_an_error_at_construction(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def full(fd: int, offset: int, nbytes: int) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        tier = DiskTier(tmp_path, CPU)
-        monkeypatch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(OSError, match="cannot reserve 1,000 bytes: No space left") as caught:
-            tier.allocate(1000, "weights")
-        assert caught.value.errno == errno.ENOSPC
-        assert list(tmp_path.glob("*/*weights")) == []
-
-    def test_a_file_that_was_cut_is_an_error_and_not_zeros(self, tier: Tier, tmp_path: Path) -> None:
-        block = tier.allocate(8192, "weights")
-        (path,) = tmp_path.glob("*/*weights")
-        os.truncate(path, 5000)
-        with pytest.raises(OSError, match="ends after 5,000 bytes, expected 8,192"):
-            block.read_into(torch.empty(8192, dtype=torch.uint8))
 
     def test_a_directory_that_cannot_be_made_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()

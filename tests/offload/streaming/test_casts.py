@@ -14,7 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload import MemoryPolicy, OffloadModel
-from offload.streaming.casts import CastsSeen
 from tests.offload.zoo import reference
 
 WIDTH = 24
@@ -208,18 +207,6 @@ def test_a_cast_is_made_again_once_in_a_visit(microbatches: int) -> None:
     assert len(counts.storages) == 3  # one for each layer's weight
 
 
-def test_a_graph_that_is_used_twice_keeps_no_cast_after_either_use() -> None:
-    model = offloaded(build(), "cpu", checkpoint_activation=False)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = model(torch.randn(8, WIDTH).requires_grad_()).float().sum()
-    for _ in range(2):
-        counts = Counts()
-        with counts:
-            output.backward(retain_graph=True)
-        assert len(counts.storages) == 3
-        assert counts.alive() == 0
-
-
 class CastsLater(nn.Module):
     """Casts its weight from the third forward on."""
 
@@ -231,21 +218,6 @@ class CastsLater(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return x @ self.weight if self.calls < 3 else (x.double() @ self.weight.double()).to(x.dtype)
-
-
-def test_casts_are_looked_for_until_a_forward_had_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looking for them looks at each operation, which takes time."""
-    looked: list[int] = []
-    enter = CastsSeen.__enter__
-    monkeypatch.setattr(CastsSeen, "__enter__", lambda self: (looked.append(1), enter(self))[1])
-    model = OffloadModel([nn.Linear(WIDTH, WIDTH)], "cpu", checkpoint_activation=False)
-    counts = []
-    for dtype in (None, None, torch.bfloat16, torch.bfloat16, None):
-        looked.clear()
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-            model(torch.randn(3, WIDTH)).sum().backward()
-        counts.append(len(looked))
-    assert counts == [1, 0, 1, 1, 0]
 
 
 def test_a_cast_that_no_forward_had_before_is_saved_as_any_other_tensor(home: str) -> None:

@@ -15,13 +15,9 @@ import offload.streaming.grad_norm
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.storage.disk import DiskBlock
 from offload.streaming.grad_norm import norm_of
+from tests.offload.twins import CLASSES
 
 BF16 = torch.bfloat16
-CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "fused": True}),
-    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-    "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),  # updates a matrix as a whole
-}
 
 
 def layers() -> nn.Sequential:
@@ -92,7 +88,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload.streaming.grad_norm, "PIECE", 1000)
 
 
-@pytest.mark.parametrize("name", sorted(CLASSES))
+@pytest.mark.parametrize("name", ["adafactor", "adamw", "momentum"])
 @pytest.mark.parametrize("max_norm", [None, 0.3])
 @pytest.mark.usefixtures("small_blocks")
 def test_training_is_that_of_a_model_whose_gradients_are_rounded_once(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offload import MemoryPolicy, OffloadModel
-from offload.streaming.lane import Arrival, StreamCopyLane, ThreadCopyLane
+from offload.streaming.lane import StreamCopyLane
 from offload.streaming.streamer import Streamer
 from offload.telemetry.statistics import Meter
 from pipe.threads import Threads
@@ -104,31 +104,6 @@ def test_a_prefetch_that_was_interrupted_takes_no_slot(
             model.prefetch()
     with torch.no_grad():
         torch.testing.assert_close(model(x), bare(x))
-
-
-class Finished(Arrival):
-    """Knows who waited for it: compute, or the host."""
-
-    def __init__(self, inner: Arrival | None = None) -> None:
-        self.inner = inner
-        self.by_host = False
-
-    def wait(self) -> None:
-        if self.inner is not None:
-            self.inner.wait()
-
-    def synchronize(self) -> None:
-        self.by_host = True
-        self.wait()
-
-
-def test_a_copy_on_a_thread_waits_on_the_host_for_its_predecessors() -> None:
-    """An update on a thread reads gradients at home: that a stream waits for them is not enough."""
-    lane, gradients = ThreadCopyLane("update", torch.device("cpu")), Finished()
-    seen: list[bool] = []
-    lane.submit("U0", lambda: seen.append(gradients.by_host), [gradients]).synchronize()
-    lane.close()
-    assert seen == [True]
 
 
 def test_the_second_step_begins_before_the_first_has_ended_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
