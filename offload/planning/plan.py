@@ -17,20 +17,15 @@ token     meaning
 ``Kj.i``  the same, and keep its graph
 ``Bj.i``  recompute cell (j, i), and push the gradient back through it
 ``Gj.i``  push the gradient back through the graph that ``Kj.i`` kept
-``Rj.i``  run cell (j, i) forward again, for the input of the next, which was not kept
 ``Dj``    start to offload the gradients of shard j (drain)
 ``Uj``    start the pending update of shard j of an earlier step, before its load or its first cell in memory
 ``Vj``    start the update of shard j in backward, with the gradients that were drained
 ``Sj.i``  start to spill the boundary that enters cell (j, i)
 ``Pj.i``  start to read it back (prefetch)
 ``Xj.i``  drop its copy in memory; the spilled copy remains
-``sj.i``  the same three, for the gradient of that boundary
-``pj.i``
-``xj.i``
 ========  =====================================================================
 
-The boundary that enters shard n of n is the output, of which only the gradient is stored. The input of shard 0 belongs
-to the user. An update uses gradients that were drained before: by an earlier step, whose updates are ``pending`` when a
+The input of shard 0 belongs to the user. An update uses gradients that were drained before: by an earlier step, whose updates are ``pending`` when a
 plan starts, or by the plan itself; if gradients are clipped by their norm (``clips``), after the last drain.
 
 A shard that rests ``in_memory`` in which layers compute has no load, no eviction and no slot: its cells use it there.
@@ -50,7 +45,6 @@ __all__ = [
     "BACKWARD_CELLS",
     "CELLS",
     "FORWARD_CELLS",
-    "GRADIENT_MOVES",
     "Action",
     "Kind",
     "Plan",
@@ -74,9 +68,6 @@ class Kind(enum.Enum):
     SPILL = "S"
     PREFETCH = "P"
     FORGET = "X"
-    SPILL_GRADIENT = "s"
-    PREFETCH_GRADIENT = "p"
-    FORGET_GRADIENT = "x"
 
     # That of Enum is a Python function, which a choice of plans would call for each action.
     __hash__ = object.__hash__
@@ -85,7 +76,6 @@ class Kind(enum.Enum):
 FORWARD_CELLS = frozenset({Kind.FORWARD, Kind.FORWARD_KEPT})
 BACKWARD_CELLS = frozenset({Kind.BACKWARD, Kind.BACKWARD_KEPT})
 CELLS = FORWARD_CELLS | BACKWARD_CELLS
-GRADIENT_MOVES = frozenset({Kind.SPILL_GRADIENT, Kind.PREFETCH_GRADIENT, Kind.FORGET_GRADIENT})
 #: (shard, micro-batch)
 _Cell = tuple[int, int | None]
 
@@ -102,7 +92,7 @@ class Action(NamedTuple):
         return f"{self.kind.value}{self.shard}{cell}"
 
 
-_TOKEN = re.compile(r"([LEDUV])(\d+)|([FKBGRSPXspx])(\d+)\.(\d+)")
+_TOKEN = re.compile(r"([LEDUV])(\d+)|([FKBGSPX])(\d+)\.(\d+)")
 
 
 @dataclass(frozen=True)
@@ -220,9 +210,9 @@ class _Proof:
         #: Cells that ran forward: whether they kept their graphs. Those that ran backward.
         self._forward: dict[_Cell, bool] = {}
         self._backward: set[_Cell] = set()
-        #: Boundaries and gradients of boundaries: those that have a copy out of memory, and those in memory no more.
-        self._written: set[tuple[bool, _Cell]] = set()
-        self._away: set[tuple[bool, _Cell]] = set()
+        #: Boundaries that have a copy out of memory, and those in memory no more.
+        self._written: set[_Cell] = set()
+        self._away: set[_Cell] = set()
 
     def move_shard(self, action: Action, position: int) -> Iterator[tuple[bool, str]]:
         """A load, an eviction, a drain or an update."""
@@ -273,21 +263,19 @@ class _Proof:
             yield kept is not None and (kept or not keeps), f"cell {action} runs twice"
             self._forward[cell] = keeps
             if self._grows:
-                self._written.discard((False, cell))
-        entered = kind is Kind.BACKWARD_KEPT or (False, cell) not in self._away
-        yield not entered, f"the boundary that enters cell {name} is not in memory"
-        missing = kind in BACKWARD_CELLS and (True, (shard + 1, i)) in self._away
-        yield missing, f"the gradient that enters cell {name} is not in memory"
+                self._written.discard(cell)
+        missing = kind is not Kind.BACKWARD_KEPT and cell in self._away
+        yield missing, f"the boundary that enters cell {name} is not in memory"
 
     def move(self, action: Action, position: int) -> Iterator[tuple[bool, str]]:
-        """A boundary, or the gradient of one, leaves memory or returns."""
-        key = (action.kind in GRADIENT_MOVES, (action.shard, action.microbatch))
-        what = f"{'the gradient of ' * key[0]}boundary {action.shard}.{action.microbatch}"
-        if action.kind in (Kind.PREFETCH, Kind.PREFETCH_GRADIENT):
+        """A boundary leaves memory or returns."""
+        key = action.shard, action.microbatch
+        what = f"boundary {action.shard}.{action.microbatch}"
+        if action.kind is Kind.PREFETCH:
             yield key not in self._away, f"{what} is read back while it is in memory"
             self._away.discard(key)
             return
-        spills, written = action.kind in (Kind.SPILL, Kind.SPILL_GRADIENT), key in self._written
+        spills, written = action.kind is Kind.SPILL, key in self._written
         yield key in self._away, f"{what} is not in memory"
         yield spills and written, f"{what} is written out twice"
         yield not (spills or written), f"{what} is dropped, and has no other copy"

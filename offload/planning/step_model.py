@@ -176,7 +176,6 @@ def _plan(model: StepModel, choice: Choice) -> Plan:
         in_memory=choice.in_memory,
         boundaries=Residency(budget) if budget < most + MOVING * largest else None,
         boundary_sizes=model.sizes.boundaries,
-        gradient_sizes=model.sizes.gradients,
         grows=model.sizes.grows,
         **model.updates,
     )

@@ -114,12 +114,6 @@ class Steps:
         limit = self.planner.limit_bytes if limit_bytes is None else limit_bytes
         return max(limit // BUFFERS_SHARE, min(limit // 2, SMALLEST_BUFFERS_BYTES))
 
-    def residency(self, *, gradients: bool = False) -> Residency:
-        """Plans which boundaries, or their gradients, stay in memory."""
-        # Without recomputation boundaries are kept by the graphs.
-        budget = self.boundary_budget_bytes if self._recompute or gradients else math.inf
-        return Residency(budget, gradients=gradients)
-
     # --- sizes --------------------------------------------------------------------------------------------------
 
     def sizes(self, rows: Sequence[float], *, gradients: bool = False) -> Sizes:
@@ -221,9 +215,9 @@ class Steps:
             first=first,
             kept=self.kept_cells(rows, first),
             in_memory=in_memory,
-            boundaries=self.residency(),
+            # Without recomputation boundaries are kept by the graphs.
+            boundaries=Residency(self.boundary_budget_bytes if self._recompute else math.inf),
             boundary_sizes=self.sizes(rows),
-            gradient_sizes=self.sizes(rows, gradients=True),
             grows=self.boundaries_grow,
             **updates,
         )

@@ -104,8 +104,6 @@ def test_no_plan_loads_less(shards: int, slots: int) -> None:
         ("L0 L1 F0.0 S1.0 P1.0 S1.0", 2, "boundary 1.0 is written out twice"),
         ("L0 L1 F0.0 X1.0", 2, "boundary 1.0 is dropped, and has no other copy"),
         ("L0 L1 F0.0 P1.0", 2, "boundary 1.0 is read back while it is in memory"),
-        ("s1.0 L0 B0.0 D0", 2, "gradient that enters cell 0.0 is not in memory"),
-        ("s1.0 x1.0", 2, "gradient of boundary 1.0 is not in memory"),
     ],
 )
 def test_a_plan_that_cannot_run_is_refused_with_an_arrow(text: str, slots: int, reason: str) -> None:
@@ -136,8 +134,6 @@ def test_a_boundary_that_was_written_out_is_waited_for_and_so_is_the_oldest_of_t
     each = Costs([0.0] * 2, [1.0] * 2, [2.0] * 2, [0.0] * 2, (), [7.0] * 3)
     read_back = Plan.parse("L0 L1 F0.0 S1.0 P1.0 F1.0", 2)
     assert simulate(read_back, each).seconds == 1.0 + 7.0 + 7.0 + 1.0
-    gradient = Plan.parse("L1 s2.0 p2.0 B1.0 D1", 2)
-    assert simulate(gradient, each).seconds == 7.0 + 7.0 + 2.0
     writes = Plan.parse("L0 F0.0 S1.0 F0.1 S1.1 F0.2 S1.2 F0.3", 2)
     forecast = simulate(writes, each)
     assert forecast.wait_seconds == 1.0 + 7.0 - 3.0
