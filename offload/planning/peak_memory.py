@@ -101,7 +101,7 @@ class StepBytes:
     selected_bytes_per_row: Mapping[int, float] = field(default_factory=dict)
     #: Held all the time: homes in that memory, buffers.
     constant_bytes: int = 0
-    #: Whether cells add to the boundary that enters them, or make it: see :func:`.plan_step`. Bytes are those at their end.
+    #: Whether cells add to the boundary that enters them, or make it: see :class:`.Plan`. Bytes are those at their end.
     grows: bool = False
     #: Of what is in no shard.
     outside: OutsideBytes = field(default_factory=OutsideBytes)

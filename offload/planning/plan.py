@@ -25,8 +25,9 @@ token     meaning
 ``Xj.i``  drop its copy in memory; the spilled copy remains
 ========  =====================================================================
 
-The input of shard 0 belongs to the user. An update uses gradients that were drained before: by an earlier step, whose updates are ``pending`` when a
-plan starts, or by the plan itself; if gradients are clipped by their norm (``clips``), after the last drain.
+The input of shard 0 belongs to the user. An update uses gradients that were drained before: by an earlier step, whose
+updates are ``pending`` when a plan starts, or by the plan itself; if gradients are clipped by their norm (``clips``),
+after the last drain.
 
 A shard that rests ``in_memory`` in which layers compute has no load, no eviction and no slot: its cells use it there.
 
