@@ -663,11 +663,10 @@ class Engine:
         hooked: Sequence[nn.Parameter] = ()
         if self._stores_rounded or self.streamer.gradient_offload.optimizers.in_backward is not None:
             hooked = [p for weights in self._weights for p in weights.shard.parameters if has_hooks(p)]
-        everywhere = accumulates_everywhere()
         try:
             self._begin_backward()
             self._updates = self.streamer.gradient_offload.begin(
-                self._waiting(), hooked, drop_others=not everywhere, order=uses
+                self._waiting(), hooked, stores=accumulates_everywhere(), order=uses
             )
             shared = self.streamer.slot_pool.shared
             if not (shared or self._owner.weights_are_frozen or self._last is None or self._last is life):

@@ -28,6 +28,7 @@ from offload.engine.cell import Block
 from offload.engine.engine import Engine
 from offload.engine.passes import before
 from offload.engine.visit import Visit
+from offload.mesh.gradients import MeshGradientOffload
 from offload.mesh.sharded import MeshParameters, ShownParameter
 from offload.planning.plan import Kind
 from pipe.freed import Life
@@ -75,6 +76,9 @@ class MeshEngine(Engine):
         assert isinstance(self._owner.public, MeshParameters)
         self._public = self._owner.public
         self._ranks = self._public.ranks
+        gradients = self.streamer.gradient_offload
+        assert isinstance(gradients, MeshGradientOffload)
+        self._gradients = gradients
         self._public.refuse_leaves()
         #: Of blocks that the model's forward calls, by identity.
         self._names = {id(block): name for block, name in zip(self.numbered, self._owner.blocks, strict=False)}
@@ -204,7 +208,7 @@ class MeshEngine(Engine):
             way.left.add(j)
         if self._slots.act is not None:
             self._slots.act(Kind.DRAIN, j)
-        self.streamer.gradient_offload.drain(self.streamer.shards[j], gradients)
+        self._gradients.drain(self.streamer.shards[j], gradients)
         if self._updates:
             self.streamer.update_in_backward(j)
 
@@ -263,7 +267,7 @@ class MeshEngine(Engine):
 
     def _store_returned(self) -> None:
         whole, self._outside = self._outside, {}
-        for p, gradient in self.streamer.gradient_offload.pop_returned().items():
+        for p, gradient in self._gradients.take_whole().items():
             whole[p] = gradient if p not in whole else whole[p] + gradient
         if self._stores:
             self._public.store_replicated(whole)

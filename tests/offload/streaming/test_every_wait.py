@@ -327,9 +327,6 @@ EXCEPTIONS = {
     "offload.mesh.ranks CollectiveLane.submit: arrival.synchronize()": (
         "needs several processes: tests/offload/mesh takes it out, too"
     ),
-    "offload.engine.layouts fitting: _jagged(output.detach()).join([gradient.values().to(output.device)])": (
-        "puts a tensor together of its parts"
-    ),
 }
 #: What ranks tell each other of failures: no values of a model.
 NOTICES = "offload.mesh.notices "
