@@ -30,10 +30,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from offload.engine.block import RUNS_NOTED, Block, has_cache
 from offload.engine.boundaries import Boundaries
-from offload.engine.cell import UNWATCHED, Block, Watch, has_cache, requires_grad
+from offload.engine.cell import UNWATCHED, Cell, Watch
 from offload.engine.homes import ModelHomes
-from offload.engine.observed import ObservedStep, Recorder
+from offload.engine.observed import CellPlace, ObservedStep, Recorder
 from offload.engine.passes import Forward, Slots, before
 from offload.engine.structure import Structure
 from offload.engine.visit import Visit
@@ -217,7 +218,7 @@ class Engine:
     @property
     def draws(self) -> bool:
         """Whether any block draws random numbers in its present modes, or is not known not to."""
-        return any(block.draws is not False for several in self.blocks for block in several)
+        return any(block.known().draws is not False for several in self.blocks for block in several)
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -345,92 +346,76 @@ class Engine:
         """Runs a block of micro-batch ``i`` within :meth:`forward`."""
         this = self._pass
         assert this is not None
-        weights = block.weights
-        j = weights.shard.index
+        shard, known = block.weights.shard, block.known()
+        j, in_place = shard.index, shard.in_place
         enabled = torch.is_grad_enabled()
-        graph = enabled and (weights.shard.trainable or requires_grad(args, kwargs))
+        graph = enabled and (shard.trainable or _requires_grad((args, kwargs)))
         if this.forward.begin(j) and self.has_ranks:
             self._leave_order(block)
         if graph:
             this.forward.add_graph(j)
         self._slots.use(j, this.forward.following())
-        in_place = weights.shard.in_place
-        views = [] if in_place else weights.views(self.streamer.slot_pool)
         keeps = enabled and (
             block.keeps
             or this.keeps(j, i)
-            or (in_place and (block.writes or not block.is_known))
+            or (in_place and (block.writes or known.runs < RUNS_NOTED))
             or has_cache(args, kwargs)
         )
-        if this.step is None:
-            watch = self._watch_in_place if in_place and graph and weights.shard.gradient_types.rounded else UNWATCHED
-            if this.boundaries is not None and graph and (j or block.place[0]):
-                watch = Watch(entering=this.boundaries.hooks((j, i)))
-            elif graph and this.recorders is not None:
-                this.recorders.append(Recorder(weights.shard, weights.shard.slot if views else None))
-                watch = Watch(this.recorders[-1].add)
-            output = self._run(block, call, args, kwargs, views, this, keeps, watch)
+        cell = Cell(block, known, call, [] if in_place else block.weights.views(self.streamer.slot_pool))
+        if this.step is not None:
+            output = self._run_observed(this.step, this, cell, args, kwargs, i, graph=graph, keeps=keeps)
         else:
-            output = self._run_observed(this.step, block, call, args, kwargs, views, this, graph, keeps, i)
-        if enabled and not graph and requires_grad(output):  # by what is neither a weight of its own nor an argument
+            if this.boundaries is not None and graph and (j or block.place[0]):
+                cell.watch = Watch(entering=this.boundaries.hooks((j, i)))
+            elif graph and this.recorders is not None:
+                this.recorders.append(Recorder(shard, shard.slot if cell.views else None))
+                cell.watch = Watch(this.recorders[-1].add)
+            elif in_place and graph and shard.gradient_types.rounded:
+                cell.watch = self._watch_in_place
+            output = self._run(this, cell, args, kwargs, keeps=keeps)
+        if enabled and not graph and _requires_grad(output):  # by what is neither a weight of its own nor an argument
             this.forward.add_graph(j)
         return output
 
-    def _run(
-        self,
-        block: Block,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        views: Sequence[Tensor],
-        this: _Pass,
-        keeps: bool,
-        watch: Watch,
-    ) -> Any:
+    def _run(self, this: _Pass, cell: Cell, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, keeps: bool) -> Any:
         if not torch.is_grad_enabled():
-            return block.run(call, args, kwargs, views)
-        if keeps and watch is UNWATCHED and block.weights.shard.in_place:
-            return block.keep(call, args, kwargs, None, views, None)
-        visit, token = self._visit(this, block.weights.shard.index)
-        run = block.keep if keeps else block.recompute
-        return run(call, args, kwargs, visit, views, token, watch)
+            return cell.run(args, kwargs)
+        if not (keeps and cell.watch is UNWATCHED and cell.block.weights.shard.in_place):
+            cell.visit, cell.token = self._visit(this, cell.block.weights.shard.index)
+        return cell.keep(args, kwargs) if keeps else cell.recompute(args, kwargs)
 
     def _run_observed(
         self,
         step: ObservedStep,
-        block: Block,
-        call: Callable[..., Any],
+        this: _Pass,
+        cell: Cell,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        views: Sequence[Tensor],
-        this: _Pass,
+        i: int,
+        *,
         graph: bool,
         keeps: bool,
-        i: int,
     ) -> Any:
-        shard = block.weights.shard
-        j, (k, blocks) = shard.index, block.place
-        step.enter(j, k, i, (args, kwargs))
-        step.code_before(shard.first + k, (args, kwargs))
-        recorder = step.recorder(shard, i, shard.slot if views else None, keeps) if graph else None
-        kept = keeps and graph
-        kind = Kind.BACKWARD_KEPT if kept else Kind.BACKWARD
-        watch = Watch(
+        shard, (k, blocks) = cell.block.weights.shard, cell.block.place
+        slot = shard.slot if cell.views else None
+        place = CellPlace(shard.index, k, blocks, i, kept=keeps and graph)
+        step.enter(place, shard.first + k, (args, kwargs))
+        recorder = step.recorder(shard, i, slot, keeps) if graph else None
+        boundaries = this.boundaries
+        cell.watch = Watch(
             None if recorder is None else recorder.add,
-            partial(step.record_selected, j, k, i) if graph and self._owner.policy.keep else None,
-            partial(self._begin_cell, step, None if keeps else this.boundaries, kind, j, k, blocks, i),
-            None if this.boundaries is None or not graph or not (j or k) else this.boundaries.hooks((j, i)),
+            partial(step.record_selected, place) if graph and self._owner.policy.keep else None,
+            partial(self._begin_cell, step, None if keeps else boundaries, place),
+            None if boundaries is None or not graph or not (shard.index or k) else boundaries.hooks((shard.index, i)),
         )
-        uses = storage_uses(shard.slot) if views else 0
-        with step.forward(Kind.FORWARD_KEPT if kept else Kind.FORWARD, j, k, blocks, i):
-            output = self._run(block, call, args, kwargs, views, this, keeps, watch)
-        step.passed(output)
+        uses = 0 if slot is None else storage_uses(slot)
+        with step.forward(place):
+            output = self._run(this, cell, args, kwargs, keeps=keeps)
         if recorder is not None:
             # An autograd function may keep a view of the weights where no hook sees it, and with it the slot.
-            hidden = shard.slot.numel() if views and storage_uses(shard.slot) > uses else 0
-            step.record(recorder, j, k, i, (args, kwargs), kept=keeps, hidden=hidden)
-        if j == len(self.blocks) - 1 and k == blocks - 1:
-            step.leave(i, output)
+            hidden = slot.numel() if slot is not None and storage_uses(slot) > uses else 0
+            step.record(recorder, place, (args, kwargs), keeps=keeps, hidden=hidden)
+        step.leave(place, output)
         return output
 
     @property
@@ -438,25 +423,15 @@ class Engine:
         """For shards that are used where they rest, and whose gradients are rounded when the backward ends."""
         return Watch(begins=lambda visit: self._enter_backward(None, visit.uses, visit.life))
 
-    def _begin_cell(
-        self,
-        step: ObservedStep,
-        boundaries: Boundaries | None,
-        kind: Kind,
-        j: int,
-        k: int,
-        blocks: int,
-        i: int,
-        visit: Visit,
-    ) -> None:
+    def _begin_cell(self, step: ObservedStep, boundaries: Boundaries | None, place: CellPlace, visit: Visit) -> None:
         """Called when the backward of an observed cell begins, or goes on."""
         self._enter_backward(step, visit.uses, visit.life)  # shards that are used where they rest do not
-        if not step.is_at(kind, j, k, i):
+        if not step.is_at(place):
             step.end_cell()
             self._views_in_backward(visit)  # what it waits for is no time of the cell
-            if boundaries is not None and k == blocks - 1:
-                boundaries.expect((j, i))
-            step.backward(kind, j, k, blocks, i)
+            if boundaries is not None and place.k == place.blocks - 1:
+                boundaries.expect((place.j, place.i))
+            step.backward(place)
 
     def expect(self, leaves: Sequence[Sequence[Any]]) -> None:
         """Called within :meth:`forward` before the first cell, with the leaves of the input of each micro-batch."""
@@ -749,6 +724,11 @@ def _refuse_graph() -> None:
         "expected a backward without create_graph=True: gradients of parameters that rest in files or other memory, or "
         "in another type, leave their graph; take them by torch.autograd.grad, or keep homes where layers compute"
     )
+
+
+def _requires_grad(value: Any) -> bool:
+    """Whether any tensor in a nested value takes a gradient."""
+    return any(x.requires_grad for x in tensors_in(value))
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:

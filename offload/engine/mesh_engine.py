@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from offload.engine.cell import Block
+from offload.engine.block import Block
 from offload.engine.engine import Engine
 from offload.engine.passes import before
 from offload.engine.visit import Visit
@@ -119,8 +119,9 @@ class MeshEngine(Engine):
             self._ran.add(training)
             return result
 
-    def _run(self, block: Block, call: Callable[..., Any], *args: Any) -> Any:
-        return super()._run(block, partial(self._telling, call), *args)
+    def run(self, block: Block, call: Callable[..., Any], *args: Any) -> Any:
+        """See :meth:`Engine.run`."""
+        return super().run(block, partial(self._telling, call), *args)
 
     def _telling(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a block, in forward or in backward; other ranks are told what it raises."""

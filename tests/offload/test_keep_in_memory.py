@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
-from offload.engine.cell import RUNS_NOTED
+from offload.engine.block import RUNS_NOTED
 from offload.engine.plans.contract import ShardBytes
 from offload.planning.plan import Kind, validate
 from offload.storage.disk import DiskBlock, DiskTier

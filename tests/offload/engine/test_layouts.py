@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -223,32 +222,6 @@ def test_a_strided_nested_tensor_is_refused_by_name() -> None:
     linear, nested = nn.Linear(WIDTH, WIDTH), torch.nested.as_nested_tensor([x], layout=torch.strided)
     model = OffloadModel(nn.Sequential(copy.deepcopy(linear)), "cpu", num_slices=1, checkpoint_activation=False)
     assert torch.equal(model(nested).to_padded_tensor(0.0), linear(nested).to_padded_tensor(0.0))
-
-
-@dataclass
-class Held:
-    x: Tensor
-
-
-class Take(nn.Linear):
-    def forward(self, held: Held) -> Tensor:  # type: ignore[override]
-        return super().forward(held.x) * held.x
-
-
-@pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.parametrize("checkpoint", [True, False])
-def test_an_object_that_holds_tensors_with_gradients_enters_as_in_the_bare_model(
-    home: str, checkpoint: bool, frozen: bool
-) -> None:
-    bare = nn.Sequential(Take(WIDTH, WIDTH).requires_grad_(not frozen), nn.Linear(WIDTH, WIDTH))
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=2, checkpoint_activation=checkpoint)
-    found = []
-    for run in (bare, model):
-        x = torch.arange(2.0 * WIDTH).reshape(2, WIDTH).requires_grad_()
-        run(Held(x * 2)).square().sum().backward()
-        found.append([x.grad, *[p.grad for p in run.parameters() if p.requires_grad]])
-    for expected, got in zip(*found, strict=True):
-        assert torch.equal(expected, got)
 
 
 @pytest.mark.parametrize("kind", ["model", "pipe"])

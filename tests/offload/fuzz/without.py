@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offload.engine.cell import Block
+from offload.engine.cell import Cell
 from offload.engine.structure import Structure
 from offload.engine.weight_writes import AssignedData
 from offload.streaming.shard import Shard
@@ -27,7 +27,7 @@ def _kept_gradients(patch: pytest.MonkeyPatch) -> None:
 
 
 def _weight_writes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Block, "_note_writes", lambda self, *arguments: None)
+    patch.setattr(Cell, "_store_writes", lambda self, *arguments: None)
 
 
 def _accumulated_hooks(patch: pytest.MonkeyPatch) -> None:
