@@ -465,10 +465,10 @@ class Engine:
 
     def _boundaries(self) -> Boundaries | None:
         owner = self._owner
-        scratch, budget_bytes = owner.scratch, owner.steps.boundary_budget_bytes
+        scratch, budget_bytes = owner.tier.scratch(), owner.steps.boundary_budget_bytes
         if scratch is None or math.isinf(budget_bytes):
             return None
-        return Boundaries(scratch, owner.boundary_lane, owner.meter, budget_bytes)
+        return Boundaries(scratch, owner.lanes.boundary, owner.meter, budget_bytes)
 
     def _visit(self, this: _Pass, j: int) -> tuple[Visit, Tensor | None]:
         """The visit of a shard in this pass, made at its first cell."""
@@ -589,7 +589,7 @@ class Engine:
                 home[k] = gradient
             gradients[n] = None  # the lane, or autograd, is to free it
         if nbytes:
-            self.streamer.count_stored(nbytes)
+            self._owner.meter.bytes_stored += nbytes
         if self._updates or any(gradient is not None for gradient in home):
             if torch.is_grad_enabled():
                 _refuse_graph()

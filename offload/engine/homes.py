@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,24 +57,6 @@ __all__ = ["ModelHomes"]
 
 #: Of a limit of memory, staging buffers of transfers take at most one part in so many.
 STAGING_SHARE = 16
-
-
-class Running(Protocol):
-    """What runs the blocks of a model."""
-
-    @property
-    def in_forward(self) -> bool:
-        """Whether a forward is running."""
-
-    @property
-    def running(self) -> bool:
-        """Whether a forward or backward is running."""
-
-    def clean_up(self) -> None:
-        """Cancels what an interrupt has left."""
-
-    def held(self) -> Sequence[nn.Parameter]:
-        """The parameters to which it refers."""
 
 
 class ModelHomes:
@@ -143,7 +124,8 @@ class ModelHomes:
         if sharding is not None:
             self.streamer.gradient_offload = sharding.gradient_offload(self.shards, lane=lanes.drain, **given)
         self.device, self.meter = device, meter
-        self._tier, self._lanes = tier, lanes
+        #: Storage of the homes, and what copies.
+        self.tier, self.lanes = tier, lanes
         #: Where shards rest that are not at home: in host memory, or on a device that has memory of its own.
         self._memory = HostTier(device)
         self._on_device = DeviceTier(device) if has_own_memory(device) else None
@@ -176,19 +158,9 @@ class ModelHomes:
         self.made_in = os.getpid()
         self._frozen_weights = 0
         self._engine: Any = lambda: None
-        self._references = References(self.shards)
+        self.references = References(self.shards)
 
-    @property
-    def scratch(self) -> Any:
-        """Where boundaries are written if memory is too small for them; None: they stay."""
-        return self._tier.scratch()
-
-    @property
-    def boundary_lane(self) -> Any:
-        """The lane that moves boundaries."""
-        return self._lanes.boundary
-
-    def run_by(self, engine: Running) -> None:
+    def run_by(self, engine: Any) -> None:
         """Notes the engine that runs the blocks, and counts the references to parameters."""
         self._engine = weakref.ref(engine)  # it refers to this object
         this = weakref.ref(engine)
@@ -204,7 +176,7 @@ class ModelHomes:
 
         self.streamer.in_pass, self.streamer.clean_up = in_pass, clean_up
         stored = [s.parameter for layer in self.layer_homes.places for s in layer]
-        self._references = References(self.shards, [*stored, *engine.held()])
+        self.references = References(self.shards, [*stored, *engine.held()])
 
     @property
     def busy(self) -> bool:
@@ -233,10 +205,6 @@ class ModelHomes:
         if not self.busy:
             self.streamer.prefetch(self.streamer.backward_order if backward else range(len(self.shards)))
 
-    def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool:
-        """See :meth:`.References.held_elsewhere`; ``known`` is without the engine's own graphs."""
-        return self._references.held_elsewhere(known, views)
-
     # --- what is outside of the shards ------------------------------------------------------------------------------
 
     def first_trainable(self) -> int:
@@ -262,11 +230,6 @@ class ModelHomes:
         )
 
     # --- where shards rest ------------------------------------------------------------------------------------------
-
-    @property
-    def staging_bytes(self) -> int:
-        """See :attr:`.Tier.staging_bytes`."""
-        return self._tier.staging_bytes
 
     @property
     def plans(self) -> bool:
@@ -327,10 +290,10 @@ class ModelHomes:
         if self.busy:
             raise RuntimeError("expected no running forward or backward, but shards were to be moved within one")
         in_place = on_device if self._on_device is not None else in_host
-        elsewhere: dict[int, Tier] = dict.fromkeys(in_host, self._memory) if self._tier.blocking_io else {}
+        elsewhere: dict[int, Tier] = dict.fromkeys(in_host, self._memory) if self.tier.blocking_io else {}
         if self._on_device is not None:
             elsewhere |= dict.fromkeys(on_device, self._on_device)
-        moving = any(s.home is not None and s.tier is not elsewhere.get(s.index, self._tier) for s in self.shards)
+        moving = any(s.home is not None and s.tier is not elsewhere.get(s.index, self.tier) for s in self.shards)
         in_place = frozenset(j for j in in_place if self.shards[j].may_bind_in_place)
         if not moving and in_place == self.streamer.in_place():
             return  # updates stay pending
@@ -339,7 +302,7 @@ class ModelHomes:
         self.streamer.release()
         optimizers = self.streamer.gradient_offload.optimizers
         with error_context("moving shards between file and memory"):
-            moves = move_homes(self.shards, self._tier, elsewhere, optimizers)
+            moves = move_homes(self.shards, self.tier, elsewhere, optimizers)
 
         @torch.no_grad()
         def commit() -> None:
@@ -392,7 +355,7 @@ class ModelHomes:
         """Writes the weights of shards that rest in memory to their files."""
         for shard in self.shards:
             if shard.file is not None and shard.home is not None:
-                with error_context(f"writing shard {shard.index} to {self._tier.name}"):
+                with error_context(f"writing shard {shard.index} to {self.tier.name}"):
                     shard.file.write(shard.home.tensor, 0)
 
     def bytes_in_memory(self) -> list[ShardBytes]:
@@ -412,7 +375,7 @@ class ModelHomes:
         if not policy.plans:
             return
         if not has_own_memory(self.device):
-            self._tier.limit_staging(limits.device_bytes // STAGING_SHARE)
+            self.tier.limit_staging(limits.device_bytes // STAGING_SHARE)
         self.steps.reserve(self.public, self.public.buffer_bytes)
         self.steps.planner = planner_for(limits, policy, self)
 
@@ -442,8 +405,10 @@ class ModelHomes:
         resting = {j: each.weights + each.states for j, each in enumerate(self.bytes_in_memory())}
         exchange = self.public.exchange_bytes()
         reducing = 0 if exchange is None else exchange.outside
-        outside = replace(self.outside_bytes(), activations=self.steps.around_bytes(rows), reducing=reducing)
-        known: dict[str, Any] = {"meter": self.meter, "tier": self._tier, "device": self.device}
+        outside = replace(
+            self.outside_bytes(), activations=round(self.steps.around_per_row * sum(rows)), reducing=reducing
+        )
+        known: dict[str, Any] = {"meter": self.meter, "tier": self.tier, "device": self.device}
         known |= {"slots": self.streamer.slots, "own_slots": self.streamer.own_slots}
         known["movable"] = self.streamer.in_place() | {shard.index for shard in self.shards if self.may_rest(shard)}
         known["buffer_bytes"] = self.streamer.gradient_offload.optimizers.buffer_bytes()
@@ -451,7 +416,7 @@ class ModelHomes:
 
     def stored(self) -> Stored | None:
         """How it stores what it trains; None where no form of fewer bytes is known to work."""
-        return stored_form(self.shards, self.streamer.gradient_offload.optimizers, self._tier)
+        return stored_form(self.shards, self.streamer.gradient_offload.optimizers, self.tier)
 
     def bytes_at_home(self) -> int:
         """Bytes of stored parameters and gradients."""

@@ -105,10 +105,11 @@ class ObservedStep:
         rounded = [*map(rounded_up, self.rows, samples)]
         if training:
             self._meter.begin_step()
-            if self._steps.planner is not None and self._steps.planner.awaits_first_step:
-                tensors = {id(x): x for each in leaves for x in tensors_in(each)}.values()
-                self._steps.planner.check_first(sum(map(bytes_of_boundary, tensors)))
-        self.planned = self._steps.begin(self.rows, rounded, samples=sum(samples), training=training, idle=idle)
+            if (planner := self._steps.planner) is not None:
+                planner.check_first(leaves)
+                rounded = [*planner.begin_rounded(self.rows, rounded, samples=sum(samples), idle=idle)]
+        #: The sizes for which it is planned.
+        self.planned = rounded
         first = homes.first_trainable()
         self.kept = self._steps.kept_cells(self.rows, first) if training else frozenset()
         self.actions: list[Action] = []
@@ -141,8 +142,7 @@ class ObservedStep:
         j, k, i = cell.j, cell.k, cell.i
         tensors = {id(x): bytes_of_boundary(x) for x in tensors_in(value)}
         if j == 0 and k == 0:
-            around = sum(tensors.values()) if self._homes.blocks else 0
-            self._steps.record_around("entered", self.rows[i], around)
+            self._steps.around_per_row = sum(tensors.values()) / (self.rows[i] or 1) if self._homes.blocks else 0.0
         # What several blocks of a shard get, such as a mask, is one boundary of the first.
         entered = {} if k == 0 else self._entered
         new = sum(nbytes for key, nbytes in tensors.items() if key not in entered)
@@ -214,11 +214,11 @@ class ObservedStep:
         self._meter.record_memory_profile(cell.j, MemoryProfile(rows, saved), keeps=keeps, continues=cell.k > 0)
         if not keeps:
             nbytes = sum(recorder.nbytes.values()) + hidden
-            self._steps.record_graph(cell.j, cell.k, nbytes / (rows or 1))
+            self._steps.graph_per_row.setdefault(cell.j, {})[cell.k] = nbytes / (rows or 1)
 
     def record_selected(self, cell: CellPlace, nbytes: int) -> None:
         """Called with the bytes that a recomputed cell keeps."""
-        self._steps.record_selected(cell.j, cell.k, nbytes / (self.rows[cell.i] or 1))
+        self._steps.selected_per_row.setdefault(cell.j, {})[cell.k] = nbytes / (self.rows[cell.i] or 1)
 
     def forward(self, cell: CellPlace) -> contextlib.AbstractContextManager[None]:
         """A context for a cell in forward."""
@@ -227,10 +227,10 @@ class ObservedStep:
             if cell.j in self._to_update:  # a shard in memory that was updated when its parameters were read
                 self.act(Kind.UPDATE, cell.j)
             self.act(kind, cell.j, cell.i)
-        self._return_excess()
         return self._timed(kind, cell, cell.k)
 
     def _timed(self, kind: Kind, cell: CellPlace, step: int) -> contextlib.AbstractContextManager[None]:
+        self._return_excess()
         rows = self.rows[cell.i]
         timed: contextlib.AbstractContextManager[None] = self._meter.cell(
             kind.value, cell.j, cell.i, rows, step=step, steps=cell.blocks
@@ -257,7 +257,6 @@ class ObservedStep:
         if cell.k == cell.blocks - 1:
             self.act(kind, cell.j, cell.i)
         self._cell = cell
-        self._return_excess()
         self._open = self._timed(kind, cell, cell.blocks - 1 - cell.k)
         self._open.__enter__()
 

@@ -85,7 +85,7 @@ class OptimizerAccess:
         """Whether other code holds parameters of the optimizer, and so can read them without asking the model."""
         references = self._streamer.gradient_offload.optimizers.references(optimizer)
         held = self.public.held_elsewhere(*references)
-        return self._homes.held_elsewhere(*references) if held is None else held
+        return self._homes.references.held_elsewhere(*references) if held is None else held
 
     @property
     def at_once(self) -> bool:

@@ -233,10 +233,6 @@ class Streamer:
             self.evict(j)
         return j is not None
 
-    def count_stored(self, nbytes: int) -> None:
-        """Counts bytes of gradients that stay where autograd left them."""
-        self._meter.bytes_stored += nbytes
-
     @property
     def loaded(self) -> Collection[int]:
         """The shards that are in slots, or on the way there, the earliest first."""

@@ -495,7 +495,7 @@ def test_a_step_leaves_no_update_to_lanes_where_layers_use_every_shard_in_place(
     bare, model = layers(), OffloadModel(layers(), "cpu", home, SHARDS)
     plain = torch.optim.AdamW(bare.parameters(), lr=0.01, fused=True)
     ours = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01, max_norm=max_norm)
-    drains = model._homes._lanes.drain
+    drains = model._homes.lanes.drain
     submitted: list[str] = []
     submit = drains.submit
     drains.submit = lambda token, *rest: (submitted.append(token), submit(token, *rest))[1]  # type: ignore[method-assign]

@@ -91,7 +91,7 @@ def test_beside_a_device_shards_of_files_rest_in_host_memory_as_far_as_it_reache
     policy = MemoryPolicy("1GiB", resident_bytes=resident_bytes, update_on="host")
     model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, memory=policy)
     ours = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
-    buffers = ours.buffer_bytes() + model._homes.staging_bytes
+    buffers = ours.buffer_bytes() + model._homes.tier.staging_bytes
     beside_a_device(model, host_bytes + buffers if host_bytes else 0, monkeypatch)
     expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True), 5)
     assert train(model, ours, 1) == expected[:1]
@@ -113,7 +113,7 @@ def test_beside_a_device_results_are_those_of_the_plain_model(tmp_path: Path, mo
     plain = stack()
     model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, memory=MemoryPolicy("1GiB", update_on="host"))
     ours = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
-    beside_a_device(model, ours.buffer_bytes() + model._homes.staging_bytes + 21 * MIB, monkeypatch)
+    beside_a_device(model, ours.buffer_bytes() + model._homes.tier.staging_bytes + 21 * MIB, monkeypatch)
     expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True), 6)
     assert train(model, ours, 6) == expected
     choice = planner_of(model).choice

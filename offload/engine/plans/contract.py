@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from offload.engine.plans.row_units import RowUnits
     from offload.mesh.public import PublicParameters
     from offload.planning.explain import Stored
+    from offload.storage import Tier
     from offload.streaming.shard import Shard
     from offload.streaming.streamer import Streamer
     from offload.telemetry.statistics import Meter
@@ -55,14 +56,11 @@ class PlannedModel(Protocol):
     public: PublicParameters
     row_units: RowUnits
     streamer: Streamer
+    tier: Tier
 
     @property
     def steps(self) -> Buffers:
         """What its optimizers may take."""
-
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes of buffers between storage and compute."""
 
     def outside_bytes(self) -> OutsideBytes:
         """Bytes on the compute device that belong to no shard."""

@@ -53,4 +53,4 @@ def _shards(homes: PlannedModel) -> Iterator[tuple[Shard, ShardBytes]]:
 
 
 def _buffer_bytes(homes: PlannedModel) -> int:
-    return homes.staging_bytes + homes.streamer.gradient_offload.optimizers.buffer_bytes()
+    return homes.tier.staging_bytes + homes.streamer.gradient_offload.optimizers.buffer_bytes()

@@ -31,7 +31,7 @@ def too_little(homes: PlannedModel, rows: Sequence[float], least: int, limit: in
     """Says that a step needs ``least`` bytes, of which ``margin`` by earlier steps, and has ``limit``; what to do."""
     steps, optimizers = homes.steps, homes.streamer.gradient_offload.optimizers
     on_host = not has_own_memory(homes.device)
-    staging = homes.staging_bytes if on_host else 0
+    staging = homes.tier.staging_bytes if on_host else 0
     buffers = optimizers.buffer_bytes() if on_host else 0
 
     def needed(nbytes: int) -> int:
