@@ -249,7 +249,7 @@ class MeshGradientOffload(GradientOffload):
         arrival = self._ranks.lane.submit(f"R{shard.index}", reduce)
 
         def store() -> None:
-            with self._meter.waiting(f"R{shard.index}"), error_context(f"reducing gradients of shard {shard.index}"):
+            with self._meter.waiting(f"R{shard.index}", f"reducing gradients of shard {shard.index}"):
                 # Lane of ranks -> compute. Without this, gradients are stored before they are summed.
                 arrival.wait()
             self._release()

@@ -195,7 +195,7 @@ class GradientOffload:
 
     def _synchronize(self, *, on_host: bool = False) -> None:
         arrival, nbytes, _gradients = self._drains[0]
-        with self._meter.waiting_for("D", f"storing gradients to {self._tier.name}"):
+        with self._meter.waiting("D", f"storing gradients to {self._tier.name}"):
             if on_host:
                 arrival.synchronize()
             else:

@@ -295,7 +295,7 @@ EXCEPTIONS = {
     "offload.embedding.bag OffloadEmbeddingBag.forward: "
     "self.input_dist(None, input, offsets, per_sample_weights).wait().wait()": "compute_and_output_dist waits again",
     "offload.telemetry.statistics Meter.__init__: self.wait": "a clock",
-    "offload.telemetry.statistics Meter.waiting: self.wait": "the same clock",
+    "offload.telemetry.statistics _Waiting.__enter__: meter.wait": "the same clock",
     "offload.telemetry.statistics Meter.read: self.wait": "the same clock",
     "offload.telemetry.statistics _Waiting.__exit__: self._meter.wait": "the same clock",
     "offload.engine.engine Engine._end_backward: self.streamer.gradient_offload.wait_idle()": (
@@ -306,7 +306,7 @@ EXCEPTIONS = {
     ),
     "offload.model offload: calls.join(model, homes, home.values, undo.callback)": "connects the parts of a model",
     "offload.engine.engine Engine._run_observed: "
-    "step.record(recorder, j, k, i, (args, kwargs), kept=keeps, hidden=hidden)": "records sizes",
+    "step.record(recorder, place, (args, kwargs), keeps=keeps, hidden=hidden)": "records sizes",
     "offload.engine.boundaries Boundaries._load: boundary.join(parts)": "puts a tensor together of its parts",
     "offload.engine.plans.memory_planner MemoryPlanner._plan_again: self._streamer.apply_pending_updates()": (
         "sizes of states are read, not their values"
