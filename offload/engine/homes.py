@@ -158,16 +158,18 @@ class ModelHomes:
         self.made_in = os.getpid()
         self._frozen_weights = 0
         self._engine: Any = lambda: None
+        self._backward: Any = lambda: None
         self.references = References(self.shards)
 
     def run_by(self, engine: Any) -> None:
         """Notes the engine that runs the blocks, and counts the references to parameters."""
-        self._engine = weakref.ref(engine)  # it refers to this object
+        self._engine, self._backward = weakref.ref(engine), weakref.ref(engine.backward)  # they refer to this object
         this = weakref.ref(engine)
 
         def in_pass() -> bool:
             engine = this()
-            return engine is not None and engine.in_forward  # backwards of several models run in one of autograd
+            # Backwards of several models run in one of autograd.
+            return engine is not None and engine.backward.forward is not None
 
         def clean_up() -> None:
             engine = this()
@@ -181,8 +183,8 @@ class ModelHomes:
     @property
     def busy(self) -> bool:
         """Whether a forward or backward is running."""
-        engine = self._engine()
-        return engine is not None and engine.running
+        engine, backward = self._engine(), self._backward()  # which goes on after the model was deleted
+        return (engine is not None and engine.running) or (backward is not None and backward.runs)
 
     @property
     def weights_are_frozen(self) -> bool:

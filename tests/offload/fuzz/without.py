@@ -31,7 +31,7 @@ def _weight_writes(patch: pytest.MonkeyPatch) -> None:
 
 
 def _accumulated_hooks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("offload.engine.engine.has_hooks", lambda parameter: False)
+    patch.setattr("offload.engine.backward.has_hooks", lambda parameter: False)
     patch.setattr("offload.engine.weights.Weights.gradients_stay", lambda self: [False] * len(self.owners))
 
 
@@ -54,7 +54,7 @@ def _own_forward(patch: pytest.MonkeyPatch) -> None:
 
 
 def _requested_parameters(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("offload.engine.engine.is_requested", lambda node: False)
+    patch.setattr("offload.engine.backward.is_requested", lambda node: False)
 
 
 #: Name -> what takes the mechanism out, and the claims of the corpus that then fail.

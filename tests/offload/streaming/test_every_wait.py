@@ -73,10 +73,12 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "Engine.forward": [
             ("self.streamer.wait_for_home_reads()", training.the_host_waits_at_the_end_of_a_pass_and_never_before),
         ],
-        "Engine._end_backward": [
+    },
+    "offload.engine.backward": {
+        "Backward._finish": [
             ("self.streamer.wait_for_home_reads()", training.the_host_waits_at_the_end_of_a_pass_and_never_before),
         ],
-        "Engine._cancel": [("self.streamer.cancel()", training.nothing_moves_after_an_exception)],
+        "Backward.abort": [("self.streamer.cancel()", training.nothing_moves_after_an_exception)],
     },
     "offload.engine.chunks": {
         "run_chunks": [("each.cancel()", blocks.suspended_forwards_end_when_one_fails)],
@@ -298,7 +300,7 @@ EXCEPTIONS = {
     "offload.telemetry.statistics _Waiting.__enter__: meter.wait": "the same clock",
     "offload.telemetry.statistics Meter.read: self.wait": "the same clock",
     "offload.telemetry.statistics _Waiting.__exit__: self._meter.wait": "the same clock",
-    "offload.engine.engine Engine._end_backward: self.streamer.gradient_offload.wait_idle()": (
+    "offload.engine.backward Backward._finish: self.streamer.gradient_offload.wait_idle()": (
         "settle() before it has waited; it ends the backward"
     ),
     "offload.streaming.streamer Streamer.await_update_in_place: pending.start().wait()": (
