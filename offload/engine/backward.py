@@ -154,10 +154,7 @@ class Backward:
 
     def _check_unchanged(self, visit: Visit) -> None:
         shard = visit.weights.shard
-        if visit.stores == self._assigned.stores and visit.weights.at_home():
-            assigned = []
-        else:
-            assigned = self._assigned.since(visit.stores, shard)
+        assigned = self._assigned.since(visit.stores, shard)
         if shard.versions() == visit.versions and not assigned:
             return
         versions = zip(shard.slices, visit.versions, shard.versions(), strict=True)
