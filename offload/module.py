@@ -118,14 +118,14 @@ def refuse_shallow_copy() -> NoReturn:
     )
 
 
-def refuse_copies(arguments: Mapping[str, Any]) -> None:
-    """Raises TypeError for a deep copy or pickle of a model that was made with ``arguments`` that have none."""
-    if arguments["store_dtype"] is not None:
+def refuse_copies(*, formed: bool, sharded: bool) -> None:
+    """Raises TypeError for a deep copy or pickle of a model with homes in a form, or on several ranks."""
+    if formed:
         raise TypeError(
             "cannot copy or pickle an OffloadModel with store_dtype=: layers of their own would have rounded "
             "parameters. Save a checkpoint, and load it into another model"
         )
-    if arguments["mesh"] is not None:
+    if sharded:
         raise TypeError(
             "cannot copy or pickle an OffloadModel with mesh=: each rank stores a part of it. Save it by "
             "torch.distributed.checkpoint, or make another one on all ranks"
