@@ -18,6 +18,7 @@ from offload.blocks.body import engine_of
 from offload.blocks.find import BlockNames, Blocks
 from offload.blocks.own_forward import OwnForward
 from offload.engine.homes import ModelHomes
+from offload.engine.plans.mesh_planner import plan_memory
 from offload.engine.plans.outside import bytes_staying
 from offload.files.pretrained import Pretrained
 from offload.limits import MemoryLimits
@@ -216,7 +217,7 @@ def construct(
     finalizer = finalize_here(homes, leave_pending_updates, shards, close)
     calls.run_by(engine_of(homes, list(named), apart=calls.apart))
     if memory_limits is not None and recompute:
-        homes.plan_memory(memory_limits, resources.policy)
+        plan_memory(homes, memory_limits, resources.policy)
     home.begin()
     micro_batches = MicroBatches(given.num_microbatches, homes)
     calls.policy, calls.micro_batches = policy, micro_batches
@@ -231,7 +232,7 @@ def construct(
         persistent_home=home,
         homes=homes,
         calls=calls,
-        reports=Reports(homes, meter, tier, micro_batches),
+        reports=Reports(homes, micro_batches),
         finalizer=finalizer,
     )
 

@@ -184,7 +184,7 @@ class OffloadModel(nn.Module):
 
     def optimizer_access(self) -> OptimizerAccess:
         """The interface for an :class:`~offload.OffloadOptimizer`."""
-        return OptimizerAccess(self._homes, self._offloaded.tier, self._offloaded.meter)
+        return OptimizerAccess(self._homes)
 
     # --- running -----------------------------------------------------------------------------------------------------
 

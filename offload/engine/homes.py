@@ -10,30 +10,23 @@ import contextlib
 import os
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from offload.engine.plans.contract import ShardBytes
-from offload.engine.plans.measured import step_model
-from offload.engine.plans.mesh_planner import planner_for
 from offload.engine.plans.outside import LeafBytes, outside_bytes
 from offload.engine.plans.regroup import looks_across_rows
 from offload.engine.plans.row_units import RowUnits
 from offload.engine.plans.steps import Steps
-from offload.engine.plans.stored_form import stored_form
 from offload.engine.references import References
 from offload.engine.structure import Structure
 from offload.engine.weight_writes import AssignedData
-from offload.limits import MemoryLimits
 from offload.mesh.public import PublicParameters
 from offload.mesh.sharding import Sharding
-from offload.planning.explain import Stored
 from offload.planning.peak_memory import OutsideBytes
 from offload.planning.plan import Plan
-from offload.planning.step_model import StepModel
 from offload.policy import MemoryPolicy
 from offload.storage import Tier
 from offload.storage.buffer import has_own_memory
@@ -52,11 +45,23 @@ from offload.telemetry.statistics import Meter
 from pipe.process import check_process
 from pipe.torch_private.autograd import outside_inference_mode
 
-__all__ = ["ModelHomes"]
+__all__ = ["ModelHomes", "ShardBytes"]
 
 
-#: Of a limit of memory, staging buffers of transfers take at most one part in so many.
-STAGING_SHARE = 16
+@dataclass(frozen=True)
+class ShardBytes:
+    """Memory that a shard takes while it rests there."""
+
+    weights: int
+    #: From backward until they are set to None, or a pending update has used them.
+    gradients: int
+    #: Of all optimizers; 0 before the first update.
+    states: int
+
+    @property
+    def total(self) -> int:
+        """The sum of all three."""
+        return self.weights + self.gradients + self.states
 
 
 class ModelHomes:
@@ -372,15 +377,6 @@ class ModelHomes:
             for shard in self.shards
         ]
 
-    def plan_memory(self, limits: MemoryLimits, policy: MemoryPolicy) -> None:
-        """Chooses the plans of steps by what they measure, within the limits, if the policy leaves anything open."""
-        if not policy.plans:
-            return
-        if not has_own_memory(self.device):
-            self.tier.limit_staging(limits.device_bytes // STAGING_SHARE)
-        self.steps.reserve(self.public, self.public.buffer_bytes)
-        self.steps.planner = planner_for(limits, policy, self)
-
     def microbatches(self, rows: int, units: float | None = None) -> int:
         """Micro-batches of a training batch of so many rows: as few as fit; 1 where the result would be another.
 
@@ -394,31 +390,15 @@ class ModelHomes:
         layers = [layer for shard in self.shards for layer in shard.layers]
         if (draws and not planner.may_draw_otherwise) or looks_across_rows(layers):
             return 1
-        return planner.microbatches(rows, rows if units is None else units)
+        count: int = planner.microbatches(rows, rows if units is None else units)
+        return count
 
     def memory_report(self) -> MemoryReport:
         """See :meth:`OffloadModel.memory_report <offload.OffloadModel.memory_report>`."""
         if self.steps.planner is None:
             raise RuntimeError("expected a model with memory=..., whose plan is chosen; this one has no limit")
-        return self.steps.planner.report()
-
-    def measured(self, rows: Sequence[float]) -> StepModel:
-        """What is known of a step on micro-batches of so many rows."""
-        resting = {j: each.weights + each.states for j, each in enumerate(self.bytes_in_memory())}
-        exchange = self.public.exchange_bytes()
-        reducing = 0 if exchange is None else exchange.outside
-        outside = replace(
-            self.outside_bytes(), activations=round(self.steps.around_per_row * sum(rows)), reducing=reducing
-        )
-        known: dict[str, Any] = {"meter": self.meter, "tier": self.tier, "device": self.device}
-        known |= {"slots": self.streamer.slots, "own_slots": self.streamer.own_slots}
-        known["movable"] = self.streamer.in_place() | {shard.index for shard in self.shards if self.may_rest(shard)}
-        known["buffer_bytes"] = self.streamer.gradient_offload.optimizers.buffer_bytes()
-        return step_model(self.shards, self.steps, rows, resting, outside=outside, exchange=exchange, **known)
-
-    def stored(self) -> Stored | None:
-        """How it stores what it trains; None where no form of fewer bytes is known to work."""
-        return stored_form(self.shards, self.streamer.gradient_offload.optimizers, self.tier)
+        report: MemoryReport = self.steps.planner.report()
+        return report
 
     def bytes_at_home(self) -> int:
         """Bytes of stored parameters and gradients."""

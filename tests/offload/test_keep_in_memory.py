@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
 from offload.engine.block import RUNS_NOTED
-from offload.engine.plans.contract import ShardBytes
+from offload.engine.homes import ShardBytes
 from offload.planning.plan import Kind, validate
 from offload.storage.disk import DiskBlock, DiskTier
 from offload.streaming.heap import return_freed_memory

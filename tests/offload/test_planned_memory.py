@@ -21,7 +21,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer
+from offload.engine.plans.measured import step_model
 from offload.engine.plans.memory_planner import MemoryPlanner
+from offload.engine.plans.stored_form import stored_form
 from offload.planning.byte_forms import ByteForm
 from offload.planning.explain import FewerBytes
 from offload.telemetry.peak import anonymous_bytes
@@ -143,7 +145,7 @@ def test_copies_beside_a_device_are_timed_apart_where_they_are_in_memory(tmp_pat
         UPDATE_IN_MEMORY: 0.5,
     }
     model._homes.meter.copy_seconds_per_byte = lambda kind: each.get(kind, 0.0)  # type: ignore[method-assign]
-    costs = homes.measured([ROWS]).costs
+    costs = step_model(homes, [ROWS]).costs
     nbytes = homes.bytes_in_memory()[0].weights
     assert [costs.load[0] / nbytes, costs.load[1] / nbytes] == pytest.approx([2.0, 5.0], rel=0.01)
     assert [costs.drain[0] / nbytes, costs.drain[1] / nbytes] == pytest.approx([1.0, 4.0], rel=0.01)
@@ -379,7 +381,7 @@ def test_the_report_is_a_table_that_adds_up_to_the_peak_and_says_what_more_memor
     told = str(replace(report, fewer_bytes=[fewer]))
     assert rows_of(told)[-1][:2] == ["fewer bytes", "500 ms"]
     assert 'states="8bit": 24.1 bytes of a parameter in place of 36.0' in told
-    stored = model._homes.stored()
+    stored = stored_form(model._homes)
     assert stored is not None
     assert stored.form == ByteForm()
     assert stored.states == pytest.approx(2.0, rel=0.01)

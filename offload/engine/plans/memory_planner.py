@@ -18,15 +18,18 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from offload.engine.homes import ModelHomes
 from offload.engine.layouts import bytes_of_boundary
 from offload.engine.plans.gradients_held import gradients_there, unowned_gradients
 from offload.engine.plans.host_memory import bytes_left, in_host_memory, shards_that_fit
 from offload.engine.plans.least_limit import too_little
+from offload.engine.plans.measured import step_model
 from offload.engine.plans.other_states import states_of_others
 from offload.engine.plans.row_units import SIZES_REMEMBERED, shown, split
 from offload.engine.plans.step_memory import StepMemory, bound_of
+from offload.engine.plans.stored_form import stored_form
 from offload.limits import MemoryLimits
 from offload.planning.budget import GAPS_SHARE, shown_bytes
 from offload.planning.choose import NothingFitsError, choose, fill, least_bytes
@@ -37,9 +40,6 @@ from offload.policy import MemoryPolicy
 from offload.streaming.moves import HomeInUseError
 from offload.telemetry.memory_report import MemoryReport, describe
 from pipe.nested import tensors_in
-
-if TYPE_CHECKING:
-    from offload.engine.plans.contract import PlannedModel
 
 __all__ = ["MemoryPlanner"]
 
@@ -54,7 +54,7 @@ PROFILES = ("memory_profiles", "kept_profiles", "graph_bytes_per_row", "selected
 class MemoryPlanner:
     """Plans the steps of one model within ``limits``; what its ``policy`` fixes is not chosen."""
 
-    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: PlannedModel) -> None:
+    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes) -> None:
         self._limits = limits
         self._given = Given(
             policy.slots, policy.resident_bytes, policy.graph_bytes, policy.boundary_bytes, policy.gradient_bytes
@@ -104,7 +104,7 @@ class MemoryPlanner:
         return self._limits.device_bytes
 
     @property
-    def _homes(self) -> PlannedModel:
+    def _homes(self) -> ModelHomes:
         homes = self._model_planned()
         assert homes is not None
         return homes
@@ -264,7 +264,7 @@ class MemoryPlanner:
 
     def _model(self, rows: Sequence[float]) -> StepModel:
         homes = self._homes
-        model = homes.measured(rows)
+        model = step_model(homes, rows)
         updates = self._streamer.gradient_offload.optimizers.planned()
         resting, given = model.resting_bytes, self._given
         if self._streamer.gradient_offload.optimizers.awaits_states():
@@ -483,7 +483,7 @@ class MemoryPlanner:
             outside=homes.outside_bytes(),
             parts=parts,
             moves=moves(known, predicted),
-            fewer_bytes=fewer_bytes(known, predicted, homes.stored()),
+            fewer_bytes=fewer_bytes(known, predicted, stored_form(homes)),
             more=more,
             more_limit_bytes=more_limit,
             resting=self._resting(),

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from offload.engine.plans.row_units import SIZES_REMEMBERED
 from offload.planning.peak_memory import graphs_that_fit
 from offload.planning.plan import Plan
 from offload.planning.planner import Sizes, Updates, plan_step
 from offload.planning.residency import Residency
+from offload.planning.step_model import Choice
 from offload.policy import MemoryPolicy
 from offload.streaming.shard import Shard
-
-if TYPE_CHECKING:
-    from offload.engine.plans.memory_planner import MemoryPlanner
 
 __all__ = ["Steps"]
 
@@ -63,8 +61,8 @@ class Steps:
         self._apart = apart
         self._graph_bytes = policy.graph_bytes or 0
         self._on_host = on_host
-        #: Chooses plans, for a model with a limit of memory.
-        self.planner: MemoryPlanner | None = None
+        #: The :class:`.MemoryPlanner` of a model with a limit of memory, which knows this object.
+        self.planner: Any = None
         #: Bytes of a shard's boundary, and of its gradient, in the last step, by (shard, rows of the micro-batch).
         self.boundary_bytes: dict[tuple[int, float], int] = {}
         self.gradient_bytes: dict[tuple[int, float], int] = {}
@@ -91,9 +89,8 @@ class Steps:
         """Budget of boundaries; that of their gradients is equal."""
         if math.isinf(self._boundary_bytes):
             return math.inf  # there is no place to spill to, whatever a choice says
-        if self.planner is not None and self.planner.choice is not None:
-            return self.planner.choice.boundary_bytes
-        return self._boundary_bytes / 2
+        choice: Choice | None = None if self.planner is None else self.planner.choice
+        return self._boundary_bytes / 2 if choice is None else choice.boundary_bytes
 
     @property
     def reserved_bytes(self) -> int:

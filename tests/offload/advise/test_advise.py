@@ -24,6 +24,7 @@ from offload.advise.profile import profile
 from offload.advise.rates import Rates, measure_rates
 from offload.advise.sources import Source, source_of
 from offload.advise.works import works_of
+from offload.engine.plans.measured import step_model
 from offload.files.tensor_file import TensorFile
 from offload.planning.byte_forms import ByteForm
 from offload.planning.explain import moves
@@ -243,7 +244,7 @@ def test_shapes_on_the_meta_device_give_the_bytes_that_steps_measure(tmp_path: P
     works = profile(layers, lambda: nn.Sequential(*layers)(x.to("meta")))
     assert [*works] == layers
     model = trained(blocks(), x, tmp_path / "home", MemoryPolicy(64 << 20, resident_bytes=0))
-    measured = model._homes.measured([4])
+    measured = step_model(model._homes, [4])
     assert set(measured.sizes.memory_profiles) == set(range(5))
     for j, work in enumerate(works.values()):
         assert list(measured.sizes.memory_profiles[j].saved_tensors) == list(work.saved)
@@ -308,12 +309,12 @@ def test_buffers_of_updates_count_in_full_after_updates_whose_gradients_were_in_
     x = torch.randn(4, 128, WIDTH)
     model = OffloadModel(blocks(), "cpu", tmp_path / "home", memory=12 << 20)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
-    reserved = model._homes.measured([4]).buffer_bytes
+    reserved = step_model(model._homes, [4]).buffer_bytes
     model._homes.streamer.gradient_offload.waiting = frozenset(range(5))
     functional.mse_loss(model(x), x).backward()
     optimizer.step()
     optimizer.synchronize()
-    assert model._homes.measured([4]).buffer_bytes == reserved
+    assert step_model(model._homes, [4]).buffer_bytes == reserved
     model.close()
 
 
@@ -321,7 +322,7 @@ def test_buffers_of_updates_count_in_full_after_updates_whose_gradients_were_in_
 def test_slots_gradients_and_buffers_are_those_of_a_new_model(tmp_path: Path, limit: int) -> None:
     model = OffloadModel(blocks(), "cpu", tmp_path / "home", memory=limit)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
-    theirs = model._homes.measured([4])
+    theirs = step_model(model._homes, [4])
     ours = situation(source_of_layers(blocks_on_meta())).step_model(limit)
     mine, real = ours.sizes, theirs.sizes
     assert (mine.slot_bytes, mine.gradient_bytes) == (real.slot_bytes, real.gradient_bytes)

@@ -306,7 +306,7 @@ EXCEPTIONS = {
     "offload.streaming.streamer Streamer.await_update_in_place: pending.start().wait()": (
         "a layer that asks its module for a parameter waits on the host"
     ),
-    "offload.construction construct: calls.join(model, homes, home.values, undo.callback)": "connects the parts of a model",
+    "offload.construction construct: calls.join(model, homes, home.values, undo.callback)": "connects parts of a model",
     "offload.engine.engine Engine._run_observed: "
     "step.record(recorder, place, (args, kwargs), keeps=keeps, hidden=hidden)": "records sizes",
     "offload.engine.boundaries Boundaries._load: boundary.join(parts)": "puts a tensor together of its parts",
