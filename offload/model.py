@@ -25,11 +25,8 @@ from offload.identities import identities_only
 from offload.loading import from_files
 from offload.module import (
     copy_of_bare,
-    refuse_assignment,
     refuse_copies,
-    refuse_data_parallel,
     refuse_moves,
-    refuse_shallow_copy,
     show_values,
     store_values,
 )
@@ -359,7 +356,10 @@ class OffloadModel(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         if local_metadata.get("assign_to_params_buffers"):
-            refuse_assignment(prefix)
+            raise ValueError(
+                f"expected load_state_dict with assign=False for the OffloadModel {prefix.rstrip('.') or 'itself'!r}, "
+                f"got assign=True: values are copied into the homes of its parameters"
+            )
         store_values(self._homes, self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
@@ -393,11 +393,17 @@ class OffloadModel(nn.Module):
 
     def _replicate_for_data_parallel(self) -> Any:
         """Called by ``nn.DataParallel``: refused."""
-        refuse_data_parallel()
+        raise RuntimeError(
+            "expected one device, got an OffloadModel in nn.DataParallel, whose copies would share its homes. Trainers "
+            "make one where they see several GPUs: let them see one (CUDA_VISIBLE_DEVICES=0)"
+        )
 
     def __copy__(self) -> Any:
         """Refused: a shallow copy would share parameters, but their homes belong to one model."""
-        refuse_shallow_copy()
+        raise TypeError(
+            "cannot copy an OffloadModel by copy.copy(): the copy would share parameters, whose homes belong to one "
+            "model; use the model itself, or copy.deepcopy() for another one with homes of its own"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Another model with homes of its own."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload.engine.homes import ModelHomes
 from offload.engine.layouts import bytes_of_boundary
 from offload.engine.plans.row_units import largest_rows, rounded_up
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
@@ -96,7 +97,7 @@ class ObservedStep:
         idle: whether no earlier forward waits for its backward.
     """
 
-    def __init__(self, homes: Any, leaves: Sequence[Sequence[Any]], *, training: bool, idle: bool) -> None:
+    def __init__(self, homes: ModelHomes, leaves: Sequence[Sequence[Any]], *, training: bool, idle: bool) -> None:
         self._homes, self._steps, self._meter = homes, homes.steps, homes.meter
         self.training = training
         units = homes.row_units
