@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from offload.planning.plan import BACKWARD_CELLS, CELLS, Action, Kind, Plan, validate
+from offload.planning.plan import BACKWARD_CELLS, CELLS, Action, Kind, Plan
 from offload.planning.residency import WRITES_IN_FLIGHT
 
-__all__ = ["Costs", "Forecast", "simulate", "simulate_valid"]
+__all__ = ["Costs", "Forecast", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,7 @@ class Forecast:
 
 
 def simulate(plan: Plan, costs: Costs) -> Forecast:
-    """Simulates a plan. Compute and lanes run in parallel and wait for each other only where the plan says.
-
-    Raises PlanError for a plan that cannot run.
-    """
-    validate(plan)
-    return simulate_valid(plan, costs)
-
-
-def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
-    """As :func:`simulate`, without validation: :func:`~offload.planning.planner.plan_step` made the plan."""
+    """Simulates a plan. Compute and lanes run in parallel and wait for each other only where the plan says."""
     loading = filling = draining = moving = waited = computed = 0.0
     compute = updating = 0.0
     arrival = dict.fromkeys(plan.resident, 0.0)

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
 from offload.engine.block import RUNS_NOTED
 from offload.engine.homes import ShardBytes
-from offload.planning.plan import Kind, validate
+from offload.planning.plan import Kind
 from offload.storage.disk import DiskBlock, DiskTier
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.moves import HomeInUseError
 from pipe import Pipe
 from tests.offload.interrupts import interrupted, lines_of
 from tests.offload.pair import Pair
+from tests.offload.planning.proof import validate
 from tests.offload.test_faults import Faults
 from tests.offload.zoo import WIDTH, build
 

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.planning.plan import CELLS, Kind, Plan, PlanError, validate
+from offload.planning.plan import CELLS, Kind, Plan
 from offload.planning.planner import plan_step
 from offload.planning.residency import Residency
 from offload.planning.simulate import Costs, simulate
+from tests.offload.planning.proof import PlanError, validate
 
 
 @given(
