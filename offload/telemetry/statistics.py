@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -182,21 +182,13 @@ class Meter:
 
     def read(self) -> Statistics:
         """The present counts."""
-        return Statistics(
-            self.shard_loads,
-            self.bytes_loaded,
-            self.bytes_stored,
-            self.bytes_spilled,
-            self.wait.seconds,
-            self.compute.seconds,
-            self._peak,
-            self.shard_updates,
-            self.update_bytes_read,
-            self.update_bytes_written,
-            self.bytes_gathered,
-            self.bytes_reduced,
-            self.bytes_agreed,
-        )
+        own: dict[str, Any] = {
+            "wait_seconds": self.wait.seconds,
+            "compute_seconds": self.compute.seconds,
+            "peak_device_bytes": self._peak,
+        }
+        counted = [each.name for each in fields(Statistics) if each.name not in own]
+        return Statistics(**own, **{name: getattr(self, name) for name in counted})
 
 
 class _Waiting:
