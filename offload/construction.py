@@ -28,7 +28,7 @@ from offload.persistence import PersistentHome
 from offload.policy import MemoryPolicy
 from offload.reports import MicroBatches, Reports
 from offload.running import LayersInOrder
-from offload.storage import DiskHome, Tier, absolute_home, is_directory
+from offload.storage import DiskHome, absolute_home, is_directory
 from offload.streaming.current_values import leave_pending_updates
 from offload.streaming.lane import open_lanes
 from offload.streaming.quantised import check_storable, separate, stored_tensors
@@ -77,10 +77,7 @@ class Offloaded:
     #: For a copy.
     arguments: Arguments
     device: torch.device
-    policy: MemoryPolicy
     memory_limits: MemoryLimits | None
-    tier: Tier
-    meter: Meter
     persistent_home: PersistentHome
     homes: ModelHomes
     calls: LayersInOrder | OwnForward
@@ -225,10 +222,7 @@ def construct(
         kind=type(model),
         arguments=copied,
         device=device,
-        policy=policy,
         memory_limits=memory_limits,
-        tier=tier,
-        meter=meter,
         persistent_home=home,
         homes=homes,
         calls=calls,

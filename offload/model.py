@@ -159,7 +159,7 @@ class OffloadModel(nn.Module):
     @property
     def memory_policy(self) -> MemoryPolicy:
         """What the model may hold, with the slots and bytes that were decided."""
-        return self._offloaded.policy
+        return self._homes.policy
 
     @property
     def _homes(self) -> ModelHomes:
@@ -266,7 +266,7 @@ class OffloadModel(nn.Module):
 
     def statistics(self) -> Statistics:
         """Counts of loads, stores and waits since the model was made."""
-        return self._offloaded.meter.read()
+        return self._homes.meter.read()
 
     def plan(self, batch_rows: int | None = None, *, training: bool = True) -> Plan:
         """The plan of a step: ``print(model.plan())``.
@@ -313,7 +313,7 @@ class OffloadModel(nn.Module):
         """One line about the shards."""
         shards = self._homes.shards
         largest = max(shard.slot_bytes for shard in shards)
-        return f"{len(shards)} shards of at most {shown_bytes(largest)} at home in {self._offloaded.tier.name}"
+        return f"{len(shards)} shards of at most {shown_bytes(largest)} at home in {self._homes.tier.name}"
 
     # --- slots -------------------------------------------------------------------------------------------------------
 
@@ -351,7 +351,7 @@ class OffloadModel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As in torch; with ``store_dtype``, copies of what homes store in a form."""
         found = super().state_dict(*args, **kwargs)
-        show_values(self._homes, self._offloaded.tier, found)
+        show_values(self._homes, found)
         return found
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
@@ -388,7 +388,7 @@ class OffloadModel(nn.Module):
 
     def _apply(self: M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> M:
         """Raises if ``fn`` would move or cast parameters away from their homes; otherwise does nothing."""
-        refuse_moves(self, fn, self.device, self._offloaded.tier)
+        refuse_moves(self, fn, self.device, self._homes.tier)
         return self
 
     def _replicate_for_data_parallel(self) -> Any:

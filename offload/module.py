@@ -24,7 +24,7 @@ from offload.streaming.stored_values import StoredValues, defers_values, stored_
 __all__ = ["copy_of_bare", "refuse_copies", "refuse_moves", "show_values", "store_values"]
 
 
-def show_values(homes: ModelHomes, tier: Tier, found: dict[str, Any]) -> None:
+def show_values(homes: ModelHomes, found: dict[str, Any]) -> None:
     """Replaces what homes store in a form by the values: copies, which later steps do not change."""
     formed = [(shard, s) for shard in homes.shards for s in shard.formed]
     if not formed:
@@ -38,7 +38,7 @@ def show_values(homes: ModelHomes, tier: Tier, found: dict[str, Any]) -> None:
         by_address: dict[int, Any] = {s.parameter.data_ptr(): StoredValues(shard, s) for shard, s in formed}
     else:
         exact = [shard for shard in homes.shards if any(s.form and s.form.exact for s in shard.formed)]
-        by_address = dict(values_in_full(exact, tier))
+        by_address = dict(values_in_full(exact, homes.tier))
     for name, view in views.items():
         values = by_address.get(view.data_ptr())
         if values is not None and values.shape == view.shape:
