@@ -8,58 +8,38 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from offload.arguments import check_choices, check_gradient_dtype, check_separate, compute_device
-from offload.blocks.body import engine_of
 from offload.blocks.find import BlockNames, Blocks
 from offload.blocks.fixed_structure import methods_refused
-from offload.blocks.own_forward import OwnForward
+from offload.construction import Arguments, Offloaded, construct
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
-from offload.engine.plans.outside import bytes_staying
 from offload.files.pretrained import KeyMap, Pretrained
 from offload.identities import identities_only
-from offload.limits import MemoryLimits
 from offload.loading import from_files
-from offload.memory import layout_of, limits_for, memory_of
-from offload.mesh.sharding import Sharding, check_mesh, open_home
 from offload.module import (
     copy_of_bare,
-    refuse_assignment,
     refuse_copies,
-    refuse_data_parallel,
     refuse_moves,
-    refuse_shallow_copy,
     show_values,
     store_values,
 )
 from offload.optim.access import OptimizerAccess
-from offload.persistence import PersistentHome
 from offload.planning.budget import shown_bytes
 from offload.planning.estimate import Estimate
 from offload.planning.plan import Plan
 from offload.policy import MemoryPolicy
-from offload.reports import MicroBatches, Reports
-from offload.running import LayersInOrder
-from offload.storage import DiskHome, Tier, absolute_home, is_directory
-from offload.streaming.current_values import leave_pending_updates
 from offload.streaming.heap import return_freed_memory
-from offload.streaming.lane import open_lanes
-from offload.streaming.quantised import check_storable, separate, stored_tensors
-from offload.streaming.resident import chosen, chosen_form
-from offload.streaming.rollback import Rollback
 from offload.streaming.slot_pool import share_slots
 from offload.telemetry.memory_report import MemoryReport
-from offload.telemetry.statistics import Meter, Statistics
+from offload.telemetry.statistics import Statistics
 from offload.telemetry.trace import Event
-from pipe.process import finalize_here
-from pipe.torch_private.amp import complete_copies_of_grad_scalers
 from pipe.torch_private.tracing import outside_of_compiled_graphs
 
 if TYPE_CHECKING:
@@ -68,27 +48,6 @@ if TYPE_CHECKING:
 __all__ = ["OffloadModel", "offload"]
 
 M = TypeVar("M", bound="OffloadModel")
-
-
-@dataclass
-class Offloaded:
-    """What an offloaded model has. Nothing here refers to the model, so that one that is dropped is freed at once."""
-
-    #: The class that the model had, and the subclass of :class:`OffloadModel` that was asked for.
-    kind: type[nn.Module]
-    base: type[OffloadModel]
-    #: Arguments of :func:`offload` besides the model, for a copy.
-    arguments: Mapping[str, Any]
-    device: torch.device
-    policy: MemoryPolicy
-    memory_limits: MemoryLimits | None
-    tier: Tier
-    meter: Meter
-    persistent_home: PersistentHome
-    homes: ModelHomes
-    calls: LayersInOrder | OwnForward
-    reports: Reports
-    finalizer: Callable[[], Any]
 
 
 class OffloadModel(nn.Module):
@@ -200,7 +159,7 @@ class OffloadModel(nn.Module):
     @property
     def memory_policy(self) -> MemoryPolicy:
         """What the model may hold, with the slots and bytes that were decided."""
-        return self._offloaded.policy
+        return self._homes.policy
 
     @property
     def _homes(self) -> ModelHomes:
@@ -218,11 +177,11 @@ class OffloadModel(nn.Module):
     @property
     def is_distributed_loading_by_transformers(self) -> bool:
         """Whether gradients are reduced by the model itself: the Trainer does not wrap such a model."""
-        return self._offloaded.arguments["mesh"] is not None
+        return self._offloaded.arguments.mesh is not None
 
     def optimizer_access(self) -> OptimizerAccess:
         """The interface for an :class:`~offload.OffloadOptimizer`."""
-        return OptimizerAccess(self._homes, self._offloaded.tier, self._offloaded.meter)
+        return OptimizerAccess(self._homes)
 
     # --- running -----------------------------------------------------------------------------------------------------
 
@@ -307,7 +266,7 @@ class OffloadModel(nn.Module):
 
     def statistics(self) -> Statistics:
         """Counts of loads, stores and waits since the model was made."""
-        return self._offloaded.meter.read()
+        return self._homes.meter.read()
 
     def plan(self, batch_rows: int | None = None, *, training: bool = True) -> Plan:
         """The plan of a step: ``print(model.plan())``.
@@ -354,7 +313,7 @@ class OffloadModel(nn.Module):
         """One line about the shards."""
         shards = self._homes.shards
         largest = max(shard.slot_bytes for shard in shards)
-        return f"{len(shards)} shards of at most {shown_bytes(largest)} at home in {self._offloaded.tier.name}"
+        return f"{len(shards)} shards of at most {shown_bytes(largest)} at home in {self._homes.tier.name}"
 
     # --- slots -------------------------------------------------------------------------------------------------------
 
@@ -392,12 +351,15 @@ class OffloadModel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As in torch; with ``store_dtype``, copies of what homes store in a form."""
         found = super().state_dict(*args, **kwargs)
-        show_values(self._homes, self._offloaded.tier, found)
+        show_values(self._homes, found)
         return found
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         if local_metadata.get("assign_to_params_buffers"):
-            refuse_assignment(prefix)
+            raise ValueError(
+                f"expected load_state_dict with assign=False for the OffloadModel {prefix.rstrip('.') or 'itself'!r}, "
+                f"got assign=True: values are copied into the homes of its parameters"
+            )
         store_values(self._homes, self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
@@ -426,16 +388,22 @@ class OffloadModel(nn.Module):
 
     def _apply(self: M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> M:
         """Raises if ``fn`` would move or cast parameters away from their homes; otherwise does nothing."""
-        refuse_moves(self, fn, self.device, self._offloaded.tier)
+        refuse_moves(self, fn, self.device, self._homes.tier)
         return self
 
     def _replicate_for_data_parallel(self) -> Any:
         """Called by ``nn.DataParallel``: refused."""
-        refuse_data_parallel()
+        raise RuntimeError(
+            "expected one device, got an OffloadModel in nn.DataParallel, whose copies would share its homes. Trainers "
+            "make one where they see several GPUs: let them see one (CUDA_VISIBLE_DEVICES=0)"
+        )
 
     def __copy__(self) -> Any:
         """Refused: a shallow copy would share parameters, but their homes belong to one model."""
-        refuse_shallow_copy()
+        raise TypeError(
+            "cannot copy an OffloadModel by copy.copy(): the copy would share parameters, whose homes belong to one "
+            "model; use the model itself, or copy.deepcopy() for another one with homes of its own"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Another model with homes of its own."""
@@ -449,20 +417,20 @@ class OffloadModel(nn.Module):
     def _copied(self, memo: dict[int, Any], *, results: bool = False) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """A function and arguments that make a copy of the model; ``results``: of tensors of a graph, too."""
         offloaded, calls = self._offloaded, self._offloaded.calls
-        refuse_copies(offloaded.arguments)
+        refuse_copies(formed=offloaded.arguments.store_dtype is not None, sharded=offloaded.arguments.mesh is not None)
         # A forward that was set later is around the one of this class.
         own = {key: value for key, value in vars(self).items() if key not in ("_offloaded", "forward")}
         if calls.forward_of_instance is not None:
             own["forward"] = calls.forward_of_instance
         bare = copy_of_bare(self, offloaded.kind, own, offloaded.homes, memo, results=results)
-        arguments = {**offloaded.arguments, "blocks": calls.blocks}
+        arguments = replace(offloaded.arguments, blocks=calls.blocks)
         if calls.apart:
             for name in calls.named:
                 vars(bare.get_submodule(name)).pop("forward", None)
         else:
             cuts = [len(shard.layers) for shard in offloaded.homes.shards]
-            arguments |= {"num_slices": len(cuts), "_cuts": cuts}
-        return _rebuild, (offloaded.base, bare, arguments)
+            arguments = replace(arguments, num_slices=len(cuts), _cuts=cuts)
+        return _rebuild, (bare, arguments)
 
     # --- closing -----------------------------------------------------------------------------------------------------
 
@@ -487,7 +455,8 @@ class OffloadModel(nn.Module):
         home.close()
         homes.closed = True
         self._offloaded.finalizer()
-        _release(self._offloaded.memory_limits)
+        if self._offloaded.memory_limits is not None:
+            self._offloaded.memory_limits.release()
 
 
 def offload(
@@ -607,153 +576,33 @@ def offload(
     in_order = not isinstance(model, nn.Module) or (
         blocks is None and isinstance(model, (nn.Sequential, nn.ModuleList))
     )
-    given_sequential = isinstance(model, nn.Sequential)
+    one_each = in_order and not isinstance(model, nn.Sequential)
     model = _module(model)
-    kind, offloaded_kind = type(model), _class_for(_base, model, in_order=in_order)
-    device = compute_device(device)
-    if device.type == "cuda":
-        complete_copies_of_grad_scalers()  # gradients are in host memory
-    if not in_order and isinstance(memory, MemoryPolicy) and memory.activation_bytes is not None:
-        raise ValueError(
-            f"expected activation_bytes=None with blocks, got activation_bytes={memory.activation_bytes!r}; use larger "
-            f"chunks"
-        )
-    calls = LayersInOrder(model) if in_order else OwnForward(model, blocks, device, param_dtype)
-    named = calls.named
-    parameters = [(f"{k}.{path}", p) for k, layer in named.items() for path, p in layer.named_parameters()]
-    check_storable(parameters, named.values(), device)
-    stored_parts = stored_tensors(named.items())
-    check_separate(stored_parts)
-    quantised = [each.name for each in stored_parts if each.part_of is not None]
-    refused: dict[str, Any] = {"a model with quantised weights": quantised or None, "store_dtype=": store_dtype}
-    mesh = check_mesh(mesh, gradient_divide_factor, device, refused)
-    staying = chosen(named, resident, offload_device, calls.names_outside(model))
-    form = chosen_form(store_dtype, stored_parts, staying, named.values(), offload_device)
-    separate([model])
-    plans = num_slices is None and checkpoint_activation is None and mesh is None
-    # In another form, values of what streams are not those of what stays.
-    finest = num_slices is None and form is None and gradient_dtype is None
-    if not given_sequential if in_order else num_slices is None:
-        num_slices = len(named)
-    check_choices(num_slices, num_microbatches, param_dtype)
-    check_gradient_dtype(gradient_dtype, accumulates=accumulate_in_gradient_dtype)
-    resources = memory_of(memory, plans=plans, mesh=mesh, device=device)
-    recompute = resources.recomputes(checkpoint_activation)
-    _check_splitting(num_microbatches, in_order=in_order, plans=resources.bounds and recompute)
-    ranks = 1 if mesh is None else mesh.size(mesh.ndim - 1)
-    replicas = 1 if mesh is None else mesh.size() // ranks
-    offload_device = absolute_home(offload_device)
-    more = None
-    if finest and isinstance(calls, OwnForward):
-        more = calls.with_more(
-            model,
-            resources,
-            offload_device=offload_device,
-            param_dtype=param_dtype,
-            resident=resident,
-            staying=staying,
-            ranks=ranks,
-            replicas=replicas,
-        )
-    if more is not None:
-        calls, named, num_slices = more, more.named, len(more.named)
-        check_separate(stored_tensors(named.items()))
-    layers = list(named.values())
-    layout, policy, needs = layout_of(
-        resources,
-        layers,
-        num_slices,
-        _cuts,
+    offloaded_kind = _class_for(_base, model, in_order=in_order)
+    arguments = Arguments(
         device=device,
-        on_disk=is_directory(offload_device),
+        offload_device=offload_device,
+        num_slices=num_slices,
+        checkpoint_activation=checkpoint_activation,
+        num_microbatches=num_microbatches,
+        memory=memory,
         param_dtype=param_dtype,
-        outside=bytes_staying([*calls.around.values()], staying, param_dtype),
-        ranks=ranks,
-        replicas=replicas,
-        apart=calls.apart,
-        form=form,
+        store_dtype=store_dtype,
+        pretrained=pretrained,
+        blocks=blocks,
+        mesh=mesh,
+        gradient_divide_factor=gradient_divide_factor,
+        gradient_dtype=gradient_dtype,
+        accumulate_in_gradient_dtype=accumulate_in_gradient_dtype,
+        resident=resident,
+        _cuts=_cuts,
+        _base=_base,
     )
-    stored = {} if pretrained is None else Pretrained.at(pretrained).match({"": model})[0]
-    arguments = {
-        "device": device,
-        "offload_device": offload_device.for_a_copy() if isinstance(offload_device, DiskHome) else offload_device,
-        "num_slices": num_slices,
-        "checkpoint_activation": recompute,
-        "num_microbatches": num_microbatches,
-        "memory": resources,
-        "param_dtype": param_dtype,
-        "store_dtype": store_dtype,
-        "mesh": mesh,
-        "gradient_dtype": gradient_dtype,
-        "accumulate_in_gradient_dtype": accumulate_in_gradient_dtype,
-        "resident": resident,
-    }
-    meter = Meter(device)
-    sharding = None if mesh is None else Sharding(mesh, gradient_divide_factor, meter, device)
-    tier = open_home(offload_device, device, sharding)
     undo = contextlib.ExitStack()
     try:
-        # A failure from here on, such as a full disk or an interrupt, leaves the layers as they were.
-        undo.callback(tier.close)
-        memory_limits = limits_for(resources, layout, needs, device, meter)
-        undo.callback(_release, memory_limits)
-        home = PersistentHome(tier, named, stored, calls.around, sharding)
-        # With a mesh, homes do not hold whole values to restore.
-        every = {*model.parameters()}
-        replaced = {*home.values} if sharding is None else every
-        if form is not None:
-            replaced |= {p for p in every if form.stores(p) and not p.is_meta}  # homes round them
-        undo.callback(Rollback([model], replaced).restore)
-        # A copy that changes the type is converted on the host, which must not block this thread.
-        blocking = tier.blocking_io or param_dtype is not None or form is not None
-        lanes = sharding.open_lanes(device) if sharding else open_lanes(device, blocking_io=blocking)
-        undo.callback(lanes.close)
-        homes = ModelHomes(
-            named,
-            layout.cuts,
-            home.values,
-            policy=policy,
-            device=device,
-            tier=tier,
-            lanes=lanes,
-            meter=meter,
-            recompute=recompute,
-            param_dtype=param_dtype,
-            sharding=sharding,
-            resident=staying,
-            layers_apart=calls.apart,
-            form=form,
-            gradient_dtype=gradient_dtype,
-            accumulates=accumulate_in_gradient_dtype,
-        )
-        calls.join(model, homes, home.values, undo.callback)
-        # Of the homes, to which graphs refer: a backward still runs after the model is collected.
-        shards = [weakref.ref(shard) for shard in homes.shards]
-        close = partial(_close, lanes, tier)
-        finalizer = finalize_here(homes, leave_pending_updates, shards, close)
-        calls.run_by(engine_of(homes, list(named), apart=calls.apart))
-        if memory_limits is not None and recompute:
-            homes.plan_memory(memory_limits, resources.policy)
-        home.begin()
-        micro_batches = MicroBatches(num_microbatches, homes)
-        calls.policy, calls.micro_batches = policy, micro_batches
-        state = Offloaded(
-            kind=kind,
-            base=_base,
-            arguments=arguments,
-            device=device,
-            policy=policy,
-            memory_limits=memory_limits,
-            tier=tier,
-            meter=meter,
-            persistent_home=home,
-            homes=homes,
-            calls=calls,
-            reports=Reports(homes, meter, tier, micro_batches),
-            finalizer=finalizer,
-        )
-        _change(model, kind, offloaded_kind, state, undo.callback)
-        if home.keeps and sharding is None:  # with a mesh, the others might have ended
+        state = construct(model, arguments, undo, in_order=in_order, one_each=one_each)
+        _change(model, offloaded_kind, state, undo.callback)
+        if state.persistent_home.keeps and mesh is None:  # with a mesh, the others might have ended
             atexit.register(_close_at_exit, weakref.ref(model), os.getpid())
         return_freed_memory()
         # Within the try: an interrupt here is the last one that changes the model back.
@@ -807,14 +656,12 @@ def _class_for(base: type[OffloadModel], model: nn.Module, *, in_order: bool) ->
     return made
 
 
-def _change(
-    model: nn.Module, kind: type[nn.Module], offloaded_kind: type[nn.Module], state: Offloaded, undo: Callable[..., Any]
-) -> None:
+def _change(model: nn.Module, offloaded_kind: type[nn.Module], state: Offloaded, undo: Callable[..., Any]) -> None:
     """Makes the model one of ``offloaded_kind``; ``undo`` gets what changes it back."""
     attributes = dict(vars(model))
 
     def back() -> None:
-        object.__setattr__(model, "__class__", kind)
+        object.__setattr__(model, "__class__", state.kind)
         vars(model).clear()
         vars(model).update(attributes)
 
@@ -824,17 +671,8 @@ def _change(
     object.__setattr__(model, "__class__", offloaded_kind)
 
 
-def _rebuild(base: Any, bare: nn.Module, arguments: dict[str, Any]) -> OffloadModel:
-    return offload(bare, **arguments, _base=base)
-
-
-def _check_splitting(num_microbatches: int | None, *, in_order: bool, plans: bool) -> None:
-    """Raises ValueError for ``num_microbatches=None`` where no plan chooses them."""
-    if num_microbatches is None and not (plans and in_order):
-        needed = "layers that are called one after the other"
-        if in_order:
-            needed = "a memory, whose plan chooses them"
-        raise ValueError(f"num_microbatches=None needs {needed}; pass the number of micro-batches")
+def _rebuild(bare: nn.Module, arguments: Arguments) -> OffloadModel:
+    return offload(bare, **vars(arguments))
 
 
 def _close_at_exit(model: weakref.ref[nn.Module], made_in: int) -> None:
@@ -842,13 +680,3 @@ def _close_at_exit(model: weakref.ref[nn.Module], made_in: int) -> None:
     left = model()
     if isinstance(left, OffloadModel) and os.getpid() == made_in:
         left.close()
-
-
-def _release(limits: MemoryLimits | None) -> None:
-    if limits is not None:
-        limits.release()
-
-
-def _close(lanes: Any, tier: Any) -> None:
-    lanes.close()
-    tier.close()

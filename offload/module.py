@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +21,10 @@ from offload.storage import Tier
 from offload.streaming.copies import CopiesOfHomes
 from offload.streaming.stored_values import StoredValues, defers_values, stored_values, values_in_full
 
-__all__ = [
-    "copy_of_bare",
-    "refuse_assignment",
-    "refuse_copies",
-    "refuse_data_parallel",
-    "refuse_moves",
-    "refuse_shallow_copy",
-    "show_values",
-    "store_values",
-]
+__all__ = ["copy_of_bare", "refuse_copies", "refuse_moves", "show_values", "store_values"]
 
 
-def show_values(homes: ModelHomes, tier: Tier, found: dict[str, Any]) -> None:
+def show_values(homes: ModelHomes, found: dict[str, Any]) -> None:
     """Replaces what homes store in a form by the values: copies, which later steps do not change."""
     formed = [(shard, s) for shard in homes.shards for s in shard.formed]
     if not formed:
@@ -47,7 +38,7 @@ def show_values(homes: ModelHomes, tier: Tier, found: dict[str, Any]) -> None:
         by_address: dict[int, Any] = {s.parameter.data_ptr(): StoredValues(shard, s) for shard, s in formed}
     else:
         exact = [shard for shard in homes.shards if any(s.form and s.form.exact for s in shard.formed)]
-        by_address = dict(values_in_full(exact, tier))
+        by_address = dict(values_in_full(exact, homes.tier))
     for name, view in views.items():
         values = by_address.get(view.data_ptr())
         if values is not None and values.shape == view.shape:
@@ -74,14 +65,6 @@ def store_values(homes: ModelHomes, model: nn.Module, state_dict: Any, prefix: s
             shard.sealed = tuple(v + written[s.parameter] for s, v in zip(shard.formed, shard.sealed, strict=True))
 
 
-def refuse_assignment(prefix: str) -> NoReturn:
-    """Raises ValueError for ``load_state_dict(assign=True)``."""
-    raise ValueError(
-        f"expected load_state_dict with assign=False for the OffloadModel {prefix.rstrip('.') or 'itself'!r}, "
-        f"got assign=True: values are copied into the homes of its parameters"
-    )
-
-
 def refuse_moves(model: nn.Module, fn: Callable[[Tensor], Tensor], device: torch.device, tier: Tier) -> None:
     """Raises RuntimeError if ``fn`` would move or cast parameters away from their homes.
 
@@ -102,30 +85,14 @@ def refuse_moves(model: nn.Module, fn: Callable[[Tensor], Tensor], device: torch
             )
 
 
-def refuse_data_parallel() -> NoReturn:
-    """Raises RuntimeError for ``nn.DataParallel``, whose copies would run one engine from several threads."""
-    raise RuntimeError(
-        "expected one device, got an OffloadModel in nn.DataParallel, whose copies would share its homes. Trainers "
-        "make one where they see several GPUs: let them see one (CUDA_VISIBLE_DEVICES=0)"
-    )
-
-
-def refuse_shallow_copy() -> NoReturn:
-    """Raises TypeError for ``copy.copy`` of a model."""
-    raise TypeError(
-        "cannot copy an OffloadModel by copy.copy(): the copy would share parameters, whose homes belong to one model; "
-        "use the model itself, or copy.deepcopy() for another one with homes of its own"
-    )
-
-
-def refuse_copies(arguments: Mapping[str, Any]) -> None:
-    """Raises TypeError for a deep copy or pickle of a model that was made with ``arguments`` that have none."""
-    if arguments["store_dtype"] is not None:
+def refuse_copies(*, formed: bool, sharded: bool) -> None:
+    """Raises TypeError for a deep copy or pickle of a model with homes in a form, or on several ranks."""
+    if formed:
         raise TypeError(
             "cannot copy or pickle an OffloadModel with store_dtype=: layers of their own would have rounded "
             "parameters. Save a checkpoint, and load it into another model"
         )
-    if arguments["mesh"] is not None:
+    if sharded:
         raise TypeError(
             "cannot copy or pickle an OffloadModel with mesh=: each rank stores a part of it. Save it by "
             "torch.distributed.checkpoint, or make another one on all ranks"

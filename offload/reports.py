@@ -12,8 +12,6 @@ from offload.engine.plans.prediction import predict_step
 from offload.engine.plans.row_units import largest_rows
 from offload.planning.estimate import Estimate
 from offload.planning.plan import Plan
-from offload.storage import Tier
-from offload.telemetry.statistics import Meter
 from offload.telemetry.trace import Event
 from pipe.nested import flatten
 
@@ -45,9 +43,8 @@ class MicroBatches:
 class Reports:
     """What a model reports of its steps; the methods are those of :class:`~offload.OffloadModel`."""
 
-    def __init__(self, homes: ModelHomes, meter: Meter, tier: Tier, micro_batches: MicroBatches) -> None:
-        self._homes, self._meter, self._tier = homes, meter, tier
-        self._micro_batches = micro_batches
+    def __init__(self, homes: ModelHomes, micro_batches: MicroBatches) -> None:
+        self._homes, self._micro_batches = homes, micro_batches
 
     def plan(self, batch_rows: int | None, *, training: bool) -> Plan:
         """See :meth:`offload.OffloadModel.plan`."""
@@ -56,15 +53,15 @@ class Reports:
 
     def estimate(self, batch_rows: int) -> Estimate:
         """See :meth:`offload.OffloadModel.estimate`."""
-        homes, rows = self._homes, self._micro_batches.rows(batch_rows)
-        plan = homes.next_plan(rows, training=True)
-        return predict_step(plan, rows, homes, meter=self._meter, tier=self._tier)
+        rows = self._micro_batches.rows(batch_rows)
+        return predict_step(self._homes.next_plan(rows, training=True), rows, self._homes)
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[list[Event]]:
         """See :meth:`offload.OffloadModel.trace`."""
-        tracer = self._meter.tracer
+        meter = self._homes.meter
+        tracer = meter.tracer
         with tracer.recording(self._homes.bytes_at_home) as events:
-            tracer.sample(self._meter.held_bytes)
+            tracer.sample(meter.held_bytes)
             yield events
         tracer.write(path, events)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from offload.arguments import layers_of, names_given, names_taken
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
-from offload.engine.inputs import check_inputs
+from offload.engine.inputs import as_call, refuse_transforms
 from offload.engine.plans.regroup import (
     by_chunk,
     joined,
@@ -24,7 +24,6 @@ from offload.engine.plans.regroup import (
     runs_together,
     split_output,
 )
-from offload.engine.raw_chunk import as_call
 from offload.engine.sequential import measured_activations, run_layers
 from offload.engine.structure import Structure
 from offload.limits import cell_bytes
@@ -33,7 +32,7 @@ from offload.policy import MemoryPolicy
 from offload.reports import MicroBatches
 from pipe.interception import offered
 from pipe.microbatch import check_rows, gather_nested, split_nested
-from pipe.nested import flatten, map_tensors
+from pipe.nested import map_tensors, tensors_in
 
 __all__ = ["LayersInOrder"]
 
@@ -86,7 +85,7 @@ class LayersInOrder:
         if answered is not None:
             return gather_nested(answered)
         self.homes.check_open()
-        check_inputs([flatten(chunk)[0] for chunk in chunks])
+        refuse_transforms(tensors_in(chunks))
         outputs = self._run_layers(chunks)
         check_rows(outputs, (inputs, kwargs))
         return gather_nested(outputs)

@@ -70,6 +70,7 @@ ORDERS = {
         "loading",
         "running",
         "blocks",
+        "construction",
         "model",
         "advise",
         "embedding",

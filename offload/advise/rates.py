@@ -125,7 +125,7 @@ def _steps(home: Any, kind: Any, states: Any, share: float) -> tuple[Meter, int]
             optimizer.zero_grad()
         optimizer.synchronize()
         nbytes = sum(optimizer.state_bytes(shard) for shard in model._homes.shards)
-        return model._offloaded.meter, round(nbytes / share / sum(p.nbytes for p in model.parameters()))
+        return model._homes.meter, round(nbytes / share / sum(p.nbytes for p in model.parameters()))
     finally:
         model.close()
 

@@ -18,9 +18,8 @@ from offload.blocks.find import BlockNames, Blocks, find_blocks, modules_outside
 from offload.engine.chunks import run_chunks
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
-from offload.engine.inputs import refuse_transforms
+from offload.engine.inputs import as_call, refuse_transforms
 from offload.engine.plans.outside import bytes_staying
-from offload.engine.raw_chunk import as_call
 from offload.engine.structure import Structure
 from offload.memory import MemoryArguments, least_bytes
 from offload.planning.budget import GAPS_SHARE

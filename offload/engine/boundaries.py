@@ -23,7 +23,7 @@ from offload.engine.layouts import bytes_of_boundary, take_apart
 from offload.planning.plan import Action, Kind
 from offload.planning.residency import MOVING, WRITES_IN_FLIGHT
 from offload.storage import Scratch
-from offload.streaming.lane import Arrival, CopyLane, error_context
+from offload.streaming.lane import Arrival, CopyLane
 from offload.telemetry.statistics import Meter
 from pipe.freed import WhenFreed
 
@@ -170,7 +170,7 @@ class Boundaries:
 
     def _end_write(self, boundary: _Boundary) -> None:
         assert boundary.arrival is not None
-        with self._meter.waiting("spill"), error_context(f"spilling a boundary to {self._scratch.name}"):
+        with self._meter.waiting("spill", f"spilling a boundary to {self._scratch.name}"):
             # Boundary lane -> compute. Without this, memory of a tensor is freed, and used again, while it is written.
             boundary.arrival.wait()
         self._writing.remove(boundary)
@@ -189,7 +189,7 @@ class Boundaries:
             assert boundary.fetching is not None
             assert boundary.join is not None
             arrival, parts = boundary.fetching
-            with self._meter.waiting("boundary"), error_context(f"reading a boundary from {self._scratch.name}"):
+            with self._meter.waiting("boundary", f"reading a boundary from {self._scratch.name}"):
                 # Boundary lane -> compute. Without this, a cell runs on what has not been read yet.
                 arrival.wait()
             for part in parts:

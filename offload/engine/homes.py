@@ -9,32 +9,24 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from offload.engine.plans.contract import ShardBytes
-from offload.engine.plans.measured import step_model
-from offload.engine.plans.mesh_planner import planner_for
 from offload.engine.plans.outside import LeafBytes, outside_bytes
 from offload.engine.plans.regroup import looks_across_rows
 from offload.engine.plans.row_units import RowUnits
 from offload.engine.plans.steps import Steps
-from offload.engine.plans.stored_form import stored_form
 from offload.engine.references import References
 from offload.engine.structure import Structure
 from offload.engine.weight_writes import AssignedData
-from offload.limits import MemoryLimits
 from offload.mesh.public import PublicParameters
 from offload.mesh.sharding import Sharding
-from offload.planning.explain import Stored
 from offload.planning.peak_memory import OutsideBytes
 from offload.planning.plan import Plan
-from offload.planning.step_model import StepModel
 from offload.policy import MemoryPolicy
 from offload.storage import Tier
 from offload.storage.buffer import has_own_memory
@@ -53,29 +45,23 @@ from offload.telemetry.statistics import Meter
 from pipe.process import check_process
 from pipe.torch_private.autograd import outside_inference_mode
 
-__all__ = ["ModelHomes"]
+__all__ = ["ModelHomes", "ShardBytes"]
 
 
-#: Of a limit of memory, staging buffers of transfers take at most one part in so many.
-STAGING_SHARE = 16
+@dataclass(frozen=True)
+class ShardBytes:
+    """Memory that a shard takes while it rests there."""
 
-
-class Running(Protocol):
-    """What runs the blocks of a model."""
+    weights: int
+    #: From backward until they are set to None, or a pending update has used them.
+    gradients: int
+    #: Of all optimizers; 0 before the first update.
+    states: int
 
     @property
-    def in_forward(self) -> bool:
-        """Whether a forward is running."""
-
-    @property
-    def running(self) -> bool:
-        """Whether a forward or backward is running."""
-
-    def clean_up(self) -> None:
-        """Cancels what an interrupt has left."""
-
-    def held(self) -> Sequence[nn.Parameter]:
-        """The parameters to which it refers."""
+    def total(self) -> int:
+        """The sum of all three."""
+        return self.weights + self.gradients + self.states
 
 
 class ModelHomes:
@@ -143,7 +129,8 @@ class ModelHomes:
         if sharding is not None:
             self.streamer.gradient_offload = sharding.gradient_offload(self.shards, lane=lanes.drain, **given)
         self.device, self.meter = device, meter
-        self._tier, self._lanes = tier, lanes
+        #: Storage of the homes, and what copies.
+        self.tier, self.lanes = tier, lanes
         #: Where shards rest that are not at home: in host memory, or on a device that has memory of its own.
         self._memory = HostTier(device)
         self._on_device = DeviceTier(device) if has_own_memory(device) else None
@@ -176,26 +163,18 @@ class ModelHomes:
         self.made_in = os.getpid()
         self._frozen_weights = 0
         self._engine: Any = lambda: None
-        self._references = References(self.shards)
+        self._backward: Any = lambda: None
+        self.references = References(self.shards)
 
-    @property
-    def scratch(self) -> Any:
-        """Where boundaries are written if memory is too small for them; None: they stay."""
-        return self._tier.scratch()
-
-    @property
-    def boundary_lane(self) -> Any:
-        """The lane that moves boundaries."""
-        return self._lanes.boundary
-
-    def run_by(self, engine: Running) -> None:
+    def run_by(self, engine: Any) -> None:
         """Notes the engine that runs the blocks, and counts the references to parameters."""
-        self._engine = weakref.ref(engine)  # it refers to this object
+        self._engine, self._backward = weakref.ref(engine), weakref.ref(engine.backward)  # they refer to this object
         this = weakref.ref(engine)
 
         def in_pass() -> bool:
             engine = this()
-            return engine is not None and engine.in_forward  # backwards of several models run in one of autograd
+            # Backwards of several models run in one of autograd.
+            return engine is not None and engine.backward.forward is not None
 
         def clean_up() -> None:
             engine = this()
@@ -204,13 +183,13 @@ class ModelHomes:
 
         self.streamer.in_pass, self.streamer.clean_up = in_pass, clean_up
         stored = [s.parameter for layer in self.layer_homes.places for s in layer]
-        self._references = References(self.shards, [*stored, *engine.held()])
+        self.references = References(self.shards, [*stored, *engine.held()])
 
     @property
     def busy(self) -> bool:
         """Whether a forward or backward is running."""
-        engine = self._engine()
-        return engine is not None and engine.running
+        engine, backward = self._engine(), self._backward()  # which goes on after the model was deleted
+        return (engine is not None and engine.running) or (backward is not None and backward.runs)
 
     @property
     def weights_are_frozen(self) -> bool:
@@ -232,10 +211,6 @@ class ModelHomes:
         """Begins to load the first shards of the next pass, unless a pass is running."""
         if not self.busy:
             self.streamer.prefetch(self.streamer.backward_order if backward else range(len(self.shards)))
-
-    def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool:
-        """See :meth:`.References.held_elsewhere`; ``known`` is without the engine's own graphs."""
-        return self._references.held_elsewhere(known, views)
 
     # --- what is outside of the shards ------------------------------------------------------------------------------
 
@@ -262,11 +237,6 @@ class ModelHomes:
         )
 
     # --- where shards rest ------------------------------------------------------------------------------------------
-
-    @property
-    def staging_bytes(self) -> int:
-        """See :attr:`.Tier.staging_bytes`."""
-        return self._tier.staging_bytes
 
     @property
     def plans(self) -> bool:
@@ -327,10 +297,10 @@ class ModelHomes:
         if self.busy:
             raise RuntimeError("expected no running forward or backward, but shards were to be moved within one")
         in_place = on_device if self._on_device is not None else in_host
-        elsewhere: dict[int, Tier] = dict.fromkeys(in_host, self._memory) if self._tier.blocking_io else {}
+        elsewhere: dict[int, Tier] = dict.fromkeys(in_host, self._memory) if self.tier.blocking_io else {}
         if self._on_device is not None:
             elsewhere |= dict.fromkeys(on_device, self._on_device)
-        moving = any(s.home is not None and s.tier is not elsewhere.get(s.index, self._tier) for s in self.shards)
+        moving = any(s.home is not None and s.tier is not elsewhere.get(s.index, self.tier) for s in self.shards)
         in_place = frozenset(j for j in in_place if self.shards[j].may_bind_in_place)
         if not moving and in_place == self.streamer.in_place():
             return  # updates stay pending
@@ -339,7 +309,7 @@ class ModelHomes:
         self.streamer.release()
         optimizers = self.streamer.gradient_offload.optimizers
         with error_context("moving shards between file and memory"):
-            moves = move_homes(self.shards, self._tier, elsewhere, optimizers)
+            moves = move_homes(self.shards, self.tier, elsewhere, optimizers)
 
         @torch.no_grad()
         def commit() -> None:
@@ -392,7 +362,7 @@ class ModelHomes:
         """Writes the weights of shards that rest in memory to their files."""
         for shard in self.shards:
             if shard.file is not None and shard.home is not None:
-                with error_context(f"writing shard {shard.index} to {self._tier.name}"):
+                with error_context(f"writing shard {shard.index} to {self.tier.name}"):
                     shard.file.write(shard.home.tensor, 0)
 
     def bytes_in_memory(self) -> list[ShardBytes]:
@@ -407,15 +377,6 @@ class ModelHomes:
             for shard in self.shards
         ]
 
-    def plan_memory(self, limits: MemoryLimits, policy: MemoryPolicy) -> None:
-        """Chooses the plans of steps by what they measure, within the limits, if the policy leaves anything open."""
-        if not policy.plans:
-            return
-        if not has_own_memory(self.device):
-            self._tier.limit_staging(limits.device_bytes // STAGING_SHARE)
-        self.steps.reserve(self.public, self.public.buffer_bytes)
-        self.steps.planner = planner_for(limits, policy, self)
-
     def microbatches(self, rows: int, units: float | None = None) -> int:
         """Micro-batches of a training batch of so many rows: as few as fit; 1 where the result would be another.
 
@@ -429,29 +390,15 @@ class ModelHomes:
         layers = [layer for shard in self.shards for layer in shard.layers]
         if (draws and not planner.may_draw_otherwise) or looks_across_rows(layers):
             return 1
-        return planner.microbatches(rows, rows if units is None else units)
+        count: int = planner.microbatches(rows, rows if units is None else units)
+        return count
 
     def memory_report(self) -> MemoryReport:
         """See :meth:`OffloadModel.memory_report <offload.OffloadModel.memory_report>`."""
         if self.steps.planner is None:
             raise RuntimeError("expected a model with memory=..., whose plan is chosen; this one has no limit")
-        return self.steps.planner.report()
-
-    def measured(self, rows: Sequence[float]) -> StepModel:
-        """What is known of a step on micro-batches of so many rows."""
-        resting = {j: each.weights + each.states for j, each in enumerate(self.bytes_in_memory())}
-        exchange = self.public.exchange_bytes()
-        reducing = 0 if exchange is None else exchange.outside
-        outside = replace(self.outside_bytes(), activations=self.steps.around_bytes(rows), reducing=reducing)
-        known: dict[str, Any] = {"meter": self.meter, "tier": self._tier, "device": self.device}
-        known |= {"slots": self.streamer.slots, "own_slots": self.streamer.own_slots}
-        known["movable"] = self.streamer.in_place() | {shard.index for shard in self.shards if self.may_rest(shard)}
-        known["buffer_bytes"] = self.streamer.gradient_offload.optimizers.buffer_bytes()
-        return step_model(self.shards, self.steps, rows, resting, outside=outside, exchange=exchange, **known)
-
-    def stored(self) -> Stored | None:
-        """How it stores what it trains; None where no form of fewer bytes is known to work."""
-        return stored_form(self.shards, self.streamer.gradient_offload.optimizers, self._tier)
+        report: MemoryReport = self.steps.planner.report()
+        return report
 
     def bytes_at_home(self) -> int:
         """Bytes of stored parameters and gradients."""

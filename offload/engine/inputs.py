@@ -1,26 +1,26 @@
-"""Checks what enters the first shard of a model, before a forward begins."""
+"""What enters a model: calls of chunks, and what refuses to enter."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from offload.engine.layouts import refuse_hidden, refuse_strided_nested
 from pipe.torch_private.tracing import transform_under_way
 
-__all__ = ["check_inputs", "refuse_transforms"]
+__all__ = ["as_call", "refuse_transforms"]
 
 
-def check_inputs(inputs: Sequence[Sequence[Any]]) -> None:
-    """Raises TypeError or RuntimeError for flat ``inputs`` of micro-batches that cannot be streamed."""
-    tensors = [x for leaves in inputs for x in leaves if isinstance(x, Tensor)]
-    refuse_transforms(tensors)
-    for x in tensors:
-        refuse_strided_nested(x, "an input of the model")
-    for leaves in inputs:
-        refuse_hidden(leaves, "an input of the model")
+def as_call(i: int, chunk: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Chunk ``i`` as arguments and keyword arguments of the model. Raises TypeError for what is neither."""
+    if isinstance(chunk, Tensor):
+        return (chunk,), {}
+    if isinstance(chunk, tuple) and len(chunk) == 2:
+        args, kwargs = chunk
+        if isinstance(args, (tuple, list)) and isinstance(kwargs, dict):
+            return tuple(args), kwargs
+    raise TypeError(f"expected a tensor or (args, kwargs) as chunk {i}, got {type(chunk).__name__}")
 
 
 def refuse_transforms(tensors: Iterable[Tensor]) -> None:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload.engine.raw_chunk import tensors_inside
 from pipe.nested import COMPRESSED
 
-__all__ = ["Parts", "bytes_of_boundary", "fitting", "refuse_hidden", "refuse_strided_nested", "take_apart"]
+__all__ = ["Parts", "bytes_of_boundary", "take_apart"]
 
 
 @dataclass(frozen=True)
@@ -86,37 +84,3 @@ def bytes_of_boundary(tensor: Tensor) -> int:
         return tensor.numel() * tensor.element_size()
     parts = take_apart(tensor).tensors
     return sum(part.numel() * part.element_size() for part in parts) if parts else int(tensor.numel()) * tensor.itemsize
-
-
-def fitting(gradient: Tensor, output: Tensor) -> Tensor:
-    """The gradient of an output, in the form that its recomputed equal accepts.
-
-    Jagged tensors fit only if they share their offsets, and a recomputed output has new ones.
-    """
-    if not (gradient.is_nested and output.is_nested and gradient.layout is torch.jagged):
-        return gradient.to(output.device)
-    joined = _jagged(output.detach()).join([gradient.values().to(output.device)])
-    return joined
-
-
-def refuse_hidden(leaves: Sequence[Any], where: str) -> None:
-    """Raises TypeError for an object that holds tensors with a graph, and is not a container registered with pytree.
-
-    Such a graph cannot be cut between shards, since the tensors in the object are unknown.
-    """
-    for leaf in leaves:
-        if any(tensor.requires_grad for tensor in tensors_inside(leaf)):
-            raise TypeError(
-                f"expected tensors in tuples, lists, dicts or registered containers ({where}), got a "
-                f"{type(leaf).__name__} that holds tensors with gradients; return a tuple or a dict, or register the "
-                f"type: torch.utils._pytree.register_pytree_node({type(leaf).__name__}, ...)"
-            )
-
-
-def refuse_strided_nested(tensor: Tensor, where: str) -> None:
-    """Raises TypeError for a nested tensor of the strided layout, which an autograd function cannot return."""
-    if tensor.is_nested and tensor.layout is torch.strided:
-        raise TypeError(
-            f"expected dense, sparse or jagged tensors, got a nested tensor of the strided layout ({where}), whose "
-            f"graph cannot be cut between shards; make it with layout=torch.jagged"
-        )

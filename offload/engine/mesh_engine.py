@@ -24,10 +24,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from offload.engine.cell import Block
+from offload.engine.backward import Backward
+from offload.engine.block import Block
 from offload.engine.engine import Engine
-from offload.engine.passes import before
+from offload.engine.homes import ModelHomes
+from offload.engine.passes import Slots, before
 from offload.engine.visit import Visit
+from offload.engine.weights import Weights
+from offload.mesh.gradients import MeshGradientOffload
 from offload.mesh.sharded import MeshParameters, ShownParameter
 from offload.planning.plan import Kind
 from pipe.freed import Life
@@ -65,103 +69,44 @@ class _Outside(torch.autograd.Function):
         return (None, None, *(None for _ in gradients))
 
 
-class MeshEngine(Engine):
-    """Runs blocks whose weights are gathered from the ranks of a mesh."""
+class MeshBackward(Backward):
+    """The backwards of a model that ranks share."""
 
-    has_ranks = True
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        assert isinstance(self._owner.public, MeshParameters)
-        self._public = self._owner.public
-        self._ranks = self._public.ranks
-        self._public.refuse_leaves()
-        #: Of blocks that the model's forward calls, by identity.
-        self._names = {id(block): name for block, name in zip(self.numbered, self._owner.blocks, strict=False)}
+    def __init__(self, homes: ModelHomes, weights: Sequence[Weights], slots: Slots) -> None:
+        super().__init__(homes, weights, slots)
+        assert isinstance(homes.public, MeshParameters)
+        assert isinstance(self.streamer.gradient_offload, MeshGradientOffload)
+        self._public, self._ranks = homes.public, homes.public.ranks
+        self._gradients = self.streamer.gradient_offload
         self._way: _Way | None = None
         #: While a backward runs: what ends the context in which modules hold whole parameters.
         self._whole = contextlib.ExitStack()
         #: Gradients of this rank of what each rank stores whole.
         self._outside: dict[nn.Parameter, Tensor] = {}
-        #: By whether gradients are enabled: whether a forward has run, whose order is expected of the next one.
-        self._ran: set[bool] = set()
         #: Of the running backward: whether ranks have compared it, and whether it stores gradients.
         self._agreed = self._stores = False
 
-    def _cancel(self) -> None:
-        super()._cancel()
+    def abort(self) -> None:
+        """See :meth:`Backward.abort`."""
+        super().abort()
         self._way = None
         self._outside.clear()
         self._whole.close()
 
-    # --- forward ------------------------------------------------------------------------------------------------
-
-    def _find(self) -> None:
-        with self._public.whole():
-            super()._find()
-
-    def _check_structure(self) -> None:
-        self._public.take_settings()
-        super()._check_structure()
-
-    def _run_pass(self, run: Callable[[], T]) -> T:
-        with self._public.in_layers():
-            training = torch.is_grad_enabled()
-            assert self._pass is not None
-            self._pass.forward.guesses = bool(self.numbered) and training not in self._ran
-            words = ["with-gradients" if training else "without-gradients", *self._words_of(self._orders[training])]
-            self._public.begin_forward(" ".join(words))
-            result = run()
-            self._ran.add(training)
-            return result
-
-    def _run(self, block: Block, call: Callable[..., Any], *args: Any) -> Any:
-        return super()._run(block, partial(self._telling, call), *args)
-
-    def _telling(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a block, in forward or in backward; other ranks are told what it raises."""
-        try:
-            return call(*args, **kwargs)
-        except Exception as error:
-            self._ranks.raised(error)
-            raise
-
-    def _words_of(self, order: Sequence[int]) -> list[str]:
+    def words_of(self, order: Sequence[int]) -> list[str]:
+        """What ranks compare: an order of shards, and those in slots."""
         slots = [f"one-of-{self.streamer.slots}-slots-has-shard-{j}" for j in self.streamer.loaded]
         return [*(f"shard-{j}" for j in order), *slots]
 
-    def _leave_order(self, block: Block) -> None:
-        assert self._pass is not None
-        self._public.leave_order(self._names.get(id(block), block.name), len(self._pass.forward.uses))
-
-    @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        """See :meth:`Engine.computing`."""
-        with self._public.whole(), self._public.outside_as(self._outside_values):
-            yield
-
-    def _outside_values(self, trained: list[ShownParameter]) -> Sequence[Tensor]:
-        whole = [p.whole for p in trained]
-        if not whole or not torch.is_grad_enabled():
-            return whole
-        assert self._pass is not None
-        taker = _Taker(self, trained, weakref.ref(self._pass.life))
-        values: Sequence[Tensor] = _Outside.apply(  # type: ignore[no-untyped-call]
-            taker, whole, *[p.shown for p in trained]
-        )
-        return values
-
-    # --- backward -----------------------------------------------------------------------------------------------
-
-    def _begin_backward(self) -> None:
+    def _begin(self) -> None:
         self._whole.enter_context(self._public.whole())
         self._way, self._agreed, self._stores = None, False, accumulates_everywhere()
 
-    def _use_in_backward(self, visit: Visit) -> None:
+    def _use(self, visit: Visit) -> None:
         j, way = visit.weights.shard.index, self._way
         if way is None or way.uses is not visit.uses:
             self._finish_way()
-            place = self._agree(self._words_of(visit.uses), _last(visit.uses, j, len(visit.uses)))
+            place = self._agree(self.words_of(visit.uses), _last(visit.uses, j, len(visit.uses)))
             self._way = way = _Way(visit.uses, place)
         if way.uses[way.place] != j:
             place = _last(way.uses, j, way.place)
@@ -169,7 +114,7 @@ class MeshEngine(Engine):
                 self._public.leave_order(f"shard {j} in backward", way.place)
             else:
                 self._go_on(way, place)
-        self._slots.use(j, before(way.uses, way.place))
+        self.slots.use(j, before(way.uses, way.place))
 
     def _agree(self, words: Sequence[str], place: int = -1) -> int:
         self._agreed = True
@@ -178,19 +123,19 @@ class MeshEngine(Engine):
     def _go_on(self, way: _Way, place: int) -> None:
         """Takes part in what other ranks do with the shards before that at ``place``."""
         while way.place > place:
-            self._slots.use(way.uses[way.place], before(way.uses, way.place))
+            self.slots.use(way.uses[way.place], before(way.uses, way.place))
             self._leave_empty(way)
             way.place -= 1
 
     def _leave_empty(self, way: _Way) -> None:
         j = way.uses[way.place]
-        if self._stores and j not in way.left and j not in way.uses[: way.place] and self._weights[j].trained:
-            self._reduce(way, j, [None] * len(self._weights[j].parameters))
+        if self._stores and j not in way.left and j not in way.uses[: way.place] and self.weights[j].trained:
+            self._reduce(way, j, [None] * len(self.weights[j].parameters))
 
-    def _backward_failed(self, backward: weakref.ref[Any]) -> None:
-        if self._backward is backward:
+    def _failed(self, backward: weakref.ref[Any]) -> None:
+        if self._running is backward:
             self._ranks.raised(RuntimeError("a backward of this model failed"))
-        super()._backward_failed(backward)
+        super()._failed(backward)
 
     def _finish_way(self) -> None:
         way = self._way
@@ -202,16 +147,16 @@ class MeshEngine(Engine):
     def _reduce(self, way: _Way | None, j: int, gradients: list[Tensor | None]) -> None:
         if way is not None:
             way.left.add(j)
-        if self._slots.act is not None:
-            self._slots.act(Kind.DRAIN, j)
-        self.streamer.gradient_offload.drain(self.streamer.shards[j], gradients)
-        if self._updates:
+        if self.slots.act is not None:
+            self.slots.act(Kind.DRAIN, j)
+        self._gradients.drain(self.streamer.shards[j], gradients)
+        if self.updates:
             self.streamer.update_in_backward(j)
 
-    def _leave(
+    def leave(
         self, visit: Visit, accumulators: Sequence[Any], gradients: list[Tensor | None]
     ) -> Sequence[Tensor | None]:
-        self._views_in_backward(visit)
+        self.views(visit)
         if visit.step is not None:
             visit.step.end_cell()
         weights = visit.weights
@@ -247,7 +192,7 @@ class MeshEngine(Engine):
         gradients: Sequence[Tensor | None],
     ) -> None:
         """Called in backward with the gradients of what is outside of the blocks; ``life``: of the forward."""
-        self._enter_backward(None, None, life)
+        self.enter(None, None, life)
         self._refuse_requests(accumulators, [p.whole for p in parameters])
         for p, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None and self._stores and p.whole.requires_grad:
@@ -263,7 +208,7 @@ class MeshEngine(Engine):
 
     def _store_returned(self) -> None:
         whole, self._outside = self._outside, {}
-        for p, gradient in self.streamer.gradient_offload.pop_returned().items():
+        for p, gradient in self._gradients.take_whole().items():
             whole[p] = gradient if p not in whole else whole[p] + gradient
         if self._stores:
             self._public.store_replicated(whole)
@@ -271,14 +216,74 @@ class MeshEngine(Engine):
         self._whole.close()
 
 
-class _Taker:
-    """What a graph calls with the gradients of what is outside of the blocks."""
+class MeshEngine(Engine):
+    """Runs blocks whose weights are gathered from the ranks of a mesh."""
 
-    def __init__(self, engine: MeshEngine, parameters: list[ShownParameter], life: weakref.ref[Life]) -> None:
-        self._engine, self._parameters, self._life = engine, parameters, life
+    has_ranks = True
+    backward_kind = MeshBackward
+    backward: MeshBackward
 
-    def __call__(self, accumulators: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
-        self._engine.take_outside(self._parameters, self._life, accumulators, gradients)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert isinstance(self._homes.public, MeshParameters)
+        self._public = self._homes.public
+        self._public.refuse_leaves()
+        #: Of blocks that the model's forward calls, by identity.
+        self._names = {id(block): name for block, name in zip(self.numbered, self._homes.blocks, strict=False)}
+        #: By whether gradients are enabled: whether a forward has run, whose order is expected of the next one.
+        self._ran: set[bool] = set()
+
+    def _find(self) -> None:
+        with self._public.whole():
+            super()._find()
+
+    def _check_structure(self) -> None:
+        self._public.take_settings()
+        super()._check_structure()
+
+    def _run_pass(self, run: Callable[[], T]) -> T:
+        with self._public.in_layers():
+            training = torch.is_grad_enabled()
+            assert self.backward.forward is not None
+            self.backward.forward.order.guesses = bool(self.numbered) and training not in self._ran
+            words = self.backward.words_of(self._orders[training])
+            self._public.begin_forward(" ".join(["with-gradients" if training else "without-gradients", *words]))
+            result = run()
+            self._ran.add(training)
+            return result
+
+    def run(self, block: Block, call: Callable[..., Any], *args: Any) -> Any:
+        """See :meth:`Engine.run`."""
+        return super().run(block, partial(self._telling, call), *args)
+
+    def _telling(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a block, in forward or in backward; other ranks are told what it raises."""
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            self._public.ranks.raised(error)
+            raise
+
+    def _leave_order(self, block: Block) -> None:
+        assert self.backward.forward is not None
+        self._public.leave_order(self._names.get(id(block), block.name), len(self.backward.forward.order.uses))
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """See :meth:`Engine.computing`."""
+        with self._public.whole(), self._public.outside_as(self._outside_values):
+            yield
+
+    def _outside_values(self, trained: list[ShownParameter]) -> Sequence[Tensor]:
+        whole = [p.whole for p in trained]
+        if not whole or not torch.is_grad_enabled():
+            return whole
+        assert self.backward.forward is not None
+        taker = partial(self.backward.take_outside, trained, weakref.ref(self.backward.forward.life))
+        values: Sequence[Tensor] = _Outside.apply(  # type: ignore[no-untyped-call]
+            taker, whole, *[p.shown for p in trained]
+        )
+        return values
 
 
 def _last(uses: Sequence[int], j: int, end: int) -> int:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload.engine.homes import ModelHomes
 from offload.engine.layouts import bytes_of_boundary
 from offload.engine.plans.row_units import largest_rows, rounded_up
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
@@ -21,7 +23,7 @@ from offload.planning.plan import Action, Kind, Plan
 from offload.streaming.shard import Shard
 from pipe.nested import tensors_in
 
-__all__ = ["ObservedStep", "Recorder"]
+__all__ = ["CellPlace", "ObservedStep", "Recorder"]
 
 #: Steps of each size in which saved tensors are recorded.
 STEPS_RECORDED = 3
@@ -74,6 +76,17 @@ class Recorder:
         return found
 
 
+@dataclass(frozen=True)
+class CellPlace:
+    """Block ``k`` of the ``blocks`` of shard ``j``, for micro-batch ``i``; whether it keeps a graph."""
+
+    j: int
+    k: int
+    blocks: int
+    i: int
+    kept: bool
+
+
 class ObservedStep:
     """One forward, with its backward if it has one.
 
@@ -84,7 +97,7 @@ class ObservedStep:
         idle: whether no earlier forward waits for its backward.
     """
 
-    def __init__(self, homes: Any, leaves: Sequence[Sequence[Any]], *, training: bool, idle: bool) -> None:
+    def __init__(self, homes: ModelHomes, leaves: Sequence[Sequence[Any]], *, training: bool, idle: bool) -> None:
         self._homes, self._steps, self._meter = homes, homes.steps, homes.meter
         self.training = training
         units = homes.row_units
@@ -93,10 +106,11 @@ class ObservedStep:
         rounded = [*map(rounded_up, self.rows, samples)]
         if training:
             self._meter.begin_step()
-            if self._steps.planner is not None and self._steps.planner.awaits_first_step:
-                tensors = {id(x): x for each in leaves for x in tensors_in(each)}.values()
-                self._steps.planner.check_first(sum(map(bytes_of_boundary, tensors)))
-        self.planned = self._steps.begin(self.rows, rounded, samples=sum(samples), training=training, idle=idle)
+            if (planner := self._steps.planner) is not None:
+                planner.check_first(leaves)
+                rounded = [*planner.begin_rounded(self.rows, rounded, samples=sum(samples), idle=idle)]
+        #: The sizes for which it is planned.
+        self.planned = rounded
         first = homes.first_trainable()
         self.kept = self._steps.kept_cells(self.rows, first) if training else frozenset()
         self.actions: list[Action] = []
@@ -105,7 +119,7 @@ class ObservedStep:
         self._to_update = set(self.pending)
         self.resident = homes.streamer.resident()
         self._open: contextlib.AbstractContextManager[None] | None = None
-        self._cell: tuple[str, int, int, int] | None = None
+        self._cell: CellPlace | None = None
         self._ended = False
         #: Of the cell that runs forward: the tensors that have entered its blocks, and their bytes.
         self._entered: dict[int, int] = {}
@@ -124,12 +138,12 @@ class ObservedStep:
             self._return_excess()
         self.actions.append(Action(kind, j, i))
 
-    def enter(self, j: int, k: int, i: int, value: Any) -> None:
-        """Called with what enters block ``k`` of a cell."""
+    def enter(self, cell: CellPlace, block: int, value: Any) -> None:
+        """Called with what enters a cell; ``block``: the number of its block in the model."""
+        j, k, i = cell.j, cell.k, cell.i
         tensors = {id(x): bytes_of_boundary(x) for x in tensors_in(value)}
         if j == 0 and k == 0:
-            around = sum(tensors.values()) if self._homes.blocks else 0
-            self._steps.record_around("entered", self.rows[i], around)
+            self._steps.around_per_row = sum(tensors.values()) / (self.rows[i] or 1) if self._homes.blocks else 0.0
         # What several blocks of a shard get, such as a mask, is one boundary of the first.
         entered = {} if k == 0 else self._entered
         new = sum(nbytes for key, nbytes in tensors.items() if key not in entered)
@@ -142,8 +156,9 @@ class ObservedStep:
             self._steps.record_boundary(j, self.rows[i], self._boundary_bytes)
         if j and k == 0:
             self._steps.record_gradient(j, self.rows[i], new)
+        self._code_before(block, value)
 
-    def code_before(self, block: int, value: Any) -> None:
+    def _code_before(self, block: int, value: Any) -> None:
         """Called with what enters a block, or leaves a forward: notes which parameters the code before it uses.
 
         Autograd adds their gradients in one buffer each, which is made by the last code that uses it.
@@ -166,25 +181,24 @@ class ObservedStep:
             self._nodes.add(node)
             nodes += [following for following, _ in node.next_functions]
 
-    def passed(self, value: Any) -> None:
-        """Called with what leaves a block: the code behind it ends there."""
-        if self._homes.outside:
-            self._nodes.update(x.grad_fn for x in tensors_in(value) if x.grad_fn is not None)
-
     def end_forward(self, value: Any) -> None:
         """Called with the result of the forward."""
         if self._homes.blocks:
-            self.code_before(len(self._homes.blocks), value)
+            self._code_before(len(self._homes.blocks), value)
             self._homes.leaf_gradients.clear()
             self._homes.leaf_gradients.update(self._used_outside)
         self._nodes = set()
 
-    def leave(self, i: int, value: Any) -> None:
-        """Called with the output of the last block of a micro-batch."""
+    def leave(self, cell: CellPlace, value: Any) -> None:
+        """Called with the output of a cell: the code behind it ends there."""
+        tensors = tensors_in(value)
+        if self._homes.outside:
+            self._nodes.update(x.grad_fn for x in tensors if x.grad_fn is not None)
         j = len(self._homes.shards)
-        nbytes = sum({id(x): bytes_of_boundary(x) for x in tensors_in(value)}.values())
-        self._steps.record_boundary(j, self.rows[i], nbytes)
-        self._steps.record_gradient(j, self.rows[i], nbytes)
+        if cell.j == j - 1 and cell.k == cell.blocks - 1:
+            nbytes = sum({id(x): bytes_of_boundary(x) for x in tensors}.values())
+            self._steps.record_boundary(j, self.rows[cell.i], nbytes)
+            self._steps.record_gradient(j, self.rows[cell.i], nbytes)
 
     def recorder(self, shard: Shard, i: int, memory: Tensor | None, kept: bool) -> Recorder | None:
         """Records what a cell saves, in the first steps of its size."""
@@ -195,31 +209,34 @@ class ObservedStep:
         seen[key] = seen.get(key, 0) + 1
         return Recorder(shard, memory)
 
-    def record(self, recorder: Recorder, j: int, k: int, i: int, entered: Any, *, kept: bool, hidden: int) -> None:
+    def record(self, recorder: Recorder, cell: CellPlace, entered: Any, *, keeps: bool, hidden: int) -> None:
         """Called after the forward of a cell with what it saved, and the bytes that its graph holds besides."""
-        own = [] if kept else tensors_in(entered)
-        saved = recorder.saved_tensors(own)
-        profile = MemoryProfile(self.rows[i], saved)
-        self._meter.record_memory_profile(j, profile, keeps=kept, continues=k > 0)
-        if not kept:
+        rows, saved = self.rows[cell.i], recorder.saved_tensors([] if keeps else tensors_in(entered))
+        self._meter.record_memory_profile(cell.j, MemoryProfile(rows, saved), keeps=keeps, continues=cell.k > 0)
+        if not keeps:
             nbytes = sum(recorder.nbytes.values()) + hidden
-            self._steps.record_graph(j, k, nbytes / (self.rows[i] or 1))
+            self._steps.graph_per_row.setdefault(cell.j, {})[cell.k] = nbytes / (rows or 1)
 
-    def record_selected(self, j: int, k: int, i: int, nbytes: int) -> None:
+    def record_selected(self, cell: CellPlace, nbytes: int) -> None:
         """Called with the bytes that a recomputed cell keeps."""
-        self._steps.record_selected(j, k, nbytes / (self.rows[i] or 1))
+        self._steps.selected_per_row.setdefault(cell.j, {})[cell.k] = nbytes / (self.rows[cell.i] or 1)
 
-    def forward(self, kind: Kind, j: int, k: int, blocks: int, i: int) -> contextlib.AbstractContextManager[None]:
+    def forward(self, cell: CellPlace) -> contextlib.AbstractContextManager[None]:
         """A context for a cell in forward."""
-        if k == 0:
-            if j in self._to_update:  # a shard in memory that was updated when its parameters were read
-                self.act(Kind.UPDATE, j)
-            self.act(kind, j, i)
+        kind = Kind.FORWARD_KEPT if cell.kept else Kind.FORWARD
+        if cell.k == 0:
+            if cell.j in self._to_update:  # a shard in memory that was updated when its parameters were read
+                self.act(Kind.UPDATE, cell.j)
+            self.act(kind, cell.j, cell.i)
+        return self._timed(kind, cell, cell.k)
+
+    def _timed(self, kind: Kind, cell: CellPlace, step: int) -> contextlib.AbstractContextManager[None]:
         self._return_excess()
-        cell: contextlib.AbstractContextManager[None] = self._meter.cell(
-            kind.value, j, i, self.rows[i], step=k, steps=blocks
+        rows = self.rows[cell.i]
+        timed: contextlib.AbstractContextManager[None] = self._meter.cell(
+            kind.value, cell.j, cell.i, rows, step=step, steps=cell.blocks
         )
-        return cell
+        return timed
 
     def _return_excess(self) -> None:
         if self.training and self._steps.planner is not None:
@@ -231,17 +248,17 @@ class ObservedStep:
         self.actions += [Action(Kind.EVICT, j) for j in sorted(left - found)]
         self.actions += [Action(Kind.LOAD, j) for j in sorted(found - left)]
 
-    def is_at(self, kind: Kind, j: int, k: int, i: int) -> bool:
+    def is_at(self, cell: CellPlace) -> bool:
         """Whether the backward of this cell has begun last."""
-        return (kind.value, j, k, i) == self._cell
+        return cell is self._cell
 
-    def backward(self, kind: Kind, j: int, k: int, blocks: int, i: int) -> None:
+    def backward(self, cell: CellPlace) -> None:
         """Called when the backward of a cell begins; that of the one before has ended."""
-        if k == blocks - 1:
-            self.act(kind, j, i)
-        self._cell = kind.value, j, k, i
-        self._return_excess()
-        self._open = self._meter.cell(kind.value, j, i, self.rows[i], step=blocks - 1 - k, steps=blocks)
+        kind = Kind.BACKWARD_KEPT if cell.kept else Kind.BACKWARD
+        if cell.k == cell.blocks - 1:
+            self.act(kind, cell.j, cell.i)
+        self._cell = cell
+        self._open = self._timed(kind, cell, cell.blocks - 1 - cell.k)
         self._open.__enter__()
 
     def end_cell(self) -> None:

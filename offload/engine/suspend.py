@@ -2,6 +2,9 @@
 
 Each chunk's forward has a thread, of which one runs at a time: it runs until its forward calls a block, hands over the
 arguments, and waits for the output. So local variables, loops and contexts of the forward stay as they are.
+
+Limit: a thread has torch's settings and the context variables of the caller, but not what that keeps in a
+``threading.local``.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from offload.mesh.public import PublicParameters
-from offload.storage import Block
 from offload.streaming.quantised import refresh
 from offload.streaming.shard import Shard
 from offload.streaming.slot_pool import SlotPool
@@ -43,7 +42,6 @@ class Weights:
         self.parameters = shard.parameters
         #: The parameters that users see, which are the leaves of their graphs.
         self.leaves = self.parameters if public is None else public.for_autograd(self.parameters)
-        self._homes: list[Block | None] | None = None
         self._stay: list[bool] | None = None
         #: Values that modules have in place of parameters; an interrupt may keep a context from taking them out.
         self._open: list[_Bound] = []
@@ -108,21 +106,9 @@ class Weights:
         slots.count_views(slot, storage_uses(slot) - before)
         return views
 
-    def at_home(self) -> bool:
-        """Whether parameters are on the memory of their homes: no other ``data`` was assigned."""
-        return [self.owners[k][1].parameter.data_ptr() for k in self.streamed] == self._addresses()
-
     def homes_moved(self) -> None:
-        """Called when homes have moved: what they were is to be freed."""
-        self._homes = self._stay = None
-
-    def _addresses(self) -> list[int]:
-        homes = [owner.home for owner, _ in self.owners]
-        if self._homes != homes:  # made anew where shards move between files and memory
-            self._homes = homes
-            bases = [0 if home is None else home.tensor.data_ptr() for home in homes]
-            self._at = [bases[k] + self.owners[k][1].offset if self.owners[k][1].nbytes else 0 for k in self.streamed]
-        return self._at
+        """Called when homes have moved."""
+        self._stay = None
 
     def cast_dtypes(self, values: Sequence[Tensor]) -> str:
         """The types of ``values`` that ``param_dtype`` has made of others, by name; empty if there are none."""

@@ -202,16 +202,9 @@ class MeshGradientOffload(GradientOffload):
         #: Gradients of what each rank stores whole, reduced at the end of the backward.
         self._whole: dict[nn.Parameter, Tensor] = {}
 
-    def begin(
-        self,
-        waiting: int,
-        to_return: Collection[nn.Parameter] = (),
-        *,
-        drop_others: bool = False,
-        order: Sequence[int] | None = None,
-    ) -> bool:
+    def begin(self, *args: Any, **kwargs: Any) -> bool:
         """See :meth:`GradientOffload.begin`."""
-        updates = super().begin(waiting, to_return, drop_others=drop_others, order=order)
+        updates = super().begin(*args, **kwargs)
         try:
             self._sums.check_trained()
             if updates and self._sums.keeps:
@@ -227,7 +220,7 @@ class MeshGradientOffload(GradientOffload):
     def drain(self, shard: Shard, gradients: list[Tensor | None]) -> None:
         """Starts to reduce the ``gradients`` of the last visit. Those before are stored meanwhile."""
         self._continue()
-        if self._drop_others or not shard.trainable:
+        if not shard.trainable:
             return
         for position, gradient in enumerate(gradients):
             if gradient is not None and gradient.is_sparse:
@@ -235,7 +228,7 @@ class MeshGradientOffload(GradientOffload):
                     f"the gradient of {shard.slices[position].name} is sparse, which is not supported with mesh=; use "
                     f"a layer with sparse=False"
                 )
-        self._take_whole(cast("MeshShard", shard), gradients)
+        self._set_whole_aside(cast("MeshShard", shard), gradients)
         if not _trainable(cast("MeshShard", shard)):
             return
         if self._sums.keeps:
@@ -256,7 +249,7 @@ class MeshGradientOffload(GradientOffload):
         arrival = self._ranks.lane.submit(f"R{shard.index}", reduce)
 
         def store() -> None:
-            with self._meter.waiting(f"R{shard.index}"), error_context(f"reducing gradients of shard {shard.index}"):
+            with self._meter.waiting(f"R{shard.index}", f"reducing gradients of shard {shard.index}"):
                 # Lane of ranks -> compute. Without this, gradients are stored before they are summed.
                 arrival.wait()
             self._release()
@@ -264,7 +257,7 @@ class MeshGradientOffload(GradientOffload):
 
         self._deferred.append(store)
 
-    def _take_whole(self, shard: MeshShard, gradients: list[Tensor | None]) -> None:
+    def _set_whole_aside(self, shard: MeshShard, gradients: list[Tensor | None]) -> None:
         for k, part in enumerate(shard.parts):
             gradient = gradients[k]
             if gradient is None or not isinstance(part, WholePart):
@@ -273,10 +266,10 @@ class MeshGradientOffload(GradientOffload):
             known = self._whole.get(stored)
             self._whole[stored] = gradient.to(part.dtype) if known is None else known + gradient.to(part.dtype)
 
-    def pop_returned(self) -> dict[nn.Parameter, Tensor]:
+    def take_whole(self) -> dict[nn.Parameter, Tensor]:
         """Gradients of this rank that are not reduced yet, since each rank stores the parameters whole."""
         whole, self._whole = self._whole, {}
-        return super().pop_returned() | whole
+        return whole
 
     def update(self, shard: Shard, slot: Tensor | None = None) -> None:
         """Starts to update a shard once its gradients are reduced; nothing if none were. No slot holds its part."""

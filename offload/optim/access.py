@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from offload.engine.homes import ModelHomes
-    from offload.storage import Tier
     from offload.streaming.contract import ModelOptimizer
-    from offload.telemetry.statistics import Meter
 
 __all__ = ["OptimizerAccess"]
 
@@ -24,7 +22,7 @@ __all__ = ["OptimizerAccess"]
 class OptimizerAccess:
     """The part of a model that its optimizers may use."""
 
-    def __init__(self, homes: ModelHomes, tier: Tier, meter: Meter) -> None:
+    def __init__(self, homes: ModelHomes) -> None:
         self._homes = homes
         self._streamer = homes.streamer
         #: In the order of a forward. An optimizer sets and clears ``shard.pending``.
@@ -36,11 +34,11 @@ class OptimizerAccess:
         #: The compute device.
         self.device = homes.device
         #: Storage of the states where shards rest at home, the same as that of the parameters.
-        self.tier = tier
+        self.tier = homes.tier
         #: Which parameters users see, and what of them is stored.
         self.public = homes.public
         #: Counts the bytes that updates read and write.
-        self.meter = meter
+        self.meter = homes.meter
 
     @property
     def gradient_bytes(self) -> int:
@@ -85,7 +83,7 @@ class OptimizerAccess:
         """Whether other code holds parameters of the optimizer, and so can read them without asking the model."""
         references = self._streamer.gradient_offload.optimizers.references(optimizer)
         held = self.public.held_elsewhere(*references)
-        return self._homes.held_elsewhere(*references) if held is None else held
+        return self._homes.references.held_elsewhere(*references) if held is None else held
 
     @property
     def at_once(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from offload.planning.byte_forms import ByteForm
 from offload.planning.choose import NothingFitsError, choose
-from offload.planning.plan import GRADIENT_MOVES, Action, Kind
+from offload.planning.plan import Action, Kind
 from offload.planning.simulate import Costs
 from offload.planning.step_model import Choice, Prediction, StepModel, costs_of, predict, predicted_seconds
 
@@ -19,8 +19,6 @@ __all__ = ["FewerBytes", "Moved", "Part", "Stored", "bytes_at_peak", "explain", 
 
 #: Share of a step that waits for copies and updates, from which on fewer bytes are offered.
 WAITS = 0.1
-#: Actions that copy boundaries, or gradients of such.
-BOUNDARY_COPIES = {Kind.SPILL, Kind.PREFETCH, Kind.SPILL_GRADIENT, Kind.PREFETCH_GRADIENT}
 
 
 @dataclass(frozen=True)
@@ -176,15 +174,14 @@ def moves(model: StepModel | None, predicted: Prediction | None) -> Sequence[Mov
         return sizes.gradient_bytes[action.shard]
 
     def boundary(action: Action) -> int:
-        size = sizes.gradients if action.kind in GRADIENT_MOVES else sizes.boundaries
-        return size((action.shard, action.microbatch or 0))
+        return sizes.boundaries((action.shard, action.microbatch or 0))
 
     update = [resting[j] if j in choice.in_memory else each for j, each in enumerate(costs.update)]
     found = [
         moved("loads", {Kind.LOAD}, lambda action: model.loaded_bytes[action.shard], costs.load, choice.in_memory),
         moved("gradients", {Kind.DRAIN}, gradient, costs.drain, choice.in_memory | choice.waiting),
         moved("updates", {Kind.UPDATE, Kind.UPDATE_IN_BACKWARD}, gradient, update),
-        moved("boundaries", BOUNDARY_COPIES, boundary, costs.boundary),
+        moved("boundaries", {Kind.SPILL, Kind.PREFETCH}, boundary, costs.boundary),
     ]
     return [each for each in found if each.shards]
 

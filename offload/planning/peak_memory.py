@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from offload.planning.memory_profile import MemoryProfile
-from offload.planning.plan import BACKWARD_CELLS, FORWARD_CELLS, GRADIENT_MOVES, Action, Kind, Plan
+from offload.planning.plan import BACKWARD_CELLS, FORWARD_CELLS, Action, Kind, Plan
 from offload.planning.planner import Sizes
 from offload.planning.residency import WRITES_IN_FLIGHT, Key
 
@@ -101,7 +101,7 @@ class StepBytes:
     selected_bytes_per_row: Mapping[int, float] = field(default_factory=dict)
     #: Held all the time: homes in that memory, buffers.
     constant_bytes: int = 0
-    #: Whether cells add to the boundary that enters them, or make it: see :class:`.Pass`. Bytes are those at their end.
+    #: Whether cells add to the boundary that enters them, or make it: see :class:`.Plan`. Bytes are those at their end.
     grows: bool = False
     #: Of what is in no shard.
     outside: OutsideBytes = field(default_factory=OutsideBytes)
@@ -121,7 +121,7 @@ class PeakMemory:
 
     #: Slots, boundaries, their gradients, and gradients of weights that are being stored.
     device_bytes: int
-    #: Boundaries and their gradients that are spilled.
+    #: Boundaries that are spilled.
     spilled_bytes: int = 0
     #: Tensors saved for backward and allocated in it, without gradients of weights.
     activation_bytes: int = 0
@@ -219,15 +219,16 @@ class _Replay:
         self._held: dict[_Value, int] = {}
         #: Of :attr:`_held`, boundaries and gradients of the output.
         self._held_bytes = self._output_gradient_bytes = 0
-        self._written: dict[_Value, int] = {}
+        self._written: dict[Key, int] = {}
         self._written_bytes = 0
-        self._leaving: dict[bool, deque[int]] = {which: deque(maxlen=WRITES_IN_FLIGHT) for which in (False, True)}
+        self._leaving: deque[int] = deque(maxlen=WRITES_IN_FLIGHT)
         # Sums of what is in these queues: they are read for every action of every plan that is tried.
         self._draining_bytes = self._leaving_bytes = 0
         self._graphs: dict[Key, int] = {}
         self._graph_bytes = 0
         self._output_bytes = sum(sizes.boundaries((self._shards, i)) for i in range(len(sizes.rows)))
-        self._output_gradients = 0
+        #: Whether the backward has begun.
+        self._output_gradients = False
         if course is not None:
             begin = (self._slots, self._at_home, 0, 0, 0, sizes.constant_bytes, sizes.outside.begins)
             course.append(Moment(0, *begin))
@@ -238,12 +239,12 @@ class _Replay:
         if kind in FORWARD_CELLS:
             self._forward((j, i), position, keeps=kind is Kind.FORWARD_KEPT)
         elif kind in BACKWARD_CELLS:
-            self._put_output_gradients(len(self._sizes.rows))
+            self._put_output_gradients()
             self._backward((j, i), position)
         elif kind is Kind.DRAIN:
             self._drain(j)
         elif action.microbatch is not None:
-            self._move(kind, (kind in GRADIENT_MOVES, j, i))
+            self._move(kind, (j, i))
         elif kind in (Kind.LOAD, Kind.EVICT) and j in self._sizes.own_slots:
             own = self._sizes.own_slots[j]
             self._slots += own if kind is Kind.LOAD else -own
@@ -272,9 +273,9 @@ class _Replay:
         if not keeps and cell in self._recomputed:
             self._graph_bytes += self._selected_bytes(cell)
         if cell not in self._recomputed:
-            self._drop((False, j, i))
+            self._drop(cell)
         elif sizes.grows:
-            self._written_bytes -= self._written.pop((False, j, i), 0)
+            self._written_bytes -= self._written.pop(cell, 0)
             if j == 0:
                 self._hold((False, j, i), sizes.boundaries(cell))
         if j + 1 < self._shards:
@@ -296,8 +297,8 @@ class _Replay:
             self._count_memory(position, own + inside, onward)
             graphs = self._graph_bytes + own + profile.peak_bytes(sizes.rows[i], 0)
             self.peak.activation_bytes = max(self.peak.activation_bytes, graphs)
-        self._drop((True, j + 1, i))
-        self._drop((False, j, i))
+        self._release((True, j + 1, i))
+        self._drop(cell)
         if j > self._last_shard:
             self._hold((True, j, i), onward)
         self._make_outside(j, position)
@@ -330,16 +331,14 @@ class _Replay:
     def _selected_bytes(self, cell: Key) -> int:
         return int(self._sizes.selected_bytes_per_row.get(cell[0], 0.0) * self._sizes.rows[cell[1]])
 
-    def _put_output_gradients(self, count: int) -> None:
-        """Stores the gradients of the output one by one; each may be spilled before the next is stored."""
-        if self._output_gradients >= count:
+    def _put_output_gradients(self) -> None:
+        if self._output_gradients:
             return
-        for i in range(self._output_gradients, count):
+        for i in range(len(self._sizes.rows)):
             self._hold((True, self._shards, i), self._sizes.gradients((self._shards, i)))
         self._count_device()
-        if not self._output_gradients:
-            self._make_outside(self._shards, 0)
-        self._output_gradients = count
+        self._make_outside(self._shards, 0)
+        self._output_gradients = True
 
     def _drain(self, j: int) -> None:
         sizes = self._sizes
@@ -352,20 +351,17 @@ class _Replay:
         self._draining.append(j)
         self._draining_bytes = sum(self._drained_sizes[k] for k in self._draining)
 
-    def _move(self, kind: Kind, value: _Value) -> None:
-        """Spills, prefetches or forgets a boundary or a gradient of one."""
-        gradient, j, i = value
-        if gradient and j == self._shards:
-            self._put_output_gradients(i + 1)  # beside the two before it, which are still being written
-        if kind in (Kind.PREFETCH, Kind.PREFETCH_GRADIENT):
-            self._hold(value, self._written[value])
+    def _move(self, kind: Kind, cell: Key) -> None:
+        """Spills, prefetches or forgets a boundary."""
+        if kind is Kind.PREFETCH:
+            self._hold((False, *cell), self._written[cell])
             return
-        nbytes = self._release(value)
-        if kind in (Kind.SPILL, Kind.SPILL_GRADIENT):
-            self._written[value] = nbytes
+        nbytes = self._release((False, *cell))
+        if kind is Kind.SPILL:
+            self._written[cell] = nbytes
             self._written_bytes += nbytes
-            self._leaving[gradient].append(nbytes)
-            self._leaving_bytes = sum(map(sum, self._leaving.values()))
+            self._leaving.append(nbytes)
+            self._leaving_bytes = sum(self._leaving)
             self.peak.spilled_bytes = max(self.peak.spilled_bytes, self._written_bytes)
 
     def _hold(self, value: _Value, nbytes: int) -> None:
@@ -383,9 +379,10 @@ class _Replay:
             self._output_gradient_bytes -= nbytes
         return nbytes
 
-    def _drop(self, value: _Value) -> None:
-        self._release(value)
-        self._written_bytes -= self._written.pop(value, 0)
+    def _drop(self, cell: Key) -> None:
+        """Drops a boundary."""
+        self._release((False, *cell))
+        self._written_bytes -= self._written.pop(cell, 0)
 
     # --- what is counted ----------------------------------------------------------------------------------------
 

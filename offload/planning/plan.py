@@ -17,21 +17,17 @@ token     meaning
 ``Kj.i``  the same, and keep its graph
 ``Bj.i``  recompute cell (j, i), and push the gradient back through it
 ``Gj.i``  push the gradient back through the graph that ``Kj.i`` kept
-``Rj.i``  run cell (j, i) forward again, for the input of the next, which was not kept
 ``Dj``    start to offload the gradients of shard j (drain)
 ``Uj``    start the pending update of shard j of an earlier step, before its load or its first cell in memory
 ``Vj``    start the update of shard j in backward, with the gradients that were drained
 ``Sj.i``  start to spill the boundary that enters cell (j, i)
 ``Pj.i``  start to read it back (prefetch)
 ``Xj.i``  drop its copy in memory; the spilled copy remains
-``sj.i``  the same three, for the gradient of that boundary
-``pj.i``
-``xj.i``
 ========  =====================================================================
 
-The boundary that enters shard n of n is the output, of which only the gradient is stored. The input of shard 0 belongs
-to the user. An update uses gradients that were drained before: by an earlier step, whose updates are ``pending`` when a
-plan starts, or by the plan itself; if gradients are clipped by their norm (``clips``), after the last drain.
+The input of shard 0 belongs to the user. An update uses gradients that were drained before: by an earlier step, whose
+updates are ``pending`` when a plan starts, or by the plan itself; if gradients are clipped by their norm (``clips``),
+after the last drain.
 
 A shard that rests ``in_memory`` in which layers compute has no load, no eviction and no slot: its cells use it there.
 
@@ -42,7 +38,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,12 +46,9 @@ __all__ = [
     "BACKWARD_CELLS",
     "CELLS",
     "FORWARD_CELLS",
-    "GRADIENT_MOVES",
     "Action",
     "Kind",
     "Plan",
-    "PlanError",
-    "validate",
 ]
 
 
@@ -74,9 +67,6 @@ class Kind(enum.Enum):
     SPILL = "S"
     PREFETCH = "P"
     FORGET = "X"
-    SPILL_GRADIENT = "s"
-    PREFETCH_GRADIENT = "p"
-    FORGET_GRADIENT = "x"
 
     # That of Enum is a Python function, which a choice of plans would call for each action.
     __hash__ = object.__hash__
@@ -85,9 +75,6 @@ class Kind(enum.Enum):
 FORWARD_CELLS = frozenset({Kind.FORWARD, Kind.FORWARD_KEPT})
 BACKWARD_CELLS = frozenset({Kind.BACKWARD, Kind.BACKWARD_KEPT})
 CELLS = FORWARD_CELLS | BACKWARD_CELLS
-GRADIENT_MOVES = frozenset({Kind.SPILL_GRADIENT, Kind.PREFETCH_GRADIENT, Kind.FORGET_GRADIENT})
-#: (shard, micro-batch)
-_Cell = tuple[int, int | None]
 
 
 class Action(NamedTuple):
@@ -102,7 +89,7 @@ class Action(NamedTuple):
         return f"{self.kind.value}{self.shard}{cell}"
 
 
-_TOKEN = re.compile(r"([LEDUV])(\d+)|([FKBGRSPXspx])(\d+)\.(\d+)")
+_TOKEN = re.compile(r"([LEDUV])(\d+)|([FKBGSPX])(\d+)\.(\d+)")
 
 
 @dataclass(frozen=True)
@@ -165,131 +152,3 @@ class Plan:
             elif action.kind is Kind.EVICT:
                 resident.discard(action.shard)
         return frozenset(resident)
-
-
-class PlanError(ValueError):
-    """A plan that cannot run. The message shows the plan with an arrow at the action that fails."""
-
-    def __init__(self, plan: Plan, position: int, reason: str) -> None:
-        words = [str(action) for action in plan.actions]
-        near = words[max(0, position - 6) : position]
-        there = words[position : position + 1] or ["(end)"]
-        after = words[position + 1 : position + 4]
-        super().__init__(f"{reason} at action {position}: {' '.join([*near, '-->', *there, *after])}")
-        self.position = position
-
-
-def validate(plan: Plan) -> None:
-    """Checks that a plan can run.
-
-    Each cell has its shard and its input in memory; slots suffice; each gradient is drained once. A shard is updated at
-    most once for each drain, after it, before its next load or cell in memory, and after the last drain if gradients
-    are clipped; a copy loaded earlier is not used any more. A boundary is spilled once, and read back only while it is
-    not in memory. A cell is recomputed if and only if it did not keep its graph.
-
-    Raises:
-        PlanError: at the first action that breaks one of these.
-    """
-    proof = _Proof(plan)
-    for position, action in enumerate(plan.actions):
-        perform = proof.move_shard if action.microbatch is None else proof.run if action.kind in CELLS else proof.move
-        for broken, reason in perform(action, position):
-            if broken:
-                raise PlanError(plan, position, reason)
-    if proof.undrained:
-        raise PlanError(plan, len(plan.actions), f"gradients of shards {sorted(proof.undrained)} are never drained")
-
-
-class _Proof:
-    """The state while a plan is checked.
-
-    Each method yields (whether a rule is broken, the reason) for the rules of an action, and then performs it.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        if len(plan.resident) > plan.slots:
-            raise PlanError(plan, 0, f"{len(plan.resident)} shards are resident in {plan.slots} slots")
-        if plan.resident & plan.in_memory:
-            raise PlanError(plan, 0, f"shards {sorted(plan.resident & plan.in_memory)} are in slots and in memory")
-        self._slots, self._clips, self._in_memory = plan.slots, plan.clips, plan.in_memory
-        self._grows = plan.grows
-        self._last_drain = max((k for k, action in enumerate(plan.actions) if action.kind is Kind.DRAIN), default=-1)
-        self._there = set(plan.resident)
-        self._pending, self._drained, self._stale = set(plan.pending), set[int](), set[int]()
-        self.undrained: set[int] = set()
-        #: Cells that ran forward: whether they kept their graphs. Those that ran backward.
-        self._forward: dict[_Cell, bool] = {}
-        self._backward: set[_Cell] = set()
-        #: Boundaries and gradients of boundaries: those that have a copy out of memory, and those in memory no more.
-        self._written: set[tuple[bool, _Cell]] = set()
-        self._away: set[tuple[bool, _Cell]] = set()
-
-    def move_shard(self, action: Action, position: int) -> Iterator[tuple[bool, str]]:
-        """A load, an eviction, a drain or an update."""
-        kind, shard, there = action.kind, action.shard, self._there
-        if kind is Kind.LOAD:
-            yield shard in self._in_memory, f"shard {shard} is loaded, but it is used in memory, where it rests"
-            yield shard in there, f"shard {shard} is loaded while it is resident"
-            yield len(there) == self._slots, f"shard {shard} is loaded, but all {self._slots} slots are taken"
-            yield shard in self._pending, f"shard {shard} is loaded before its pending update"
-            there.add(shard)
-            self._stale.discard(shard)
-        elif kind is Kind.EVICT:
-            yield shard not in there, f"shard {shard} is not resident"
-            there.discard(shard)
-        elif kind is Kind.DRAIN:
-            yield shard not in self.undrained, f"shard {shard} has no gradients to drain"
-            self.undrained.discard(shard)
-            self._drained.add(shard)
-        elif kind is Kind.UPDATE:
-            yield shard not in self._pending, f"shard {shard} has no pending update"
-            self._pending.discard(shard)
-            self._stale.update({shard} & there)
-        else:
-            early = self._clips and position < self._last_drain
-            yield shard not in self._drained, f"shard {shard} has no drained gradients to be updated with"
-            yield early, f"shard {shard} is updated before the norm of all gradients is known"
-            self._drained.discard(shard)
-            self._stale.update({shard} & there)
-
-    def run(self, action: Action, position: int) -> Iterator[tuple[bool, str]]:
-        """A cell."""
-        kind, shard, i = action.kind, action.shard, action.microbatch
-        name, cell = f"{shard}.{i}", (shard, i)
-        in_memory = shard in self._in_memory
-        yield not in_memory and shard not in self._there, f"shard {shard} is not resident"
-        yield in_memory and shard in self._pending, f"shard {shard} is used in memory before its pending update"
-        yield shard in self._stale, f"shard {shard} was updated since it was loaded"
-        kept = self._forward.get(cell)
-        if kind in BACKWARD_CELLS:
-            yield cell in self._backward, f"cell {action} runs twice"
-            yield kept is True and kind is Kind.BACKWARD, f"cell {name} is recomputed though its graph was kept"
-            yield kept is False and kind is Kind.BACKWARD_KEPT, f"the graph of cell {name} was not kept"
-            self._backward.add(cell)
-            self.undrained.add(shard)
-        else:
-            keeps = kind is Kind.FORWARD_KEPT
-            # What would write other weights when it is recomputed runs once more, to keep its graph.
-            yield kept is not None and (kept or not keeps), f"cell {action} runs twice"
-            self._forward[cell] = keeps
-            if self._grows:
-                self._written.discard((False, cell))
-        entered = kind is Kind.BACKWARD_KEPT or (False, cell) not in self._away
-        yield not entered, f"the boundary that enters cell {name} is not in memory"
-        missing = kind in BACKWARD_CELLS and (True, (shard + 1, i)) in self._away
-        yield missing, f"the gradient that enters cell {name} is not in memory"
-
-    def move(self, action: Action, position: int) -> Iterator[tuple[bool, str]]:
-        """A boundary, or the gradient of one, leaves memory or returns."""
-        key = (action.kind in GRADIENT_MOVES, (action.shard, action.microbatch))
-        what = f"{'the gradient of ' * key[0]}boundary {action.shard}.{action.microbatch}"
-        if action.kind in (Kind.PREFETCH, Kind.PREFETCH_GRADIENT):
-            yield key not in self._away, f"{what} is read back while it is in memory"
-            self._away.discard(key)
-            return
-        spills, written = action.kind in (Kind.SPILL, Kind.SPILL_GRADIENT), key in self._written
-        yield key in self._away, f"{what} is not in memory"
-        yield spills and written, f"{what} is written out twice"
-        yield not (spills or written), f"{what} is dropped, and has no other copy"
-        self._written.add(key)
-        self._away.add(key)

@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from offload.planning.plan import BACKWARD_CELLS, CELLS, Action, Kind, Plan, validate
+from offload.planning.plan import BACKWARD_CELLS, CELLS, Action, Kind, Plan
 from offload.planning.residency import WRITES_IN_FLIGHT
 
-__all__ = ["Costs", "Forecast", "simulate", "simulate_valid"]
+__all__ = ["Costs", "Forecast", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,7 @@ class Costs:
     #: Whether an update of another shard reads its weights into the slot of the load that follows, and leaves the new
     #: ones there.
     updates_fill_slots: bool = False
-    #: With several ranks, of the collectives of each shard: a load gathers what it has read, a drain reduces before it
-    #: stores. All of them, and the reads, are on one lane in the order of the plan.
-    gather: Sequence[float] = ()
+    #: With several ranks: a drain reduces before it stores, on the lane of loads.
     reduce: Sequence[float] = ()
 
 
@@ -59,16 +57,7 @@ class Forecast:
 
 
 def simulate(plan: Plan, costs: Costs) -> Forecast:
-    """Simulates a plan. Compute and lanes run in parallel and wait for each other only where the plan says.
-
-    Raises PlanError for a plan that cannot run.
-    """
-    validate(plan)
-    return simulate_valid(plan, costs)
-
-
-def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
-    """As :func:`simulate`, without validation: :func:`~offload.planning.planner.plan_step` made the plan."""
+    """Simulates a plan. Compute and lanes run in parallel and wait for each other only where the plan says."""
     loading = filling = draining = moving = waited = computed = 0.0
     compute = updating = 0.0
     arrival = dict.fromkeys(plan.resident, 0.0)
@@ -76,7 +65,7 @@ def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
     storing: deque[tuple[int, float]] = deque()  # the same of shards that are not in ``drained`` yet
     updated: dict[int, float] = {}
     leaving: deque[float] = deque()  # when boundaries are written
-    back: dict[tuple[bool, int, int | None], float] = {}  # when gradients, or not, of boundaries are read back
+    back: dict[tuple[int, int | None], float] = {}  # when boundaries are read back
     drained: dict[int, int] = {}
     reduced: dict[int, float] = {}  # with several ranks: when gradients can be stored
     filled: set[int] = set()  # slots that the update before a load has filled
@@ -100,7 +89,6 @@ def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
             else:
                 empty -= 1
             seconds = 0.0 if shard in filled else costs.load[shard]
-            seconds += costs.gather[shard] if costs.gather else 0.0
             filled.discard(shard)
             loading = arrival[shard] = begin + seconds
         elif kind is Kind.DRAIN and costs.reduce and shard not in reduced:
@@ -134,26 +122,23 @@ def simulate_valid(plan: Plan, costs: Costs) -> Forecast:
                 in_slots.append(held.pop(shard))
             else:
                 empty += 1
-        elif kind in (Kind.SPILL, Kind.SPILL_GRADIENT):
+        elif kind is Kind.SPILL:
             oldest = leaving.popleft() if len(leaving) == WRITES_IN_FLIGHT else compute
             waited += max(0.0, oldest - compute)
             compute = max(compute, oldest)
             moving = max(moving, compute) + costs.boundary[shard]
             leaving.append(moving)
-        elif kind in (Kind.PREFETCH, Kind.PREFETCH_GRADIENT):
+        elif kind is Kind.PREFETCH:
             moving = max(moving, compute) + costs.boundary[shard]
-            back[kind is Kind.PREFETCH_GRADIENT, shard, action.microbatch] = moving
+            back[shard, action.microbatch] = moving
         elif kind in CELLS:
             if shard in plan.in_memory:
                 arrival[shard] = updated.get(shard, 0.0)
-            backward = kind in BACKWARD_CELLS
-            entered = 0.0 if kind is Kind.BACKWARD_KEPT else back.pop((False, shard, action.microbatch), 0.0)
-            if backward:
-                entered = max(entered, back.pop((True, shard + 1, action.microbatch), 0.0))
+            entered = 0.0 if kind is Kind.BACKWARD_KEPT else back.pop((shard, action.microbatch), 0.0)
             there = updated.get(shard, 0.0) if shard in plan.in_memory else arrival[shard]
             start = max(compute, there, entered)
             seconds = _seconds(costs, kind)[shard]
-            if backward:
+            if kind in BACKWARD_CELLS:
                 full = start + (costs.forward[shard] if kind is Kind.BACKWARD else 0.0)
                 while storing and storing[0][1] <= full:
                     drained[storing.popleft()[0]] = position

@@ -14,7 +14,7 @@ from offload.planning.peak_memory import Moment, PeakMemory, StepBytes, peak_mem
 from offload.planning.plan import Plan
 from offload.planning.planner import Updates, plan_step
 from offload.planning.residency import MOVING, Key, Residency
-from offload.planning.simulate import Costs, Forecast, simulate, simulate_valid
+from offload.planning.simulate import Costs, Forecast, simulate
 from offload.planning.slot_sizes import slot_sizes
 
 __all__ = [
@@ -176,7 +176,6 @@ def _plan(model: StepModel, choice: Choice) -> Plan:
         in_memory=choice.in_memory,
         boundaries=Residency(budget) if budget < most + MOVING * largest else None,
         boundary_sizes=model.sizes.boundaries,
-        gradient_sizes=model.sizes.gradients,
         grows=model.sizes.grows,
         **model.updates,
     )
@@ -216,4 +215,4 @@ def predicted_bytes(model: StepModel, choice: Choice) -> int:
 
 def predicted_seconds(model: StepModel, choice: Choice) -> float:
     """Predicted seconds, without the memory."""
-    return simulate_valid(_plan(model, choice), costs_of(model, choice)).seconds
+    return simulate(_plan(model, choice), costs_of(model, choice)).seconds

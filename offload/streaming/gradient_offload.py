@@ -60,46 +60,44 @@ class GradientOffload:
         self._unfinished: dict[Shard, dict[Slice, Tensor]] = {}
         #: The updates of this backward that write to a slot, by its address, until another shard fills it.
         self._in_slots: dict[int, Arrival] = {}
-        #: Parameters whose gradients are returned instead of stored; these gradients; whether all others are dropped.
-        self._to_return: Collection[nn.Parameter] = ()
-        self._returned: dict[nn.Parameter, Tensor] = {}
-        self._drop_others = False
 
     def begin(
         self,
         waiting: int,
-        to_return: Collection[nn.Parameter] = (),
+        hooked: Collection[nn.Parameter] = (),
         *,
-        drop_others: bool = False,
+        stores: bool = True,
         order: Sequence[int] | None = None,
     ) -> bool:
         """Starts a backward while ``waiting`` other forwards need theirs; returns whether it is to update each shard.
 
-        ``order``: the shards in the order in which the forward used them; None: that of their numbers.
-        Gradients of the parameters ``to_return`` are not added to ``.grad``, but returned by :meth:`pop_returned`;
-        ``drop_others`` drops all others. Raises RuntimeError if a shard cannot be updated in this backward, or if a
-        gradient would be added to a rounded one.
+        Args:
+            waiting: forwards.
+            hooked: parameters whose gradients autograd gets, since they have hooks.
+            stores: whether gradients are added to ``.grad``.
+            order: the shards in the order in which the forward used them; None: that of their numbers.
+
+        Raises RuntimeError if a shard cannot be updated in this backward, or if a gradient would be rounded.
         """
-        self._check_rounded(waiting, frozenset(to_return), drop_others=drop_others)
+        if stores:
+            self._check_rounded(waiting)
         self._clips, self._kept_bytes = self.optimizers.clip, self.optimizers.gradient_bytes
-        self._updater = None if drop_others else self.optimizers.in_backward
+        self._updater = self.optimizers.in_backward if stores else None
         self._updates = self._updater is not None and self._updater.begin(waiting, order)
-        owned = {s.parameter for shard in self._shards for s in shard.formed} if to_return else set()
-        if not owned.isdisjoint(to_return):
+        if hooked and not {s.parameter for shard in self._shards for s in shard.formed}.isdisjoint(hooked):
             self._end_backward(failed=True)
             raise RuntimeError(
                 "gradients of parameters with gradient hooks, and those that torch.autograd.grad returns, have the "
                 "parameter's type, which is bfloat16 with store_dtype=: they would be rounded. Remove the hooks, or "
                 "make the model without store_dtype"
             )
-        if self._updates and to_return:
+        if self._updates and hooked:
             self._end_backward(failed=True)
             raise RuntimeError(
-                f"{len(to_return)} parameters have gradient hooks, which run after the backward, but "
+                f"{len(hooked)} parameters have gradient hooks, which run after the backward, but "
                 f"update_in_backward uses the gradients before; remove the hooks, or pass update_in_backward=False"
             )
-        self._to_return, self._drop_others, self._returned = frozenset(to_return), drop_others, {}
-        self.optimizers.backwards += not drop_others
+        self.optimizers.backwards += stores
         return self._updates
 
     def drain(self, shard: Shard, gradients: list[Tensor | None]) -> None:
@@ -158,11 +156,6 @@ class GradientOffload:
         stored.add_(gradient.to(stored.device))
         self._norms.pop(parameter, None)
 
-    def pop_returned(self) -> dict[nn.Parameter, Tensor]:
-        """Gradients of the last backward's ``to_return`` parameters, on the parameters' device, in their type."""
-        returned, self._returned = self._returned, {}
-        return {p: gradient.to(p.device, p.dtype) for p, gradient in returned.items()}
-
     def cancel(self) -> None:
         """Resets all state after a failure, once no copy is running."""
         while self._drains:
@@ -170,10 +163,9 @@ class GradientOffload:
         self._norms.clear()
         self._in_slots.clear()
         self._unfinished.clear()
-        self._returned = {}
         self._end_backward(failed=True)
 
-    def _check_rounded(self, waiting: int, to_return: frozenset[nn.Parameter], *, drop_others: bool) -> None:
+    def _check_rounded(self, waiting: int) -> None:
         """Raises RuntimeError if this backward, or one of the ``waiting`` ones, would add to rounded gradients."""
         types = self._shards[0].gradient_types if self._shards else GradientTypes()
         if types.dtype is None or types.accumulates:
@@ -183,15 +175,13 @@ class GradientOffload:
             f"backward a step (micro-batches of one forward, or GradCache), or make the model with "
             f"accumulate_in_gradient_dtype=True"
         )
-        if waiting and not drop_others:
+        if waiting:
             raise RuntimeError(
                 f"{waiting} more forwards of this model still need their backward, and {advice}; or delete their "
                 f"outputs"
             )
-        rounded = (s for shard in self._shards for s in shard.own if s.parameter.requires_grad and types.rounds(s))
-        for s in rounded:
-            stored, is_added = s.parameter.grad, not drop_others or s.parameter in to_return
-            if is_added and stored is not None and stored.dtype == types.dtype:
+        for s in (s for shard in self._shards for s in shard.own if s.parameter.requires_grad and types.rounds(s)):
+            if s.parameter.grad is not None and s.parameter.grad.dtype == types.dtype:
                 raise RuntimeError(
                     f"a second backward before zero_grad(): {s.name} has a gradient already, and {advice}. Clear "
                     f"gradients by zero_grad(set_to_none=True)"
@@ -199,14 +189,13 @@ class GradientOffload:
 
     def _end_backward(self, *, failed: bool = False) -> None:
         self._updates = False
-        self._to_return, self._drop_others = (), False
         if self._updater is not None:
             self._updater.end(failed=failed)
             self._updater = None
 
     def _synchronize(self, *, on_host: bool = False) -> None:
         arrival, nbytes, _gradients = self._drains[0]
-        with self._meter.waiting_for("D", f"storing gradients to {self._tier.name}"):
+        with self._meter.waiting("D", f"storing gradients to {self._tier.name}"):
             if on_host:
                 arrival.synchronize()
             else:
@@ -214,22 +203,8 @@ class GradientOffload:
         self._drains.popleft()
         self._meter.release(nbytes)
 
-    def _filter(self, shard: Shard, gradients: list[Tensor | None]) -> None:
-        """Removes the gradients from the list that are not stored: those to return, and those to drop."""
-        if not self._to_return and not self._drop_others:
-            return
-        for position, gradient in enumerate(gradients):
-            parameter = shard.slices[position].parameter
-            if gradient is not None and parameter in self._to_return:
-                sum_so_far = self._returned.get(parameter)
-                self._returned[parameter] = gradient if sum_so_far is None else sum_so_far + gradient
-                gradients[position] = None
-            elif self._drop_others:
-                gradients[position] = None
-
     def _send(self, shard: Shard, gradients: list[Tensor | None]) -> None:
         """Empties the list, so that on the host each gradient is freed as soon as it is stored."""
-        self._filter(shard, gradients)
         places = shard.places
         nbytes = to_storage = 0
         owners: list[Shard] = []

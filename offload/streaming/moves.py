@@ -30,7 +30,7 @@ from offload.streaming.stored_gradients import GradientRegion
 from pipe.torch_private.autograd import outside_inference_mode
 from pipe.torch_private.tensors import storage_uses
 
-__all__ = ["HomeInUseError", "Move", "NewMemory", "home_in_use", "move_homes", "prepare_move"]
+__all__ = ["HomeInUseError", "Move", "NewMemory", "move_homes", "prepare_move"]
 
 #: A tensor and the memory that it will refer to, with the same values.
 NewMemory = tuple[Tensor, Tensor]
@@ -108,15 +108,10 @@ def move_homes(
     return moves
 
 
-def home_in_use(shard: Shard, optimizers: Optimizers) -> bool:
-    """Whether other code refers to the memory of a shard's weights."""
-    if shard.home is None:
-        return False
-    return shard.count_home_owners() > shard.home_uses + sum(optimizers.home_views(shard))
-
-
 def _is_in_use(shard: Shard, optimizers: Optimizers) -> bool:
-    return home_in_use(shard, optimizers) or any(o.states_in_use(shard) for o in optimizers)
+    """Whether other code refers to the memory of a shard's weights or states."""
+    held = 0 if shard.home is None else shard.count_home_owners() - shard.home_uses - optimizers.views()[shard.index]
+    return held > 0 or any(o.states_in_use(shard) for o in optimizers)
 
 
 def prepare_move(shard: Shard, tier: Tier, homes: Tier, optimizers: Optimizers) -> Move:

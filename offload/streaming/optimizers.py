@@ -13,7 +13,6 @@ from torch import nn
 
 from offload.planning.planner import Updates
 from offload.streaming.contract import ModelOptimizer, UpdaterInBackward
-from offload.streaming.shard import Shard
 
 __all__ = ["Optimizers"]
 
@@ -50,11 +49,6 @@ class Optimizers:
     def gradient_bytes(self) -> int:
         """Bytes of gradients that may be kept in host memory until their update, where homes are on disk."""
         return max((o.gradient_bytes for o in self), default=0)
-
-    def home_views(self, shard: Shard) -> Iterator[int]:
-        """The number of tensors of each optimizer on the home of a shard."""
-        for o in self:
-            yield sum(param_block.home_views for param_block in o.param_blocks.get(shard, ()))
 
     def awaits_states(self) -> bool:
         """Whether an optimizer did not step yet: how many bytes its states take is unknown."""

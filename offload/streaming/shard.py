@@ -115,11 +115,11 @@ class Shard:
     @property
     def slot_keeps_weights(self) -> bool:
         """Whether a slot has the bits of the home, so that an update may take them from there."""
-        kept = (
-            there.dtype == here.dtype or _widens(there, here)
+        # A slot may hold bfloat16 values of a form as float32.
+        return all(
+            there.dtype == here.dtype or (there.form is not None and here.dtype == torch.float32)
             for there, here in zip(self.own, self.slices, strict=False)
         )
-        return all(kept)
 
     def slot_slice(self, s: Slice) -> Slice:
         """The place in a slot of an own parameter."""
@@ -207,13 +207,7 @@ class Shard:
             read_converted(self.home, places, slot, in_windows=self.blocking_io and slot.device.type == "cpu")
 
     def drop(self) -> None:
-        """Leaves its slot, which is never copied back."""
-        assert self.loaded, f"shard {self.index} is {'loaded' if self.loaded else 'at home'}"
-        self.weight_casts.end_visit()
-        self._slot, self.loaded = None, False
-
-    def reset(self) -> None:
-        """Leaves its slot after a failure, once no copy into it is running."""
+        """Leaves its slot, if it has one, which is never copied back; once no copy into it is running."""
         self.weight_casts.end_visit()
         self._slot, self.loaded = None, False
 
@@ -296,11 +290,6 @@ class Shard:
         """The shard that stores the parameter at ``position`` of :attr:`slices`, and its slice there."""
         borrowed = position - len(self.own)
         return (self, self.own[position]) if borrowed < 0 else self.loans[borrowed]
-
-
-def _widens(there: Slice, here: Slice) -> bool:
-    """Whether a slot holds bfloat16 values of a form as float32."""
-    return there.form is not None and here.dtype == torch.float32
 
 
 def regions_of(shards: Iterable[Shard]) -> Iterator[GradientRegion]:

@@ -85,8 +85,8 @@ class SlotPool:
         self._computing: SlotUser | None = None
         self._all: list[Tensor] = []
         self._free: list[Tensor] | None = None
-        #: Buffers of single shards, with the meter that counts each.
-        self._own: list[tuple[Tensor, Meter]] = []
+        #: Buffers of single shards by their identity, with the meter that counts each.
+        self._own: dict[int, tuple[Tensor, Meter]] = {}
         self._meter: Meter | None = None
         #: References to each slot that the engine made, by its identity.
         self._views: dict[int, int] = {}
@@ -124,7 +124,11 @@ class SlotPool:
         The buffer is freed when it is released.
         """
         if nbytes > self.slot_bytes:
-            return self._allocate_own(meter, nbytes)
+            with outside_inference_mode():
+                own = device_buffer(nbytes, self._device)
+            meter.hold(nbytes)
+            self._own[id(own)] = own, meter
+            return own
         if self._free is None:
             # Without this, slots allocated inside inference mode could never be filled outside it.
             with outside_inference_mode():
@@ -135,13 +139,6 @@ class SlotPool:
         while not self._free and any(other.evict_one() for other in self._recent if other is not self._computing):
             pass
         return self._free.pop()
-
-    def _allocate_own(self, meter: Meter, nbytes: int) -> Tensor:
-        with outside_inference_mode():
-            slot = device_buffer(nbytes, self._device)
-        meter.hold(nbytes)
-        self._own.append((slot, meter))
-        return slot
 
     def acquire_unneeded(self, slot_user: SlotUser) -> Tensor | None:
         """Acquires a slot that the current turn does not need, for a prefetch; None if there is none."""
@@ -161,7 +158,7 @@ class SlotPool:
 
     def replace(self, slot: Tensor) -> Tensor:
         """Allocates a new slot in place of one that is still referenced. A shard's own buffer is not used again."""
-        if self._is_own(slot):
+        if id(slot) in self._own:
             return slot
         with outside_inference_mode():
             new = device_buffer(slot.numel(), self._device)
@@ -171,26 +168,17 @@ class SlotPool:
 
     def release(self, slot: Tensor, *, last: bool = False) -> None:
         """Returns a slot; ``last``: others are acquired before it, since an update still writes to it."""
-        if self._is_own(slot):
-            own = self._own
+        if id(slot) in self._own:
             self._views.pop(id(slot), None)
-            self._own = [each for each in own if each[0] is not slot]
-            for each, meter in own:
-                if each is slot:
-                    meter.release(each.numel())
+            self._own.pop(id(slot))[1].release(slot.numel())
             return
         assert self._free is not None
         self._free.insert(0 if last else len(self._free), slot)
 
-    def _is_own(self, slot: Tensor) -> bool:
-        return any(slot is each for each, _ in self._own)
-
     def _free_own(self) -> None:
         """Frees buffers that belong to one shard, which is larger than a slot."""
-        while self._own:
-            slot, meter = self._own.pop()
-            self._views.pop(id(slot), None)
-            meter.release(slot.numel())
+        for slot, _ in list(self._own.values()):
+            self.release(slot)
 
     def resize(self, slots: int, slot_bytes: int) -> None:
         """Changes number and size of the slots, while all are free; they are allocated at their next use."""

@@ -233,10 +233,6 @@ class Streamer:
             self.evict(j)
         return j is not None
 
-    def count_stored(self, nbytes: int) -> None:
-        """Counts bytes of gradients that stay where autograd left them."""
-        self._meter.bytes_stored += nbytes
-
     @property
     def loaded(self) -> Collection[int]:
         """The shards that are in slots, or on the way there, the earliest first."""
@@ -244,14 +240,14 @@ class Streamer:
 
     def await_load(self, j: int) -> None:
         """Makes compute wait for the load of shard ``j``."""
-        with self._meter.waiting_for(f"L{j}", f"loading shard {j} from {self._tier.name}"):
+        with self._meter.waiting(f"L{j}", f"loading shard {j} from {self._tier.name}"):
             # Load lane -> compute. Without this, layers read a slot that is not filled yet.
             self._loads[j].wait()
 
     def await_update_in_place(self, j: int) -> None:
         """Makes compute wait for the pending update of a shard that layers use where it rests."""
         if (pending := self.shards[j].pending) is not None:
-            with self._meter.waiting(f"U{j}"), error_context(f"updating shard {j} in memory"):
+            with self._meter.waiting(f"U{j}", f"updating shard {j} in memory"):
                 # Update lane -> compute. Without this, layers read weights from before the optimizer's step.
                 pending.start().wait()
 
@@ -260,7 +256,7 @@ class Streamer:
         for j, arrival in self._loads.items():
             if end is not None and j >= end:
                 continue
-            with self._meter.waiting(f"L{j}"), error_context(f"loading shard {j} from {self._tier.name}"):
+            with self._meter.waiting(f"L{j}", f"loading shard {j} from {self._tier.name}"):
                 # Load lane -> host. Without this, a queued load would read what the user writes next.
                 arrival.synchronize()
 
@@ -293,7 +289,7 @@ class Streamer:
                 pending.wait_idle()
         self.gradient_offload.cancel()
         for shard in self.shards:
-            shard.reset()
+            shard.drop()
         self._loads.clear()
         self.must_cancel = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -107,14 +107,8 @@ class Meter:
         with self._lane_clocks[kind or lane].span(nbytes), self.tracer.span(f"{lane} lane", token):
             yield
 
-    @contextlib.contextmanager
-    def waiting(self, token: str) -> Iterator[None]:
-        """Counts the time in which compute waits for a copy."""
-        with self.wait.span(), self.tracer.span("compute", f"wait {token}"):
-            yield
-
-    def waiting_for(self, token: str, what: str) -> _Waiting:
-        """As :meth:`waiting`, in few calls; an error of the system then says ``what`` was copied."""
+    def waiting(self, token: str, what: str) -> _Waiting:
+        """Counts the time in which compute waits for a copy; an error of the system then says ``what`` was copied."""
         return _Waiting(self, token, what)
 
     @contextlib.contextmanager
@@ -188,41 +182,35 @@ class Meter:
 
     def read(self) -> Statistics:
         """The present counts."""
-        return Statistics(
-            self.shard_loads,
-            self.bytes_loaded,
-            self.bytes_stored,
-            self.bytes_spilled,
-            self.wait.seconds,
-            self.compute.seconds,
-            self._peak,
-            self.shard_updates,
-            self.update_bytes_read,
-            self.update_bytes_written,
-            self.bytes_gathered,
-            self.bytes_reduced,
-            self.bytes_agreed,
-        )
+        own: dict[str, Any] = {
+            "wait_seconds": self.wait.seconds,
+            "compute_seconds": self.compute.seconds,
+            "peak_device_bytes": self._peak,
+        }
+        counted = [each.name for each in fields(Statistics) if each.name not in own]
+        return Statistics(**own, **{name: getattr(self, name) for name in counted})
 
 
 class _Waiting:
-    """See :meth:`Meter.waiting_for`."""
+    """See :meth:`Meter.waiting`. In few calls where nothing is recorded."""
 
-    __slots__ = ("_began", "_meter", "_span", "_what")
+    __slots__ = ("_began", "_meter", "_spans", "_token", "_what")
 
     def __init__(self, meter: Meter, token: str, what: str) -> None:
-        self._meter, self._what = meter, what
-        observed = meter.tracer.is_recording or meter._device.type == "cuda"
-        self._span = meter.waiting(token) if observed else None
+        self._meter, self._token, self._what = meter, token, what
+        self._spans: contextlib.ExitStack | None = None
 
     def __enter__(self) -> None:
+        meter = self._meter
         self._began = time.perf_counter()
-        if self._span is not None:
-            self._span.__enter__()
+        if meter.tracer.is_recording or meter._device.type == "cuda":
+            self._spans = contextlib.ExitStack()
+            self._spans.enter_context(meter.wait.span())
+            self._spans.enter_context(meter.tracer.span("compute", f"wait {self._token}"))
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if self._span is not None:
-            self._span.__exit__(kind, error, traceback)
+        if self._spans is not None:
+            self._spans.__exit__(kind, error, traceback)
         elif error is None:
             self._meter.wait.add(time.perf_counter() - self._began, 0)
         if isinstance(error, OSError):

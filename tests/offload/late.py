@@ -96,7 +96,7 @@ def run_late(monkeypatch: pytest.MonkeyPatch, seed: int = 0, **mutations: object
         made.extend(lanes)
         return CopyLanes(*lanes)
 
-    monkeypatch.setattr("offload.model.open_lanes", open_late_lanes)
+    monkeypatch.setattr("offload.construction.open_lanes", open_late_lanes)
     acquire, acquire_unneeded, release = SlotPool.acquire_slot, SlotPool.acquire_unneeded, SlotPool.release
     updated: set[int] = set()  # slots that an update may still write to: the load that fills them comes after it
 

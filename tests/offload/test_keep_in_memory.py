@@ -16,14 +16,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer
-from offload.engine.cell import RUNS_NOTED
-from offload.planning.plan import Kind, validate
+from offload.engine.block import RUNS_NOTED
+from offload.planning.plan import Kind
 from offload.storage.disk import DiskBlock, DiskTier
 from offload.streaming.moves import HomeInUseError
 from pipe import Pipe
 from tests.offload.blocks.towers import assert_equal
 from tests.offload.interrupts import interrupted, lines_of
 from tests.offload.pair import Pair
+from tests.offload.planning.proof import validate
 from tests.offload.test_faults import Faults
 from tests.offload.zoo import WIDTH, build
 

@@ -357,7 +357,7 @@ def test_a_finalizer_never_waits_for_a_thread(tmp_path: Path) -> None:
         entered.set()
         may_end.wait(timeout=30)
 
-    arrival = model._homes._lanes.load.submit("long", copy_that_takes_long)
+    arrival = model._homes.lanes.load.submit("long", copy_that_takes_long)
     assert entered.wait(timeout=30)
     del model
     gc.collect()  # closes the lanes, although one is busy

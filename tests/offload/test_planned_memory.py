@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.engine.plans.memory_planner import MemoryPlanner
+from offload.engine.plans.stored_form import stored_form
 from offload.planning.byte_forms import ByteForm
 from offload.planning.explain import FewerBytes
 from offload.telemetry.peak import anonymous_bytes
@@ -82,7 +83,7 @@ def test_beside_a_device_results_are_those_of_the_plain_model(tmp_path: Path, mo
     plain = stack()
     model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, memory=MemoryPolicy("1GiB", update_on="host"))
     ours = OffloadOptimizer(model, torch.optim.AdamW, lr=1e-3)
-    beside_a_device(model, ours.buffer_bytes() + model._homes.staging_bytes + 21 * MIB, monkeypatch)
+    beside_a_device(model, ours.buffer_bytes() + model._homes.tier.staging_bytes + 21 * MIB, monkeypatch)
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
     assert train(model, ours, 6) == train(plain, theirs, 6)
     choice = planner_of(model).choice
@@ -254,7 +255,7 @@ def test_the_report_is_a_table_that_adds_up_to_the_peak_and_says_what_more_memor
     told = str(replace(report, fewer_bytes=[fewer]))
     assert rows_of(told)[-1][:2] == ["fewer bytes", "500 ms"]
     assert 'states="8bit": 24.1 bytes of a parameter in place of 36.0' in told
-    stored = model._homes.stored()
+    stored = stored_form(model._homes)
     assert stored is not None
     assert stored.form == ByteForm()
     assert stored.states == pytest.approx(2.0, rel=0.01)

@@ -255,7 +255,7 @@ def test_the_memory_of_a_model_that_ended_is_free_for_others(
     free: dict[torch.device, int], end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if end == "never made":
-        monkeypatch.setattr("offload.model.open_lanes", lambda *_, **__: 1 / 0)
+        monkeypatch.setattr("offload.construction.open_lanes", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError) as raised:
             model_of(memory="auto")
         assert raised.value is not None

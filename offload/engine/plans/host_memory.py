@@ -7,27 +7,25 @@ gradients of the others wait there for their update. Loads then come from memory
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from offload.engine.plans.contract import PlannedModel, ShardBytes
-    from offload.streaming.shard import Shard
+from offload.engine.homes import ModelHomes, ShardBytes
+from offload.streaming.shard import Shard
 
 __all__ = ["bytes_left", "in_host_memory", "shards_that_fit"]
 
 
-def in_host_memory(homes: PlannedModel) -> frozenset[int]:
+def in_host_memory(homes: ModelHomes) -> frozenset[int]:
     """The shards that rest in host memory although their homes are files."""
     return frozenset(shard.index for shard in homes.shards if _is_there(shard))
 
 
-def bytes_left(homes: PlannedModel, host_bytes: int) -> int:
+def bytes_left(homes: ModelHomes, host_bytes: int) -> int:
     """Of ``host_bytes``, those that shards in host memory and buffers of transfers and updates leave."""
     resting = (each.total for shard, each in _shards(homes) if _is_there(shard))
     return max(0, host_bytes - _buffer_bytes(homes) - sum(resting))
 
 
-def shards_that_fit(homes: PlannedModel, host_bytes: int, resident_bytes: int | None) -> set[int]:
+def shards_that_fit(homes: ModelHomes, host_bytes: int, resident_bytes: int | None) -> set[int]:
     """The shards that may rest in so much host memory, together in no more than ``resident_bytes``."""
     optimizers = homes.streamer.gradient_offload.optimizers
     left = host_bytes - _buffer_bytes(homes)
@@ -48,9 +46,9 @@ def _is_there(shard: Shard) -> bool:
     return shard.file is not None and not shard.on_device
 
 
-def _shards(homes: PlannedModel) -> Iterator[tuple[Shard, ShardBytes]]:
+def _shards(homes: ModelHomes) -> Iterator[tuple[Shard, ShardBytes]]:
     return zip(homes.shards, homes.bytes_in_memory(), strict=True)
 
 
-def _buffer_bytes(homes: PlannedModel) -> int:
-    return homes.staging_bytes + homes.streamer.gradient_offload.optimizers.buffer_bytes()
+def _buffer_bytes(homes: ModelHomes) -> int:
+    return homes.tier.staging_bytes + homes.streamer.gradient_offload.optimizers.buffer_bytes()

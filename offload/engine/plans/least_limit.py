@@ -7,15 +7,12 @@ a fixed point: a model that is made with exactly these bytes, and run in the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
+from offload.engine.homes import ModelHomes
 from offload.engine.plans.row_units import shown
 from offload.planning.budget import shown_bytes
 from offload.planning.partition import smallest_shard
 from offload.storage.buffer import has_own_memory
-
-if TYPE_CHECKING:
-    from offload.engine.plans.contract import PlannedModel
 
 __all__ = ["least_limit", "too_little"]
 
@@ -27,11 +24,11 @@ def least_limit(needed: Callable[[int], int], limit: int) -> int:
     return limit
 
 
-def too_little(homes: PlannedModel, rows: Sequence[float], least: int, limit: int, margin: int) -> str:
+def too_little(homes: ModelHomes, rows: Sequence[float], least: int, limit: int, margin: int) -> str:
     """Says that a step needs ``least`` bytes, of which ``margin`` by earlier steps, and has ``limit``; what to do."""
     steps, optimizers = homes.steps, homes.streamer.gradient_offload.optimizers
     on_host = not has_own_memory(homes.device)
-    staging = homes.staging_bytes if on_host else 0
+    staging = homes.tier.staging_bytes if on_host else 0
     buffers = optimizers.buffer_bytes() if on_host else 0
 
     def needed(nbytes: int) -> int:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
-import torch
-
-from offload.engine.plans.steps import Steps
+from offload.engine.homes import ModelHomes
 from offload.mesh.shard import MeshShard
-from offload.mesh.traffic import ExchangeBytes
-from offload.planning.peak_memory import OutsideBytes, StepBytes
+from offload.planning.peak_memory import StepBytes
 from offload.planning.simulate import Costs
 from offload.planning.slot_sizes import slot_sizes
 from offload.planning.step_model import StepModel
-from offload.storage import Tier
 from offload.storage.buffer import has_own_memory
-from offload.streaming.shard import Shard
-from offload.telemetry.statistics import DRAIN_TO_MEMORY, LOAD_FROM_MEMORY, REDUCTION, UPDATE_IN_MEMORY, Meter
+from offload.telemetry.statistics import DRAIN_TO_MEMORY, LOAD_FROM_MEMORY, REDUCTION, UPDATE_IN_MEMORY
 
 __all__ = ["step_model"]
 
@@ -25,34 +21,16 @@ __all__ = ["step_model"]
 UPDATE_SHARE_IN_MEMORY = 0.4
 
 
-def step_model(
-    shards: Sequence[Shard],
-    steps: Steps,
-    rows: Sequence[float],
-    resting_bytes: Mapping[int, int],
-    *,
-    meter: Meter,
-    tier: Tier,
-    device: torch.device,
-    outside: OutsideBytes,
-    buffer_bytes: int,
-    slots: int,
-    own_slots: bool,
-    movable: Collection[int],
-    exchange: ExchangeBytes | None = None,
-) -> StepModel:
-    """The measured model of a step on micro-batches of so many ``rows``.
-
-    Args:
-        shards, steps, meter, tier, device: of the model.
-        rows: of each micro-batch.
-        resting_bytes: of each shard, weights and optimizer states.
-        outside: of what is in no shard.
-        buffer_bytes: of updates in files.
-        slots, own_slots: their number, and whether much larger shards have buffers of their own.
-        movable: shards that can rest in the memory that layers compute in.
-        exchange: what ranks hold on the device.
-    """
+def step_model(homes: ModelHomes, rows: Sequence[float]) -> StepModel:
+    """The measured model of a step on micro-batches of so many ``rows``."""
+    shards, steps, streamer, meter, tier = homes.shards, homes.steps, homes.streamer, homes.meter, homes.tier
+    exchange = homes.public.exchange_bytes()  # what ranks hold on the device
+    outside = replace(
+        homes.outside_bytes(),
+        activations=round(steps.around_per_row * sum(rows)),
+        reducing=0 if exchange is None else exchange.outside,
+    )
+    resting_bytes = [each.weights + each.states for each in homes.bytes_in_memory()]
     mean_rows = sum(rows) / len(rows)
     loads = [sum(s.nbytes for s in shard.at_home) for shard in shards]
     gradient_bytes = [sum(s.full_nbytes for s in shard.at_home if s.parameter.requires_grad) for shard in shards]
@@ -71,7 +49,7 @@ def step_model(
         for j, profile in kept_graphs.items()
         if profile.rows >= max(rows) or j not in recomputed or profile.rows >= recomputed[j].rows
     }
-    on_host = not has_own_memory(device)
+    on_host = not has_own_memory(homes.device)
     # In host memory beside a device, although homes are files; on the CPU the choice says which shards rest there.
     rests = [tier.blocking_io and not (on_host or shard.blocking_io or shard.on_device) for shard in shards]
     loading = [from_memory if there else each["load"] for there in rests]
@@ -97,9 +75,9 @@ def step_model(
     )
     in_place = frozenset(shard.index for shard in shards if shard.in_place)
     in_slot = [shard.slot_bytes for shard in shards]
-    slot, own = slot_sizes(in_slot, slots, in_memory=in_place, apart=own_slots)
+    slot, own = slot_sizes(in_slot, streamer.slots, in_memory=in_place, apart=streamer.own_slots)
     always = on_host and not tier.blocking_io  # homes are in host memory anyway
-    homes = sum(resting_bytes.values()) if always else 0
+    home_bytes = sum(resting_bytes) if always else 0
     sizes = StepBytes(
         slot_bytes=slot,
         own_slots=own,
@@ -116,7 +94,9 @@ def step_model(
         graph_bytes_per_row=steps.graph_bytes_per_row(),
         selected_bytes_per_row=steps.selected_bytes_per_row(),
         outside=outside,
-        constant_bytes=(tier.staging_bytes if on_host else 0) + homes + (0 if exchange is None else exchange.staging),
+        constant_bytes=home_bytes
+        + (tier.staging_bytes if on_host else 0)
+        + (0 if exchange is None else exchange.staging),
     )
     trainable = (shard.index for shard in shards if shard.trainable)
     return StepModel(
@@ -125,13 +105,15 @@ def step_model(
         costs=costs,
         sizes=sizes,
         loaded_bytes=loads,
-        home_bytes=homes,
+        home_bytes=home_bytes,
         resting_bytes={
-            shard.index: 0 if always else resting_bytes[shard.index] for shard in shards if shard.index in movable
+            shard.index: 0 if always else resting_bytes[shard.index]
+            for shard in shards
+            if shard.in_place or homes.may_rest(shard)
         },
-        buffer_bytes=buffer_bytes if on_host else 0,
+        buffer_bytes=streamer.gradient_offload.optimizers.buffer_bytes() if on_host else 0,
         slot_bytes=in_slot,
-        own_slots=own_slots,
+        own_slots=streamer.own_slots,
         spills=tier.scratch() is not None,
     )
 

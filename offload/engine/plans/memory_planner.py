@@ -18,14 +18,18 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from offload.engine.homes import ModelHomes
+from offload.engine.layouts import bytes_of_boundary
 from offload.engine.plans.gradients_held import gradients_there, unowned_gradients
 from offload.engine.plans.host_memory import bytes_left, in_host_memory, shards_that_fit
 from offload.engine.plans.least_limit import too_little
+from offload.engine.plans.measured import step_model
 from offload.engine.plans.other_states import states_of_others
 from offload.engine.plans.row_units import SIZES_REMEMBERED, shown, split
 from offload.engine.plans.step_memory import StepMemory, bound_of
+from offload.engine.plans.stored_form import stored_form
 from offload.limits import MemoryLimits
 from offload.planning.budget import GAPS_SHARE, shown_bytes
 from offload.planning.choose import NothingFitsError, choose, fill, least_bytes
@@ -35,9 +39,7 @@ from offload.planning.step_model import Choice, Given, Prediction, StepModel, pr
 from offload.policy import MemoryPolicy
 from offload.streaming.moves import HomeInUseError
 from offload.telemetry.memory_report import MemoryReport, describe
-
-if TYPE_CHECKING:
-    from offload.engine.plans.contract import PlannedModel
+from pipe.nested import tensors_in
 
 __all__ = ["MemoryPlanner"]
 
@@ -52,7 +54,7 @@ PROFILES = ("memory_profiles", "kept_profiles", "graph_bytes_per_row", "selected
 class MemoryPlanner:
     """Plans the steps of one model within ``limits``; what its ``policy`` fixes is not chosen."""
 
-    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: PlannedModel) -> None:
+    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes) -> None:
         self._limits = limits
         self._given = Given(
             policy.slots, policy.resident_bytes, policy.graph_bytes, policy.boundary_bytes, policy.gradient_bytes
@@ -63,7 +65,7 @@ class MemoryPlanner:
         self._counts: dict[tuple[int, float, int, bool], int] = {}
         #: What the first step, whose plan is the same in every process, has measured of cells.
         self._first_profiles: dict[str, Any] = {}
-        self._homes = weakref.ref(homes)  # without it, a cycle with its steps
+        self._model_planned = weakref.ref(homes)  # without it, a cycle with its steps
         self._streamer = homes.streamer
         self._meter = homes.meter
         self._device = homes.device
@@ -102,6 +104,12 @@ class MemoryPlanner:
         return self._limits.device_bytes
 
     @property
+    def _homes(self) -> ModelHomes:
+        homes = self._model_planned()
+        assert homes is not None
+        return homes
+
+    @property
     def _in_memory(self) -> frozenset[int]:
         return self._streamer.in_place()
 
@@ -113,11 +121,14 @@ class MemoryPlanner:
         One before a step has run. Sums over micro-batches round differently, so the number follows from bytes that are
         counted: neither from the present plan, which times decide, nor from what a process took beside them.
         """
-        homes = self._homes()
-        assert homes is not None
         if not self._steps_done:
             return 1
-        key = rows, units, homes.outside_bytes().begins, self._streamer.gradient_offload.optimizers.awaits_states()
+        key = (
+            rows,
+            units,
+            self._homes.outside_bytes().begins,
+            self._streamer.gradient_offload.optimizers.awaits_states(),
+        )
         if key not in self._counts:
             count = 1
             while count < rows and not self._fits_in_parts(units, count):
@@ -132,10 +143,8 @@ class MemoryPlanner:
 
         A part of the limit is left to what steps take beside these, such as the graph of the loss.
         """
-        homes = self._homes()
-        assert homes is not None
         model = self._model(split(units, count))
-        constant = model.sizes.constant_bytes - (homes.staging_bytes if self._memory.on_host else 0)
+        constant = model.sizes.constant_bytes - (self._homes.tier.staging_bytes if self._memory.on_host else 0)
         sizes = replace(model.sizes, constant_bytes=constant, **self._first_profiles)
         model = replace(model, margin_bytes=0, sizes=sizes)
         return least_bytes(model, self._leanest(model)) <= self.limit_bytes - self.limit_bytes // UNCOUNTED_SHARE
@@ -184,22 +193,16 @@ class MemoryPlanner:
         self.return_excess()
         self._memory.begin(sum(rows))
 
-    @property
-    def awaits_first_step(self) -> bool:
-        """Whether nothing of a step is known yet but the bytes of its batch."""
-        return not self._steps_done
-
-    def check_first(self, batch_bytes: int) -> None:
+    def check_first(self, leaves: Sequence[Any]) -> None:
         """Refuses a first batch that does not fit beside slots on a device, where it is copied to.
 
         On the CPU the batch is the caller's. Raises TooLargeError before anything has moved.
         """
-        if self._memory.on_host:
+        if self._memory.on_host or self._steps_done:
             return
-        homes = self._homes()
-        assert homes is not None
+        batch_bytes = sum(map(bytes_of_boundary, {id(x): x for x in tensors_in(leaves)}.values()))
         pool = self._streamer.slot_pool
-        least = pool.slots * pool.slot_bytes + homes.outside_bytes().begins + batch_bytes
+        least = pool.slots * pool.slot_bytes + self._homes.outside_bytes().begins + batch_bytes
         if least <= self.limit_bytes:
             return
         raise TooLargeError(
@@ -252,8 +255,7 @@ class MemoryPlanner:
         )
 
     def _all_stayed(self) -> bool:
-        choice, homes = self.choice, self._homes()
-        assert homes is not None
+        choice, homes = self.choice, self._homes
         return choice is not None and all(
             shard.index in choice.in_memory
             and (not shard.trainable or all((shard.index, i) in choice.kept for i in range(len(self._rows or ()))))
@@ -261,9 +263,8 @@ class MemoryPlanner:
         )
 
     def _model(self, rows: Sequence[float]) -> StepModel:
-        homes = self._homes()
-        assert homes is not None
-        model = homes.measured(rows)
+        homes = self._homes
+        model = step_model(homes, rows)
         updates = self._streamer.gradient_offload.optimizers.planned()
         resting, given = model.resting_bytes, self._given
         if self._streamer.gradient_offload.optimizers.awaits_states():
@@ -291,8 +292,7 @@ class MemoryPlanner:
 
     def _rest_in_host_memory(self) -> None:
         """On a device: shards whose homes are files rest in host memory, as many as its limit allows."""
-        homes = self._homes()
-        assert homes is not None
+        homes = self._homes
         if not (self._memory.on_host or homes.public.sharded):
             there = shards_that_fit(homes, self._limits.host_bytes, self._given.resident_bytes)
             self._move(partial(homes.keep_in_memory, there))
@@ -327,10 +327,9 @@ class MemoryPlanner:
         """Changes slots and the shards in memory."""
         if choice.slots == self._streamer.slots and choice.in_memory == self._in_memory:
             return
-        self._memory.new_slots()
+        self._memory.fresh = True
         self._stayed.clear()
-        homes = self._homes()
-        assert homes is not None
+        homes = self._homes
         # Those that leave go first: in one call both would be in memory for a moment.
         for wanted in (self._in_memory & choice.in_memory, choice.in_memory):
             if wanted != self._in_memory and not self._move(partial(homes.keep_on_device, wanted)):
@@ -352,8 +351,7 @@ class MemoryPlanner:
 
     def _choose(self, rows: Sequence[float], *, idle: bool) -> None:
         """The choice for micro-batches of so many rows, with the present slots and shards in memory if it fits so."""
-        homes = self._homes()
-        assert homes is not None
+        homes = self._homes
         there, outside = self._gradients_there(), homes.outside_bytes().begins
         key = (tuple(rows), *there.values(), outside)
         if key not in self._choices:
@@ -394,8 +392,7 @@ class MemoryPlanner:
         """Raises ValueError for a batch that does not fit; warns for one no larger than one that ran, which goes on."""
         if error.least_bytes <= self.limit_bytes:
             return  # it fits just so: with the least memory
-        homes = self._homes()
-        assert homes is not None
+        homes = self._homes
         margin = self._memory.margin(sum(rows))
         message = too_little(homes, rows, error.least_bytes, self.limit_bytes, margin)
         fits_by_count = self._counts_only and error.least_bytes - margin <= self.limit_bytes
@@ -469,8 +466,7 @@ class MemoryPlanner:
 
     def report(self) -> MemoryReport:
         """What the present plan takes and costs."""
-        homes = self._homes()
-        assert homes is not None
+        homes = self._homes
         rows, predicted = self._rows, self._prediction
         more_limit = self.limit_bytes + next_bytes(self.limit_bytes)
         known = None if rows is None else self._model(rows)
@@ -487,7 +483,7 @@ class MemoryPlanner:
             outside=homes.outside_bytes(),
             parts=parts,
             moves=moves(known, predicted),
-            fewer_bytes=fewer_bytes(known, predicted, homes.stored()),
+            fewer_bytes=fewer_bytes(known, predicted, stored_form(homes)),
             more=more,
             more_limit_bytes=more_limit,
             resting=self._resting(),
@@ -495,7 +491,6 @@ class MemoryPlanner:
 
     def _resting(self) -> int | None:
         """Beside a device: how many shards of files rest in host memory."""
-        homes = self._homes()
-        assert homes is not None
+        homes = self._homes
         in_files = any(shard.blocking_io or shard.file is not None for shard in homes.shards)
         return len(in_host_memory(homes)) if in_files and not self._memory.on_host else None

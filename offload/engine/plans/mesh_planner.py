@@ -9,33 +9,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from offload.engine.homes import ModelHomes
 from offload.engine.plans.memory_planner import MemoryPlanner
 from offload.limits import MemoryLimits
 from offload.planning.step_model import Choice
 from offload.policy import MemoryPolicy
+from offload.storage.buffer import has_own_memory
 
-if TYPE_CHECKING:
-    from offload.engine.plans.contract import PlannedModel
+__all__ = ["MeshMemoryPlanner", "plan_memory"]
 
-__all__ = ["MeshMemoryPlanner", "planner_for"]
-
+#: Of a limit of memory, staging buffers of transfers take at most one part in so many.
+STAGING_SHARE = 16
 #: What a rank tells the others at the begin of a step: earlier forwards wait for their backward; none does; it needs
 #: another plan.
 _BUSY, _IDLE, _DUE = 0.0, 1.0, 2.0
 
 
-def planner_for(limits: MemoryLimits, policy: MemoryPolicy, homes: PlannedModel) -> MemoryPlanner:
-    """The planner of a model."""
+def plan_memory(homes: ModelHomes, limits: MemoryLimits, policy: MemoryPolicy) -> None:
+    """Chooses the plans of steps by what they measure, within the limits, if the policy leaves anything open."""
+    if not policy.plans:
+        return
+    if not has_own_memory(homes.device):
+        homes.tier.limit_staging(limits.device_bytes // STAGING_SHARE)
+    homes.steps.reserve(homes.public, homes.public.buffer_bytes)
     kind = MeshMemoryPlanner if homes.public.sharded else MemoryPlanner
-    return kind(limits, policy, homes)
+    homes.steps.planner = kind(limits, policy, homes)
 
 
 class MeshMemoryPlanner(MemoryPlanner):
     """Plans the steps of this rank. All ranks begin and end the same steps."""
 
-    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: PlannedModel) -> None:
+    def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes) -> None:
         super().__init__(limits, policy, homes)
         self._public = homes.public
         #: What this rank chose.

@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offload.engine.homes import ModelHomes
+from offload.engine.plans.measured import step_model
 from offload.planning.estimate import Estimate
 from offload.planning.plan import Kind, Plan
 from offload.planning.step_model import predict_plan
-from offload.storage import Tier
-from offload.telemetry.statistics import Meter
 
 __all__ = ["predict_step"]
 
 
-def predict_step(plan: Plan, rows: Sequence[float], homes: ModelHomes, *, meter: Meter, tier: Tier) -> Estimate:
+def predict_step(plan: Plan, rows: Sequence[float], homes: ModelHomes) -> Estimate:
     """Predicts a plan for micro-batches of so many ``rows``."""
-    shards = homes.shards
+    shards, meter, tier = homes.shards, homes.meter, homes.tier
     seen = all(meter.backward_seconds_per_row(shard.index) for shard in shards if shard.trainable)
     if not seen or (plan.loads and not meter.bytes_loaded):
         raise RuntimeError("run one training step first: estimate() predicts from the bandwidths that it measures")
-    model = homes.measured(rows)
+    model = step_model(homes, rows)
     forecast, peak = predict_plan(model, plan)
-    loads = [sum(s.nbytes for s in shard.at_home) for shard in shards]
     stores = [
         sum(shard.gradient_types.nbytes(s) for s in shard.at_home if s.parameter.requires_grad) for shard in shards
     ]
@@ -34,7 +32,7 @@ def predict_step(plan: Plan, rows: Sequence[float], homes: ModelHomes, *, meter:
         seconds=forecast.seconds,
         wait_seconds=forecast.wait_seconds,
         compute_seconds=forecast.compute_seconds,
-        bytes_loaded=sum(loads[j] for j in plan.loads),
+        bytes_loaded=sum(model.loaded_bytes[j] for j in plan.loads),
         bytes_stored=sum(stores[a.shard] for a in plan.actions if a.kind is Kind.DRAIN),
         peak_bytes={
             "device": peak.device_bytes,

@@ -13,7 +13,6 @@ or counted, never from times or from the memory of the process: it is the same i
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +29,6 @@ __all__ = [
     "kind_of",
     "looks_across_rows",
     "rows_in",
-    "runs_alike",
     "runs_together",
     "split_output",
 ]
@@ -61,46 +59,39 @@ def _alike(a: Any, b: Any) -> bool:
     return type(a) is type(b) and not isinstance(a, Tensor) and (a is b or bool(a == b))
 
 
-def runs_alike(chunks: Sequence[Any], most_rows: int) -> list[list[int]]:
-    """Adjacent chunks that may be joined to at most ``most_rows`` rows, as lists of their indices.
+def runs_together(chunks: Sequence[Any], most_rows: Callable[[Any], int]) -> list[list[int]]:
+    """Adjacent chunks that may be joined and run together, as lists of their indices.
 
-    A single chunk may have more; one whose tensors differ in rows is not joined.
+    A single chunk may have more rows than others together; one whose tensors differ in rows is not joined.
+    ``most_rows``: of the first of several chunks that are alike, the most rows that may run together; 0: none do.
     """
     runs: list[list[int]] = []
-    rows, before = most_rows, None
+    before: tuple[Any, Any] | None = None
+    first, most, rows = 0, -1, 0  # the first of chunks that are alike, of which ``most`` is asked
     for i, chunk in enumerate(chunks):
         leaves, spec = flatten(chunk)
         count = _rows_of(leaves)
-        joins = before is not None and count is not None and rows + count <= most_rows
-        if joins and before is not None and spec == before[1] and all(map(_alike, leaves, before[0])):
+        if before is None or count is None or spec != before[1] or not all(map(_alike, leaves, before[0])):
+            first, most = i, -1
+        elif most < 0:
+            most = most_rows(chunks[first])
+        if i > first and rows + (count or 0) <= most:
             runs[-1].append(i)
             rows += count or 0
         else:
             runs.append([i])
-            rows = most_rows if count is None else count
-        before = leaves, spec
+            rows = count or 0
+        before = None if count is None else (leaves, spec)
     return runs
 
 
 def joined(chunks: Sequence[Any]) -> Any:
-    """Concatenates chunks of :func:`runs_alike` along dimension 0."""
+    """Concatenates chunks of :func:`runs_together` along dimension 0."""
     if len(chunks) == 1:
         return chunks[0]
     columns = zip(*(flatten(chunk)[0] for chunk in chunks), strict=True)
     leaves = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
     return unflatten(leaves, flatten(chunks[0])[1])
-
-
-def runs_together(chunks: Sequence[Any], most_rows: Callable[[Any], int]) -> list[list[int]]:
-    """Adjacent chunks that run together, as lists of their indices.
-
-    ``most_rows``: of the first of several chunks that are alike, the most rows that may run together; 0: none do.
-    """
-    runs: list[list[int]] = []
-    for run in runs_alike(chunks, sys.maxsize):
-        most = most_rows(chunks[run[0]]) if len(run) > 1 else 0
-        runs += [[run[k] for k in part] for part in runs_alike([chunks[i] for i in run], most)]
-    return runs
 
 
 def kind_of(chunk: Any) -> tuple[Any, ...]:

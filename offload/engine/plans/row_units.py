@@ -13,8 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from offload.engine.raw_chunk import LazyInput
-
 __all__ = ["SIZES_REMEMBERED", "RowUnits", "largest_rows", "rounded_up"]
 
 #: Sizes are rounded up by less than one part in so many: for each there is a plan, which is chosen when it comes.
@@ -29,7 +27,7 @@ class RowUnits:
 
     def __init__(self) -> None:
         #: Kind of a tensor -> rows and elements of the first batch that had one.
-        self._first: dict[tuple[int, bool, int, bool], tuple[int, int]] = {}
+        self._first: dict[tuple[int, int, bool], tuple[int, int]] = {}
         #: Whether rows of other lengths have come.
         self.differ = False
 
@@ -40,12 +38,11 @@ class RowUnits:
         than one element in each: labels, or a table or positions that all rows share, may come before it.
         """
         rows = largest_rows(leaves)
-        raw = [tensor for x in leaves if isinstance(x, LazyInput) for tensor in x.tensors]
-        tensors = [x for x in (*leaves, *raw) if isinstance(x, Tensor) and x.dim() and x.numel()]
+        tensors = [x for x in leaves if isinstance(x, Tensor) and x.dim() and x.numel()]
         counts: list[float] = []
         of_rows = sorted((x for x in tensors if x.size(0) == rows), key=lambda x: x.numel() == rows)
         for which, tensor in enumerate((*tensors[:1], *of_rows[:1])):
-            kind = which, bool(raw), tensor.dim(), tensor.is_floating_point()
+            kind = which, tensor.dim(), tensor.is_floating_point()
             first_rows, elements = self._first.setdefault(kind, (rows, tensor.numel()))
             alike = first_rows * tensor.numel() == elements * rows
             counts.append(rows if alike else first_rows * tensor.numel() / elements)
@@ -56,8 +53,7 @@ class RowUnits:
 
 def largest_rows(leaves: Sequence[Any]) -> int:
     """Rows of a micro-batch: the largest dimension 0 of its tensors; 1 if there is none."""
-    raw = (x.rows for x in leaves if isinstance(x, LazyInput))
-    return max((*(x.size(0) for x in leaves if isinstance(x, Tensor) and x.dim()), *raw), default=1)
+    return max((x.size(0) for x in leaves if isinstance(x, Tensor) and x.dim()), default=1)
 
 
 def rounded_up(units: float, rows: int) -> float:

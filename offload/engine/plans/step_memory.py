@@ -51,7 +51,7 @@ class StepMemory:
         #: The peak of the last step that was measured.
         self.peak_bytes: int | None = None
         #: Whether slots and buffers of the present plan are still to be allocated.
-        self._fresh = True
+        self.fresh = True
 
     def margin(self, rows: float) -> int:
         """What steps of a batch of so many rows may take more than predicted: as much as smaller ones have taken.
@@ -64,10 +64,6 @@ class StepMemory:
     def grown_bytes(self) -> int:
         """On the CPU: what the process holds more than when the model was made."""
         return anonymous_bytes() - self._began if self.on_host else 0
-
-    def new_slots(self) -> None:
-        """Called when slots or shards in memory have changed: the next step allocates them."""
-        self._fresh = True
 
     def begin(self, rows: float) -> None:
         """Begins a step with so many rows."""
@@ -100,7 +96,7 @@ class StepMemory:
             self.peak_bytes = rise
             return False
         # What is made in the first step of a plan is not there at its begin.
-        fresh, self._fresh = self._fresh, False
+        fresh, self.fresh = self.fresh, False
         peak = rise + (0 if fresh else predicted.peak.begin_bytes)
         if not fresh:
             self.peak_bytes = peak

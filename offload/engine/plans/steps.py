@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from offload.engine.plans.row_units import SIZES_REMEMBERED
 from offload.planning.peak_memory import graphs_that_fit
 from offload.planning.plan import Plan
 from offload.planning.planner import Sizes, Updates, plan_step
 from offload.planning.residency import Residency
+from offload.planning.step_model import Choice
 from offload.policy import MemoryPolicy
 from offload.streaming.shard import Shard
-
-if TYPE_CHECKING:
-    from offload.engine.plans.memory_planner import MemoryPlanner
 
 __all__ = ["Steps"]
 
@@ -51,9 +49,9 @@ class Steps:
     ) -> None:
         self._shards = shards
         #: Bytes of a kept graph for each row, by shard and layer, where a recomputed cell measured it.
-        self._graph_bytes_per_row: dict[int, dict[int, float]] = {}
+        self.graph_per_row: dict[int, dict[int, float]] = {}
         #: The same of what a recomputed cell keeps.
-        self._selected_per_row: dict[int, dict[int, float]] = {}
+        self.selected_per_row: dict[int, dict[int, float]] = {}
         #: Whether a boundary holds what enters each block of a shard, of which there are several.
         self.boundaries_grow = apart and any(len(shard.layers) > 1 for shard in shards)
         self._boundary_bytes = policy.boundary_bytes or 0 if spills else math.inf
@@ -63,13 +61,13 @@ class Steps:
         self._apart = apart
         self._graph_bytes = policy.graph_bytes or 0
         self._on_host = on_host
-        #: Chooses plans, for a model with a limit of memory.
-        self.planner: MemoryPlanner | None = None
+        #: The :class:`.MemoryPlanner` of a model with a limit of memory, which knows this object.
+        self.planner: Any = None
         #: Bytes of a shard's boundary, and of its gradient, in the last step, by (shard, rows of the micro-batch).
         self.boundary_bytes: dict[tuple[int, float], int] = {}
         self.gradient_bytes: dict[tuple[int, float], int] = {}
-        #: Of what enters the first block of a model, and of what its last one returns, for each row.
-        self._around_per_row: dict[str, float] = {}
+        #: Of what enters the first block of a model, for each row: the code around blocks holds it until backward.
+        self.around_per_row = 0.0
         #: The last step with a backward, the last one without, and the rows of their batches.
         self._last_steps: dict[bool, tuple[Plan, float]] = {}
 
@@ -91,9 +89,8 @@ class Steps:
         """Budget of boundaries; that of their gradients is equal."""
         if math.isinf(self._boundary_bytes):
             return math.inf  # there is no place to spill to, whatever a choice says
-        if self.planner is not None and self.planner.choice is not None:
-            return self.planner.choice.boundary_bytes
-        return self._boundary_bytes / 2
+        choice: Choice | None = None if self.planner is None else self.planner.choice
+        return self._boundary_bytes / 2 if choice is None else choice.boundary_bytes
 
     @property
     def reserved_bytes(self) -> int:
@@ -114,12 +111,6 @@ class Steps:
         limit = self.planner.limit_bytes if limit_bytes is None else limit_bytes
         return max(limit // BUFFERS_SHARE, min(limit // 2, SMALLEST_BUFFERS_BYTES))
 
-    def residency(self, *, gradients: bool = False) -> Residency:
-        """Plans which boundaries, or their gradients, stay in memory."""
-        # Without recomputation boundaries are kept by the graphs.
-        budget = self.boundary_budget_bytes if self._recompute or gradients else math.inf
-        return Residency(budget, gradients=gradients)
-
     # --- sizes --------------------------------------------------------------------------------------------------
 
     def sizes(self, rows: Sequence[float], *, gradients: bool = False) -> Sizes:
@@ -130,45 +121,13 @@ class Steps:
 
     def graph_bytes_per_row(self) -> dict[int, float]:
         """Bytes of a kept graph of each shard for each row, where a recomputed cell measured it."""
-        known = self._graph_bytes_per_row
+        known = self.graph_per_row
         blocks = [len(shard.layers) if self._apart else 1 for shard in self._shards]
         return {j: sum(each.values()) for j, each in known.items() if len(each) == blocks[j]}
 
-    def record_graph(self, j: int, k: int, bytes_per_row: float) -> None:
-        """Records what a graph of block ``k`` of a shard would hold for each row."""
-        self._graph_bytes_per_row.setdefault(j, {})[k] = bytes_per_row
-
     def selected_bytes_per_row(self) -> dict[int, float]:
         """Bytes that a recomputed cell of each shard keeps for each row."""
-        return {j: sum(each.values()) for j, each in self._selected_per_row.items()}
-
-    def record_selected(self, j: int, k: int, bytes_per_row: float) -> None:
-        """Records what block ``k`` of a shard keeps for each row where it is recomputed."""
-        self._selected_per_row.setdefault(j, {})[k] = bytes_per_row
-
-    def begin(
-        self,
-        rows: Sequence[float],
-        rounded: Sequence[float],
-        *,
-        samples: int,
-        training: bool,
-        idle: bool,
-    ) -> Sequence[float]:
-        """Begins a step. Raises ValueError if it is known to be too large for the limit, before anything has moved.
-
-        Args:
-            rows, rounded: of each micro-batch, exactly and rounded up (:mod:`.row_units`).
-            samples: of the batch, however long each is.
-            training: whether there is a backward.
-            idle: no forward waits for its backward.
-
-        Returns the sizes for which it is planned: rounded ones, if these fit.
-        """
-        planned = rounded
-        if training and self.planner is not None:
-            planned = self.planner.begin_rounded(rows, rounded, samples=samples, idle=idle)
-        return planned
+        return {j: sum(each.values()) for j, each in self.selected_per_row.items()}
 
     def record_boundary(self, j: int, rows: float, nbytes: int) -> None:
         """Records the size of a boundary or of the output."""
@@ -184,14 +143,6 @@ class Steps:
         sizes[key] = nbytes
         if len(sizes) > SIZES_REMEMBERED * (len(self._shards) + 1):
             del sizes[next(iter(sizes))]
-
-    def record_around(self, which: str, rows: float, nbytes: int) -> None:
-        """Records the size of what the code around blocks holds until backward: ``"entered"`` or ``"returned"``."""
-        self._around_per_row[which] = nbytes / (rows or 1)
-
-    def around_bytes(self, rows: Sequence[float]) -> int:
-        """Bytes of the same for micro-batches of so many rows."""
-        return round(sum(self._around_per_row.values()) * sum(rows))
 
     # --- steps that ran ---------------------------------------------------------------------------------------------
 
@@ -221,9 +172,9 @@ class Steps:
             first=first,
             kept=self.kept_cells(rows, first),
             in_memory=in_memory,
-            boundaries=self.residency(),
+            # Without recomputation boundaries are kept by the graphs.
+            boundaries=Residency(self.boundary_budget_bytes if self._recompute else math.inf),
             boundary_sizes=self.sizes(rows),
-            gradient_sizes=self.sizes(rows, gradients=True),
             grows=self.boundaries_grow,
             **updates,
         )

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
+from offload.engine.homes import ModelHomes
 from offload.mesh.shard import MeshShard
 from offload.planning.byte_forms import ByteForm
 from offload.planning.explain import Stored
-from offload.storage import Tier
-from offload.streaming.optimizers import Optimizers
-from offload.streaming.shard import Shard
 
 __all__ = ["stored_form"]
 
 
-def stored_form(shards: Sequence[Shard], optimizers: Optimizers, tier: Tier) -> Stored | None:
+def stored_form(homes: ModelHomes) -> Stored | None:
     """How float32 parameters and what belongs to them are stored in files.
 
     None where no form of fewer bytes is known to work: with a mesh, homes in memory, other types, or without exactly
     one optimizer that has made its states.
     """
+    shards, optimizers, tier = homes.shards, homes.streamer.gradient_offload.optimizers, homes.tier
     known, trained = list(optimizers), [s for shard in shards for s in shard.own if s.parameter.requires_grad]
     if not tier.blocking_io or any(isinstance(shard, MeshShard) for shard in shards):
         return None

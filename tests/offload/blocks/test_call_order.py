@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from gradcache import GradCache
 from offload import DiskHome, OffloadModel, OffloadOptimizer, init_empty_weights
-from offload.planning.plan import validate
 from tests.offload.blocks.towers import WIDTH, Block, assert_equal
+from tests.offload.planning.proof import validate
 
 NAMES = ("down", "up")
 COUNT = 3

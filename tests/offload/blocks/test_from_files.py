@@ -340,7 +340,7 @@ def test_a_kept_home_is_adopted_by_a_model_without_values_only(tmp_path: Path) -
 def test_a_kept_home_that_was_never_closed_has_the_first_values_outside(tmp_path: Path) -> None:
     bare = make()
     model = wrap(copy.deepcopy(bare), DiskHome(tmp_path, keep=True))
-    model._offloaded.tier.close()
+    model._homes.tier.close()
     del model
     with pytest.warns(RuntimeWarning, match="with parameters outside of blocks"):
         again = wrap(empty(), DiskHome(tmp_path, keep=True, recover=True))

@@ -232,11 +232,11 @@ def test_nothing_keeps_a_forward_alive() -> None:
     output = model(words())
     gc.disable()
     try:
-        assert any(True for _ in model._engine._forwards)
+        assert any(True for _ in model._engine.backward.graphs)
         del output
-        assert not any(True for _ in model._engine._forwards)
+        assert not any(True for _ in model._engine.backward.graphs)
         loss_of(model(words())).backward()
-        assert not any(True for _ in model._engine._forwards)
+        assert not any(True for _ in model._engine.backward.graphs)
     finally:
         gc.enable()
 

@@ -119,9 +119,17 @@ def test_an_object_that_holds_tensors_passes_between_shards_and_within(kind: Any
     assert_equal(bare, model)
 
 
-def test_an_input_that_hides_a_tensor_with_a_gradient_is_refused() -> None:
-    model = OffloadModel(nn.Sequential(OutOf()), "cpu", num_slices=1, checkpoint_activation=False)
-    with pytest.raises(TypeError, match=r"an input of the model.*got a State"):
-        model(State(torch.randn(4, WIDTH, requires_grad=True)))
-    model(State(torch.randn(4, WIDTH))).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_an_input_that_hides_a_tensor_with_a_gradient_is_that_of_the_bare_model(recompute: bool, frozen: bool) -> None:
+    bare = nn.Sequential(OutOf().requires_grad_(not frozen), nn.Linear(WIDTH, WIDTH))
+    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, checkpoint_activation=recompute)
+    leaf = torch.randn(4, WIDTH, requires_grad=True)
+    found = []
+    for run in (bare, model):
+        run(State(leaf * 2)).square().sum().backward()
+        found.append(leaf.grad)
+        leaf.grad = None
+    assert found[0] is not None
+    assert torch.equal(found[0], found[1])
+    assert_equal(bare, model)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import MemoryPolicy, OffloadOptimizer
+from offload.engine.plans.measured import step_model
 from offload.memory import memory_of
 from tests.offload.mesh.blocks_claims import Large, a_limit_of_memory_is_planned_for_by_all_ranks_alike, batch, loss_of
 from tests.offload.mesh.world import World
@@ -61,7 +62,7 @@ def a_step_on_a_device_holds_no_more_than_is_predicted(world: World) -> None:
         assert public.ranks._staging.numel() == exchange.staging, how
         with pytest.MonkeyPatch.context() as patch:  # neither homes nor buffers of files are on a GPU
             patch.setattr(model._homes, "device", GPU)
-            sizes = model._homes.measured([len(world.part(rows))]).sizes
+            sizes = step_model(model._homes, [len(world.part(rows))]).sizes
         assert (sizes.constant_bytes, sizes.gradients_stay) == (exchange.staging, frozenset())
         assert (sizes.gradient_bytes, sizes.draining_bytes) == (exchange.gradients, exchange.draining)
         assert sizes.outside.reducing == exchange.outside

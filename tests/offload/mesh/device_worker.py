@@ -117,7 +117,7 @@ def main(folder: Path, kind: str) -> None:
     mesh = init_device_mesh(kind, (ranks,))
     with pytest.MonkeyPatch.context() as patch:
         if ranks == 1:
-            patch.setattr("offload.model.check_mesh", lambda mesh, *_: mesh)
+            patch.setattr("offload.construction.check_mesh", lambda mesh, *_: mesh)
         if kind == "cpu":
             patch.setattr("offload.mesh.sharding.transport_for", lambda device: Transport(device, "gloo", adds=True))
         rows = [each.to(device) for each in batches()]

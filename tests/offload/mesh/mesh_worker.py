@@ -801,7 +801,7 @@ def what_is_not_supported_is_refused_before_anything_changes(world: World) -> No
     world.raises(TypeError, lambda: world.model(bare, mesh="cpu"), "DeviceMesh", "str")
     world.raises(ValueError, lambda: world.model(bare, store_dtype="split"), "store_dtype=", "mesh=")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("offload.model.compute_device", lambda device: torch.device("cuda", 0))
+        patch.setattr("offload.construction.compute_device", lambda device: torch.device("cuda", 0))
         for memory in ("1GiB", {"device": "1GiB", "host": "2GiB"}, MemoryPolicy.fixed(slots=2), None):
             with pytest.raises(ValueError, match="init_device_mesh") as raised:
                 world.model(bare, memory=memory)

@@ -80,7 +80,9 @@ def measure(folder: Path, case: str) -> None:
         patch.setattr("offload.mesh.ranks.CollectiveLane", LateLane)
         patch.setattr("offload.mesh.sharding.ThreadCopyLane", _lane)
         names = ("load", "drain", "boundary")
-        patch.setattr("offload.model.open_lanes", lambda device, **_: CopyLanes(*(_lane(n, device) for n in names)))
+        patch.setattr(
+            "offload.construction.open_lanes", lambda device, **_: CopyLanes(*(_lane(n, device) for n in names))
+        )
         model = OffloadModel(nn.Sequential(*layers), "cpu", home, SHARDS, checkpoint_activation=True, mesh=mesh)
         patch.setattr("offload.optim.io_buffers.IO_BUFFERS", 1)
         optimizer = OffloadOptimizer(model, torch.optim.AdamW, max_norm=1.0) if updated else None

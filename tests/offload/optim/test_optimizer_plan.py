@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
-from offload.planning.plan import Kind, validate
+from offload.planning.plan import Kind
 from offload.telemetry.statistics import UPDATE_IN_MEMORY
 from tests.offload.pair import Pair
+from tests.offload.planning.proof import validate
 from tests.offload.zoo import WIDTH, build
 
 

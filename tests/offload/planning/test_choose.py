@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from offload.planning.choose import NothingFitsError, choose, least_bytes
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
 from offload.planning.peak_memory import StepBytes
-from offload.planning.plan import validate
 from offload.planning.planner import Updates
 from offload.planning.simulate import Costs
 from offload.planning.step_model import Choice, Given, StepModel, predict
+from tests.offload.planning.proof import validate
 
 MIB = 1 << 20
 

@@ -18,7 +18,7 @@ def margins(monkeypatch: pytest.MonkeyPatch, *steps: tuple[float, int, bool]) ->
     for rows, peak, new in steps:
         monkeypatch.setattr(memory._peak, "rise", lambda peak=peak: peak)
         if new:
-            memory.new_slots()
+            memory.fresh = True
         memory.begin(rows)
         predicted: Any = SimpleNamespace(
             peak=SimpleNamespace(begin_bytes=0),

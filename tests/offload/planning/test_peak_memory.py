@@ -77,7 +77,7 @@ class Here(Arrival):
 
 
 def model_of(home: str, monkeypatch: pytest.MonkeyPatch, depth: int = DEPTH, **settings: Any) -> OffloadModel:
-    monkeypatch.setattr("offload.model.open_lanes", lambda device, **_: CopyLanes(AtOnce(), AtOnce(), AtOnce()))
+    monkeypatch.setattr("offload.construction.open_lanes", lambda device, **_: CopyLanes(AtOnce(), AtOnce(), AtOnce()))
     torch.manual_seed(0)
     return OffloadModel(nn.Sequential(*(Block() for _ in range(depth))), "cpu", home, **settings)
 

@@ -239,7 +239,9 @@ class NotingLane(CopyLane):
 def the_host_waits_at_the_end_of_a_pass_and_never_before(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """On a device the host is ahead. What it may read or write after a call must be done when the call returns."""
     log: list[tuple[str, str]] = []
-    monkeypatch.setattr("offload.model.open_lanes", lambda device, **_: CopyLanes(*(NotingLane(log) for _ in range(3))))
+    monkeypatch.setattr(
+        "offload.construction.open_lanes", lambda device, **_: CopyLanes(*(NotingLane(log) for _ in range(3)))
+    )
 
     def waited(run: Callable[[], Any]) -> tuple[set[str], list[str], Any]:
         """What the host waited for in a pass, what was copied, and what the pass returned."""

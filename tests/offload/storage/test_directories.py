@@ -164,7 +164,7 @@ def test_a_home_that_is_moved_while_it_is_used_is_not_mistaken_for_the_one_in_it
     other = made()
     # A folder of temporary files has another name each time: let the new one have that of the first.
     if not keep:
-        tiers = model._offloaded.tier, other._offloaded.tier
+        tiers = model._homes.tier, other._homes.tier
         assert isinstance(tiers[0], DiskTier)
         assert isinstance(tiers[1], DiskTier)
         shutil.copytree(tiers[1].folder, tiers[0].folder)

@@ -73,10 +73,12 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "Engine.forward": [
             ("self.streamer.wait_for_home_reads()", training.the_host_waits_at_the_end_of_a_pass_and_never_before),
         ],
-        "Engine._end_backward": [
+    },
+    "offload.engine.backward": {
+        "Backward._finish": [
             ("self.streamer.wait_for_home_reads()", training.the_host_waits_at_the_end_of_a_pass_and_never_before),
         ],
-        "Engine._cancel": [("self.streamer.cancel()", training.nothing_moves_after_an_exception)],
+        "Backward.abort": [("self.streamer.cancel()", training.nothing_moves_after_an_exception)],
     },
     "offload.engine.chunks": {
         "run_chunks": [("each.cancel()", blocks.suspended_forwards_end_when_one_fails)],
@@ -295,18 +297,18 @@ EXCEPTIONS = {
     "offload.embedding.bag OffloadEmbeddingBag.forward: "
     "self.input_dist(None, input, offsets, per_sample_weights).wait().wait()": "compute_and_output_dist waits again",
     "offload.telemetry.statistics Meter.__init__: self.wait": "a clock",
-    "offload.telemetry.statistics Meter.waiting: self.wait": "the same clock",
+    "offload.telemetry.statistics _Waiting.__enter__: meter.wait": "the same clock",
     "offload.telemetry.statistics Meter.read: self.wait": "the same clock",
     "offload.telemetry.statistics _Waiting.__exit__: self._meter.wait": "the same clock",
-    "offload.engine.engine Engine._end_backward: self.streamer.gradient_offload.wait_idle()": (
+    "offload.engine.backward Backward._finish: self.streamer.gradient_offload.wait_idle()": (
         "settle() before it has waited; it ends the backward"
     ),
     "offload.streaming.streamer Streamer.await_update_in_place: pending.start().wait()": (
         "a layer that asks its module for a parameter waits on the host"
     ),
-    "offload.model offload: calls.join(model, homes, home.values, undo.callback)": "connects the parts of a model",
+    "offload.construction construct: calls.join(model, homes, home.values, undo.callback)": "connects parts of a model",
     "offload.engine.engine Engine._run_observed: "
-    "step.record(recorder, j, k, i, (args, kwargs), kept=keeps, hidden=hidden)": "records sizes",
+    "step.record(recorder, place, (args, kwargs), keeps=keeps, hidden=hidden)": "records sizes",
     "offload.engine.boundaries Boundaries._load: boundary.join(parts)": "puts a tensor together of its parts",
     "offload.engine.plans.memory_planner MemoryPlanner._plan_again: self._streamer.apply_pending_updates()": (
         "sizes of states are read, not their values"
@@ -326,9 +328,6 @@ EXCEPTIONS = {
     "offload.mesh.ranks Ranks.copy_first_replica: arrival.synchronize()": "loads are later jobs of the same lane",
     "offload.mesh.ranks CollectiveLane.submit: arrival.synchronize()": (
         "needs several processes: tests/offload/mesh takes it out, too"
-    ),
-    "offload.engine.layouts fitting: _jagged(output.detach()).join([gradient.values().to(output.device)])": (
-        "puts a tensor together of its parts"
     ),
 }
 #: What ranks tell each other of failures: no values of a model.

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from offload import MemoryPolicy, OffloadModel
-from offload.planning.plan import CELLS, Kind, Plan, validate
+from offload.planning.plan import CELLS, Kind, Plan
+from tests.offload.planning.proof import validate
 
 
 def make(tmp_path: Path) -> OffloadModel:

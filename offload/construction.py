@@ -1,0 +1,250 @@
+"""Makes what an offloaded model consists of from its arguments: homes of its layers, lanes, the engine, reports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from offload.arguments import check_choices, check_gradient_dtype, check_separate, compute_device
+from offload.blocks.body import engine_of
+from offload.blocks.find import BlockNames, Blocks
+from offload.blocks.own_forward import OwnForward
+from offload.engine.homes import ModelHomes
+from offload.engine.plans.mesh_planner import plan_memory
+from offload.engine.plans.outside import bytes_staying
+from offload.files.pretrained import Pretrained
+from offload.limits import MemoryLimits
+from offload.memory import MemoryArguments, layout_of, limits_for, memory_of
+from offload.mesh.sharding import Sharding, check_mesh, open_home
+from offload.persistence import PersistentHome
+from offload.policy import MemoryPolicy
+from offload.reports import MicroBatches, Reports
+from offload.running import LayersInOrder
+from offload.storage import DiskHome, absolute_home, is_directory
+from offload.streaming.current_values import leave_pending_updates
+from offload.streaming.lane import open_lanes
+from offload.streaming.quantised import check_storable, separate, stored_tensors
+from offload.streaming.resident import chosen, chosen_form
+from offload.streaming.rollback import Rollback
+from offload.telemetry.statistics import Meter
+from pipe.process import finalize_here
+from pipe.torch_private.amp import complete_copies_of_grad_scalers
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Arguments", "Offloaded", "construct"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Arguments of :func:`offload.offload` besides the model; a copy is made with those of its original."""
+
+    device: torch.device | str | int
+    offload_device: torch.device | str | os.PathLike[str]
+    num_slices: int | None
+    checkpoint_activation: bool | None
+    num_microbatches: int | None
+    memory: MemoryPolicy | MemoryArguments | int | str | Mapping[str, int | str] | None
+    param_dtype: torch.dtype | None
+    store_dtype: torch.dtype | str | None
+    pretrained: Pretrained | str | os.PathLike[str] | None
+    blocks: Blocks | BlockNames | None
+    mesh: DeviceMesh | None
+    gradient_divide_factor: float | None
+    gradient_dtype: torch.dtype | None
+    accumulate_in_gradient_dtype: bool
+    resident: str | Sequence[str] | None
+    #: Layers of each shard, of a copy; and the class of which the model is to be one.
+    _cuts: list[int] | None
+    _base: type[Any]
+
+
+@dataclass
+class Offloaded:
+    """What an offloaded model has. Nothing here refers to the model, so that one that is dropped is freed at once."""
+
+    #: The class that the model had.
+    kind: type[nn.Module]
+    #: For a copy.
+    arguments: Arguments
+    device: torch.device
+    memory_limits: MemoryLimits | None
+    persistent_home: PersistentHome
+    homes: ModelHomes
+    calls: LayersInOrder | OwnForward
+    reports: Reports
+    finalizer: Callable[[], Any]
+
+
+def construct(
+    model: nn.Module, given: Arguments, undo: contextlib.ExitStack, *, in_order: bool, one_each: bool
+) -> Offloaded:
+    """Moves the layers of ``model`` to their homes, and makes what runs them.
+
+    Args:
+        model: any module; its class is not changed here.
+        given: see :func:`offload.offload`, which also says what is raised.
+        undo: gets what leaves the model as it was after a failure.
+        in_order: whether its layers are called one after the other, and not by its own forward.
+        one_each: whether each layer is a shard.
+    """
+    device, offload_device, num_slices = compute_device(given.device), given.offload_device, given.num_slices
+    if device.type == "cuda":
+        complete_copies_of_grad_scalers()  # gradients are in host memory
+    if not in_order and isinstance(given.memory, MemoryPolicy) and given.memory.activation_bytes is not None:
+        raise ValueError(
+            f"expected activation_bytes=None with blocks, got activation_bytes={given.memory.activation_bytes!r}; use "
+            f"larger chunks"
+        )
+    calls = LayersInOrder(model) if in_order else OwnForward(model, given.blocks, device, given.param_dtype)
+    named = calls.named
+    parameters = [(f"{k}.{path}", p) for k, layer in named.items() for path, p in layer.named_parameters()]
+    check_storable(parameters, named.values(), device)
+    stored_parts = stored_tensors(named.items())
+    check_separate(stored_parts)
+    quantised = [each.name for each in stored_parts if each.part_of is not None]
+    refused: dict[str, Any] = {"a model with quantised weights": quantised or None, "store_dtype=": given.store_dtype}
+    mesh = check_mesh(given.mesh, given.gradient_divide_factor, device, refused)
+    staying = chosen(named, given.resident, offload_device, calls.names_outside(model))
+    form = chosen_form(given.store_dtype, stored_parts, staying, named.values(), offload_device)
+    separate([model])
+    plans = num_slices is None and given.checkpoint_activation is None and mesh is None
+    # In another form, values of what streams are not those of what stays.
+    finest = num_slices is None and form is None and given.gradient_dtype is None
+    if one_each if in_order else num_slices is None:
+        num_slices = len(named)
+    check_choices(num_slices, given.num_microbatches, given.param_dtype)
+    check_gradient_dtype(given.gradient_dtype, accumulates=given.accumulate_in_gradient_dtype)
+    resources = memory_of(given.memory, plans=plans, mesh=mesh, device=device)
+    recompute = resources.recomputes(given.checkpoint_activation)
+    _check_splitting(given.num_microbatches, in_order=in_order, plans=resources.bounds and recompute)
+    ranks = 1 if mesh is None else mesh.size(mesh.ndim - 1)
+    replicas = 1 if mesh is None else mesh.size() // ranks
+    offload_device = absolute_home(offload_device)
+    more = None
+    if finest and isinstance(calls, OwnForward):
+        more = calls.with_more(
+            model,
+            resources,
+            offload_device=offload_device,
+            param_dtype=given.param_dtype,
+            resident=given.resident,
+            staying=staying,
+            ranks=ranks,
+            replicas=replicas,
+        )
+    if more is not None:
+        calls, named, num_slices = more, more.named, len(more.named)
+        check_separate(stored_tensors(named.items()))
+    layers = list(named.values())
+    layout, policy, needs = layout_of(
+        resources,
+        layers,
+        num_slices,
+        given._cuts,
+        device=device,
+        on_disk=is_directory(offload_device),
+        param_dtype=given.param_dtype,
+        outside=bytes_staying([*calls.around.values()], staying, given.param_dtype),
+        ranks=ranks,
+        replicas=replicas,
+        apart=calls.apart,
+        form=form,
+    )
+    stored = {} if given.pretrained is None else Pretrained.at(given.pretrained).match({"": model})[0]
+    copied = replace(
+        given,
+        device=device,
+        offload_device=offload_device.for_a_copy() if isinstance(offload_device, DiskHome) else offload_device,
+        num_slices=num_slices,
+        checkpoint_activation=recompute,
+        memory=resources,
+        pretrained=None,
+        mesh=mesh,
+    )
+    meter = Meter(device)
+    sharding = None if mesh is None else Sharding(mesh, given.gradient_divide_factor, meter, device)
+    tier = open_home(offload_device, device, sharding)
+    # A failure from here on, such as a full disk or an interrupt, leaves the layers as they were.
+    undo.callback(tier.close)
+    memory_limits = limits_for(resources, layout, needs, device, meter)
+    undo.callback(_release, memory_limits)
+    home = PersistentHome(tier, named, stored, calls.around, sharding)
+    # With a mesh, homes do not hold whole values to restore.
+    every = {*model.parameters()}
+    replaced = {*home.values} if sharding is None else every
+    if form is not None:
+        replaced |= {p for p in every if form.stores(p) and not p.is_meta}  # homes round them
+    undo.callback(Rollback([model], replaced).restore)
+    # A copy that changes the type is converted on the host, which must not block this thread.
+    blocking = tier.blocking_io or given.param_dtype is not None or form is not None
+    lanes = sharding.open_lanes(device) if sharding else open_lanes(device, blocking_io=blocking)
+    undo.callback(lanes.close)
+    homes = ModelHomes(
+        named,
+        layout.cuts,
+        home.values,
+        policy=policy,
+        device=device,
+        tier=tier,
+        lanes=lanes,
+        meter=meter,
+        recompute=recompute,
+        param_dtype=given.param_dtype,
+        sharding=sharding,
+        resident=staying,
+        layers_apart=calls.apart,
+        form=form,
+        gradient_dtype=given.gradient_dtype,
+        accumulates=given.accumulate_in_gradient_dtype,
+    )
+    calls.join(model, homes, home.values, undo.callback)
+    # Of the homes, to which graphs refer: a backward still runs after the model is collected.
+    shards = [weakref.ref(shard) for shard in homes.shards]
+    close = partial(_close, lanes, tier)
+    finalizer = finalize_here(homes, leave_pending_updates, shards, close)
+    calls.run_by(engine_of(homes, list(named), apart=calls.apart))
+    if memory_limits is not None and recompute:
+        plan_memory(homes, memory_limits, resources.policy)
+    home.begin()
+    micro_batches = MicroBatches(given.num_microbatches, homes)
+    calls.policy, calls.micro_batches = policy, micro_batches
+    return Offloaded(
+        kind=type(model),
+        arguments=copied,
+        device=device,
+        memory_limits=memory_limits,
+        persistent_home=home,
+        homes=homes,
+        calls=calls,
+        reports=Reports(homes, micro_batches),
+        finalizer=finalizer,
+    )
+
+
+def _check_splitting(num_microbatches: int | None, *, in_order: bool, plans: bool) -> None:
+    """Raises ValueError for ``num_microbatches=None`` where no plan chooses them."""
+    if num_microbatches is None and not (plans and in_order):
+        needed = "layers that are called one after the other"
+        if in_order:
+            needed = "a memory, whose plan chooses them"
+        raise ValueError(f"num_microbatches=None needs {needed}; pass the number of micro-batches")
+
+
+def _release(limits: MemoryLimits | None) -> None:
+    if limits is not None:
+        limits.release()
+
+
+def _close(lanes: Any, tier: Any) -> None:
+    lanes.close()
+    tier.close()

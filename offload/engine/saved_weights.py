@@ -1,0 +1,121 @@
+"""What a graph saves in place of weights on a slot: their place there, which is looked up in the slot of the backward.
+
+Tensors of a subclass that consist of views of the slot are taken apart. Casts of weights are made again when they are
+used (:mod:`offload.streaming.casts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.engine.visit import Visit
+from offload.streaming.casts import Cast, CastsSeen
+from pipe.torch_private.dispatch import is_traceable_wrapper_subclass
+from pipe.torch_private.tensors import negative_view
+
+__all__ = ["REFERENCES", "Reference", "SavedWeights"]
+
+#: Without a call of Python, no tensors of subclasses.
+_PLAIN = Tensor, nn.Parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A view of the slot that holds a shard, or of a cast of a part of it."""
+
+    cast: Cast | None
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    conjugate: bool
+    negative: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrapped:
+    """A tensor of a subclass that has views of the slot: what its parts are saved as."""
+
+    kind: Any
+    parts: dict[str, Any]
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def rebuilt(self, resolve: Callable[[Any], Tensor]) -> Tensor:
+        parts = {n: x.rebuilt(resolve) if type(x) is _Wrapped else resolve(x) for n, x in self.parts.items()}
+        tensor: Tensor = self.kind.__tensor_unflatten__(parts, self.context, self.size, self.stride)
+        return tensor
+
+
+#: What is saved in place of tensors.
+REFERENCES = Reference, _Wrapped
+
+
+class SavedWeights:
+    """Replaces tensors that a cell saves and that are views of its slot by references.
+
+    Methods of an object that holds neither the slot nor itself: such a cycle would hold a graph until it is collected.
+
+    Args:
+        views: one of those of the slot.
+        casts: what finds casts of such views; None: they are saved as they are.
+    """
+
+    __slots__ = ("_begin", "_casts", "_end", "_visit")
+
+    def __init__(self, visit: Visit, view: Tensor, casts: CastsSeen | None) -> None:
+        self._visit, self._casts = visit, casts
+        storage = view.untyped_storage()
+        self._begin = storage.data_ptr()
+        self._end = self._begin + storage.nbytes()
+
+    def refer(self, tensor: Tensor) -> Any:
+        """What is saved in place of a tensor."""
+        if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
+            return _in_parts(tensor, self.refer)
+        if tensor.layout is not torch.strided:
+            return tensor
+        cast = None if self._casts is None else self._casts.find(tensor)
+        if cast is None and not self._begin <= tensor.data_ptr() < self._end:
+            return tensor
+        signs = tensor.is_conj(), tensor.is_neg()
+        return Reference(cast, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), *signs)
+
+    def resolve(self, saved: Any) -> Tensor:
+        """The tensor that was saved, in the slot that holds the shard now."""
+        if type(saved) is _Wrapped:
+            return saved.rebuilt(self.resolve)
+        if type(saved) is not Reference:
+            return saved  # type: ignore[no-any-return]
+        visit = self._visit
+        shard = visit.weights.shard
+        # A shard may have moved into memory since the forward.
+        weights = shard.slot if visit.views(visit) or shard.home is None else shard.home.tensor
+        if saved.cast is not None:
+            weights = saved.cast.recompute(weights)
+        memory = torch.empty(0, dtype=saved.dtype, device=weights.device)
+        begin = weights.storage_offset() // memory.element_size()
+        memory.set_(weights.untyped_storage(), begin + saved.offset, saved.size, saved.stride)
+        if torch.is_grad_enabled():  # the graph of the gradients keeps it, after its slot has other weights
+            memory = memory.clone()
+        if saved.conjugate:
+            memory = memory.conj()
+        return negative_view(memory) if saved.negative else memory
+
+
+def _in_parts(tensor: Any, refer: Callable[[Tensor], Any]) -> Any:
+    """A tensor of a subclass, taken apart if any of its parts is a view of the slot."""
+    names, context = tensor.__tensor_flatten__()
+    parts = {}
+    for name in names:
+        part = getattr(tensor, name)
+        parts[name] = _in_parts(part, refer) if is_traceable_wrapper_subclass(part) else refer(part)
+    if not any(type(part) in REFERENCES for part in parts.values()):
+        return tensor
+    return _Wrapped(type(tensor), parts, context, tensor.size(), tensor.stride())
