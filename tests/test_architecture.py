@@ -85,6 +85,7 @@ ORDERS = {
         "representations",
         "distributed",
         "two_pass",
+        "context_managers",
         "streamed",
         "loss",
         "functional",
