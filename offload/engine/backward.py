@@ -112,7 +112,7 @@ class Backward:
         if visit.checked != (number := backward_number()):
             visit.checked = number
             self._check_unchanged(visit)
-            self._check_all_unchanged(visit.life())
+            self.check_all_unchanged(visit.life())
         self._use(visit)
         self._visited, self._visited_slot = visit, shard._slot
         self._visited_views = [] if shard.in_place else visit.weights.views(self.streamer.slot_pool)
@@ -125,7 +125,7 @@ class Backward:
         """Makes a backward from the outputs compare weights before parameters outside of the blocks get gradients."""
 
         def check(_: Any) -> None:
-            self._check_all_unchanged(life())
+            self.check_all_unchanged(life())
             if torch.is_grad_enabled() and accumulates_everywhere():
                 optimizers = self.streamer.gradient_offload.optimizers
                 measured = optimizers.clip or optimizers.in_backward is not None
@@ -140,7 +140,7 @@ class Backward:
         """The nodes of the visits of a forward whose graph is still there."""
         return (None if life is None else self.graphs.get(life)) or ()
 
-    def _check_all_unchanged(self, life: Life | None) -> None:
+    def check_all_unchanged(self, life: Life | None) -> None:
         """Compares the weights of all visits of a pass that a backward reaches with those of their forward.
 
         When it reaches the first one: a refusal must not come after gradients of others were stored.

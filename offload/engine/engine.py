@@ -372,7 +372,11 @@ class Engine:
         self.backward.enter(step, visit.uses, visit.life)  # shards that are used where they rest do not
         if not step.is_at(place):
             step.end_cell()
-            self.backward.views(visit)  # what it waits for is no time of the cell
+            if place.kept and visit.weights.shard.in_place:
+                # A graph on weights where they rest compares what it has saved, as autograd does, and nothing else.
+                self.backward.check_all_unchanged(visit.life())
+            else:
+                self.backward.views(visit)  # what it waits for is no time of the cell
             if boundaries is not None and place.k == place.blocks - 1:
                 boundaries.expect((place.j, place.i))
             step.backward(place)
