@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from _thread import interrupt_main
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -75,5 +76,8 @@ class WhenFreed(Life):
             function()
 
     def __del__(self) -> None:
-        if hasattr(self, "_function"):  # not after an interrupt in the constructor
-            self()
+        try:
+            if hasattr(self, "_function"):  # not after an interrupt in the constructor
+                self()
+        except KeyboardInterrupt:
+            interrupt_main()  # Python drops what is raised here: it is raised again where it is not lost

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import pytest
+
 from pipe.freed import Life, Living, WhenFreed
 
 
@@ -90,3 +92,16 @@ def test_a_function_is_called_quietly_when_python_ends() -> None:
     code = "from pipe.freed import WhenFreed; import builtins; builtins.kept = WhenFreed(lambda: print('freed'))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (ended.stdout, ended.stderr) == ("freed\n", "")
+
+
+def test_an_interrupt_in_a_finalizer_is_not_lost() -> None:
+    """Python drops what a finalizer raises."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        freed = WhenFreed(interrupted)
+        del freed
+        for _ in range(10_000):  # it comes at one of the next lines
+            pass
