@@ -504,11 +504,10 @@ def test_a_checkpoint_is_for_one_optimizer_of_one_model(tmp_path: Path, home: st
     model, optimizer, schedule = make(home)
     train(model, optimizer, schedule, range(1))
     save_checkpoint(tmp_path, model, optimizer)
-    before = copy.deepcopy(dict(model.state_dict()))
-    with pytest.raises(
-        ValueError, match=r"of an optimizer with .*betas.*, got one with .*momentum.* load the model alone"
-    ):
-        load_checkpoint(tmp_path, model, OffloadOptimizer(model, torch.optim.SGD, params=groups, lr=0.1, momentum=0.9))
+    before, groups = copy.deepcopy(dict(model.state_dict())), [{"params": "*bias"}, {"params": "*"}]
+    sgd = OffloadOptimizer(model, torch.optim.SGD, params=groups, lr=0.1, momentum=0.9)
+    with pytest.raises(ValueError, match=r"of an optimizer with .*betas.*, got one with .*momentum.* the model alone"):
+        load_checkpoint(tmp_path, model, sgd)
     other = build(["linear"])
     for call in (save_checkpoint, load_checkpoint):
         with pytest.raises(ValueError, match="expected an optimizer of this model"):
