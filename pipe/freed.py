@@ -15,7 +15,9 @@ So what a graph may hold has neither. It holds a :class:`Life` instead, which no
 from __future__ import annotations
 
 import ctypes
+import time
 import weakref
+from _thread import interrupt_main, start_new_thread
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -26,6 +28,11 @@ T = TypeVar("T")
 #: Python tracks an object for its collections until it is told not to.
 _untrack = ctypes.pythonapi.PyObject_GC_UnTrack
 _untrack.argtypes, _untrack.restype = [ctypes.py_object], None
+
+
+def _interrupt_again() -> None:
+    time.sleep(0.01)  # until the finalizer has returned, where it would be lost once more
+    interrupt_main()
 
 
 class Life:
@@ -75,5 +82,8 @@ class WhenFreed(Life):
             function()
 
     def __del__(self) -> None:
-        if hasattr(self, "_function"):  # not after an interrupt in the constructor
-            self()
+        try:
+            if hasattr(self, "_function"):  # not after an interrupt in the constructor
+                self()
+        except KeyboardInterrupt:
+            start_new_thread(_interrupt_again, ())  # Python drops what is raised here

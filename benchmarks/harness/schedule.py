@@ -8,6 +8,7 @@ always finds the caches that the other one left. Between its turns a process sle
 import contextlib
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def run_group(
                 ratios = processes[-1].outcome.ratios
                 rounds = rounds_until_known(ratios, turns) if first else progress(range(turns), "steps", "round")
                 for k in rounds:
+                    if len(lot) > 1 and not sys.stderr.isatty():
+                        print(f"step {k + 1} of {turns} of each", flush=True)
                     if first and not all(process.waiting for process in processes):
                         break  # one of the two has ended; its outcome says why
                     _round(processes, k)

@@ -150,12 +150,15 @@ T = TypeVar("T", bound="Tensor | StoredValues")
 _FULL = re.compile(r"state\.(\d{1,18})\.(.+)", re.DOTALL)
 
 
+NOT_COUNTED = -1  #: the steps of an optimizer that is not ours, in the file
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """What :func:`load_checkpoint` returns besides the tensors."""
 
-    #: Steps of the optimizer when it was saved.
-    step: int
+    #: Steps of the ``OffloadOptimizer`` when it was saved; None with another one, whose steps :attr:`extra` may have.
+    step: int | None
     #: The ``extra`` of :func:`save_checkpoint`.
     extra: Any
 
@@ -188,6 +191,7 @@ def save_checkpoint(
             nothing is left behind. With a mesh ranks that did not fail raise another exception that names the one that
             did.
     """
+    _check_owner(model, optimizer)
     ranks = ranks_of(model)
     if ranks is None:
         check_plain(dict(model.named_parameters()), "torch.distributed.checkpoint: get_state_dict and dcp.save")
@@ -213,7 +217,7 @@ def save_checkpoint(
             "optimizer_tensors": state_map,
             "parts": parts,
             "model": others,
-            "step": getattr(optimizer, "steps", 0),
+            "step": getattr(optimizer, "steps", NOT_COUNTED),
             "generators": generators if ranks is None else ranks.exchange(generators),
             "extra": extra,
         }
@@ -254,11 +258,13 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
             optimizer states are verified first, the model while it is loaded; the error lists the tensors that hold
             values of the checkpoint already.
     """
+    _check_owner(model, optimizer)
     folder = Path(path)
     try:
         index = read_index(folder / INDEX)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"expected a checkpoint, got a directory without {INDEX} (path={folder})") from error
+        what = f"a directory without {INDEX}" if folder.is_dir() else "no directory"
+        raise FileNotFoundError(f"expected a checkpoint, got {what} (path={folder})") from error
     files = index.open()
     saved: dict[str, TensorFile | StoredParts] = {name: files[file] for name, file in index.weight_map.items()}
     ranks, parts, state = ranks_of(model), None, folder
@@ -270,7 +276,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
                 f"{ours.path} is of a checkpoint, expected {SAVE} in the metadata of {index.path}; for the weights "
                 f"alone use load_pretrained"
             )
-        summary: dict[str, Any] = {"model": {}, "step": 0, "extra": None}
+        summary: dict[str, Any] = {"model": {}, "step": NOT_COUNTED, "extra": None}
     else:
         state = folder / state_folder(index.save)
         summary = read_state(inside(folder, f"{state.name}/state.pt", str(index.path)), index.metadata[CRC])
@@ -278,6 +284,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
             parts = StoredParts(state, summary["parts"], ranks)
             saved |= dict.fromkeys(parts.model, parts)
     state_dict = None if optimizer is None else _state_dict(state, summary, index.save, optimizer)
+    _check_options(folder, optimizer, state_dict)
     if 2 * sum(file.data_bytes for file in files.values()) <= available_bytes():
         for file in files.values():  # First, so that a damaged shape is not taken for another model.
             file.verify()
@@ -293,13 +300,35 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     if optimizer is not None and state_dict is not None:
         optimizer.load_state_dict(state_dict)
         if isinstance(optimizer, OffloadOptimizer):
-            optimizer.steps = summary["step"]
+            optimizer.steps = max(0, summary["step"])
         generators = summary["generators"]
         if ranks is not None and isinstance(generators, list) and len(generators) == ranks.total:
             set_generator_states(generators[ranks.number])
         elif ranks is None and not isinstance(generators, list):
             set_generator_states(generators)
-    return Checkpoint(summary["step"], summary.get("extra"))
+    step = None if summary["step"] == NOT_COUNTED else summary["step"]
+    return Checkpoint(step, summary.get("extra"))
+
+
+def _check_owner(model: nn.Module, optimizer: Optimizer | None) -> None:
+    if optimizer is None:
+        return
+    ours, theirs = {id(p) for p in model.parameters()}, [p for group in optimizer.param_groups for p in group["params"]]
+    if theirs and not any(id(p) in ours for p in theirs):
+        raise ValueError("expected an optimizer of this model, got one that has none of its parameters (optimizer)")
+
+
+def _check_options(folder: Path, optimizer: Optimizer | None, saved: Mapping[str, Any] | None) -> None:
+    """Versions of torch add options to a class; two classes have each what the other one lacks."""
+    if optimizer is None or saved is None:
+        return
+    for here, there in zip(optimizer.param_groups, saved["param_groups"], strict=False):
+        lacks, has = sorted(optimizer.defaults.keys() - there.keys()), sorted(there.keys() - here.keys())
+        if lacks and has:
+            raise ValueError(
+                f"{folder} has the states of an optimizer with {', '.join(has)}, got one with {', '.join(lacks)}; load "
+                f"the model alone, or pass the class that was saved"
+            )
 
 
 def _read_model(

@@ -117,7 +117,8 @@ def same_option(first: Any, second: Any) -> bool:
 def check_choices(kind: Any, max_norm: Any, update_in_backward: bool) -> None:
     """Raises TypeError or ValueError for arguments of ``OffloadOptimizer`` that cannot be used (together)."""
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        raise TypeError(f"expected a class such as torch.optim.AdamW, got optimizer_class={kind!r}")
+        got = repr(kind) if isinstance(kind, type) else f"an object of {type(kind).__name__}"
+        raise TypeError(f"expected a class such as torch.optim.AdamW, got optimizer_class={got}")
     if kind is torch.optim.LBFGS or issubclass(kind, torch.optim.LBFGS):
         raise TypeError("LBFGS needs a closure and one vector of all parameters; take a class that updates each alone")
     if max_norm is not None:

@@ -466,6 +466,6 @@ class OffloadOptimizer(MovableStates):
 
 def _check_model(model: Any, kind: Any) -> None:
     if not hasattr(type(model), "optimizer_access"):
-        raise TypeError(f"expected an OffloadModel, got {type(model).__name__} (model); use {kind!r} itself")
+        raise TypeError(f"expected an OffloadModel, got {type(model).__name__} (model); use torch's class itself")
     if isinstance(kind, type) and issubclass(kind, OffloadOptimizer):
         raise TypeError(f"expected a class such as torch.optim.AdamW, got optimizer_class={kind!r}")

@@ -343,7 +343,7 @@ class _Replay:
     def _drain(self, j: int) -> None:
         sizes = self._sizes
         self._outside += sizes.outside.made_in.get(j, 0)
-        # Of shards that rest in memory the optimizer takes them when it steps, also where it updates others in backward.
+        # Of shards that rest in memory an optimizer takes them when it steps, also if it updates others in backward.
         stays = j in sizes.waiting or (j in sizes.gradients_stay and not self._updates)
         if stays and j not in sizes.held:
             self._at_home += sizes.gradient_bytes[j]

@@ -87,7 +87,10 @@ class MemoryReport:
         return {
             "homes": f"{there} of {shards} shards in memory: weights and optimizer states{beside}",
             "slots": f"{choice.slots} slots, through which {shards - len(choice.in_memory)} of {shards} shards stream",
-            "gradients": f"being stored, or those of {len(choice.waiting)} shards wait in {where} for their update",
+            "gradients": "being stored"
+            + (
+                f", or those of {len(choice.waiting)} shards wait in {where} for their update" if choice.waiting else ""
+            ),
             "boundaries": f"inputs of cells, and their gradients{stay}",
             "graphs": f"{len(choice.kept)} of {self.cells} cells keep theirs, the others are recomputed",
             "running cell": "activations, and gradients of its weights",

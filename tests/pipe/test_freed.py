@@ -90,3 +90,25 @@ def test_a_function_is_called_quietly_when_python_ends() -> None:
     code = "from pipe.freed import WhenFreed; import builtins; builtins.kept = WhenFreed(lambda: print('freed'))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (ended.stdout, ended.stderr) == ("freed\n", "")
+
+
+INTERRUPTED = """
+import threading
+from pipe.freed import WhenFreed
+
+def interrupted():
+    raise KeyboardInterrupt
+
+try:
+    freed = WhenFreed(interrupted)
+    del freed
+    threading.Event().wait(30)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_in_a_finalizer_is_not_lost() -> None:
+    """Python drops what a finalizer raises."""
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=True, timeout=60)
+    assert (ended.stdout, ended.stderr) == ("interrupted\n", "")

@@ -437,11 +437,10 @@ class MemoryPlanner:
         peak = self._memory.peak_bytes
         if peak is not None and peak > bound_of(self.limit_bytes, self._device):
             self._warn(
-                f"a step of micro-batches of {shown(max(rows))} rows as long as those of the first batch took "
-                f"{shown_bytes(peak)}, {shown_bytes(peak - self.limit_bytes)} more than "
-                f"memory={shown_bytes(self.limit_bytes)}: what a first step takes is not known before, and what rows "
-                f"longer than all before take had been predicted from shorter ones; from now on it is known. Begin "
-                f"with the longest rows, or pass more memory, fewer rows, or more micro-batches (num_microbatches)",
+                f"a step of micro-batches of {shown(max(rows))} rows took {shown_bytes(peak)}, "
+                f"{shown_bytes(peak - self.limit_bytes)} more than memory={shown_bytes(self.limit_bytes)}. The first "
+                f"step, and the first of longer rows, is not known before. Later steps stay within, if they can: this "
+                f"one is known now. Begin with the longest rows, or pass more memory, fewer rows, or num_microbatches",
                 ("longer", tuple(rows)),
             )
 

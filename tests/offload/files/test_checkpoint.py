@@ -132,7 +132,7 @@ def test_what_other_tools_wrote_is_read(tmp_path: Path, home: str) -> None:
     places = {name: "a.safetensors" if name in first else "b.safetensors" for name in state}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
     model = OffloadModel(build(["linear", "batchnorm"], seed=5), "cpu", home, num_slices=3, checkpoint_activation=False)
-    assert load_checkpoint(tmp_path, model).step == 0
+    assert load_checkpoint(tmp_path, model).step is None
     torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
     with pytest.raises(ValueError, match="holds a model but no optimizer"):
         load_checkpoint(tmp_path, model, OffloadOptimizer(model, torch.optim.SGD, lr=0.1))
@@ -206,7 +206,7 @@ def test_a_checkpoint_that_does_not_fit_names_everything_and_changes_nothing(tmp
     ours = OffloadOptimizer(model, torch.optim.AdamW)
     with pytest.raises(ValueError, match="groups of"):
         load_checkpoint(tmp_path, model, ours)
-    with pytest.raises(FileNotFoundError, match=INDEX):
+    with pytest.raises(FileNotFoundError, match="got no directory"):
         load_checkpoint(tmp_path / "nothing", model)
     half = OffloadModel(build(["linear"]).to(torch.bfloat16), "cpu", home, num_slices=2, checkpoint_activation=False)
     wide = tmp_path / "wide"
@@ -497,3 +497,29 @@ def test_each_of_many_faults_names_its_file_and_leaves_the_save_before(
         save_checkpoint(folder, layers, optimizer, extra=1, file_bytes=300)
         assert len(names_in(folder)) == len(before), fault
         before = names_in(folder)
+
+
+def test_a_checkpoint_is_for_one_optimizer_of_one_model(tmp_path: Path, home: str) -> None:
+    """Otherwise its states would train something else, unsaid."""
+    model, optimizer, schedule = make(home)
+    train(model, optimizer, schedule, range(1))
+    save_checkpoint(tmp_path, model, optimizer)
+    before, groups = copy.deepcopy(dict(model.state_dict())), [{"params": "*bias"}, {"params": "*"}]
+    sgd = OffloadOptimizer(model, torch.optim.SGD, params=groups, lr=0.1, momentum=0.9)
+    with pytest.raises(ValueError, match=r"of an optimizer with .*betas.*, got one with .*momentum.* the model alone"):
+        load_checkpoint(tmp_path, model, sgd)
+    other = build(["linear"])
+    for call in (save_checkpoint, load_checkpoint):
+        with pytest.raises(ValueError, match="expected an optimizer of this model"):
+            call(tmp_path, other, optimizer)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+
+
+def test_steps_are_none_where_an_optimizer_does_not_count_them(tmp_path: Path) -> None:
+    """A loop that would begin again at 0 raises."""
+    bare = build(["linear"])
+    optimizer = torch.optim.AdamW(bare.parameters())
+    bare(torch.randn(2, WIDTH)).sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path, bare, optimizer)
+    assert load_checkpoint(tmp_path, bare, optimizer).step is None
