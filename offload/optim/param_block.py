@@ -229,11 +229,18 @@ class ParamBlock(ABC):
             self.optimizer.step()
             return
         elementwise = self.factory.kind in ELEMENTWISE
-        steps = step_encoded(
-            self.optimizer, self.proxies, self.encoded, self.factory.form, elementwise=elementwise, weights=weights
+        step_encoded(
+            self.optimizer,
+            self.proxies,
+            self.encoded,
+            self.factory.form,
+            elementwise=elementwise,
+            weights=weights,
+            changed=self._note_part,
         )
-        for _ in steps:
-            self._parts_done += 1
+
+    def _note_part(self) -> None:
+        self._parts_done += 1
 
     def _check_dense(self, job: UpdateJob) -> None:
         """Raises TypeError for a sparse gradient of a parameter whose states are encoded, or that has a form itself."""

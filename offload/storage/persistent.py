@@ -170,19 +170,6 @@ def _open_regular(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
-def is_of_a_home(path: Path) -> bool:
-    """Whether a file ends with a manifest of any version, which only homes have."""
-    try:
-        fd = _open_regular(path)
-    except (OSError, HomeError):
-        return False
-    try:
-        at = os.fstat(fd).st_size - PAGE_BYTES
-        return at >= 0 and os.pread(fd, len(MAGIC), at) == MAGIC
-    finally:
-        os.close(fd)
-
-
 def write_manifest(file: StoredFile, manifest: Manifest, description: bytes | None = None) -> None:
     """Writes the manifest of a file (and the description of a new one); returns once it is on the disk."""
     path, fd = file.path, file.open()
@@ -318,7 +305,7 @@ class PersistentTier(DiskTier):
                 each.unlink()
             found = []
         if not found:
-            others = sorted(each.parent.name for each in homes_in(root, f"{RANKS}/"))
+            others = sorted(each.parent.name for each in homes_in(root, RANKS))
             if others:
                 raise HomeError(
                     f"{str(root)!r} holds the home of a mesh of processes ({others[0]}). Use as many processes, "
@@ -331,10 +318,6 @@ class PersistentTier(DiskTier):
                 f"meta device (and without pretrained=) to adopt the home; or replace it with "
                 f"DiskHome(..., overwrite=True); or use another directory"
             )
-        for other in found:
-            if other != path:
-                read_manifest(other)  # raises for files of another format version
-                raise HomeError(f"{other}: expected {path.name} as the only file of a home. {RESTORE}")
         manifest, got = read_manifest(path)
         if got != self._description or manifest.contents_bytes != nbytes:
             raise HomeError(
@@ -444,10 +427,9 @@ def _open_lock(path: Path) -> int:
 
 
 def homes_in(root: Path, below: str = "") -> list[Path]:
-    """The files of homes in a directory, or ``below`` it: those with their name, and all others with their suffix that
-    end with a manifest, of any version. Others that have the suffix are the user's."""
-    found = sorted(root.glob(f"{below}*.home"))
-    return [path for path in found if path.name == _FILE or is_of_a_home(path)]
+    """The file of the home in a directory, if there is one; or those in the directories ``below`` it."""
+    folders = root.glob(below) if below else [root]
+    return sorted(path for folder in folders if os.path.lexists(path := folder / _FILE))
 
 
 def _difference(expected: bytes, got: bytes) -> str:
