@@ -24,6 +24,7 @@ from torch import Tensor
 
 from offload.optim.groups import GroupChanges
 from offload.optim.param_block import UpdateJob
+from offload.streaming.contract import ModelOptimizer
 from offload.streaming.formed_weights import seal
 from offload.streaming.grad_norm import detach_norm
 from offload.streaming.lane import Arrival, CopyLane
@@ -34,7 +35,6 @@ from pipe.threads import Future, Threads
 
 if TYPE_CHECKING:
     from offload.optim.access import OptimizerAccess
-    from offload.optim.param_block import ParamBlock
 
 __all__ = ["InBackward", "StepDecision", "Update", "mark", "note_update"]
 
@@ -216,22 +216,13 @@ def mark(shard: Shard, update: Update) -> None:
     shard.pending = update
 
 
-class Stepping(Protocol):
+class Stepping(ModelOptimizer, Protocol):
     """What a step needs of its optimizer."""
 
     access: OptimizerAccess
-    param_groups: list[dict[str, Any]]
-    param_blocks: dict[Shard, list[ParamBlock]]
-
-    @property
-    def steps(self) -> int:
-        """Steps so far."""
 
     def count_step(self, number: int) -> None:
         """Notes that a step of this number is decided."""
-
-    def options(self) -> list[dict[str, Any]]:
-        """The hyperparameters of each group."""
 
     def update(
         self,
