@@ -27,7 +27,7 @@ from offload.files.pretrained import KeyMap, Pretrained
 from offload.identities import identities_only
 from offload.limits import MemoryLimits
 from offload.loading import from_files
-from offload.memory import layout_of, limits_for, memory_of
+from offload.memory import Needs, layout_of, limits_for, memory_of
 from offload.mesh.sharding import Sharding, check_mesh, open_home
 from offload.module import (
     copy_of_bare,
@@ -659,11 +659,9 @@ def offload(
         calls, named, num_slices = more, more.named, len(more.named)
         check_separate(stored_tensors(named.items()))
     layers = list(named.values())
-    layout, policy, needs = layout_of(
-        resources,
+    needs = Needs(
         layers,
-        num_slices,
-        _cuts,
+        resources.policy.slots,
         device=device,
         on_disk=is_directory(offload_device),
         param_dtype=param_dtype,
@@ -673,6 +671,7 @@ def offload(
         apart=calls.apart,
         form=form,
     )
+    layout, policy = layout_of(resources, needs, num_slices, _cuts)
     stored = {} if pretrained is None else Pretrained.at(pretrained).match({"": model})[0]
     arguments = {
         "device": device,
@@ -695,7 +694,7 @@ def offload(
     try:
         # A failure from here on, such as a full disk or an interrupt, leaves the layers as they were.
         undo.callback(tier.close)
-        memory_limits = limits_for(resources, layout, needs, device, meter)
+        memory_limits = limits_for(resources, layout, needs, meter)
         undo.callback(_release, memory_limits)
         home = PersistentHome(tier, named, stored, calls.around, sharding)
         # With a mesh, homes do not hold whole values to restore.

@@ -19,7 +19,7 @@ import offload.limits
 import offload.memory
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.limits import Grant, MemoryLimits, grant
-from offload.memory import layout_of, limits_for, memory_of
+from offload.memory import Needs, layout_of, limits_for, memory_of
 from offload.planning.budget import shown_bytes
 from offload.planning.partition import cut_within, merge_small_layers
 from offload.telemetry.statistics import Meter
@@ -308,8 +308,8 @@ def test_an_accelerator_and_the_host_have_limits_of_their_own(
 
     def limits_of(memory: Any) -> MemoryLimits:
         arguments = memory_of(memory, plans=False)
-        layout, _, needs = layout_of(arguments, layers, None, None, device=GPU, on_disk=on_disk, param_dtype=None)
-        made = limits_for(arguments, layout, needs, GPU, Meter(CPU))
+        needs = Needs(layers, None, device=GPU, on_disk=on_disk, param_dtype=None)
+        made = limits_for(arguments, layout_of(arguments, needs, None, None)[0], needs, Meter(CPU))
         assert made is not None
         return made
 

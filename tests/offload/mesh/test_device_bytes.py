@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import offload.limits
-from offload.memory import layout_of, memory_of
+from offload.memory import Needs, layout_of, memory_of
 from offload.mesh.gradients import ReplicatedGradients, exchange_bytes, means_of_parts
 from offload.mesh.parts import Part, WholePart, offsets_of
 from offload.mesh.ranks import Ranks, Transport
@@ -133,7 +133,8 @@ def test_a_limit_too_small_for_two_ranks_is_refused_with_what_they_exchange(monk
 
     def layout(memory: Any) -> None:
         arguments = memory_of(memory, plans=False)
-        layout_of(arguments, layers, None, None, device=GPU, on_disk=False, param_dtype=None, ranks=2)
+        needs = Needs(layers, None, device=GPU, on_disk=False, param_dtype=None, ranks=2)
+        layout_of(arguments, needs, None, None)
 
     part = layer // 2
     piece = -(-part // 16 // 64) * 64  # at least 64 KiB
