@@ -299,13 +299,18 @@ def means_of_parts(
         for begin, end in pieces_of(sums.nbytes, ranks.count):
             sums.add_piece(begin, end)
         sums.move_totals(totals, positions)
+    _make_means(totals, parts, ranks)
+    return totals
+
+
+def _make_means(totals: list[Tensor | None], parts: Sequence[Part], ranks: Ranks) -> None:
+    """Turns sums over the ranks of a row into means over all, in the types of homes."""
     if ranks.replicas > 1:
         add_over(totals, parts, ranks, replicas=True)
     for n, part in enumerate(parts):
         total, totals[n] = totals[n], None
         if total is not None:
             totals[n] = part.rows_of(total.div_(ranks.divide_factor).to(part.dtype), ranks.rank)
-    return totals
 
 
 def add_over(totals: list[Tensor | None], parts: Sequence[Part], ranks: Ranks, *, replicas: bool = False) -> None:
@@ -481,15 +486,8 @@ class ReplicatedGradients:
                 ranks.transport.use(gradient)
                 totals[k] = wide.flat(gradient.detach()).to(wide.dtype, copy=True)
         add_over(totals, parts, ranks)
-        if ranks.replicas > 1:
-            add_over(totals, parts, ranks, replicas=True)
-        found = []
-        for k, (p, part) in enumerate(zip(trained, parts, strict=True)):
-            total, totals[k] = totals[k], None
-            if total is not None:
-                mean = total.div_(ranks.divide_factor).to(part.dtype)
-                found.append((p, mean.as_strided(part.shape, part.stride)))
-        return found
+        _make_means(totals, parts, ranks)
+        return [(p, mean) for p, mean in zip(trained, totals, strict=True) if mean is not None]
 
 
 def exchange_bytes(shards: Sequence[MeshShard], replicated: Sequence[Part], ranks: Ranks) -> ExchangeBytes:
