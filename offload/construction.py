@@ -22,7 +22,7 @@ from offload.engine.plans.mesh_planner import plan_memory
 from offload.engine.plans.outside import bytes_staying
 from offload.files.pretrained import Pretrained
 from offload.limits import MemoryLimits
-from offload.memory import MemoryArguments, layout_of, limits_for, memory_of
+from offload.memory import MemoryArguments, Needs, layout_of, limits_for, memory_of
 from offload.mesh.sharding import Sharding, check_mesh, open_home
 from offload.persistence import PersistentHome
 from offload.policy import MemoryPolicy
@@ -146,11 +146,9 @@ def construct(
         calls, named, num_slices = more, more.named, len(more.named)
         check_separate(stored_tensors(named.items()))
     layers = list(named.values())
-    layout, policy, needs = layout_of(
-        resources,
+    needs = Needs(
         layers,
-        num_slices,
-        given._cuts,
+        resources.policy.slots,
         device=device,
         on_disk=is_directory(offload_device),
         param_dtype=given.param_dtype,
@@ -160,6 +158,7 @@ def construct(
         apart=calls.apart,
         form=form,
     )
+    layout, policy = layout_of(resources, needs, num_slices, given._cuts)
     stored = {} if given.pretrained is None else Pretrained.at(given.pretrained).match({"": model})[0]
     copied = replace(
         given,
@@ -176,7 +175,7 @@ def construct(
     tier = open_home(offload_device, device, sharding)
     # A failure from here on, such as a full disk or an interrupt, leaves the layers as they were.
     undo.callback(tier.close)
-    memory_limits = limits_for(resources, layout, needs, device, meter)
+    memory_limits = limits_for(resources, layout, needs, meter)
     undo.callback(_release, memory_limits)
     home = PersistentHome(tier, named, stored, calls.around, sharding)
     # With a mesh, homes do not hold whole values to restore.

@@ -24,7 +24,7 @@ from offload.telemetry.statistics import Meter
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["MemoryArguments", "layout_of", "least_bytes", "limits_for", "memory_of"]
+__all__ = ["MemoryArguments", "Needs", "layout_of", "limits_for", "memory_of"]
 
 #: Device bytes for boundaries where the user sets none.
 DEFAULT_BOUNDARY_BYTES = 64 << 20
@@ -84,23 +84,35 @@ def memory_of(
     return MemoryArguments(policy_given or MemoryPolicy(), bounds=policy_given is not None)
 
 
-class _Needs:
-    """The least bytes that a model needs on the compute device and in host memory, for cuts into shards."""
+class Needs:
+    """The least bytes that a model needs on the compute device and in host memory, for cuts into shards.
+
+    Args:
+        layers, device, param_dtype: of the model.
+        slots: shards on the device at once; None: two.
+        on_disk: whether homes are files.
+        outside: bytes that stay on the compute device besides slots.
+        ranks, replicas: processes that store a part each, and how often they store the model.
+        apart: whether shards that are much larger than others have buffers of their own, see :func:`.slot_sizes`.
+        form: in which homes store weights.
+    """
 
     def __init__(
         self,
         layers: Sequence[nn.Module],
-        slots: int,
+        slots: int | None,
         *,
         device: torch.device,
         on_disk: bool,
         param_dtype: torch.dtype | None,
-        outside: int,
-        ranks: int,
-        replicas: int,
-        apart: bool,
-        form: WeightForm | None,
+        outside: int = 0,
+        ranks: int = 1,
+        replicas: int = 1,
+        apart: bool = False,
+        form: WeightForm | None = None,
     ) -> None:
+        self.device = device
+        self.slots = slots or 2
         #: Of what is in no shard, with gradients.
         self.outside = outside
         self.in_slot = layer_bytes(layers, param_dtype)
@@ -108,7 +120,7 @@ class _Needs:
         trained = (p for layer in layers for p in layer.parameters() if p.requires_grad)
         self._narrow = any(p.dtype.to_real().itemsize < torch.float32.itemsize for p in trained)
         self.gradients = layer_bytes(layers, trainable=True)
-        self._slots, self._apart = slots, apart
+        self._apart = apart
         self.on_host = not has_own_memory(device)
         #: Bytes of homes in host memory.
         self.stored = 0 if on_disk else -(-(sum(self._at_home) + sum(self.gradients)) // ranks)
@@ -118,7 +130,7 @@ class _Needs:
 
     def __call__(self, cuts: Sequence[int]) -> int:
         """On the compute device."""
-        slots = requirement(self.in_slot, self.gradients, cuts, self._slots, apart=self._apart)
+        slots = requirement(self.in_slot, self.gradients, cuts, self.slots, apart=self._apart)
         return slots + self.outside + (self.stored if self.on_host else 0) + self._buffers(cuts)
 
     def _buffers(self, cuts: Sequence[int]) -> int:
@@ -136,62 +148,22 @@ class _Needs:
         return min(([1] * count, [count]), key=self)
 
 
-def least_bytes(
-    memory: MemoryArguments,
-    layers: Sequence[nn.Module],
-    *,
-    device: torch.device,
-    on_disk: bool,
-    param_dtype: torch.dtype | None,
-    outside: int,
-    ranks: int,
-    replicas: int,
-) -> int:
-    """The least bytes on the compute device for blocks that are a shard each. Arguments as of :func:`layout_of`."""
-    of_model: dict[str, Any] = {"device": device, "on_disk": on_disk, "param_dtype": param_dtype, "outside": outside}
-    of_model |= {"ranks": ranks, "replicas": replicas}
-    return _Needs(layers, memory.policy.slots or 2, **of_model, apart=True, form=None)([1] * len(layers))
-
-
 def layout_of(
-    memory: MemoryArguments,
-    layers: Sequence[nn.Module],
-    num_slices: int | None,
-    cuts: Sequence[int] | None,
-    *,
-    device: torch.device,
-    on_disk: bool,
-    param_dtype: torch.dtype | None,
-    outside: int = 0,
-    ranks: int = 1,
-    replicas: int = 1,
-    apart: bool = False,
-    form: WeightForm | None = None,
-) -> tuple[Layout, MemoryPolicy, _Needs]:
-    """Shards, slots and bytes for boundaries; the policy with these, and zeros where it leaves bytes open; the needs.
+    memory: MemoryArguments, needs: Needs, num_slices: int | None, cuts: Sequence[int] | None
+) -> tuple[Layout, MemoryPolicy]:
+    """Shards, slots and bytes for boundaries; and the policy with these, and zeros where it leaves bytes open.
 
-    Args:
-        memory, layers, num_slices, device, param_dtype: of the model.
-        cuts: those of the model that is copied.
-        on_disk: whether homes are files.
-        outside: bytes that stay on the compute device besides slots.
-        ranks, replicas: processes that store a part each, and how often they store the model.
-        apart: whether shards that are much larger than others have buffers of their own, see :func:`.slot_sizes`.
-        form: in which homes store weights.
-
+    ``num_slices``: of the model; ``cuts``: those of the model that is copied.
     Raises ValueError if a number is less than the least that these shards and slots need.
     """
-    policy = memory.policy
-    slots = policy.slots or 2
-    of_model: dict[str, Any] = {"device": device, "on_disk": on_disk, "param_dtype": param_dtype, "outside": outside}
-    needs = _Needs(layers, slots, **of_model, ranks=ranks, replicas=replicas, apart=apart, form=form)
+    policy, slots, device, outside = memory.policy, needs.slots, needs.device, needs.outside
     on_device, on_host = numbers_of(policy, device) if memory.bounds else (None, None)
     if cuts is None and num_slices is None and memory.bounds:
         cuts = cut_within(needs.in_slot, on_device)
         if on_device is not None and needs(cuts) > on_device:
             cuts = needs.finest()
     elif cuts is None:
-        cuts = cut_layers(needs.in_slot, min(DEFAULT_SHARDS, len(layers)) if num_slices is None else num_slices)
+        cuts = cut_layers(needs.in_slot, min(DEFAULT_SHARDS, len(needs.in_slot)) if num_slices is None else num_slices)
     least, finest = needs(cuts), needs.finest()
     finer = f"; num_slices={len(finest)} needs {shown_bytes(needs(finest))}" if needs(finest) < least else ""
     stays = f", {shown_bytes(outside)} of them for parameters in no shard and their gradients" if outside else ""
@@ -210,12 +182,10 @@ def layout_of(
         gradient_bytes=policy.gradient_bytes or 0,
         resident_bytes=policy.resident_bytes or 0,
     )
-    return layout, decided, needs
+    return layout, decided
 
 
-def limits_for(
-    memory: MemoryArguments, layout: Layout, needs: _Needs, device: torch.device, meter: Meter
-) -> MemoryLimits | None:
+def limits_for(memory: MemoryArguments, layout: Layout, needs: Needs, meter: Meter) -> MemoryLimits | None:
     """What the model may hold on the compute device and in host memory; None without bounds.
 
     ``meter``: counts what the model holds on the compute device.
@@ -226,7 +196,7 @@ def limits_for(
     homes = stored if needs.on_host else 0
     return limits_of(
         memory.policy,
-        device,
+        needs.device,
         least=(least, least if needs.on_host else stored),
         held=(
             lambda: meter.held_bytes + homes + needs.outside + (meter.resting_bytes if needs.on_host else 0),

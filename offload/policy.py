@@ -118,32 +118,15 @@ class MemoryPolicy:
             raise kind("\n".join(map(str, wrong)))
 
     @classmethod
-    def fixed(
-        cls,
-        *,
-        slots: int | None = None,
-        boundary_bytes: Bytes | None = None,
-        activation_bytes: Bytes | None = None,
-        graph_bytes: Bytes | None = None,
-        gradient_bytes: Bytes | None = None,
-        resident_bytes: Bytes | None = None,
-        join_chunks: bool | None = None,
-        keep: str | Collection[Any] = (),
-    ) -> MemoryPolicy:
+    def fixed(cls, **given: Any) -> MemoryPolicy:
         """A policy that leaves nothing to plan and has no limit, for use of memory that is tuned by hand.
 
-        What is left out or None: 2 slots, 64 MiB of boundaries, and no bytes of graphs, gradients or resident shards.
+        ``given``: its fields. What is left out or None: 2 slots, 64 MiB of boundaries, and no bytes of graphs,
+        gradients or resident shards.
         """
-        return cls(
-            slots=2 if slots is None else slots,
-            boundary_bytes="64MiB" if boundary_bytes is None else boundary_bytes,
-            activation_bytes=activation_bytes,
-            graph_bytes=graph_bytes or 0,
-            gradient_bytes=gradient_bytes or 0,
-            resident_bytes=resident_bytes or 0,
-            join_chunks=join_chunks,
-            keep=keep,
-        )
+        found: dict[str, Any] = {"slots": 2, "boundary_bytes": "64MiB"}
+        found |= {"graph_bytes": 0, "gradient_bytes": 0, "resident_bytes": 0}
+        return cls(**(found | {name: value for name, value in given.items() if value is not None}))
 
     @property
     def plans(self) -> bool:
@@ -176,17 +159,7 @@ def _memory(value: Any, name: str) -> int | str | dict[str, int | str]:
     if unknown or not value:
         named = ", ".join(map(repr, unknown)) or "an empty mapping"
         raise ValueError(f"expected 'device', 'host' or both, got {named} ({name})")
-    wrong: list[Exception] = []
-    checked: dict[str, int | str] = {}
-    for place, nbytes in value.items():
-        try:
-            checked[place] = "auto" if nbytes == "auto" else parse_bytes(nbytes, f"{name}[{place!r}]")
-        except (TypeError, ValueError) as error:
-            wrong.append(error)
-    if wrong:
-        kind = TypeError if all(isinstance(error, TypeError) for error in wrong) else ValueError
-        raise kind("\n".join(map(str, wrong)))
-    return checked
+    return {k: "auto" if nbytes == "auto" else parse_bytes(nbytes, f"{name}[{k!r}]") for k, nbytes in value.items()}
 
 
 def _slots(value: Any, name: str) -> int | None:

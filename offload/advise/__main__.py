@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 from collections.abc import Collection, Sequence
@@ -61,7 +60,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--home", default="./home", help="directory for the files of the model (./home)")
     parser.add_argument("--dtype", choices=_DTYPES, help="in which layers compute, if not in that of the parameters")
     parser.add_argument("--stored-dtype", choices=_DTYPES, default="float32", help="of parameters in files (float32)")
-    parser.add_argument("--json", action="store_true", help="for machines")
     return parser
 
 
@@ -142,11 +140,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the advice; returns the exit status: 0, or 2 for arguments that cannot be used."""
     try:
         parsed = _parser().parse_args(arguments)
-        report = report_of(parsed)
+        print(report_of(parsed))
     except ValueError as error:
         print(f"python -m offload.advise: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    print(json.dumps(report.fields(), indent=2) if parsed.json else report)
     return 0
 
 

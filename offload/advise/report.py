@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -14,7 +13,7 @@ from offload.advise.prediction import Situation, bound_of
 from offload.advise.sources import Source
 from offload.planning.budget import shown_bytes
 from offload.planning.byte_forms import ByteForm
-from offload.planning.explain import Stored, bytes_at_peak, explain, fewer_bytes, moves, next_bytes
+from offload.planning.explain import Stored, explain, fewer_bytes, moves, next_bytes
 from offload.planning.shown import table
 from offload.planning.step_model import Prediction
 from offload.telemetry.memory_report import MemoryReport, describe
@@ -82,34 +81,6 @@ class Report:
             f"model = {source.made_by}({arguments})",
             f"optimizer = OffloadOptimizer(model, torch.optim.{given.optimizer}, {states and f'{states}, '}lr=1e-3)",
         ]
-
-    def fields(self) -> dict[str, Any]:
-        """For machines. Sizes are bytes, times seconds, rates per second."""
-        report = self.memory_report
-        assert report.predicted is not None
-        return {
-            "parameters": self.source.elements,
-            "shards": report.shards,
-            "microbatch_rows": list(self.situation.rows),
-            "home_bytes": sum(self.situation.home_bytes),
-            "disk_free_bytes": self.disk_free_bytes,
-            "free_bytes": self.free_bytes,
-            "shards_in_host_memory": report.resting,
-            "rates": asdict(self.situation.rates),
-            "limits": [self._fields_of(name, *advice) for name, advice in self.advices.items()],
-            "peak": {"limit_bytes": report.limit_bytes, **bytes_at_peak(report.predicted)},
-            "fewer_bytes": [asdict(each) for each in report.fewer_bytes],
-            "assumptions": self.source.assumptions,
-            "lines": self.lines,
-        }
-
-    def _fields_of(self, name: str, limit: int, predicted: Prediction | None) -> dict[str, Any]:
-        found: dict[str, Any] = {"name": name, "limit_bytes": limit, "fits": predicted is not None}
-        if predicted is not None:
-            found |= {"memory_bytes": predicted.memory_bytes, "seconds": predicted.seconds}
-            found |= {"tokens_per_second": self.given.tokens / predicted.seconds, "bound": bound_of(predicted)}
-            found["plan"] = describe(predicted.choice)
-        return found
 
     def __str__(self) -> str:
         situation, rates, given = self.situation, self.situation.rates, self.given

@@ -21,7 +21,7 @@ from offload.engine.homes import ModelHomes
 from offload.engine.inputs import as_call, refuse_transforms
 from offload.engine.plans.outside import bytes_staying
 from offload.engine.structure import Structure
-from offload.memory import MemoryArguments, least_bytes
+from offload.memory import MemoryArguments, Needs
 from offload.planning.budget import GAPS_SHARE
 from offload.policy import MemoryPolicy
 from offload.reports import MicroBatches
@@ -188,12 +188,13 @@ class OwnForward:
         if limit is None or (isinstance(offload_device, DiskHome) and offload_device.keep):
             return None  # a kept home is laid out by the blocks, and opened with any memory
         given: dict[str, Any] = {"on_disk": is_directory(offload_device), "param_dtype": param_dtype}
-        given |= {"ranks": ranks, "replicas": replicas}
+        given |= {"ranks": ranks, "replicas": replicas, "apart": True, "device": self.device}
 
         def needed(blocks: Mapping[str, nn.Module], states: int = STATES_EXPECTED) -> int:
             around = modules_outside(model, blocks).values()
             outside = bytes_staying(around, staying, param_dtype, states=states)
-            return least_bytes(memory, list(blocks.values()), device=self.device, outside=outside, **given)
+            each = list(blocks.values())  # a shard each
+            return Needs(each, memory.policy.slots, outside=outside, **given)([1] * len(each))
 
         patterns = [resident] if isinstance(resident, str) else resident or ()
         room = limit - limit // GAPS_SHARE

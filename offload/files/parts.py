@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from torch.optim import Optimizer
 from offload.files.tensor_file import WINDOW_BYTES, ChecksumError
 from offload.files.untrusted import inside, naming, open_regular, shown
 from offload.mesh.ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 __all__ = ["StoredParts", "named_states", "on_all", "ranks_of", "write_parts"]
 
@@ -145,29 +148,24 @@ def _one_error(what: str, folder: Path, kind: type[Exception]) -> Iterator[None]
 
 
 @dataclass(frozen=True)
-class _Chunk:
-    """Where a part of a tensor is: as many rows as ``sizes`` says, in bytes of a file."""
+class _Place:
+    """Where a part of a tensor is, as the reader of DCP takes it: bytes of a file."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
     relative_path: str
     offset: int
     length: int
     transform_descriptors: None = None
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor in parts."""
+def _described_in(found: Any) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, _Place]]:
+    """The tensors that :func:`write_parts` described, and where their parts are.
 
-    size: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: list[_Chunk]
+    Raises ValueError, and other errors, for what it never writes.
+    """
+    from torch.distributed.checkpoint import metadata as m
 
-
-def _entries_in(found: Any) -> dict[str, _Entry]:
-    """The tensors that :func:`write_parts` described. Raises ValueError, and other errors, for what it never writes."""
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, m.TensorStorageMetadata] = {}
+    places: dict[m.MetadataIndex, _Place] = {}
     for name, (size, dtype, parts) in found.items():
         if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
             raise ValueError(f"{shown(name)}: expected a type, got {shown(dtype)}")
@@ -175,16 +173,16 @@ def _entries_in(found: Any) -> dict[str, _Entry]:
         for offsets, sizes, file, offset, length in parts:
             if not isinstance(file, str) or not _DATA.fullmatch(file):
                 raise ValueError(f"{name}: expected a file of parts, got {shown(file)}")
-            begin, nbytes = _sizes([offset, length])
-            chunks.append(_Chunk(_sizes(offsets), _sizes(sizes), file, begin, nbytes))
-        entries[name] = _Entry(_sizes(size), dtype, chunks)
-    return entries
+            chunks.append(m.ChunkStorageMetadata(_sizes(offsets), _sizes(sizes)))
+            places[m.MetadataIndex(name, chunks[-1].offsets)] = _Place(file, *_sizes([offset, length]))
+        entries[name] = m.TensorStorageMetadata(m.TensorProperties(dtype), _sizes(size), chunks)
+    return entries, places
 
 
-def _sizes(found: Any) -> tuple[int, ...]:
+def _sizes(found: Any) -> torch.Size:
     if not isinstance(found, (tuple, list)) or not all(type(n) is int and 0 <= n < 1 << 62 for n in found):
         raise ValueError(f"expected sizes, got {shown(found)}")
-    return tuple(found)
+    return torch.Size(found)
 
 
 class StoredParts:
@@ -202,9 +200,10 @@ class StoredParts:
     def _verify(self, described: Any, ranks: Ranks | None) -> None:
         """Compares the sums of all files, each on one rank."""
         try:
-            self._names, self._entries = [str(name) for name in described["names"]], _entries_in(described["entries"])
-            sums = {name: _sizes(found) for name, found in described["sums"].items()}
-            files = {chunk.relative_path for entry in self._entries.values() for chunk in entry.chunks}
+            self._names = [str(name) for name in described["names"]]
+            self._entries, self._places = _described_in(described["entries"])
+            sums = {name: tuple(_sizes(found)) for name, found in described["sums"].items()}
+            files = {place.relative_path for place in self._places.values()}
             for name in files:
                 inside(self._folder, name, "sums")
                 sums[name]
@@ -227,7 +226,7 @@ class StoredParts:
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of a tensor of the model."""
-        return self._entries[_MODEL + name].dtype
+        return self._entries[_MODEL + name].properties.dtype
 
     def read(
         self, model: Mapping[str, Tensor], optimizer: Optimizer | None, ranks: Ranks | None
@@ -244,7 +243,7 @@ class StoredParts:
         for number, (name, parameter) in enumerate(zip(self._names, parameters, strict=False)):
             prefix = f"{_STATE}{name}."
             for full in [e for e in self._entries if e.startswith(prefix) and "." not in e.removeprefix(prefix)]:
-                size, dtype = self._entries[full].size, self._entries[full].dtype
+                size, dtype = self._entries[full].size, self._entries[full].properties.dtype
                 alike = size == tuple(parameter.shape) and len(size) > 0
                 state = torch.zeros_like(parameter, dtype=dtype) if alike else torch.zeros(size, dtype=dtype)
                 found[full] = states.setdefault(number, {})[full.removeprefix(prefix)] = state.detach()
@@ -262,20 +261,11 @@ class StoredParts:
         from torch.distributed.checkpoint import metadata as m
         from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-        described: dict[str, m.STORAGE_TYPES] = {
-            name: m.TensorStorageMetadata(
-                m.TensorProperties(entry.dtype),
-                torch.Size(entry.size),
-                [m.ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in entry.chunks],
-            )
-            for name, entry in self._entries.items()
-        }
-        stored = {
-            m.MetadataIndex(name, each.offsets): each for name, entry in self._entries.items() for each in entry.chunks
-        }
+        described: dict[str, m.STORAGE_TYPES] = {**self._entries}
+        places = self._places
 
         class Reader(FileSystemReader):
             def read_metadata(self, *args: Any, **kwargs: Any) -> m.Metadata:
-                return m.Metadata(described, storage_data=stored, storage_meta=m.StorageMeta(load_id=self.load_id))
+                return m.Metadata(described, storage_data=places, storage_meta=m.StorageMeta(load_id=self.load_id))
 
         return Reader(self._folder)

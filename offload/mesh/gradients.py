@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from offload.mesh.parts import LEAST_AT_ONCE, Cut, Part, WholePart, bytes_at_once, cuts_between, offsets_of, pieces_of
 from offload.mesh.ranks import Ranks
-from offload.mesh.traffic import ExchangeBytes, piece_bytes, widened
+from offload.mesh.traffic import ExchangeBytes, widened
 from offload.planning.partition import aligned
 from offload.streaming.gradient_offload import GradientOffload
 from offload.streaming.lane import Arrival, error_context
@@ -55,13 +55,12 @@ __all__ = ["LocalSums", "MeshGradientOffload", "ReplicatedGradients", "exchange_
 
 
 class LocalSums:
-    """The sums of one rank: of shards by their parameters, and of parameters that each rank stores whole."""
+    """The sums of one rank, by stored parameter: of each shard, and for None of what each rank stores whole."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self._entered = 0
-        self._shards: dict[MeshShard, list[Tensor | None]] = {}
-        self._replicated: dict[nn.Parameter, Tensor] = {}
+        self._kept: dict[MeshShard | None, dict[nn.Parameter, Tensor]] = {}
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -79,7 +78,7 @@ class LocalSums:
 
     def __bool__(self) -> bool:
         """Whether any sum is kept."""
-        return bool(self._shards or self._replicated)
+        return bool(self._kept)
 
     def described(self) -> str:
         """What ranks compare before a backward: whether it keeps, and of what sums are kept."""
@@ -89,99 +88,47 @@ class LocalSums:
     @property
     def shards(self) -> list[MeshShard]:
         """The shards of which sums are kept, in their order."""
-        return sorted(self._shards, key=lambda shard: shard.index)
+        return sorted((shard for shard in self._kept if shard is not None), key=lambda shard: shard.index)
 
     def check_trained(self) -> None:
         """Raises RuntimeError if a parameter of which a sum is kept was frozen since."""
-        frozen = [
-            s.name
-            for shard, kept in self._shards.items()
-            for s, total in zip(shard.slices, kept, strict=True)
-            if total is not None and not s.parameter.requires_grad
-        ]
-        frozen += ["a parameter that each rank stores whole" for p in self._replicated if not p.requires_grad]
-        if frozen:
+        names = {s.parameter: s.name for shard in self.shards for s in shard.at_home}
+        for p in [p for kept in self._kept.values() for p in kept if not p.requires_grad]:
             raise RuntimeError(
-                f"{frozen[0]} has a gradient from a backward in accumulate(), which was not reduced yet, but does not "
-                f"require one now. Freeze parameters after the backward that reduces, or clear gradients by "
-                f"model.zero_grad() before"
+                f"{names.get(p, 'a parameter that each rank stores whole')} has a gradient from a backward in "
+                f"accumulate(), which was not reduced yet, but does not require one now. Freeze parameters after the "
+                f"backward that reduces, or clear gradients by model.zero_grad() before"
             )
 
-    def keep(self, shard: MeshShard, gradients: list[Tensor | None]) -> None:
-        """Adds the gradients of one visit, in the types of homes; empties the list."""
-        self._shards[shard] = self._added(self._shards.get(shard, [None] * len(gradients)), gradients, shard.parts)
-        gradients[:] = [None] * len(gradients)
+    def keep(self, shard: MeshShard | None, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """Adds the gradients of one backward to the sums, in the types of homes."""
+        kept = self._kept.setdefault(shard, {})
+        for p, gradient in gradients.items():
+            if p in kept:
+                kept[p] += gradient
+            else:
+                # What is kept is added to in place, and autograd may use a gradient in several places.
+                kept[p] = gradient.to(p.dtype, copy=True)
+                self._meter.hold(kept[p].nbytes)
 
-    def add_to(self, shard: MeshShard, gradients: list[Tensor | None]) -> None:
-        """Adds what is kept of a shard to the gradients of a visit, and keeps it no longer.
+    def with_kept(
+        self, shard: MeshShard | None, gradients: Mapping[nn.Parameter, Tensor]
+    ) -> dict[nn.Parameter, Tensor]:
+        """The gradients with what is kept of them, which is kept no longer.
 
         Every backward that stores gradients visits all shards that train.
         """
-        kept = self._shards.pop(shard, None)
-        if kept is not None:
-            self._meter.release(_nbytes(kept))
-            gradients[:] = self._added(kept, gradients, shard.parts, holds=False)
-
-    def keep_replicated(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        """Adds gradients of parameters that each rank stores whole."""
-        for p, gradient in gradients.items():
-            if gradient.layout is not torch.strided:
-                raise RuntimeError(
-                    "a gradient outside of the blocks is sparse, which is not supported with mesh=; use a layer with "
-                    "sparse=False"
-                )
-            if p in self._replicated:
-                self._replicated[p] += gradient
-            else:
-                self._replicated[p] = gradient.to(p.dtype, copy=True)
-                self._meter.hold(self._replicated[p].nbytes)
-
-    def with_replicated(self, gradients: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Gradients of parameters that each rank stores whole, with what is kept of them, which is kept no longer."""
-        kept, self._replicated = self._replicated, {}
-        self._meter.release(sum(g.nbytes for g in kept.values()))
-        found = dict(gradients)
-        for p, total in kept.items():
-            found[p] = total + found[p] if p in found else total
-        return found
+        kept = self._kept.pop(shard, {})
+        self._meter.release(sum(total.nbytes for total in kept.values()))
+        return {**gradients, **{p: total.add_(gradients[p]) if p in gradients else total for p, total in kept.items()}}
 
     def drop(self, parameters: Collection[nn.Parameter]) -> None:
         """Drops the sums of some stored parameters, as ``zero_grad()`` does with gradients."""
-        for shard, kept in list(self._shards.items()):
-            for k, total in enumerate(kept):
-                if total is not None and shard.owner_of(k)[1].parameter in parameters:
-                    self._meter.release(total.nbytes)
-                    kept[k] = None
-            if not any(total is not None for total in kept):
-                del self._shards[shard]
-        for p in [p for p in self._replicated if p in parameters]:
-            self._meter.release(self._replicated.pop(p).nbytes)
-
-    def _added(
-        self,
-        kept: list[Tensor | None],
-        gradients: Sequence[Tensor | None],
-        parts: Sequence[Part],
-        *,
-        holds: bool = True,
-    ) -> list[Tensor | None]:
-        found = list(kept)
-        for k, (gradient, part) in enumerate(zip(gradients, parts, strict=True)):
-            if gradient is None:
-                continue
-            there = found[k]
-            if there is None:
-                # What is kept is added to in place, and autograd may use a gradient in several places.
-                found[k] = new = gradient.to(part.dtype, copy=holds)
-                if holds:
-                    self._meter.hold(new.nbytes)
-            else:
-                there += gradient
-        return found
-
-
-def _nbytes(gradients: Sequence[Tensor | None]) -> int:
-    return sum(g.nbytes for g in gradients if g is not None)
+        for shard, kept in list(self._kept.items()):
+            for p in [p for p in kept if p in parameters]:
+                self._meter.release(kept.pop(p).nbytes)
+            if not kept:
+                del self._kept[shard]
 
 
 class MeshGradientOffload(GradientOffload):
@@ -231,10 +178,14 @@ class MeshGradientOffload(GradientOffload):
         self._set_whole_aside(cast("MeshShard", shard), gradients)
         if not _trainable(cast("MeshShard", shard)):
             return
+        pairs = zip(shard.at_home, gradients, strict=True)
+        found = {s.parameter: gradient for s, gradient in pairs if gradient is not None}
+        gradients[:] = [None] * len(gradients)
         if self._sums.keeps:
-            self._sums.keep(cast("MeshShard", shard), gradients)
+            self._sums.keep(cast("MeshShard", shard), found)
             return
-        self._sums.add_to(cast("MeshShard", shard), gradients)
+        found = self._sums.with_kept(cast("MeshShard", shard), found)
+        gradients[:] = [found.pop(s.parameter, None) for s in shard.at_home]
         self._reducing = sum(g.numel() * g.element_size() for g in gradients if g is not None)
         self._meter.hold(self._reducing)
         parts: list[Tensor | None] = [None] * len(gradients)
@@ -341,13 +292,18 @@ def means_of_parts(
         for begin, end in pieces_of(sums.nbytes, ranks.count):
             sums.add_piece(begin, end)
         sums.move_totals(totals, positions)
+    _make_means(totals, parts, ranks)
+    return totals
+
+
+def _make_means(totals: list[Tensor | None], parts: Sequence[Part], ranks: Ranks) -> None:
+    """Turns sums over the ranks of a row into means over all, in the types of homes."""
     if ranks.replicas > 1:
         add_over(totals, parts, ranks, replicas=True)
     for n, part in enumerate(parts):
         total, totals[n] = totals[n], None
         if total is not None:
             totals[n] = part.rows_of(total.div_(ranks.divide_factor).to(part.dtype), ranks.rank)
-    return totals
 
 
 def add_over(totals: list[Tensor | None], parts: Sequence[Part], ranks: Ranks, *, replicas: bool = False) -> None:
@@ -491,18 +447,10 @@ class ReplicatedGradients:
         """Adds the mean over ranks of each gradient to the ``.grad`` of its parameter.
 
         All ranks call it with as many trained parameters. One that has no gradient here counts as zeros.
-
-        Raises RuntimeError for a sparse gradient.
         """
         trained = [p for p in self._parts if p.requires_grad]
         if not trained:
             return
-        for p, gradient in gradients.items():
-            if gradient.layout is not torch.strided:
-                raise RuntimeError(
-                    f"the gradient of {self._parts[p].name} is sparse, which is not supported with mesh=; use a layer "
-                    f"with sparse=False"
-                )
         found: list[tuple[nn.Parameter, Tensor]] = []
         lane = self._ranks.lane
         arrival = lane.submit("R-outside", lambda: found.extend(self._means(trained, gradients)))
@@ -520,13 +468,6 @@ class ReplicatedGradients:
         """The cuts of those that take a gradient."""
         return [part for p, part in self._parts.items() if p.requires_grad]
 
-    def received(self) -> int:
-        """Bytes that a rank receives in one call of :meth:`reduce`."""
-        parts, ranks = self.trained_parts(), self._ranks
-        nbytes = sum(aligned(part.stored_bytes(0)) for part in widened(parts))
-        sizes = (ranks.count, ranks.replicas) if parts else ()
-        return sum((count - 1) * (2 * piece_bytes(nbytes, count) + aligned(len(parts))) for count in sizes)
-
     def _means(
         self, trained: Sequence[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor]
     ) -> list[tuple[nn.Parameter, Tensor]]:
@@ -538,15 +479,8 @@ class ReplicatedGradients:
                 ranks.transport.use(gradient)
                 totals[k] = wide.flat(gradient.detach()).to(wide.dtype, copy=True)
         add_over(totals, parts, ranks)
-        if ranks.replicas > 1:
-            add_over(totals, parts, ranks, replicas=True)
-        found = []
-        for k, (p, part) in enumerate(zip(trained, parts, strict=True)):
-            total, totals[k] = totals[k], None
-            if total is not None:
-                mean = total.div_(ranks.divide_factor).to(part.dtype)
-                found.append((p, mean.as_strided(part.shape, part.stride)))
-        return found
+        _make_means(totals, parts, ranks)
+        return [(p, mean) for p, mean in zip(trained, totals, strict=True) if mean is not None]
 
 
 def exchange_bytes(shards: Sequence[MeshShard], replicated: Sequence[Part], ranks: Ranks) -> ExchangeBytes:

@@ -98,7 +98,7 @@ class Part:
     def rows_of(self, flat: Tensor, rank: int) -> Tensor:
         """The rows of ``rank``, of which ``flat`` has the elements as they are in memory; no copy."""
         begin, end = self.span(rank)
-        return flat.as_strided((end - begin, *self.shape[1:]), self.stride)
+        return flat.as_strided((end - begin, *self.shape[1:]) if self.shape else (), self.stride)
 
     def flat(self, whole: Tensor) -> Tensor:
         """All elements of a tensor, or of rows of it, as they are in memory; a copy where its strides are others."""

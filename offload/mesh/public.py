@@ -22,13 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offload.mesh.traffic import Traffic
 from offload.streaming.slices import Slice
 
 if TYPE_CHECKING:
     from offload.mesh.ranks import Ranks
     from offload.mesh.traffic import ExchangeBytes
-    from offload.planning.plan import Plan
     from offload.streaming.contract import ModelOptimizer
 
 __all__ = ["PublicParameters", "check_elementwise"]
@@ -137,10 +135,6 @@ class PublicParameters:
 
     def drop_sums(self, parameters: Iterable[nn.Parameter]) -> None:
         """Drops what is kept so of the gradients of some parameters."""
-
-    def traffic(self, plan: Plan) -> Traffic:
-        """Bytes that this process receives from others in a step, without what an optimizer sends."""
-        return Traffic(0, 0, 0)
 
     def compare(self, what: str, number: float) -> list[float]:
         """The ``number`` of each rank, at a point that all of them reach: the begin of ``what``."""

@@ -32,8 +32,7 @@ from offload.mesh.parts import Part, WholePart
 from offload.mesh.public import PublicParameters, check_elementwise
 from offload.mesh.ranks import HOST, Ranks
 from offload.mesh.shard import without_memory
-from offload.mesh.traffic import ExchangeBytes, Traffic, bytes_beside_one_process, sent_bytes, traffic_of
-from offload.planning.plan import BACKWARD_CELLS, Plan
+from offload.mesh.traffic import ExchangeBytes, bytes_beside_one_process
 from offload.storage.buffer import on_own_storage
 from offload.streaming.graph_references import BY_GRAPHS
 from offload.streaming.shard import Shard
@@ -539,12 +538,20 @@ class MeshParameters(PublicParameters):
                 each[key] = p
 
     def store_replicated(self, gradients: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Adds the means over ranks of gradients of what each rank stores whole to the stored ones."""
+        """Adds the means over ranks of gradients of what each rank stores whole to the stored ones.
+
+        Raises RuntimeError for a sparse gradient.
+        """
         replicated = {p: gradient for p, gradient in gradients.items() if p in self._replicated}
+        for p in [p for p, gradient in replicated.items() if gradient.layout is not torch.strided]:
+            raise RuntimeError(
+                f"the gradient of {self._by_stored[p].part.name} is sparse, which is not supported with mesh=; use a "
+                f"layer with sparse=False"
+            )
         if self._sums.keeps:
-            self._sums.keep_replicated(replicated)
+            self._sums.keep(None, replicated)
         else:
-            self._replicated.reduce(self._sums.with_replicated(replicated))
+            self._replicated.reduce(self._sums.with_kept(None, replicated))
         return {p: gradient for p, gradient in gradients.items() if p not in self._replicated}
 
     def exchange_bytes(self) -> ExchangeBytes | None:
@@ -552,14 +559,6 @@ class MeshParameters(PublicParameters):
         if self._ranks.transport is HOST:
             return None
         return exchange_bytes(self._shards, self._replicated.trained_parts(), self._ranks)
-
-    def traffic(self, plan: Plan) -> Traffic:
-        """See :meth:`PublicParameters.traffic`."""
-        shards = [sent_bytes(shard.parts, [s.parameter.requires_grad for s in shard.slices]) for shard in self._shards]
-        found = traffic_of(plan, shards, self._ranks.count, self._ranks.replicas)
-        if not any(action.kind in BACKWARD_CELLS for action in plan.actions):
-            return found
-        return replace(found, bytes_reduced=found.bytes_reduced + self._replicated.received())
 
     def compare(self, what: str, number: float) -> list[float]:
         """See :meth:`PublicParameters.compare`. Raises RuntimeError on all ranks if they begin different calls."""

@@ -31,12 +31,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.optim.dynamic_map import BLOCK
-from offload.optim.io_buffers import IOBuffer, IOBufferPool, Read, UpdateBlock, Write, adjacent, span_bytes
+from offload.optim.io_buffers import IOBuffer, IOBufferPool, Read, UpdateBlock, Write
 from offload.optim.param_block import ELEMENTWISE, OptimizerFactory, ParamBlock, UpdateJob
 from offload.optim.state_forms import EncodedWeights, elements_per_entry
 from offload.planning.partition import aligned
 from offload.storage import Block, Tier
-from offload.storage.buffer import PAGE_BYTES, host_buffer, whole_pages
+from offload.storage.buffer import PAGE_BYTES, whole_pages
 from offload.storage.contract import bytes_of
 from offload.storage.host import MemoryBlock
 from offload.streaming.shard import Shard
@@ -125,17 +125,12 @@ class StateFiles:
         }
 
     def in_memory(self, states: States) -> list[tuple[Tensor, Tensor]]:
-        """All states, each with a copy in memory; adjacent ones are read at once."""
-        moved = []
-        found = {(place.block, place.offset): (place, states[k][key]) for (k, key), place in self.places.items()}
-        for group in adjacent(Read(None, block, offset, s.nbytes) for (block, offset), (s, _) in found.items()):
-            begin = group[0].offset
-            memory = MemoryBlock(host_buffer(span_bytes(group)))
-            group[0].block.read_into(memory.tensor, begin)
-            for read in group:
-                place, state = found[read.block, read.offset]
-                moved.append((state, replace(place, block=memory, offset=read.offset - begin).view()))
-        return moved
+        """All states, each with a copy in memory."""
+        copies = {block: MemoryBlock(block.staged()) for block in {place.block for place in self.places.values()}}
+        return [
+            (states[k][key], replace(place, block=copies[place.block]).view())
+            for (k, key), place in self.places.items()
+        ]
 
     def check(self, states: States, chosen: Iterable[int]) -> None:
         """Raises TypeError for states unfit for a file."""
@@ -246,7 +241,7 @@ class DiskParamBlock(ParamBlock):
         return [(value, there[key]) for here, there in files for key, value in here.items() if is_stored(value)]
 
     def states_in_memory(self) -> list[tuple[Tensor, Tensor]]:
-        """See :meth:`ParamBlock.states_in_memory`; adjacent ones are read at once."""
+        """See :meth:`ParamBlock.states_in_memory`."""
         return self.state_files.in_memory(self.states())
 
     @staticmethod

@@ -229,28 +229,27 @@ class ParamBlock(ABC):
             self.optimizer.step()
             return
         elementwise = self.factory.kind in ELEMENTWISE
-        steps = step_encoded(
-            self.optimizer, self.proxies, self.encoded, self.factory.form, elementwise=elementwise, weights=weights
+        step_encoded(
+            self.optimizer,
+            self.proxies,
+            self.encoded,
+            self.factory.form,
+            elementwise=elementwise,
+            weights=weights,
+            changed=self._note_part,
         )
-        for _ in steps:
-            self._parts_done += 1
+
+    def _note_part(self) -> None:
+        self._parts_done += 1
 
     def _check_dense(self, job: UpdateJob) -> None:
         """Raises TypeError for a sparse gradient of a parameter whose states are encoded, or that has a form itself."""
-        for k, s in enumerate(self.slices):
-            gradient = job.gradients[k]
-            if gradient is None or not gradient.is_sparse:
-                continue
-            if s.form is not None:
+        for k, (s, gradient) in enumerate(zip(self.slices, job.gradients, strict=True)):
+            if gradient is not None and gradient.is_sparse and (s.form is not None or k in self.encoded):
                 raise TypeError(
-                    f"parameter {s.name} has a sparse gradient, but with store_dtype= it is decoded and stored as a "
-                    f"whole; make its layer with sparse=False"
-                )
-            if k in self.encoded:
-                raise TypeError(
-                    f"parameter {self.slices[k].name} has a sparse gradient, but states of fewer bytes are encoded as "
-                    f"a whole: rows without a gradient would change. Give it an optimizer without states=, or make "
-                    f"its layer with sparse=False"
+                    f"parameter {s.name} has a sparse gradient, but its weights (store_dtype=) or its states (states=) "
+                    f"are encoded as a whole: rows without a gradient would change. Make its layer with sparse=False; "
+                    f"or leave out store_dtype=, and give it an optimizer without states="
                 )
 
     def group_changes(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -31,9 +31,9 @@ from torch.optim import Optimizer
 
 from offload.optim import dynamic_map
 from offload.optim.dynamic_map import BLOCK
-from offload.storage.buffer import PIECE, thread_memory
+from offload.storage.buffer import thread_memory
 from offload.storage.contract import in_order
-from offload.streaming.weight_forms import WeightForm
+from offload.streaming.weight_forms import WeightForm, pieces
 
 __all__ = [
     "FULL",
@@ -46,7 +46,6 @@ __all__ = [
     "hold",
     "hold_state_dict",
     "in_full",
-    "pieces",
     "release",
     "step_encoded",
 ]
@@ -55,12 +54,7 @@ __all__ = [
 LEAST_ELEMENTS = 4096
 
 _CODES, _SCALES = ":8bit", ":scales"
-
-
-def pieces(count: int) -> Iterator[slice]:
-    """Parts of so many elements that are decoded, updated and encoded at a time."""
-    for begin in range(0, count, PIECE):
-        yield slice(begin, min(begin + PIECE, count))
+_NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 def elements_per_entry(name: str) -> int:
@@ -117,17 +111,16 @@ class StateForm(ABC):
     def read(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
         """Decodes the elements ``part`` into values (flat)."""
 
-    def encode(self, state: dict[str, Any], parameter: Tensor) -> None:
-        """Replaces the states in full of a parameter that this form encodes."""
-        for key, value in list(state.items()):
-            if not is_full(value, parameter):
-                continue
-            del state[key]
-            stored = self.allocate(key, parameter)
-            flat = value.detach().contiguous().view(-1)
+    def encode(self, state: dict[str, Any], parameter: Tensor, stored: Mapping[str, Tensor] = _NO_TENSORS) -> None:
+        """Replaces the states in full of a parameter that this form encodes, in the tensors that are ``stored``."""
+        known = dict(stored)
+        for key in [key for key, value in state.items() if is_full(value, parameter)]:
+            if self.names(key)[0] not in known:
+                known.update(self.allocate(key, parameter))
+            flat = state.pop(key).detach().contiguous().view(-1)
             for part in pieces(flat.numel()):
-                self.write(key, stored, part, flat[part])
-            state.update(stored)
+                self.write(key, known, part, flat[part])
+        state.update(known)
 
 
 class _Bfloat16(StateForm):
@@ -350,10 +343,6 @@ class EncodedWeights:
             self.wide[part] = self.upper[part]
 
 
-#: Of none of the proxies.
-_NONE: Mapping[int, EncodedWeights] = MappingProxyType({})
-
-
 def step_encoded(
     optimizer: Optimizer,
     proxies: Sequence[Tensor],
@@ -361,9 +350,10 @@ def step_encoded(
     form: StateForm | None,
     *,
     elementwise: bool,
-    weights: Mapping[int, EncodedWeights] = _NONE,
-) -> Iterator[None]:
-    """Updates ``proxies`` (dense, contiguous where ``encoded``) that have a gradient; yields when a part has changed.
+    weights: Mapping[int, EncodedWeights],
+    changed: Callable[[], None],
+) -> None:
+    """Updates ``proxies`` (dense, contiguous where ``encoded``) that have a gradient; tells when a part has changed.
 
     ``encoded``: positions of those with states in ``form``; before their first update they have none. Their
     ``optimizer.state`` has the same tensors afterwards, and new ones for new states. ``weights``: the values of those
@@ -372,7 +362,7 @@ def step_encoded(
     """
     chosen = [k for k, p in enumerate(proxies) if (k in encoded or k in weights) and p.grad is not None]
     if not elementwise:
-        yield from _step_whole(optimizer, proxies, [k for k in chosen if k in encoded], form, weights)
+        _step_whole(optimizer, proxies, [k for k in chosen if k in encoded], form, weights, changed)
         return
     gradients = [p.grad for p in proxies]
     try:
@@ -380,22 +370,28 @@ def step_encoded(
             proxies[k].grad = None
         others = [p for p in proxies if p.grad is not None]
         if others:
-            yield from _call(optimizer, others)
+            optimizer.step()
+            changed()
         for p in others:
             p.grad = None  # they are updated, once
         for k in chosen:
             gradient, used = gradients[k], form if k in encoded else FULL
             assert gradient is not None
             assert used is not None
-            yield from _step_in_pieces(optimizer, proxies[k], gradient, used, weights.get(k))
+            _step_in_pieces(optimizer, proxies[k], gradient, used, weights.get(k), changed)
     finally:
         for p, gradient in zip(proxies, gradients, strict=True):
             p.grad = gradient
 
 
 def _step_in_pieces(
-    optimizer: Optimizer, proxy: Tensor, gradient: Tensor, form: StateForm, stored_weights: EncodedWeights | None
-) -> Iterator[None]:
+    optimizer: Optimizer,
+    proxy: Tensor,
+    gradient: Tensor,
+    form: StateForm,
+    stored_weights: EncodedWeights | None,
+    changed: Callable[[], None],
+) -> None:
     whole, before = proxy.data, optimizer.state[proxy]
     like = whole if stored_weights is None else stored_weights.like
     others, stored = _split(before, whole, form)
@@ -411,7 +407,8 @@ def _step_in_pieces(
             state = optimizer.state[proxy] = _copied(others)
             for key in keys:
                 state[key] = form.decoded(key, stored, part, whole.dtype)
-            yield from _call(optimizer, [proxy])
+            optimizer.step()
+            changed()
             for key in [key for key, value in state.items() if is_full(value, proxy)]:
                 if form.names(key)[0] not in stored:
                     stored.update(form.allocate(key, like))
@@ -438,7 +435,8 @@ def _step_whole(
     encoded: Sequence[int],
     form: StateForm | None,
     weights: Mapping[int, EncodedWeights],
-) -> Iterator[None]:
+    changed: Callable[[], None],
+) -> None:
     chosen = [proxies[k] for k in encoded]
     before = [optimizer.state[p] for p in chosen]
     split = [_split(state, p, form) for p, state in zip(chosen, before, strict=True)] if form is not None else []
@@ -452,17 +450,11 @@ def _step_whole(
             proxies[k].data, proxies[k].grad = values, gradient
         for p, (others, stored) in zip(chosen, split, strict=True):
             optimizer.state[p] = in_full({**_copied(others), **stored}, p)
-        yield from _call(optimizer, [p for p in proxies if p.grad is not None])
+        optimizer.step()
+        changed()
         for p, (_, stored) in zip(chosen, split, strict=True):
             assert form is not None
-            state = optimizer.state[p]
-            for key in [key for key, value in state.items() if is_full(value, p)]:
-                if form.names(key)[0] not in stored:
-                    stored.update(form.allocate(key, p))
-                values = state.pop(key).contiguous().view(-1)
-                for part in pieces(values.numel()):
-                    form.write(key, stored, part, values[part])
-            state.update(stored)
+            form.encode(optimizer.state[p], p, stored)
         for k, stored_weights in weights.items():
             values = in_order(proxies[k].data)
             for part in pieces(values.numel()):
@@ -474,23 +466,6 @@ def _step_whole(
     finally:
         for k, data in stand_ins.items():
             proxies[k].data = data
-
-
-def _call(optimizer: Optimizer, proxies: Sequence[Tensor]) -> Iterator[None]:
-    """Calls ``optimizer.step()``; yields if it changed anything, also if it failed afterwards."""
-    counts = {id(tensor): tensor._version for tensor in _tensors(optimizer, proxies)}
-    try:
-        optimizer.step()
-    except BaseException:
-        if any(tensor._version != counts.get(id(tensor), 0) for tensor in _tensors(optimizer, proxies)):
-            yield
-        raise
-    yield
-
-
-def _tensors(optimizer: Optimizer, proxies: Sequence[Tensor]) -> list[Tensor]:
-    values = [value for p in proxies for value in optimizer.state[p].values()]
-    return [*proxies, *(value for value in values if isinstance(value, Tensor))]
 
 
 def _split(state: Mapping[str, Any], parameter: Tensor, form: StateForm) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from offload.optim.groups import GroupChanges
-from offload.optim.param_block import PartialUpdateError, UpdateJob
+from offload.optim.param_block import UpdateJob
+from offload.streaming.contract import ModelOptimizer
 from offload.streaming.formed_weights import seal
 from offload.streaming.grad_norm import detach_norm
 from offload.streaming.lane import Arrival, CopyLane
@@ -34,7 +35,6 @@ from pipe.threads import Future, Threads
 
 if TYPE_CHECKING:
     from offload.optim.access import OptimizerAccess
-    from offload.optim.param_block import ParamBlock
 
 __all__ = ["InBackward", "StepDecision", "Update", "mark", "note_update"]
 
@@ -70,7 +70,6 @@ class Update:
         self._failed = False
         #: ``done``: all of it is applied. ``withdrawn``: none of it is, or will be.
         self.done = self.withdrawn = False
-        self._partial: PartialUpdateError | None = None
         self._filled: Tensor | None = None
         #: The expected next update: it is prefetched while this one ends.
         self.following: Update | None = None
@@ -122,8 +121,8 @@ class Update:
         """Whether nothing is applied yet."""
         return (
             not self.done
-            and self._partial is None
             and not any(job.done or job.scaled or job.blocks_done or job.unwritten for job in self.tasks)
+            and not any(job.param_block.stopped for job in self.tasks)
         )
 
     def withdraw(self) -> None:
@@ -139,9 +138,6 @@ class Update:
             kind = None if self._shard.blocking_io else UPDATE_IN_MEMORY
             with self._meter.on_lane("update", f"{self.letter}{self._shard.index}", nbytes, kind=kind):
                 self._run_tasks(slot)
-        except PartialUpdateError as error:
-            self._partial, self._failed = error, True
-            raise
         except BaseException:
             self._failed = True
             for job in self.tasks:
@@ -159,8 +155,6 @@ class Update:
 
     def _prepare(self, slot: Tensor | None, filling: Future[None] | None) -> None:
         """Repeats failed writes, begins to prefetch, and waits for the weights in the slot."""
-        if self._partial is not None:
-            raise self._partial
         for job in self.tasks:
             job.param_block.flush(job)
         if slot is not None:
@@ -222,22 +216,13 @@ def mark(shard: Shard, update: Update) -> None:
     shard.pending = update
 
 
-class Stepping(Protocol):
+class Stepping(ModelOptimizer, Protocol):
     """What a step needs of its optimizer."""
 
     access: OptimizerAccess
-    param_groups: list[dict[str, Any]]
-    param_blocks: dict[Shard, list[ParamBlock]]
-
-    @property
-    def steps(self) -> int:
-        """Steps so far."""
 
     def count_step(self, number: int) -> None:
         """Notes that a step of this number is decided."""
-
-    def options(self) -> list[dict[str, Any]]:
-        """The hyperparameters of each group."""
 
     def update(
         self,

@@ -35,9 +35,6 @@ class Estimate:
     #: memory, homes in host memory with their optimizer states included. Less than the sum of the above, whose peaks
     #: come at different times.
     memory_bytes: int
-    #: With a mesh, bytes that this rank receives from the others: parts of parameters, and gradients.
-    bytes_gathered: int = 0
-    bytes_reduced: int = 0
 
     def __str__(self) -> str:
         return shown_record(self)

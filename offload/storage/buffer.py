@@ -15,7 +15,6 @@ import ctypes
 import mmap
 import threading
 import warnings
-import weakref
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from typing import Any
@@ -36,7 +35,6 @@ __all__ = [
     "empty_on_host",
     "has_own_memory",
     "host_buffer",
-    "mapped_bytes",
     "on_own_storage",
     "on_own_storages",
     "page_lock",
@@ -50,9 +48,6 @@ PAGE_BYTES = max(4096, mmap.PAGESIZE)
 
 #: Bytes from which a tensor has a mapping of its own; smaller ones fit into free blocks of the heap.
 _LEAST_MAPPING = 1 << 20
-
-#: The mappings that are there, with their bytes.
-_mapped: dict[int, int] = {}
 
 _memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory_view.restype = ctypes.py_object
@@ -83,14 +78,7 @@ def host_buffer(nbytes: int) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    _mapped[id(memory)] = nbytes
-    weakref.finalize(memory, _mapped.pop, id(memory), None).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
-
-
-def mapped_bytes() -> int:
-    """Bytes of all buffers of this process: mappings of their own, of which the C allocator knows nothing."""
-    return sum(list(_mapped.values()))  # a copy: other threads map and free
 
 
 def empty_on_host(meta: Tensor) -> Tensor:

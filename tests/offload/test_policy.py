@@ -19,7 +19,7 @@ import offload.limits
 import offload.memory
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.limits import Grant, MemoryLimits, grant
-from offload.memory import layout_of, limits_for, memory_of
+from offload.memory import Needs, layout_of, limits_for, memory_of
 from offload.planning.budget import shown_bytes
 from offload.telemetry.statistics import Meter
 from tests.offload.zoo import build
@@ -279,8 +279,8 @@ def test_an_accelerator_and_the_host_have_limits_of_their_own(
 
     def limits_of(memory: Any) -> MemoryLimits:
         arguments = memory_of(memory, plans=False)
-        layout, _, needs = layout_of(arguments, layers, None, None, device=GPU, on_disk=on_disk, param_dtype=None)
-        made = limits_for(arguments, layout, needs, GPU, Meter(CPU))
+        needs = Needs(layers, None, device=GPU, on_disk=on_disk, param_dtype=None)
+        made = limits_for(arguments, layout_of(arguments, needs, None, None)[0], needs, Meter(CPU))
         assert made is not None
         return made
 
@@ -307,7 +307,7 @@ def test_a_limit_too_small_for_two_ranks_is_refused_with_what_they_exchange(monk
 
     def layout(memory: Any) -> None:
         arguments = memory_of(memory, plans=False)
-        layout_of(arguments, layers, None, None, device=GPU, on_disk=False, param_dtype=None, ranks=2)
+        layout_of(arguments, Needs(layers, None, device=GPU, on_disk=False, param_dtype=None, ranks=2), None, None)
 
     part = layer // 2
     piece = -(-part // 16 // 64) * 64  # at least 64 KiB

@@ -130,7 +130,7 @@ def test_clipping_updates_in_backward_and_shards_in_memory_change_no_bit(tmp_pat
 
 @forms
 def test_bits_do_not_depend_on_how_updates_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any) -> None:
-    monkeypatch.setattr(offload.optim.state_forms, "PIECE", 512)
+    monkeypatch.setattr("offload.streaming.weight_forms.PIECE", 512)
     found = []
     for update_block_bytes in (64, 4096, 16 << 20):
         monkeypatch.setattr(offload.optim.update_blocks, "MAX_BLOCK_BYTES", update_block_bytes)
@@ -361,7 +361,7 @@ def test_a_construction_that_fails_leaves_the_layers_in_full(
 def test_an_update_that_fails_half_way_is_resumed_from_files_and_noticed_in_memory(
     home: str, monkeypatch: pytest.MonkeyPatch, form: Any
 ) -> None:
-    monkeypatch.setattr(offload.optim.state_forms, "PIECE", 1024)
+    monkeypatch.setattr("offload.streaming.weight_forms.PIECE", 1024)
     twins = RoundedWeights("adamw", home, form, max_norm=0.1)
     twins.step()
     twins.assert_equal()

@@ -27,7 +27,6 @@ def predict_step(plan: Plan, rows: Sequence[float], homes: ModelHomes) -> Estima
     resting = homes.bytes_in_memory()
     at_home = [resting[shard.index] for shard in shards if shard.blocking_io == tier.blocking_io]
     kept = [resting[shard.index] for shard in shards if not shard.blocking_io]
-    received = homes.public.traffic(plan)
     return Estimate(
         seconds=forecast.seconds,
         wait_seconds=forecast.wait_seconds,
@@ -42,6 +41,4 @@ def predict_step(plan: Plan, rows: Sequence[float], homes: ModelHomes) -> Estima
         | ({"memory": sum(each.total for each in kept)} if kept and tier.blocking_io else {}),
         activation_bytes=peak.activation_bytes,
         memory_bytes=peak.memory_bytes,
-        bytes_gathered=received.bytes_gathered,
-        bytes_reduced=received.bytes_reduced,
     )

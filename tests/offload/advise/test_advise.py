@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
-from offload.advise.__main__ import main
-from offload.advise.prediction import Situation, shard_bytes
+from offload.advise.__main__ import _parser, main, report_of
+from offload.advise.prediction import Situation, bound_of, shard_bytes
 from offload.advise.rates import Rates, measure_rates
+from offload.advise.report import Report
 from offload.advise.sources import Source, source_of
 from offload.advise.works import works_of
 from offload.files.tensor_file import TensorFile
 from offload.planning.byte_forms import ByteForm
-from offload.planning.explain import moves
+from offload.planning.explain import bytes_at_peak, moves
 from offload.planning.step_model import predict
 from tests.programs import run_program
 
@@ -302,23 +303,19 @@ def rates_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload.advise.__main__.measure_rates", rates)
 
 
-def advice_as_fields(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main([*arguments, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+def advice(*arguments: str) -> Report:
+    return report_of(_parser().parse_args(arguments))
 
 
 @pytest.mark.usefixtures("rates_given")
 @pytest.mark.parametrize("function", ["layers", "listed", "module"])
-def test_the_lines_for_a_function_run_as_they_are_printed(
-    builders: str, function: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = advice_as_fields(capsys, f"{builders}:{function}", "--tokens", "256", "--memory", "64MiB")
-    assert any("the input is" in assumption for assumption in found["assumptions"])
+def test_the_lines_for_a_function_run_as_they_are_printed(builders: str, function: str) -> None:
+    found = advice(f"{builders}:{function}", "--tokens", "256", "--memory", "64MiB")
+    assert any("the input is" in assumption for assumption in found.source.assumptions)
     names: dict[str, Any] = {}
-    exec("\n".join(found["lines"]), names)
+    exec("\n".join(found.lines), names)
     model: Any = names["model"]
-    assert len(model._homes.shards) == found["shards"]
+    assert len(model._homes.shards) == found.memory_report.shards
     x = torch.zeros(4, 64, 32) if function == "listed" else torch.zeros(4, 64, dtype=torch.long)
     model(x).sum().backward()
     names["optimizer"].step()
@@ -329,7 +326,7 @@ def test_the_lines_for_a_function_run_as_they_are_printed(
 @pytest.mark.parametrize("what", ["llama", "llama/config.json"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_lines_for_a_folder_of_transformers_run_as_they_are_printed(
-    what: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    what: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     monkeypatch.chdir(tmp_path)
@@ -337,12 +334,11 @@ def test_the_lines_for_a_folder_of_transformers_run_as_they_are_printed(
     config = transformers.LlamaConfig(vocab_size=500, tie_word_embeddings=tied, dtype="bfloat16", **sizes)
     plain = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     plain.save_pretrained("llama")
-    capsys.readouterr()
-    found = advice_as_fields(capsys, what, "--tokens", "64", "--memory", "64MiB")
+    found = advice(what, "--tokens", "64", "--memory", "64MiB")
     names: dict[str, Any] = {}
-    exec("\n".join(found["lines"]), names)
+    exec("\n".join(found.lines), names)
     model = names["model"]
-    assert len(model._homes.shards) == found["shards"] == 7
+    assert len(model._homes.shards) == found.memory_report.shards == 7
     assert {p.dtype for p in model.parameters()} == {torch.float32}, "as it was predicted"
     if what == "llama":
         for name, p in plain.named_parameters():
@@ -353,18 +349,16 @@ def test_the_lines_for_a_folder_of_transformers_run_as_they_are_printed(
 
 
 @pytest.mark.usefixtures("rates_given")
-def test_the_name_of_a_folder_never_becomes_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_name_of_a_folder_never_becomes_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers", reason="needs transformers")
     monkeypatch.chdir(tmp_path)
     bad = "'] | exit() | ['{exit()}\nexit()"
     Path(bad).mkdir()
     (Path(bad) / "config.json").write_text(json.dumps(GPT | {"n_layer": 2, "n_embd": 48, "n_head": 2}), "utf-8")
     sparse_file(Path(bad) / "model.safetensors", 8)
-    found = advice_as_fields(capsys, bad, "--tokens", "8", "--memory", "1GiB")
-    assert not [line for line in found["lines"] if "\n" in line]
-    line = next(line for line in found["lines"] if line.startswith("model = "))
+    found = advice(bad, "--tokens", "8", "--memory", "1GiB")
+    assert not [line for line in found.lines if "\n" in line]
+    line = next(line for line in found.lines if line.startswith("model = "))
     seen: list[Any] = []
     model: Any = type("", (), {"from_pretrained": lambda *args, **kwargs: seen.extend(args)})
     exec(line, {"OffloadModel": model, "torch": torch})
@@ -375,13 +369,13 @@ def test_the_name_of_a_folder_never_becomes_code(
 def test_memory_that_is_too_little_is_shown_with_the_least_in_its_place(
     builders: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = advice_as_fields(capsys, f"{builders}:layers", "--tokens", "256", "--memory", "1KiB")
-    given, least = found["limits"][:2]
-    assert not given["fits"]
-    assert least["fits"]
-    assert found["peak"]["limit_bytes"] == least["limit_bytes"]
-    (line,) = [line for line in found["lines"] if line.startswith("model = ")]
-    assert f"memory='{-(-least['limit_bytes'] >> 20)}MiB'" in line
+    found = advice(f"{builders}:layers", "--tokens", "256", "--memory", "1KiB")
+    assert found.advices["given"][1] is None
+    least, predicted = found.advices["least"]
+    assert predicted is not None
+    assert found.memory_report.limit_bytes == least
+    (line,) = [line for line in found.lines if line.startswith("model = ")]
+    assert f"memory='{-(-least >> 20)}MiB'" in line
     assert main([f"{builders}:layers", "--tokens", "256", "--memory", "1KiB"]) == 0
     assert "short of the least" in capsys.readouterr().out
 
@@ -395,10 +389,11 @@ def test_what_is_printed_is_the_table_of_a_memory_report_and_a_line_for_each_lim
     printed = capsys.readouterr().out
     for name in ("--memory", "the least", "twice --memory", "all of use", "param_dtype=torch.bfloat16"):
         assert name in printed
-    fields = advice_as_fields(capsys, *arguments)
-    sizes = dict(fields["peak"])
-    assert sizes.pop("limit_bytes") == 64 << 20
-    assert sum(sizes.values()) == fields["limits"][0]["memory_bytes"]
+    report = advice(*arguments).memory_report
+    assert report.limit_bytes == 64 << 20
+    assert report.predicted is not None
+    sizes = bytes_at_peak(report.predicted)
+    assert sum(sizes.values()) == report.predicted.memory_bytes
     table = printed[printed.index("at the peak") :].partition("\n\n")[0].splitlines()
     shown = {line.split("  ")[0]: line.split()[-1 if line.startswith("predicted") else 1] for line in table[1:]}
     assert shown["predicted"] == f"{sum(sizes.values()) / (1 << 20):.2f}"
@@ -410,8 +405,8 @@ def test_what_is_printed_is_the_table_of_a_memory_report_and_a_line_for_each_lim
 @pytest.mark.usefixtures("rates_given")
 def test_convolutions_run_on_the_shape_that_is_given(builders: str, capsys: pytest.CaptureFixture[str]) -> None:
     what = [f"{builders}:convolutions", "--tokens", "8", "--memory", "64MiB"]
-    found = advice_as_fields(capsys, *what, "--input", "8,3,16,16")
-    assert found["assumptions"] == ["the input is float32 of shape (8, 3, 16, 16)"]
+    found = advice(*what, "--input", "8,3,16,16")
+    assert found.source.assumptions == ["the input is float32 of shape (8, 3, 16, 16)"]
     assert main(what) == 2
     assert "--input" in capsys.readouterr().err
     assert main([*what, "--input", "8,4,16,16"]) == 2
@@ -473,19 +468,19 @@ def test_bad_input_is_one_line_that_names_the_argument(
 
 
 @pytest.mark.usefixtures("rates_given")
-def test_states_of_fewer_bytes_take_less_of_home_buffers_and_time(
-    builders: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_states_of_fewer_bytes_take_less_of_home_buffers_and_time(builders: str) -> None:
     how = (f"{builders}:layers", "--tokens", "256", "--memory", "64MiB")
-    full, small = (advice_as_fields(capsys, *how, "--states", states) for states in ("full", "8bit"))
-    assert full["home_bytes"] - small["home_bytes"] == pytest.approx(
-        2 * (1 - (1 + 1 / 64) / 4) * 4 * full["parameters"], rel=0.01
-    )
-    least = [next(limit for limit in found["limits"] if limit["name"] == "least") for found in (full, small)]
-    assert least[1]["seconds"] <= least[0]["seconds"]
-    assert 'torch.optim.AdamW, states="8bit", lr=1e-3' in small["lines"][-1]
+    full, small = (advice(*how, "--states", states) for states in ("full", "8bit"))
+    homes = [sum(found.situation.home_bytes) for found in (full, small)]
+    saved = 2 * (1 - (1 + 1 / 64) / 4) * 4 * full.source.elements
+    assert homes[0] - homes[1] == pytest.approx(saved, rel=0.01)
+    least = [found.advices["least"][1] for found in (full, small)]
+    assert least[0] is not None
+    assert least[1] is not None
+    assert least[1].seconds <= least[0].seconds
+    assert 'torch.optim.AdamW, states="8bit", lr=1e-3' in small.lines[-1]
     names: dict[str, Any] = {}
-    exec("\n".join(small["lines"]), names)
+    exec("\n".join(small.lines), names)
     names["model"].close()
 
 
@@ -509,19 +504,20 @@ def test_where_the_disk_is_the_bound_forms_of_fewer_bytes_are_offered_with_their
     slow = replace(RATES, read_bytes=1e7, write_bytes=1e7, update_bytes=1e7 / 6)
     monkeypatch.setattr("offload.advise.__main__.measure_rates", lambda *args, **kwargs: slow)
     how = ("deep:layers", "--tokens", "8", "--memory")
-    limits = {limit["name"]: limit for limit in advice_as_fields(capsys, *how, "1GiB")["limits"]}
-    given = f"{limits['least']['limit_bytes'] + (1 << 20)}"
-    found = advice_as_fields(capsys, *how, given)
-    now = found["limits"][0]
-    assert now["bound"] in ("loads", "gradients", "updates")
-    forms = {each["what"]: each for each in found["fewer_bytes"]}
+    roomy = advice(*how, "1GiB")
+    given = f"{roomy.advices['least'][0] + (1 << 20)}"
+    found = advice(*how, given)
+    now = found.advices["given"][1]
+    assert now is not None
+    assert bound_of(now) in ("loads", "gradients", "updates")
+    forms = {each.what: each for each in found.memory_report.fewer_bytes}
     assert {'states="8bit"', "gradient_dtype=torch.bfloat16"} <= forms.keys() <= BYTES_MOVED.keys()
     for what, each in forms.items():
-        assert (each["now"], each["then"]) == (36, BYTES_MOVED[what])
-        assert 0 < each["seconds"] < now["seconds"]
+        assert (each.now, each.then) == (36, BYTES_MOVED[what])
+        assert 0 < each.seconds < now.seconds
     assert main([*how, given]) == 0
     assert 'states="8bit": 24.1 bytes of a parameter in place of 36.0' in capsys.readouterr().out
-    assert advice_as_fields(capsys, *how, "1GiB")["fewer_bytes"] == []  # all of it in memory
+    assert not roomy.memory_report.fewer_bytes  # all of it in memory
 
 
 def test_a_missing_argument_is_one_line() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import offload.optim.state_forms
 import offload.optim.update_blocks
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
 from offload.optim.dynamic_map import decode, encode
@@ -121,7 +120,7 @@ def test_updates_in_backward_and_shards_in_memory_round_alike(tmp_path: Path, fo
 
 @forms
 def test_bits_do_not_depend_on_how_updates_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any) -> None:
-    monkeypatch.setattr(offload.optim.state_forms, "PIECE", 512)
+    monkeypatch.setattr("offload.streaming.weight_forms.PIECE", 512)
     found = []
     for update_block_bytes in (64, 4096, 16 << 20):
         monkeypatch.setattr(offload.optim.update_blocks, "MAX_BLOCK_BYTES", update_block_bytes)

@@ -162,7 +162,7 @@ def assert_refused(folder: Path, match: str, model: nn.Module | None = None, **c
 def test_offload_19_a_stale_or_foreign_file_with_the_right_name_is_never_trusted(
     left: tuple[Path, dict[str, Tensor]],
 ) -> None:
-    """diffusers trusts any file of the right name. Ours: one of another program, or a second one."""
+    """diffusers trusts any file of the right name. Ours: one of another program."""
     folder, _ = left
     path = folder / "model.home"
     whole = path.read_bytes()

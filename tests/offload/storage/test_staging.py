@@ -135,8 +135,11 @@ def test_buffers_are_page_locked_once_and_a_refusal_is_a_warning(monkeypatch: py
             log.append(("unlock", address))
             return 0
 
+    def raises(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime())
-    monkeypatch.setattr(torch, "ones", lambda *args, **kwargs: None)  # which takes the last error of the driver
+    monkeypatch.setattr(torch, "ones", raises)  # the driver tells its last error again
     buffer = host_buffer(STAGED.piece_bytes)
     if locks:
         CudaLink().prepare(buffer)
