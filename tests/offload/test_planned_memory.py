@@ -178,7 +178,7 @@ def test_a_size_that_ran_is_not_refused_later_nor_a_smaller_one(
     optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
     on_a_device(model, 500 * MIB, monkeypatch)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*a first step takes is not known", RuntimeWarning)
+        warnings.filterwarnings("ignore", ".*first of longer rows, is not known", RuntimeWarning)
         with pytest.warns(RuntimeWarning, match="by which earlier steps exceeded their prediction"):
             losses = train(model, optimizer, 6)
     choice = planner_of(model).choice
@@ -194,7 +194,7 @@ def test_a_size_that_ran_is_not_refused_later_nor_a_smaller_one(
         train(model, optimizer, 1, rows=ROWS + 1)
 
 
-@pytest.mark.filterwarnings("ignore:.*a first step takes is not known:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.*first of longer rows, is not known:RuntimeWarning")
 def test_homes_in_memory_keep_boundaries_whatever_a_choice_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no file to spill them to: neither for a size that ran and no longer fits, nor for ``boundary_bytes``."""
     plain = stack()
@@ -499,7 +499,7 @@ def test_a_batch_that_ran_is_not_refused_since_rows_of_its_small_micro_batches_a
 def test_a_first_step_that_exceeds_the_limit_says_so(tmp_path: Path) -> None:
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), Squares()) for _ in range(DEPTH)))
     model = OffloadModel(layers, "cpu", tmp_path, len(layers), memory="4MiB")
-    with pytest.warns(RuntimeWarning, match=r"took .* more than memory=.*a first step takes is not known before"):
+    with pytest.warns(RuntimeWarning, match=r"took .* more than memory=.*The first step, and the first of longer rows, is not known"):
         model(torch.randn(2, 1600, 16)).square().mean().backward()
 
 

@@ -93,8 +93,10 @@ def test_a_function_is_called_quietly_when_python_ends() -> None:
 
 
 INTERRUPTED = """
-import threading
+import signal, threading
 from pipe.freed import WhenFreed
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # one in the background may ignore interrupts
 
 def interrupted():
     raise KeyboardInterrupt
