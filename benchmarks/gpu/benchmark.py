@@ -140,6 +140,8 @@ def work_of(settings: Settings, name: str) -> Work:
 
 def measure(run: Run) -> None:
     """Runs the cases one after the other."""
+    if run.settings.traces:
+        Path(run.settings.traces).mkdir(parents=True, exist_ok=True)
     for name, cases in groups_of(run.settings).items():
         run.group(name, cases, turns=SIZES[name].steps if name in SIZES else 0)
 

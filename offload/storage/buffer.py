@@ -129,7 +129,8 @@ def page_lock(tensor: Tensor, label: str) -> bool:
     address = tensor.data_ptr()
     code = int(runtime.cudaHostRegister(address, tensor.numel(), 0))
     if code != 0:
-        with contextlib.suppress(RuntimeError):  # the driver tells its last error again, to whoever asks next
+        # CUDA keeps this error, and torch would raise it from its next kernel: a kernel here takes it.
+        with contextlib.suppress(RuntimeError):
             torch.ones(1, device="cuda")
         warnings.warn(
             f"{label}: cannot page-lock {tensor.numel():,} bytes of host memory (CUDA error {code}); copies will not "

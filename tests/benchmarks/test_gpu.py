@@ -28,11 +28,14 @@ def test_gpu_begins_with_the_same_loss_in_every_way_and_tests_that_break_stop_no
 ) -> None:
     """pytest finds nothing at a path that is not there. Without transformers only the blocks are trained."""
     monkeypatch.setattr("benchmarks.gpu.cases.TEST_OPTIONS", ["-q", "-n0", "--noconftest"])
-    assert run_here("gpu", "--dry-run --tests nowhere --sizes small qwen3-0.6b contrastive", "g") == 1
+    assert (
+        run_here("gpu", "--dry-run --tests nowhere --traces new/folder --sizes small qwen3-0.6b contrastive", "g") == 1
+    )
     groups = outcomes_of("g")
     (tests,) = groups["tests"]
     assert (tests.failure or "").startswith("exit status 1: RuntimeError: pytest ended with status 4")
     assert "nowhere" in tests.steps[0]["tail"]
+    assert "nowhere" in Path("new/folder/tests.txt").read_text()
     found = importlib.util.find_spec("transformers") is not None
     for size, methods in (("small", 9), ("qwen3-0.6b", 8 * found), ("contrastive", 2 * found)):
         done = [case for case in groups[size] if case.result is not None]
