@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -105,8 +106,14 @@ def test_a_process_that_ended_while_it_opened_a_home_leaves_it_recoverable(tmp_p
 
 
 def test_a_home_that_was_closed_is_recovered_without_a_warning(tmp_path: Path) -> None:
-    offloaded(layers(), tmp_path).close()
-    offloaded(layers("meta"), tmp_path, recover=True).close()
+    model = offloaded(layers(), tmp_path)
+    left = everything(model)
+    model.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = offloaded(layers("meta"), tmp_path, recover=True)
+    assert all(torch.equal(value, left[name]) for name, value in everything(model).items())
+    model.close()
 
 
 def test_recovering_is_for_kept_homes_that_are_not_overwritten(tmp_path: Path) -> None:
