@@ -19,6 +19,7 @@ import torch
 import gradcache
 import offload
 import pipe
+from pipe import freed
 from pipe.recompute.thread_state import holds_generators
 
 PACKAGES = tuple(str(Path(package.__file__).parent) + "/" for package in (offload, pipe, gradcache))
@@ -90,8 +91,9 @@ def _name(frame: FrameType, contexts: bool) -> str | None:
 
 @contextlib.contextmanager
 def _tracing(saw: Callable[[str, int], None], contexts: bool, wanted: Line | None = None) -> Iterator[None]:
-    before = sys.gettrace()
-    sys.settrace(_trace(saw, contexts, wanted))
+    # Python 3.11 may free a trace function that nothing else holds while it calls it.
+    before, trace = sys.gettrace(), _trace(saw, contexts, wanted)
+    sys.settrace(trace)
     try:
         yield
     finally:
@@ -135,6 +137,9 @@ def interrupted(run: Callable[[], object], line: Line, *, contexts: bool = False
             before(error)
 
     before, sys.unraisablehook = sys.unraisablehook, ignored
+    # A finalizer interrupts again a little later, which may be after the run.
+    again = vars(freed)["start_new_thread"]
+    setattr(freed, "start_new_thread", lambda *_: 0)  # noqa: B010
     try:
         with _tracing(saw, contexts, line):
             run()
@@ -143,4 +148,5 @@ def interrupted(run: Callable[[], object], line: Line, *, contexts: bool = False
         return "raised"
     finally:
         sys.unraisablehook = before
+        setattr(freed, "start_new_thread", again)  # noqa: B010
     return "swallowed" if fired else "not reached"
