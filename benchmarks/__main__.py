@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,6 @@ RESULTS = Path(__file__).resolve().parent / "results"
 BENCHMARKS = {  # name -> the question
     "memory-latency": "what each setting, and what others offer, saves in memory and costs in time",
     "retrieval": "train a text encoder on a contrastive batch three ways: what memory, what time, and the same losses?",
-    "offload-step": "what does streaming a model from disk cost in time, and does its peak grow with the shards?",
     "optimizer": "clipping and AdamW with parameters, gradients and moments on disk: at what cost in time and memory?",
     "build-huge": "under a memory cap, can a process build, load and train a model whose parameters exceed the cap?",
     "train-overlap": "with a slow loader, slow embedding rows and compute: how near is a step to its slowest part?",
@@ -26,17 +24,14 @@ BENCHMARKS = {  # name -> the question
     "gradcache-batch": "how large may an exact contrastive batch be in fixed memory, and what do its chunks cost?",
     "qwen-embedding": "train the architecture of Qwen3-Embedding-0.6B under a memory cap: who can, and in what time?",
     "mesh": "several ranks train one model, beside FSDP2 and DeepSpeed: memory of a rank, time, bytes from others?",
-    "host-time": "what does the host do beside layers: Python calls a block, and processor time?",
     "gpu": "on a GPU: CUDA tests; training beside plain torch and peers: memory, time, and what does a step wait for?",
 }
 PACKAGES = {
     "memory-latency": ("matplotlib",),
-    "retrieval": ("numpy", "tokenizers"),
-    "build-huge": ("numpy",),
 }
 #: Pages with claims, in the order of their table in benchmarks/results/README.md.
-CLAIMED = ["optimizer-billion", "optimizer", "build-huge", "qwen-embedding", "offload-step", "memory-latency"]
-CLAIMED += ["retrieval", "gradcache-batch", "pipe-ladder", "train-overlap"]
+CLAIMED = ["optimizer-billion", "optimizer", "build-huge", "qwen-embedding", "memory-latency", "retrieval"]
+CLAIMED += ["gradcache-batch", "pipe-ladder", "train-overlap"]
 
 
 def load(name: str) -> Benchmark:
@@ -53,7 +48,7 @@ def load(name: str) -> Benchmark:
     except ImportError as error:
         install = "python -m pip install 'gradstream[bench]'  (in a clone: python -m pip install -e '.[bench]')"
         raise ValueError(f"{error}; run: {install}") from error
-    benchmark: Benchmark = importlib.import_module(f"benchmarks.{name.replace('-', '_')}.benchmark").BENCHMARK
+    benchmark: Benchmark = importlib.import_module(f"benchmarks.{name.replace('-', '_')}").BENCHMARK
     return benchmark
 
 
@@ -91,17 +86,9 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 
 def _run(name: str, words: Sequence[str]) -> int:
-    """Runs one benchmark. The results file is written after each case: the page can be made again from it.
-
-    Under torchrun the first process measures, and starts the ranks of each case; the others have nothing to do.
-    """
+    """Runs one benchmark. The results file is written after each case: the page can be made again from it."""
     benchmark = load(name)
     arguments = parser_of(name).parse_args(words)
-    ranks, here = (os.environ.get(f"{kind}WORLD_SIZE", "1") for kind in ("", "LOCAL_"))
-    if ranks != here:
-        raise ValueError(f"expected all processes on one machine, got {here} of {ranks}; run torchrun with --nnodes 1")
-    if os.environ.get("RANK", "0") != "0":
-        return 0
     from benchmarks.harness.benchmark import Run, publish, run_benchmark, write_lines
 
     def save(run: Run) -> None:

@@ -23,7 +23,7 @@ PEERS = {
     "torchrec": "torchrec==1.8.0",
     "deepspeed": "deepspeed",
     "torchao": "torchao",
-    "roundpipe": "-r benchmarks/gpu/requirements.txt",
+    "roundpipe": "-r benchmarks/requirements-gpu.txt",
 }
 
 

@@ -34,16 +34,6 @@ def python_path() -> str:
     return os.pathsep.join([str(PACKAGE_ROOT), *users])
 
 
-def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which a process is none of torchrun's: it would wait for the others at their store."""
-    names = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in names and not name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_"))
-    }
-
-
 class _Rank:
     """The process of one rank, with what it wrote to standard error, and the meter of its memory."""
 
@@ -106,7 +96,7 @@ class CaseProcess:
             self.outcome.skipped = str(reason)
             return
         self._started = time.perf_counter()
-        users = {**case.environment, **without_torchrun(os.environ), "PYTHONPATH": python_path()}
+        users = {**case.environment, **os.environ, "PYTHONPATH": python_path()}
         with _terminated_later():  # else a process that was just started is not known yet
             for environment in torchrun_environments(case.ranks) if case.ranks > 1 else [{}]:
                 self._ranks.append(_Rank(python, self._folder, {**users, **environment}))

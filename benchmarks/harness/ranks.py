@@ -25,14 +25,17 @@ def torchrun_environments(ranks: int) -> list[dict[str, str]]:
 
 
 class Ranks:
-    """This process among those of its case, whose environment is that of torchrun."""
+    """This process among those of its case, whose environment is that of torchrun; else it is the only one."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+        if "RANK" not in os.environ:
+            os.environ.update(torchrun_environments(1)[0])
+        if not dist.is_initialized():
+            dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", timeout=TIMEOUT)
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
-        self.mesh: Any = init_device_mesh("cpu", (self.count,))
+        self.mesh: Any = init_device_mesh(torch.device(device).type, (self.count,))
 
     def mean(self, value: float) -> float:
         """The mean over ranks."""

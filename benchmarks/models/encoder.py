@@ -59,7 +59,9 @@ class Head(nn.Module):
         return functional.normalize(self.projection(mean), dim=1)
 
 
-def build_encoder(vocabulary: int, positions: int, *, dim: int, depth: int, dropout: float, seed: int) -> nn.Sequential:
+def build_encoder(
+    vocabulary: int, positions: int, *, dim: int, depth: int, dropout: float, seed: int = 0
+) -> nn.Sequential:
     """An encoder with ``depth`` blocks of ``dim`` channels, its parameters drawn from ``seed``.
 
     Raises:

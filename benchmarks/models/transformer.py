@@ -67,18 +67,21 @@ def _undropped(hidden: Tensor, keys: Tensor | None) -> Tensor:
     return hidden
 
 
-class Checkpointed(nn.Module):
-    """Layers with ``torch.utils.checkpoint`` around each: the memory-saving method that PyTorch itself has."""
+class Checkpoint(nn.Module):
+    """A layer with ``torch.utils.checkpoint`` around it: the memory-saving method that PyTorch itself has."""
 
-    def __init__(self, layers: nn.Module) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.layers = layers
+        self.layer = layer
 
     def forward(self, value: Any) -> Any:
-        """What the layers return."""
-        for layer in self.layers.children():
-            value = checkpoint(layer, value, use_reentrant=False)
-        return value
+        """What the layer returns."""
+        return checkpoint(self.layer, value, use_reentrant=False)
+
+
+def checkpointed(layers: nn.Module) -> nn.Sequential:
+    """Layers, one after the other, each with a checkpoint around it."""
+    return nn.Sequential(*map(Checkpoint, layers.children()))
 
 
 @dataclass(frozen=True)

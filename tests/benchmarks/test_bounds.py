@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.build_huge import benchmark as build_huge
+from benchmarks import build_huge, memory_latency, optimizer, retrieval
 from benchmarks.harness.benchmark import Benchmark, Run, broken_bounds
 from benchmarks.harness.case import Outcome
 from benchmarks.harness.plot import pareto_front
-from benchmarks.memory_latency import benchmark as memory_latency
-from benchmarks.memory_latency.frontier import PLAIN
-from benchmarks.memory_latency.methods import FLOOR
-from benchmarks.models.training import DISK, FROM_META, NVME, RESIDENT
-from benchmarks.offload_step import benchmark as offload_step
-from benchmarks.optimizer import benchmark as optimizer
-from benchmarks.optimizer.benchmark import NAMES
-from benchmarks.retrieval import benchmark as retrieval
+from benchmarks.memory_latency import FLOOR, PLAIN
+from benchmarks.models.methods import DISK, FROM_META, NVME, RESIDENT, difference, save
+from benchmarks.optimizer import NAMES
 from tests.benchmarks.here import outcome
 
-TORCH = "interpreter and torch"
 OURS = retrieval.NAMES[retrieval.OURS]
 NO_MEMORY = (
     "exit status 1: RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
@@ -36,41 +31,6 @@ def check_bounds(benchmark: Benchmark, groups: dict[str, list[Outcome]], *compla
     assert len(broken) == len(complaints), broken
     for line, complaint in zip(broken, complaints, strict=True):
         assert complaint in line
-
-
-# --- offload-step ----------------------------------------------------------------------------------------------------
-
-
-def offload_groups(
-    ratio: float = 1.05, waited: float = 0.01, peak: int = 42, held: int = 20, engine: float = 1.0
-) -> dict[str, list[Outcome]]:
-    def model(name: str, above: int, held: int) -> Outcome:
-        result = {"parameters": 1, "statistics": {"peak_device_bytes": held << 20}}
-        return outcome(name, result, moments={TORCH: 1}, peaks={"steps": 1 + (above << 20)})
-
-    step = {"resident": 1.0, "streamed": ratio, "ratio": ratio, "waited": waited}
-    return {
-        "time": [outcome("time", {}, steps=[step] * 3)],
-        "deeper": [model("1 each", 40, 20), model("2 each", peak, held)],
-        "engine": [outcome("all in slots", {}, steps=[{"ratio": engine, "loads": int(engine > 1.02)}])],
-    }
-
-
-@pytest.mark.parametrize(
-    ("groups", "complaints"),
-    [
-        (offload_groups(), []),
-        (offload_groups(ratio=1.2), ["streamed / resident must be at most 1.050, is 1.200"]),
-        (offload_groups(ratio=math.nan), ["is nan", "is nan"]),
-        (offload_groups(waited=0.06), ["waits must be at most 5.0%, is 5.7%"]),
-        (offload_groups(peak=43), ["peak above torch, from 1 each to 2 each: must be at most 42 MiB, is 43 MiB"]),
-        (offload_groups(held=22), ["held by the engine"]),
-        (offload_groups(engine=1.03), ["all in slots / resident", "shard loads"]),
-        (offload_groups() | {"time": [outcome("time", failure="killed")]}, ["time: killed"]),
-    ],
-)
-def test_offload_step(groups: dict[str, list[Outcome]], complaints: list[str]) -> None:
-    check_bounds(offload_step.BENCHMARK, groups, *complaints)
 
 
 # --- optimizer -------------------------------------------------------------------------------------------------------
@@ -153,13 +113,15 @@ def test_the_front_holds_what_no_other_beats_in_both() -> None:
     assert pareto_front([(1, 5), (2, 3), (3, 4), (4, 1), (2, 6)]) == [(1, 5), (2, 3), (4, 1)]
 
 
-def test_differences_are_relative_to_each_tensor_and_a_missing_one_is_infinite() -> None:
-    from benchmarks.memory_latency.methods import greatest_difference
-
-    expected = {"a": torch.tensor([100.0, 1.0]), "b": torch.tensor([0.01])}
-    found = {"a": torch.tensor([101.0, 1.0]), "b": torch.tensor([0.01])}
-    assert greatest_difference(found, expected) == pytest.approx(0.01)
-    assert greatest_difference({"a": found["a"]}, expected) == math.inf
+def test_differences_are_relative_to_each_tensor_and_a_missing_one_is_an_error(tmp_path: Path) -> None:
+    one, other, less = (tmp_path / name for name in "abc")
+    save([("a", torch.tensor([100.0, 0.0])), ("b", torch.tensor([0.01]))], one)
+    save([("a", torch.tensor([101.0, 0.0])), ("b", torch.tensor([0.01]))], other)
+    save([("a", torch.tensor([101.0, 0.0]))], less)
+    assert difference(one, other) == pytest.approx(0.01)
+    assert difference(one, tmp_path / "not saved") is None
+    with pytest.raises(ValueError, match="the same parameters"):
+        difference(one, less)
 
 
 # --- build-huge ------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.retrieval.corpus import Pair, build_corpus
+from benchmarks.models.corpus import Pair, build_corpus
 
 
 def made_tree(root: Path, modules: int, offset: int = 0) -> Path:

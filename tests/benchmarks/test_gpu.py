@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.gpu.benchmark import BENCHMARK, groups_of
-from benchmarks.gpu.traced import WAIT, gaps_of
+from benchmarks.gpu import BENCHMARK, groups_of
+from benchmarks.harness.gaps import WAIT, gaps_of
 from tests.benchmarks.here import outcomes_of, run_here
 
 pytestmark = pytest.mark.usefixtures("in_its_own_folder")
@@ -27,7 +27,7 @@ def test_gpu_begins_with_the_same_loss_in_every_way_and_tests_that_break_stop_no
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """pytest finds nothing at a path that is not there. Without transformers only the blocks are trained."""
-    monkeypatch.setattr("benchmarks.gpu.cases.TEST_OPTIONS", ["-q", "-n0", "--noconftest"])
+    monkeypatch.setattr("benchmarks.gpu.TEST_OPTIONS", ["-q", "-n0", "--noconftest"])
     assert (
         run_here("gpu", "--dry-run --tests nowhere --traces new/folder --sizes small qwen3-0.6b contrastive", "g") == 1
     )

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import mesh
 from benchmarks.harness.benchmark import Benchmark, Run, broken_bounds
 from benchmarks.harness.case import FLOOR, Outcome
-from benchmarks.mesh import benchmark as mesh
-from benchmarks.models.training import DISK, FSDP, HOST, RESIDENT, STEPS, Training, train
+from benchmarks.models.methods import DISK, FSDP, HOST, RESIDENT, STEPS, Training, train
 from tests.benchmarks.here import Recorder, inside, outcome
 
 

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from benchmarks.models.contrastive import contrastive_loss
 from benchmarks.models.dropout import row_keys
 from benchmarks.models.encoder import build_encoder
 from benchmarks.models.transformer import Stack
-from benchmarks.retrieval.methods import contrastive_loss, search
+from benchmarks.retrieval import search
 
 
 def encoder(dropout: float = 0.3, seed: int = 0) -> nn.Sequential:
@@ -47,7 +48,7 @@ def test_representations_have_length_one_and_every_parameter_gets_a_gradient() -
     model = encoder()
     representations = model(rows())
     torch.testing.assert_close(representations.norm(dim=1), torch.ones(7))
-    contrastive_loss(representations, model(rows().flip(0)), 0.1).backward()
+    contrastive_loss(representations, model(rows().flip(0))).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name

@@ -16,9 +16,12 @@ import psutil
 import pytest
 import torch
 
+from benchmarks import qwen_embedding
 from benchmarks.__main__ import main
 from benchmarks.harness.benchmark import read_header
-from benchmarks.retrieval.corpus import build_corpus
+from benchmarks.models.corpus import build_corpus
+from benchmarks.models.methods import DISK, RESIDENT
+from offload import Pretrained
 from tests.benchmarks.here import outcomes_of, run_here
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("in_its_own_folder")
 @pytest.fixture(autouse=True)
 def without_caps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cap would be this process's."""
-    for module in ("retrieval.methods", "gradcache_batch.methods", "build_huge.workload"):
+    for module in ("retrieval", "gradcache_batch", "models.methods"):
         monkeypatch.setattr(f"benchmarks.{module}.cap_memory", lambda nbytes: None)
 
 
@@ -41,7 +44,7 @@ def pages(stem: str) -> str:
 
 def test_retrieval_trains_three_ways_to_the_same_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout on, a last chunk that is smaller."""
-    monkeypatch.setattr("benchmarks.retrieval.benchmark.build_corpus", lambda pairs: build_corpus(pairs=400))
+    monkeypatch.setattr("benchmarks.retrieval.build_corpus", lambda pairs: build_corpus(pairs=400))
     small = "--dim 64 --depth 2 --batch 10 --chunk 4 --steps 3 --memory 16MiB --vocabulary 300 --held-out 20"
     assert run_here("retrieval", small, "r") == 0
     assert "Greatest difference between the methods' losses at any step" in pages("r")
@@ -52,15 +55,6 @@ def test_retrieval_trains_three_ways_to_the_same_losses(monkeypatch: pytest.Monk
     assert losses[2] == pytest.approx(losses[0], abs=1e-5)
     assert len(set(losses[0])) == 3  # it trains
     assert all({*case.result[when]} == {"loss", "recall"} for case in cases for when in ("before", "after"))
-
-
-def test_offload_step_compares_the_streamed_step_with_the_resident_one() -> None:
-    sizes = "--dim 64 --rows 4 --positions 4 --pairs 2 --shards 2 4"
-    assert run_here("offload-step", sizes, "s") in (0, 1)
-    assert "median ratio of pairs" in pages("s")
-    cases = {case.name: case for outcomes in outcomes_of("s").values() for case in outcomes}
-    assert list(cases) == ["time, 8 shards", "1 layer each, 2 shards", "1 layer each, 4 shards", "all in slots"]
-    assert cases["all in slots"].values("loads") == [0, 0]
 
 
 def test_optimizer_ends_at_the_parameters_of_the_resident_model() -> None:
@@ -99,17 +93,16 @@ def test_build_huge_trains_to_the_losses_of_the_resident_model() -> None:
 
 
 def test_gradcache_batch_runs_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.gradcache_batch.benchmark import FUSED, PEERS
-    from benchmarks.gradcache_batch.methods import METHODS
+    from benchmarks.gradcache_batch import FUSED, PEERS, PLAIN, WAYS
 
     time = "--dim 64 --depth 2 --vocabulary 300 --positions 8 --pairs 4 --chunk 2 --rounds 1"
     memory = "--limit 64 --most 64 --small-dim 64 --chunks 1 4 --chunked-dim 64"
     # The reference is a peer, which needs a process: plain torch stands in for it.
     upstream = [name for name in PEERS if name.startswith("upstream")]
     for name in upstream:
-        monkeypatch.setitem(METHODS, name, METHODS["plain torch"])
+        monkeypatch.setitem(WAYS, name, WAYS[PLAIN])
         monkeypatch.delitem(PEERS, name)
-    monkeypatch.setattr("benchmarks.gradcache_batch.benchmark.GROWING", (*upstream, "plain torch", FUSED))
+    monkeypatch.setattr("benchmarks.gradcache_batch.GROWING", (*upstream, PLAIN, FUSED))
     run_here("gradcache-batch", f"{time} {memory}", "g")
     page = pages("g")
     assert re.search(r"\| ours over OffloadModel +\|\s+64 \|", page)
@@ -119,22 +112,17 @@ def test_gradcache_batch_runs_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_qwen_embedding_has_the_sizes_of_the_model_that_it_names(tmp_path: Path) -> None:
-    from benchmarks.qwen_embedding.workload import Model, write_model
-    from offload import Pretrained
-
-    assert Model().parameters == 595_776_512
-    small = Model(blocks=2, width=64, vocabulary=50)
-    assert write_model(tmp_path / "w", small) == 4 * small.parameters
+    assert qwen_embedding.Settings().model.parameters == 595_776_512
+    small = qwen_embedding.Settings(blocks=2, width=64, vocabulary=50).model
+    assert small.write(tmp_path / "w") == 4 * small.parameters
     assert sum(torch.Size(shape).numel() for _, shape, _ in Pretrained(tmp_path / "w").headers()) == small.parameters
 
 
 def test_qwen_embedding_trains_to_the_losses_of_the_plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
-    from benchmarks.qwen_embedding import benchmark, methods
-
-    monkeypatch.setattr(methods, "cap_memory", lambda nbytes: None)  # it would be this process's
-    cases = {benchmark.OURS: ("ours", ""), "plain": ("plain", ""), benchmark.REFERENCE: ("plain", "")}
-    monkeypatch.setattr(benchmark, "CASES", cases)
+    ours, reference = qwen_embedding.OURS, qwen_embedding.REFERENCE
+    cases = {ours: (DISK, ""), "plain": (RESIDENT, ""), reference: (RESIDENT, "")}
+    monkeypatch.setattr(qwen_embedding, "CASES", cases)
     sizes = "--blocks 3 --width 64 --vocabulary 2000 --pairs 4 6 --positions 8 --chunk 4 --cap 1 --steps 2"
     run_here("qwen-embedding", sizes, "q")
     assert "difference of losses" not in pages("q")
@@ -144,15 +132,8 @@ def test_qwen_embedding_trains_to_the_losses_of_the_plain_model(monkeypatch: pyt
         assert mine == pytest.approx(plain, rel=1e-5)
 
 
-def test_host_time_counts_calls_of_each_method_beside_the_checkpoint() -> None:
-    run_here("host-time", "--blocks 2 --turns 2", "t")
-    (outcome,) = outcomes_of("t")["all methods in turn"]
-    calls, processor = outcome.result["calls"], outcome.result["processor"]
-    assert calls["plain torch"] < calls["torch.utils.checkpoint"] < calls["ours, files, OffloadOptimizer"]
-    assert [*calls] == [*processor]
-
-
-def test_pipe_ladder_runs_all_its_parts() -> None:
+def test_pipe_ladder_runs_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.pipe_ladder.MORE_ROUNDS", 1)
     assert run_here("pipe-ladder", "--dim 16 --blocks 2 --rows 8 --chunks 1 2 --rounds 1", "p") in (0, 1)
     assert "| ours, 1F1B " in pages("p")
     assert [*outcomes_of("p")] == ["time", "tiny cells", "peaks"]
@@ -177,7 +158,7 @@ def test_memory_latency_trains_under_memory_to_the_losses_of_plain_pytorch(
 ) -> None:
     """Here, as a commit before, is this one."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    sizes = "--layers 4 --dim 64 --rows 4 --positions 4 --pairs 2 --only ours before checkpoint"
+    sizes = "--layers 4 --dim 64 --rows 4 --positions 4 --pairs 2 --shares 2 --only ours before checkpoint"
     run_here("memory-latency", f"--work {work} {sizes} --before {ROOT}", "m")
     page = pages("m")
     assert "predicted peak" in page
@@ -222,11 +203,11 @@ def test_a_benchmark_runs_in_processes_as_a_user_runs_it(capsys: pytest.CaptureF
 
 
 def test_a_run_that_is_terminated_leaves_no_process_and_no_files(tmp_path: Path) -> None:
-    sizes = "--dim 64 --rows 4 --pairs 100000"
-    command = [sys.executable, "-m", "benchmarks", "offload-step", *sizes.split()]
+    sizes = "--blocks 1 --dim 64 --rows 4 --pairs 100000 --ways disk"
+    command = [sys.executable, "-m", "benchmarks", "optimizer", *sizes.split()]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert any(line.startswith("time, 8 shards ...") for line in process.stdout)  # the first case is starting
+        assert any(line.startswith("resident") for line in process.stdout)  # the first case is starting
         while not (children := psutil.Process(process.pid).children()):
             pass
         process.terminate()

@@ -1,4 +1,8 @@
-"""The workload of ``train-overlap``: a model with slow rows and a slow loader, its pipelines, and a case of it.
+"""``train-overlap``: how near to its slowest part training comes when a slow loader, slow rows and compute overlap.
+
+Each case has another balance of the three, and takes steps with nothing overlapped, with everything overlapped, and of
+each part alone. An ideal pipeline takes as long as its slowest part alone; in turn, parts take their sum. torchrec's
+pipeline runs over the same model, table and loader, where it is installed.
 
 Latencies are added to the real work of loader and rows as a share of the measured compute time, so that each case has
 the balance that its name says on any machine: without them, rows in the page cache would be fast. Rows that must be
@@ -9,16 +13,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness.benchmark import Benchmark, Claim, Run
+from benchmarks.harness.case import Case
 from benchmarks.harness.schedule import rounds_until_known
 from benchmarks.harness.settings import option
+from benchmarks.harness.table import at_most, case_table, spread
 from benchmarks.harness.worker import Reporter
 
+MAXIMUM_RATIO = 1.10  # of the overlapped step to the slowest part alone
+EVEN = "all are even"
+BALANCES = {  # latency of the loader and of the rows, as shares of the compute time
+    "compute is slowest": (0.5, 0.5),
+    "the loader is slowest": (1.5, 0.6),
+    "rows are slowest": (0.6, 1.5),
+    EVEN: (1.0, 1.0),
+}
 IN_TURN, PIPELINED = "in turn", "pipelined"  # how the parts of a step run
 OURS, TORCHREC = "ours", "torchrec"  # whose pipeline
 WARMUP = 4  # batches: as many as may have been fetched while the others ran, and one more
@@ -36,6 +51,62 @@ class Settings:
     width: int = option(768, "channels of the dense part")
     rounds: int = option(9, "repetitions of each case")
     batches: int = option(12, "timed batches of each method in a round")
+
+
+def measure(run: Run) -> None:
+    """A case for each balance, and torchrec's pipeline with an even one."""
+
+    def case(balance: str, pipeline: str) -> Case:
+        load, rows = BALANCES[balance]
+        name, peer = (balance, "") if pipeline == OURS else (f"{balance}: {pipeline}", pipeline)
+        how = {"settings": asdict(run.settings), "load": load, "rows": rows, "pipeline": pipeline}
+        return Case(name, "benchmarks.train_overlap:balance", how, peer=peer)
+
+    run.group("balances", [*(case(balance, OURS) for balance in BALANCES), case(EVEN, TORCHREC)])
+
+
+def report(run: Run) -> list[str]:
+    """One table."""
+
+    def milliseconds(name: str) -> Any:
+        return lambda outcome: f"{1e3 * outcome.median(name):.1f} ms"
+
+    columns = {
+        **{f"{part} alone": milliseconds(part) for part in PARTS},
+        IN_TURN: milliseconds(IN_TURN),
+        PIPELINED: milliseconds(PIPELINED),
+        "pipelined / slowest": lambda o: spread(o.ratios()),
+        "read again": lambda o: f"{o.result['rows_refreshed'] / o.result['rows_read']:.1%}",
+    }
+    return [case_table(run.outcomes, columns)]
+
+
+def bounds(run: Run) -> list[str]:
+    """Rows run ahead, and an overlapped step is hardly longer than its slowest part; peers have no bounds."""
+    broken = []
+    for outcome in run.outcomes:
+        if outcome.case.peer:
+            continue
+        if outcome.result["undistributed"]:
+            broken.append(f"{outcome.name}: rows did not run ahead: {outcome.result['undistributed']}")
+        what = f"{outcome.name}: pipelined / slowest"
+        broken += at_most(what, outcome.ratio(), MAXIMUM_RATIO, "{:.3f}".format)
+    return broken
+
+
+def claims(run: Run) -> list[Claim]:
+    """The overlapped step beside its slowest part, a ratio for each balance."""
+    ratios = [outcome.ratio() for outcome in run.outcomes if not outcome.case.peer]
+    return [
+        Claim(
+            "train pipeline with a slow loader and slow embedding rows, four balances", "its slowest part alone", ratios
+        )
+    ]
+
+
+BENCHMARK = Benchmark(Settings, measure, report, bounds, claims)
+
+# --- cases -----------------------------------------------------------------------------------------------------------
 
 
 class _Model(nn.Module):
@@ -147,7 +218,7 @@ def _torchrec(workload: Workload) -> Any:
     return TrainPipelineBase(workload.model, workload.optimizers, torch.device("cpu"))
 
 
-def measure(report: Reporter, settings: dict[str, Any], load: float, rows: float, pipeline: str) -> dict[str, Any]:
+def balance(report: Reporter, settings: dict[str, Any], load: float, rows: float, pipeline: str) -> dict[str, Any]:
     """Rounds of the three parts alone, of all in turn, and of a pipeline: a slow minute of the machine hits all.
 
     ``load`` and ``rows`` are the latencies of each, as shares of the time that compute takes alone. There are more

@@ -9,20 +9,24 @@
 
 import ast
 import hashlib
-import json
+import itertools
 import os
 import re
 import sysconfig
-import textwrap
 import warnings
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 SKIPPED_DIRECTORIES = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "idlelib"})
 MAXIMUM_MODULE_BYTES = 300_000  # generated tables and bindings: long to parse, nothing to learn
 MINIMUM_WORDS = 4  # "Return self." describes every function and none
 HELD_OUT_EVERY = 8  # one module in eight
+WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[^\W\d_a-zA-Z]+|\d+")  # CamelCase is two
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,6 @@ class Corpus:
     training: tuple[Pair, ...]
     held_out: tuple[Pair, ...]
     modules_read: int
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of every text in order: what a cache of anything derived from the corpus is keyed by."""
-        # As JSON, in which ("ab", "c") is not ("a", "bc").
-        sides = [[(pair.description, pair.source) for pair in side] for side in (self.training, self.held_out)]
-        return hashlib.sha256(json.dumps(sides).encode()).hexdigest()
 
 
 def default_roots() -> list[Path]:
@@ -74,22 +71,20 @@ def find_modules(roots: Iterable[Path]) -> list[tuple[str, Path]]:
 
 
 def pairs_in(name: str, text: str) -> Iterator[Pair]:
-    """The pairs of one module's source, in the order they are written; none where it does not parse."""
+    """The pairs of one module's source; none where it does not parse."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in other people's code are not our business
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return
-    lines = text.split("\n")  # the parser's lines: str.splitlines() also cuts at form feeds
-    for node in _functions(tree):
-        docstring = (ast.get_docstring(node) or "").strip()
-        words = re.split(r"\n\s*\n", docstring, maxsplit=1)[0].split()  # of the first paragraph
-        if len(words) < MINIMUM_WORDS or len(node.body) == 1:
-            continue
-        source = _source_without_docstring(node, lines)
-        if source is not None:
-            yield Pair(name, " ".join(words), source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and len(node.body) > 1:
+            docstring = (ast.get_docstring(node) or "").strip()
+            words = re.split(r"\n\s*\n", docstring, maxsplit=1)[0].split()  # of the first paragraph
+            if len(words) >= MINIMUM_WORDS:
+                node.body = node.body[1:]
+                yield Pair(name, " ".join(words), ast.unparse(node))
 
 
 def build_corpus(roots: Iterable[Path] | None = None, *, pairs: int = 12_000) -> Corpus:
@@ -132,24 +127,14 @@ def _normalised(text: str) -> str:
     return " ".join(text.lower().split())
 
 
-def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Functions and methods, but not the functions inside a function: those are part of its source."""
-    pending: list[ast.stmt] = list(reversed(tree.body))
-    while pending:
-        node = pending.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield node
-        elif isinstance(node, ast.ClassDef):
-            pending.extend(reversed(node.body))
+def tokens_of(texts: Sequence[str], length: int, vocabulary: int) -> Tensor:
+    """The first ``length`` words of each text, hashed to int32 of shape (texts, length); 0 at the end is padding.
 
-
-def _source_without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str | None:
-    """The lines of a function, decorators included, less those of its docstring; None where they cannot be told."""
-    docstring, first = node.body[0], node.body[1]
-    start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    if docstring.end_lineno is None or node.end_lineno is None or node.end_lineno > len(lines):
-        return None
-    if docstring.lineno == node.lineno or first.lineno == docstring.end_lineno:
-        return None  # written on one line with something else: cutting lines would cut too much or too little
-    kept = lines[start - 1 : docstring.lineno - 1] + lines[docstring.end_lineno : node.end_lineno]
-    return textwrap.dedent("\n".join(kept)).strip()
+    Case, white space and punctuation are dropped, so that read_bytes, ReadBytes and "Read bytes" become the same words
+    and a short sequence holds most of a function.
+    """
+    tokens = torch.zeros(len(texts), length, dtype=torch.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        for k, match in enumerate(itertools.islice(WORD.finditer(text), length)):
+            row[k] = 1 + zlib.crc32(match[0].lower().encode()) % (vocabulary - 1)
+    return tokens

@@ -14,7 +14,7 @@ from benchmarks.harness.benchmark import Benchmark, Claim, Run
 from benchmarks.harness.case import FLOOR, Case, Outcome
 from benchmarks.harness.settings import option
 from benchmarks.harness.table import at_most, case_table, mebibytes, spread
-from benchmarks.models.training import DEEPSPEED, DISK, FSDP, HOST, NVME, RESIDENT, STEPS, Training
+from benchmarks.models.methods import DEEPSPEED, DISK, FSDP, HOST, NVME, RESIDENT, STEPS, Training
 
 NAMES = {
     DISK: "ours, disk",
@@ -71,7 +71,7 @@ def measure(run: Run) -> None:
 def _case(method: str, settings: Settings) -> Case:
     ranks = 1 if method == RESIDENT else settings.ranks
     arguments = {"method": method, "training": asdict(settings.training), "together": ranks > 1}
-    target = "benchmarks.models.training:train"
+    target = "benchmarks.models.methods:train"
     return Case(NAMES[method], target, arguments, GIVE_BACK, peer=PEERS.get(method, ""), ranks=ranks)
 
 

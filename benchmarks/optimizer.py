@@ -11,6 +11,7 @@ It recomputes each block; with ``--peer-keeps`` it keeps its activations, which 
 
 import math
 import shutil
+import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from benchmarks.harness.io_counters import file_work
 from benchmarks.harness.settings import option
 from benchmarks.harness.table import at_least, at_most, case_table, mebibytes, spread
 from benchmarks.models.deepspeed import ENVIRONMENT
-from benchmarks.models.training import DISK, FROM_META, NVME, RESIDENT, STEPS, Training
+from benchmarks.models.methods import DISK, FROM_META, NVME, RESIDENT, STEPS, Training
 
 NAMES = {
     RESIDENT: "resident, checkpointed, fused AdamW",
@@ -40,7 +41,7 @@ WORDS = (
     "that is more), for each parameter and step, boundaries between blocks included; what is read, but not from disk, "
     "is from the page cache. The default allocator is used."
 )
-TRAIN = "benchmarks.models.training:train"
+TRAIN = "benchmarks.models.methods:train"
 BYTES_AT_REST = 16  # of each parameter: itself, its gradient and two moments
 WAYS = {"disk": DISK, "deepspeed": NVME}
 
@@ -121,7 +122,7 @@ def report(run: Run) -> list[str]:
         "s/step": lambda o: f"{o.median():.2f}",
         "to ours" if large else "to the resident": lambda o: spread(o.ratios()) if o is not outcomes[0] else "1",
         "kernel": lambda o: f"{o.median('kernel'):.2f} s",
-        "waiting": lambda o: f"{o.median('waited') / o.median():.1%}",
+        "waiting": lambda o: f"{_waited(o) / o.median():.1%}",
         "read B/parameter": lambda o: of_parameters(o, "read_bytes", "copied_bytes"),
         "of it from disk": lambda o: of_parameters(o, "read_bytes"),
         "written": lambda o: of_parameters(o, "written_bytes"),
@@ -140,6 +141,11 @@ def report(run: Run) -> list[str]:
         speedup, share = _advantage(ours, theirs)
         sections.append(f"Ours takes 1/{speedup:.2f} of the time of {theirs.title} and {share:.2f} of its memory.")
     return sections
+
+
+def _waited(outcome: Outcome) -> float:
+    """Seconds of a step in which it waits for copies; a model in memory has none."""
+    return statistics.median(step.get("waited", step.get("wait_seconds", 0.0)) for step in outcome.steps)
 
 
 def _pair(run: Run) -> tuple[Outcome | None, Outcome | None]:

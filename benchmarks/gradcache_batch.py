@@ -4,35 +4,62 @@ Three parts. *Time*: one model, one batch, the same chunks; each method takes it
 GradCache over ``torch.utils.checkpoint``. *Memory*: batches double until a cap on the process's memory refuses one.
 *Chunks*: one batch in more and more chunks, over a model on disk, where the bytes that move are what a step costs.
 
+A method that recomputes does so layer by layer, and a method that cuts the batch cuts it into the same chunks; the one
+exception is GradCache as most people run it, without ``torch.utils.checkpoint``.
+
 Times are measured under the default allocator. glibc keeps much of what was freed, so peaks are those of further
 processes with a fixed ``MALLOC_MMAP_THRESHOLD_``, which returns freed tensors at once and takes time.
 """
 
+import importlib
 import math
+import os
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from benchmarks.gradcache_batch.methods import Shape
+import torch
+from torch import Tensor, nn
+
 from benchmarks.harness.benchmark import Benchmark, Claim, Run
-from benchmarks.harness.case import Case, Outcome
+from benchmarks.harness.case import FLOOR, LOST, Case, Outcome, told_by
+from benchmarks.harness.io_counters import measure as take
+from benchmarks.harness.memory import cap_memory, memory_of
 from benchmarks.harness.settings import option
 from benchmarks.harness.table import Columns, at_least, at_most, case_table, mebibytes, spread
+from benchmarks.harness.worker import Reporter
+from benchmarks.models.contrastive import CHUNK_BY_CHUNK, GRADCACHE, SENTENCE_TRANSFORMERS, UPSTREAM, WHOLE, Pairs
+from benchmarks.models.dropout import row_keys
+from benchmarks.models.encoder import build_encoder
+from benchmarks.models.methods import DISK, METHODS, RESIDENT, STEPS, Method, take_turns
 
 MAXIMUM_RATIO = 0.55  # of the time of ours over OffloadModel, to the reference's
 MAXIMUM_PEAK_RATIO = 1.0  # of the peak above torch, to the reference's
 MAXIMUM_DIFFERENCE = 1e-6  # of gradients, to the reference's
 MINIMUM_SPEEDUP = 5.0  # over chunk by chunk, at the most chunks
-REFERENCE = "upstream GradCache"
+PLAIN, CHECKPOINT = "plain torch", "torch.utils.checkpoint"
+REFERENCE = UPSTREAM
 KEPT = f"{REFERENCE}, nothing checkpointed"
-CHUNK_BY_CHUNK = "OffloadModel, chunk by chunk"
+APART = "OffloadModel, chunk by chunk"
 FUSED = "ours over OffloadModel"
-METHODS = "benchmarks.gradcache_batch.methods"
-PEERS = {REFERENCE: "gradcache", KEPT: "gradcache", "sentence-transformers": "sentence-transformers"}
+PEERS = {REFERENCE: "gradcache", KEPT: "gradcache", SENTENCE_TRANSFORMERS: "sentence-transformers"}
 TIMED = (REFERENCE, KEPT, "ours", FUSED)
-GROWING = ("plain torch", "torch.utils.checkpoint", *PEERS, "ours", FUSED)
-CHUNKED = (REFERENCE, "ours", CHUNK_BY_CHUNK, FUSED)
+GROWING = (PLAIN, CHECKPOINT, *PEERS, "ours", FUSED)
+CHUNKED = (REFERENCE, "ours", APART, FUSED)
+KEEPS = {"checkpointed": False}
+#: Of each: how it is trained, with which arguments, and how a batch goes through the model.
+WAYS: dict[str, tuple[str, dict[str, Any], str]] = {
+    PLAIN: (RESIDENT, KEEPS, WHOLE),
+    CHECKPOINT: (RESIDENT, {}, WHOLE),
+    REFERENCE: (RESIDENT, {}, UPSTREAM),
+    KEPT: (RESIDENT, KEEPS, UPSTREAM),
+    SENTENCE_TRANSFORMERS: (RESIDENT, {}, SENTENCE_TRANSFORMERS),
+    "ours": (RESIDENT, {}, GRADCACHE),
+    APART: (DISK, {}, CHUNK_BY_CHUNK),
+    FUSED: (DISK, {}, GRADCACHE),
+}
 # Below the size of a tensor of one chunk, so that freed tensors count neither in peaks nor against the cap.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
 
@@ -57,12 +84,33 @@ class Settings:
     chunked_dim: int = option(512, "channels of the part chunks", least=64, multiple=64)
 
 
+@dataclass(frozen=True)
+class Shape:
+    """An encoder, pairs of texts, and chunks. A pair is two rows, one for each tower; the towers are one encoder."""
+
+    vocabulary: int
+    positions: int  #: tokens of a row
+    dim: int
+    depth: int
+    pairs: int
+    chunk: int  #: rows of a chunk
+    kept: int  #: MiB that ours may keep between its passes, layers in memory
+    graphs: int  #: MiB of graphs that ours may keep over an OffloadModel
+    together: int  #: MiB of activations of chunks that run together there
+    dropout: float = 0.1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return 2 * self.pairs * self.positions
+
+
 def measure(run: Run) -> None:
     """Runs the groups of cases: times, peaks, growing batches, numbers of chunks."""
     settings = run.settings
 
     def cases(methods: Sequence[str], function: str, shape: Shape, *environment: Any, **how: Any) -> list[Case]:
-        target, how = f"{METHODS}:{function}", {"shape": asdict(shape), **how}
+        target, how = f"benchmarks.gradcache_batch:{function}", {"shape": asdict(shape), **how}
         return [
             Case(method, target, {"method": method, **how}, *(environment or ({},)), PEERS.get(method, ""))
             for method in methods
@@ -127,7 +175,7 @@ def report(run: Run) -> list[str]:
 
 
 def _shape(outcome: Outcome) -> Shape:
-    return Shape(**outcome.case.arguments["shape"])
+    return Shape(**{k: v for k, v in outcome.case.arguments["shape"].items() if k != "seed"})
 
 
 def difference(mine: Outcome, theirs: Outcome) -> float:
@@ -173,7 +221,7 @@ def bounds(run: Run) -> list[str]:
                 )
     if sizes[FUSED] < max(sizes.values()):
         broken.append(f"{FUSED} must hold the largest batch, holds {sizes}")
-    fused, apart = run.find(FUSED, "chunks"), run.find(CHUNK_BY_CHUNK, "chunks")
+    fused, apart = run.find(FUSED, "chunks"), run.find(APART, "chunks")
     most = max(fused.values("chunks"))
     longer = seconds_of(apart, most) / seconds_of(fused, most)
     broken += at_least(f"{most} chunks: the speed-up over chunk by chunk", longer, MINIMUM_SPEEDUP)
@@ -194,3 +242,132 @@ def claims(run: Run) -> list[Claim]:
 
 
 BENCHMARK = Benchmark(Settings, measure, report, bounds, claims)
+
+# --- cases -----------------------------------------------------------------------------------------------------------
+
+TILE_ROWS = 256
+SKETCH_PIECE = 4096
+
+
+@dataclass(frozen=True)
+class Batch(Pairs):
+    """An encoder with dropout, and one batch of random tokens."""
+
+    vocabulary: int = 0
+
+    def build(self) -> nn.Sequential:
+        """The encoder, the same for the same shape."""
+        return build_encoder(self.vocabulary, self.positions, dim=self.dim, depth=self.blocks, dropout=self.dropout)
+
+    def example(self, step: int) -> tuple[Tensor, ...]:
+        """Rows of both towers, int64 of shape (pairs, 1 + positions): the row's key for dropout, then its tokens."""
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def side(tower: int) -> Tensor:
+            tokens = torch.randint(2, self.vocabulary, (self.rows, self.positions), generator=generator)
+            return torch.cat([row_keys(self.seed, 0, tower, self.rows)[:, None], tokens], dim=1)
+
+        return side(0), side(1)
+
+
+def batch_of(method: str, shape: Shape) -> Batch:
+    """What a method computes the gradient of."""
+    sizes = {"blocks": shape.depth, "dim": shape.dim, "rows": shape.pairs, "positions": shape.positions}
+    how = {"dropout": shape.dropout, "update": False, "chunk": shape.chunk, "tile_rows": TILE_ROWS}
+    return Batch(**sizes, **how, way=WAYS[method][2], vocabulary=shape.vocabulary)
+
+
+def make(method: str, shape: Shape) -> Method:
+    """The model and the step of a method; a case works in a folder on disk."""
+    from offload import MemoryPolicy
+
+    name, how, _ = WAYS[method]
+    function, options = METHODS[name]
+    settings: dict[str, Any] = {"num_slices": shape.depth + 2} if name == DISK else {}
+    if method == FUSED:
+        graphs, boundaries, activations = (each << 20 for each in (shape.graphs, shape.kept, shape.together))
+        memory = {"graph_bytes": graphs, "boundary_bytes": boundaries, "activation_bytes": activations}
+        settings |= {"policy": MemoryPolicy.fixed(**memory, join_chunks=True)}
+    return function(batch_of(method, shape), Path(), None, **options, **how, **settings)
+
+
+def in_turn(report: Reporter, method: str, shape: dict[str, Any]) -> dict[str, Any]:
+    """One step in each turn, in the phase "steps". The result holds a sketch of the last gradient: :func:`sketch`."""
+    importlib.import_module("torch._dynamo")  # torch imports it in the middle of a first checkpoint
+    report.phase(FLOOR)
+    chosen = Shape(**shape)
+    made, rows = make(method, chosen), batch_of(method, chosen).example(0)
+    report.phase(STEPS)
+    take_turns(report, made, lambda k: rows)
+    report.phase("end")
+    return {"parameters": sum(p.numel() for _, p in made.parameters()), "sketch": sketch(made.parameters())}
+
+
+def growing(
+    report: Reporter, method: str, shape: dict[str, Any], limit_mebibytes: int, most_pairs: int
+) -> dict[str, Any]:
+    """Steps with batches that double until memory does not hold them, or ``most_pairs`` is reached.
+
+    Private memory of the process may grow by ``limit_mebibytes`` over what interpreter, torch and one small step of the
+    same method took; the kernel refuses more, as a smaller machine would. Files are not limited.
+    """
+    chosen = Shape(**shape)
+    small = replace(chosen, pairs=2, chunk=1)
+    _take(make(method, small), batch_of(method, small))
+    report.phase(FLOOR)
+    _, held = memory_of(os.getpid())
+    if not held:
+        raise OSError("expected a system that tells a process's private memory, as Linux does")
+    cap_memory(held + (limit_mebibytes << 20))
+    pairs, fitted, ended = chosen.chunk, 0, ""
+    sketches: dict[str, list[float]] = {}
+    try:
+        made = make(method, chosen)
+        while pairs <= most_pairs:
+            values = _take(made, batch_of(method, replace(chosen, pairs=pairs)))
+            if pairs <= 4 * chosen.chunk:
+                sketches[str(pairs)] = sketch(made.parameters())
+            fitted = pairs
+            report.step(pairs=pairs, **values)
+            pairs *= 2
+    except LOST as error:
+        ended = told_by(error)
+    return {"pairs": fitted, "ended": ended, "sketches": sketches}
+
+
+def ladder(report: Reporter, method: str, shape: dict[str, Any], chunks: list[int], steps: int) -> dict[str, Any]:
+    """Steps with the batch in more and more chunks, a fresh model for each number of them."""
+    chosen = Shape(**shape)
+    loads: dict[str, float | None] = {}
+    for count in chunks:
+        finer = replace(chosen, chunk=max(2 * chosen.pairs // count, 1))
+        made, batch = make(method, finer), batch_of(method, finer)
+        _take(made, batch)
+        for _ in range(steps):
+            values = _take(made, batch)
+            report.step(chunks=count, **values)
+            loads[str(count)] = values.get("bytes_loaded")
+        del made
+    return {"bytes_loaded": loads}
+
+
+def _take(made: Method, batch: Batch) -> dict[str, float]:
+    rows = batch.example(0)
+    loss, values = take(lambda: float(made.step(*rows)), made.model)
+    return {"loss": loss, **values}
+
+
+def sketch(parameters: Iterable[tuple[str, Tensor]]) -> list[float]:
+    """Random projections of the gradient: the relative difference of two sketches estimates that of the gradients.
+
+    Each parameter's gradient is cut into up to 64 pieces, and the beginning of each piece is projected on one vector of
+    random signs, the same in every process.
+    """
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, (SKETCH_PIECE,), generator=generator).double() * 2 - 1
+    found: list[float] = []
+    for _, parameter in sorted(parameters, key=lambda item: item[0]):
+        flat = parameter.grad.detach().flatten()
+        pieces = flat.chunk(min(64, max(1, flat.numel() // SKETCH_PIECE)))
+        found += [float(piece[:SKETCH_PIECE].double() @ signs[: len(piece[:SKETCH_PIECE])]) for piece in pieces]
+    return found

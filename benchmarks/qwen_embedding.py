@@ -2,34 +2,46 @@
 
 A round takes a step of each method. Under the cap run ours, the plain model, the cached loss of sentence-transformers
 and DeepSpeed's ZeRO-3 with NVMe; the cached loss without a cap is the reference for losses and times. It is left out
-where the machine has too little free memory, or with ``--capped-only``.
+where the machine has too little free memory, or with ``--capped-only``. All read the same weights, compute the same
+loss and update with AdamW in float32; ``plain`` and DeepSpeed use the model's own gradient checkpointing.
 
 Parameters, gradients and two moments take 16 bytes a parameter: for the default sizes 9.5 GB. Those of the embedding,
 a quarter of them, are on the compute device in ours as well; its blocks, their gradients and moments are in files.
 """
 
-from dataclasses import asdict, dataclass
+import importlib
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import psutil
+import torch
+from torch import Tensor, nn
 
 from benchmarks.harness.benchmark import Benchmark, Claim, Run
 from benchmarks.harness.case import FLOOR, Case, Outcome
 from benchmarks.harness.settings import option
 from benchmarks.harness.table import at_most, case_table, mebibytes, spread
-from benchmarks.qwen_embedding.workload import HEAD_CHANNELS, Model, write_model
+from benchmarks.harness.worker import Reporter
+from benchmarks.models.contrastive import SENTENCE_TRANSFORMERS, Qwen, contrastive_loss
+from benchmarks.models.deepspeed import deepspeed_nvme, start_deepspeed
+from benchmarks.models.methods import DISK, METHODS, NVME, RESIDENT, Method, train_capped
+from benchmarks.models.qwen3 import Qwen3, token_pairs, transformers
 
 OURS, REFERENCE = "ours", "sentence-transformers, no cap"
 #: Method and environment of each case. Ours is no peer, but needs transformers.
 CASES = {
-    OURS: ("ours", "transformers"),
-    "plain": ("plain", "transformers"),
-    "sentence-transformers": ("sentence-transformers", "sentence-transformers"),
-    "DeepSpeed ZeRO-3, NVMe": ("deepspeed", "deepspeed"),
-    REFERENCE: ("sentence-transformers", "sentence-transformers"),
+    OURS: (DISK, "transformers"),
+    "plain": (RESIDENT, "transformers"),
+    SENTENCE_TRANSFORMERS: (SENTENCE_TRANSFORMERS, "sentence-transformers"),
+    "DeepSpeed ZeRO-3, NVMe": (NVME, "deepspeed"),
+    REFERENCE: (SENTENCE_TRANSFORMERS, "sentence-transformers"),
 }
 TOLERANCE = 1e-4  # of a loss, relative to that of the reference
 STATE_BYTES = 16  # of a parameter: itself, its gradient, two moments
 #: glibc raises the size from which blocks are mapped, and then keeps what was freed in its heap, which the cap counts.
+WEIGHTS = Path("weights")  # a case works in the folder of the run
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 
 
@@ -58,19 +70,20 @@ class Settings:
         )
 
     @property
-    def model(self) -> Model:
+    def model(self) -> Qwen3:
         """The sizes of the model."""
-        return Model(self.blocks, self.width, self.vocabulary)
+        heads = max(1, self.width // 64)
+        return Qwen3(self.width, self.blocks, 3 * self.width, heads, max(1, heads // 2), 128, self.vocabulary)
 
 
 def measure(run: Run) -> None:
     """A group for each number of pairs."""
     settings, model = run.settings, run.settings.model
-    stored = write_model(run.folder / "weights", model)
+    stored = model.write(run.folder / WEIGHTS)
     states = STATE_BYTES * model.parameters
-    heads = f"{model.heads} heads of {HEAD_CHANNELS}"
+    heads = f"{model.num_attention_heads} heads of {model.head_dim}"
     run.facts |= {
-        "model": f"{model.blocks} blocks, width {model.width:,}, {heads}, vocabulary {model.vocabulary:,}: "
+        "model": f"{settings.blocks} blocks, width {settings.width:,}, {heads}, vocabulary {settings.vocabulary:,}: "
         f"{model.parameters / 1e6:.0f} M parameters with random values, float32, {mebibytes(stored)} in files",
         "states": f"{mebibytes(states)} of parameters, gradients and moments of AdamW",
         "cap": f"RLIMIT_DATA of {settings.cap:,} MiB, which counts heap, stacks and private mappings",
@@ -80,15 +93,16 @@ def measure(run: Run) -> None:
     if REFERENCE in names and needed > psutil.virtual_memory().available:
         names.remove(REFERENCE)
         run.facts["reference"] = f"left out: {mebibytes(needed)} of free memory would be needed beside ours"
-    how = {"model": asdict(model), "positions": settings.positions, "chunk": settings.chunk, "memory": settings.memory}
+    how = {"vocabulary": settings.vocabulary, "memory": settings.memory << 20}
     for pairs in settings.pairs:
         cases = []
         for name in names:
             method, environment = CASES[name]
             cap = None if name == REFERENCE else settings.cap
-            arguments = {"method": method, "pairs": pairs, "cap": cap, **how}
+            training = {"rows": pairs, "positions": settings.positions, "chunk": settings.chunk}
+            arguments = {"method": method, "training": training, "cap": cap, **how}
             given = GIVE_BACK if cap else {}
-            cases.append(Case(name, "benchmarks.qwen_embedding.methods:train", arguments, given, environment))
+            cases.append(Case(name, "benchmarks.qwen_embedding:train", arguments, given, environment))
         run.group(_group(pairs), cases, "rounds", turns=settings.steps)
 
 
@@ -167,3 +181,76 @@ def claims(run: Run) -> list[Claim]:
 
 
 BENCHMARK = Benchmark(Settings, measure, report, bounds, claims)
+
+# --- cases -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Encoder(Qwen):
+    """The encoder whose weights are in files."""
+
+    vocabulary: int = 0
+
+    def build(self) -> nn.Module:
+        """In memory."""
+        model: nn.Module = transformers().AutoModel.from_pretrained(WEIGHTS, dtype=torch.float32)
+        return model.train()
+
+    def offloaded(self, where: Path | str, *, meta: bool, **how: Any) -> Any:
+        """Blocks, gradients and moments in files."""
+        from offload import OffloadModel
+
+        kind = {"model": transformers().AutoModel, "blocks": self.path, "dtype": torch.float32}
+        return OffloadModel.from_pretrained(WEIGHTS, self.device, where, **kind, **how).train()
+
+    def example(self, step: int) -> tuple[Tensor, ...]:
+        """Random tokens."""
+        return token_pairs(self.vocabulary, self.rows, self.positions, step)
+
+
+def deepspeed(training: Encoder, home: Path) -> Method:
+    """ZeRO-3 of one process with parameters and optimizer on NVMe, in fp32, the batch in one piece."""
+    theirs = start_deepspeed()
+    home.mkdir(exist_ok=True)
+    config = transformers().AutoConfig.from_pretrained(WEIGHTS)
+    largest = config.vocab_size * config.hidden_size
+    block = Qwen3(config.hidden_size, 1, config.intermediate_size, config.num_attention_heads).block_parameters
+    # The fewest buffers that train, each as large as the embedding; so a parameter lives for one layer only.
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": training.learning_rate, "weight_decay": training.weight_decay}},
+        **deepspeed_nvme(home, buffers=4, largest=largest, block=block, live=1),
+    }
+    # While this object lives, from_pretrained builds and reads parameters in parts.
+    kept = importlib.import_module("transformers.integrations").HfDeepSpeedConfig(settings)
+    model = training.recomputed(training.build())
+    engine, *_ = theirs.initialize(model=model, model_parameters=model.parameters(), config=settings)
+
+    def step(queries: Tensor, passages: Tensor, kept: object = kept) -> Tensor:
+        # One forward of both sides: an engine takes one between its backwards.
+        states = training.encode(engine, torch.cat([queries, passages]))
+        loss = contrastive_loss(*states.chunk(2))
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return Method(step)
+
+
+def train(
+    report: Reporter, method: str, training: dict[str, Any], vocabulary: int, memory: int, cap: int | None
+) -> dict[str, Any]:
+    """Builds a method and takes a step in each turn; ``cap``: MiB that end it, ``memory``: bytes of ours."""
+    transformers()  # it imports the class of the model later
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    sizes = {"blocks": 0, "dim": 0, "learning_rate": 1e-5, "max_norm": None, "waits": True}
+    chosen = Encoder(**sizes, **training, way=method, vocabulary=vocabulary)
+
+    def make(home: Path) -> Method:
+        if method == NVME:
+            return deepspeed(chosen, home)
+        how = {"memory": memory} if method == DISK else {"checkpointed": method == RESIDENT}
+        function, options = METHODS[DISK if method == DISK else RESIDENT]
+        return function(chosen, home, None, **options, **how)
+
+    return train_capped(report, make, chosen.example, cap)
