@@ -1,4 +1,4 @@
-"""Cases that tests run in processes of their own."""
+"""A case that tests run in processes of their own."""
 
 from __future__ import annotations
 
@@ -10,21 +10,55 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.case import CannotRunError
+from benchmarks.harness.memory import cap_memory, memory_of
 from benchmarks.harness.worker import Reporter
 
-MEBIBYTE = 2**20
 
-
-def reports(report: Reporter, steps: int) -> dict[str, Any]:
+def acts(report: Reporter, actions: list[list[Any]]) -> dict[str, Any]:
+    """Does what it is told, action by action; tells how many turns it took."""
+    held, turns = [], 0
     print("a stray line on standard output")
-    for k in range(steps):
-        report.step(loss=float(k))
-    report.phase("after")
-    return {"steps": steps}
+    for action, *how in actions:
+        if action == "step":
+            report.step(**how[0])
+        elif action == "phase":
+            report.phase(how[0])
+        elif action == "hold":
+            held.append(bytearray(b"\1") * (how[0] << 20))
+        elif action == "drop":
+            held.clear()
+        elif action == "cap":
+            cap_memory(memory_of(os.getpid())[1] + (how[0] << 20))
+        elif action == "map":
+            import mmap
 
-
-def shows(report: Reporter, names: list[str]) -> dict[str, Any]:
-    return {name: os.environ[name] for name in names}
+            with Path(how[0]).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                held.append(sum(mapped[k] for k in range(0, len(mapped), 4096)))  # touches every page
+                report.phase("mapped")
+        elif action == "turns":  # each writes down in a shared file who takes it; one may be the last
+            name, seconds, log, last = how
+            for k in report.turns():
+                if k == last:
+                    raise ArithmeticError("the reason it died of")
+                turns += 1
+                if log:
+                    with Path(log).open("a") as shared:
+                        shared.write(name)
+                report.step(seconds=seconds[min(k, len(seconds) - 1)])
+        elif action == "raise":
+            raise ArithmeticError("the reason it died of")
+        elif action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif action == "leave":
+            os._exit(0)
+        elif action == "skip":
+            raise CannotRunError("needs what this machine has not")
+        elif action == "hang":
+            report.step(pid=subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]).pid)
+            signal.pause()
+        else:
+            raise AssertionError(action)
+    return {"turns": turns, "environment": {name: os.environ.get(name) for name in ("SET_BY_USER", "ONLY_OURS")}}
 
 
 def takes_turns_as_a_rank(report: Reporter, mebibytes: int, fails: str = "") -> dict[str, Any]:
@@ -32,97 +66,11 @@ def takes_turns_as_a_rank(report: Reporter, mebibytes: int, fails: str = "") -> 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if fails == str(rank):
         raise ArithmeticError("this rank fails")
-    held = bytearray(b"\1") * (mebibytes * MEBIBYTE * rank)
+    held = bytearray(b"\1") * (mebibytes * rank << 20)
     report.phase("steps")
     for k in report.turns():
         Path(f"{k}-{rank}").touch()
         while not all(Path(f"{k}-{other}").exists() for other in range(ranks)):
             pass
         report.step(rank=rank)
-    return {"rank": rank, "held": len(held), "store": os.environ.get("TORCHELASTIC_USE_AGENT_STORE")}
-
-
-def raises(report: Reporter) -> dict[str, Any]:
-    report.step(loss=0.0)
-    raise ArithmeticError("the reason it died of")
-
-
-def is_killed(report: Reporter) -> dict[str, Any]:
-    os.kill(os.getpid(), signal.SIGKILL)
-    return {}
-
-
-def leaves_early(report: Reporter) -> dict[str, Any]:
-    os._exit(0)
-
-
-def starts_another_and_hangs(report: Reporter) -> dict[str, Any]:
-    other = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-    report.step(pid=other.pid)
-    signal.pause()
-    return {}
-
-
-def allocates(report: Reporter, mebibytes: int) -> dict[str, Any]:
-    report.phase("before")
-    held = bytearray(b"\1") * (mebibytes * MEBIBYTE)
-    report.phase("held")
-    return {"bytes": len(held)}
-
-
-def reads_a_file(report: Reporter, path: str) -> dict[str, Any]:
-    import mmap
-
-    report.phase("before")
-    with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        total = sum(mapped[k] for k in range(0, len(mapped), 4096))  # touches every page
-        report.phase("mapped")
-    return {"total": total}
-
-
-def has_phases(report: Reporter, mebibytes: int) -> dict[str, Any]:
-    held = bytearray(b"\1") * (mebibytes * MEBIBYTE)
-    report.phase("held")
-    del held
-    report.phase("small")
-    report.phase("after")
-    return {}
-
-
-def takes_turns(report: Reporter, name: str, seconds: float, log: str) -> dict[str, Any]:
-    """Writes down who takes a turn when, in a file that two cases share."""
-    taken = 0
-    for taken in report.turns():
-        with Path(log).open("a") as file:
-            file.write(name)
-        report.step(seconds=seconds * (taken + 1))
-    return {"turns": taken + 1}
-
-
-def is_disturbed(report: Reporter, turns: int) -> dict[str, Any]:
-    """The first turns take longer and longer, all further ones a second."""
-    taken = 0
-    for taken in report.turns():
-        report.step(seconds=2.0 + taken if taken < turns else 1.0)
-    return {"turns": taken + 1}
-
-
-def ends_in_its_second_turn(report: Reporter) -> dict[str, Any]:
-    for k in report.turns():
-        if k == 1:
-            raise ArithmeticError("the reason it died of")
-        report.step(seconds=1.0)
-    return {}
-
-
-def cannot_run_here(report: Reporter) -> dict[str, Any]:
-    raise CannotRunError("needs what this machine has not")
-
-
-def allocates_under_a_cap(report: Reporter, cap_mebibytes: int, mebibytes: int) -> dict[str, Any]:
-    import torch
-
-    from benchmarks.harness.memory import cap_memory, memory_of
-
-    cap_memory(memory_of(os.getpid())[1] + cap_mebibytes * MEBIBYTE)
-    return {"bytes": torch.ones(mebibytes * MEBIBYTE, dtype=torch.uint8).numel()}
+    return {"rank": rank, "held": len(held)}

@@ -1,6 +1,8 @@
-"""Models: a representation depends on its row alone, and arithmetic is counted as torch counts it."""
+"""Models and texts: a representation depends on its row alone, and no text is trained on and searched."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from benchmarks.models.contrastive import contrastive_loss
+from benchmarks.models.corpus import build_corpus
 from benchmarks.models.dropout import row_keys
 from benchmarks.models.encoder import build_encoder
 from benchmarks.models.transformer import Stack
 from benchmarks.retrieval import search
+
+PARTS = ("module", "description", "source")
 
 
 def encoder(dropout: float = 0.3, seed: int = 0) -> nn.Sequential:
@@ -44,43 +48,26 @@ def test_dropout_does_not_depend_on_how_the_batch_is_cut_or_ordered(sizes: list[
     torch.testing.assert_close(pieces, whole[order], rtol=0, atol=2e-6)
 
 
-def test_representations_have_length_one_and_every_parameter_gets_a_gradient() -> None:
-    model = encoder()
-    representations = model(rows())
-    torch.testing.assert_close(representations.norm(dim=1), torch.ones(7))
-    contrastive_loss(representations, model(rows().flip(0))).backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.abs().sum() > 0, name
-
-
-class Lookup(nn.Module):
-    """Gives back the vectors that it was made with, by the number in column 1."""
-
-    def __init__(self, vectors: Tensor) -> None:
-        super().__init__()
-        self.vectors = vectors
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.vectors[rows[:, 1]]
-
-
-def numbered(count: int) -> Tensor:
-    return torch.stack([torch.zeros(count, dtype=torch.int64), torch.arange(count)], dim=1)
-
-
-def recall(model: nn.Module, descriptions: Tensor, sources: Tensor) -> float:
-    return search(model, descriptions, sources)["recall"]
+def test_no_module_and_no_text_of_the_corpus_is_on_both_sides(tmp_path: Path) -> None:
+    """Each text occurs twice, in modules of other names."""
+    for k in range(60):
+        for name in (f"module{k}", f"copy{k}"):
+            text = f'def work{k}(x):\n    """Compute the value number {k} from its input."""\n    return x + {k}\n'
+            (tmp_path / f"{name}.py").write_text(text)
+    corpus = build_corpus([tmp_path])
+    assert len(corpus.training) + len(corpus.held_out) == 60
+    sides = [[{getattr(pair, part) for pair in side} for side in (corpus.training, corpus.held_out)] for part in PARTS]
+    assert all(one.isdisjoint(other) for one, other in sides)
+    assert not any("Compute" in pair.source for pair in corpus.training)
 
 
 def test_recall_counts_the_rank_of_the_right_source() -> None:
-    """Source k points along angle k; description k points along source k + 9, so that rank 10 is the worst."""
+    """Source k points along angle k; description k along that of k + 60, to which every one between is nearer."""
     angles = torch.arange(200) * 0.01
-    vectors = torch.stack([angles.cos(), angles.sin()], dim=1)
-    shifted = numbered(100)
-    shifted[:, 1] += 60  # nearer: every source between k and k + 60, and beyond
-    assert recall(Lookup(vectors), shifted, numbered(100)) == pytest.approx(0.1)  # the last ten have no nearer ones
-    assert recall(Lookup(vectors), numbered(100), numbered(100)) == 1.0
+    table = nn.Embedding.from_pretrained(torch.stack([angles.cos(), angles.sin()], dim=1))
+    count = torch.arange(100)
+    assert search(table, count + 60, count)["recall"] == pytest.approx(0.1)  # the last ten have no nearer ones
+    assert search(table, count, count)["recall"] == 1.0
 
 
 def test_parameters_are_those_of_the_stack_that_is_built() -> None:

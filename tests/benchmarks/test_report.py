@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import BENCHMARKS, CLAIMED, RESULTS, load, main
+from benchmarks.__main__ import BENCHMARKS, RESULTS, main
 from benchmarks.harness.benchmark import (
     Benchmark,
     Run,
@@ -52,14 +52,10 @@ def test_every_benchmark_explains_its_options(name: str, capsys: pytest.CaptureF
     assert all(word in shown for word in ("--out", "--home"))
 
 
-def test_a_name_that_is_not_there_is_answered_with_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["retreival"]) == 2
-    assert "retrieval" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "part"),
     [
+        ("retreival", "retrieval"),
         ("retrieval --dim 100", "expected a multiple of 64, got 100"),
         ("retrieval --batch 0", "expected at least 2, got 0"),
         ("memory-latency --work training --before nowhere", "expected a checkout of this project"),
@@ -114,27 +110,7 @@ def test_options_of_every_kind_are_parsed_and_recorded_ones_again() -> None:
     assert settings_of(Settings, vars(parser.parse_args([]))) == Settings()
 
 
-@pytest.mark.parametrize("words", ["--size 6", "--rate nan", "--counts 1 0", "--names c"])
-def test_a_value_out_of_bounds_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_options(parser, Settings)
-    with pytest.raises(SystemExit):
-        parser.parse_args(words.split())
-    assert words.split()[0] in capsys.readouterr().err
-
-
 # --- tables ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_table_has_aligned_columns_and_a_row_for_a_case_without_a_result() -> None:
-    outcomes = [outcome("a", {"x": 1}), outcome("long name", failure="killed")]
-    shown = case_table(outcomes, {"x": lambda o: str(o.result["x"]), "y": lambda o: "2"})
-    assert shown.splitlines() == [
-        "| case      |      x |   y |",
-        "|-----------|-------:|----:|",
-        "| a         |      1 |   2 |",
-        "| long name | failed |     |",
-    ]
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -204,12 +180,9 @@ def test_what_was_measured_before_an_interruption_of_a_run_is_in_its_file(
     assert {name: [each.name for each in outcomes] for name, outcomes in groups.items()} == expected
 
 
-def test_a_bound_that_does_not_hold_fails_the_run_and_is_on_the_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bound_that_does_not_hold_fails_the_run_and_is_on_the_page(tmp_path: Path) -> None:
     assert publish("test", "what?", BENCHMARK, made(4.0), tmp_path / "t") == 1
-    assert "ratio must be at most 3, is 4" in capsys.readouterr().err
-    assert "* does not hold: ratio must be at most 3" in (tmp_path / "t.md").read_text()
+    assert "* does not hold: ratio must be at most 3, is 4" in (tmp_path / "t.md").read_text()
 
 
 def test_a_case_of_ours_that_failed_breaks_a_bound_and_a_peer_that_failed_does_not() -> None:
@@ -257,16 +230,7 @@ def test_a_published_page_is_the_one_that_its_lines_make(
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("page", CLAIMED)
-def test_a_time_ratio_that_is_claimed_is_on_its_page(page: str) -> None:
-    path = RESULTS / f"{page}.jsonl"
-    benchmark = load(read_header(path)["benchmark"])
-    shown = re.sub(" +", " ", path.with_suffix(".md").read_text(encoding="utf-8"))
-    claims = benchmark.claims(read_run(path, benchmark))
-    assert claims
-    for claim in claims:
-        middle = claim.middle(claim.times)
-        figures = {f"{middle:.2f} (", f"{middle:.3f} (", f" {middle:.3f}", f"1/{1 / middle:.2f} "}
-        if page == "train-overlap":  # the page has a row for each balance
-            figures |= {f"{value:.3f} (" for value in claim.times}
-        assert any(figure in shown for figure in figures)
+def test_the_results_folder_lists_every_page_and_has_its_lines() -> None:
+    listed = (RESULTS / "README.md").read_text(encoding="utf-8")
+    for path in sorted(RESULTS.glob("*.md")):
+        assert path.name == "README.md" or (f"({path.name})" in listed and read_header(path.with_suffix(".jsonl")))
