@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import offload.optim.update_blocks
 from offload.storage.page_cache import _direct_works
 from tests.offload.late import LateLane, run_late
 
@@ -25,12 +24,6 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[LateLane]]:
 def home(request: pytest.FixtureRequest, tmp_path: object) -> str:
     """Both kinds of home, as ``offload_device``."""
     return "cpu" if request.param == "host" else str(tmp_path) + os.sep
-
-
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A matrix in a file is updated in several parts."""
-    monkeypatch.setattr(offload.optim.update_blocks, "MAX_BLOCK_BYTES", 4096)
 
 
 @pytest.fixture

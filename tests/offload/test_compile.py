@@ -168,15 +168,6 @@ def test_compiled_blocks_stay_compiled_and_their_hooks_run_once(mode: str, how: 
     assert counted.graphs <= 2 * len(bare.layers)  # with and without gradients
 
 
-def test_a_compiled_block_is_compiled_again_when_its_model_could_not_be_made() -> None:
-    model = Blocks()
-    model.layers[0].compile(backend="eager")
-    compiled = model.layers[0]._compiled_call_impl
-    with pytest.raises(ValueError, match="memory="):
-        OffloadModel(model, "cpu", "cpu", blocks="layers", memory=16)
-    assert model.layers[0]._compiled_call_impl is compiled is not None
-
-
 # --- what takes a model apart -----------------------------------------------------------------------------------------
 
 

@@ -111,36 +111,6 @@ def test_homes_may_be_written_as_soon_as_an_inference_returns(monkeypatch: pytes
     assert torch.equal(output, expected)
 
 
-@pytest.mark.parametrize("in_backward", [True, False])
-def test_updates_wait_for_late_gradients(in_backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twin: test_late_lane.py::test_a_copy_on_a_thread_waits_on_the_host_for_its_predecessors."""
-    submit = StreamCopyLane.submit
-
-    def slow_submit(
-        self: StreamCopyLane, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()
-    ) -> Arrival:
-        def slow_copy() -> None:
-            torch.cuda._sleep(CYCLES)
-            copy()
-
-        return submit(self, token, slow_copy, after)
-
-    monkeypatch.setattr(StreamCopyLane, "submit", slow_submit)
-    bare = build(["linear", "linear"], tied=True)
-    model = OffloadModel(copy.deepcopy(bare), "cuda", num_slices=4, checkpoint_activation=True)
-    bare = bare.cuda()
-    plain = torch.optim.SGD(bare.parameters(), lr=0.1)
-    ours = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=in_backward)
-    x = torch.randn(5, WIDTH).cuda()
-    for _ in range(3):
-        for run, optimizer in ((bare, plain), (model, ours)):
-            run(x).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(q, p.cpu(), rtol=1e-5, atol=1e-6)
-
-
 SANITIZED = """
 import torch
 from torch import nn
@@ -301,21 +271,6 @@ def test_the_host_waits_for_no_event_before_the_end_of_a_pass(
         assert "wait" not in log[cells[0] : cells[-1]]
 
 
-def test_a_page_locked_input_may_be_filled_anew_as_soon_as_the_call_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twin: test_model.py::test_a_copy_of_a_page_locked_input_ends_before_the_call."""
-    model = OffloadModel(
-        build(["linear"]), "cuda", num_slices=3, memory=MemoryPolicy.fixed(slots=3), checkpoint_activation=True
-    )
-    x = torch.randn(3, WIDTH)
-    with torch.no_grad():
-        expected = model(x)
-        pinned = x.pin_memory()
-        torch.cuda._sleep(CYCLES)
-        output = model(pinned)
-        pinned.fill_(7)
-    assert torch.equal(output, expected)
-
-
 def test_homes_in_host_memory_are_page_locked() -> None:
     """Twin: test_tier.py::TestHostTier: a block has exactly the bytes asked for."""
     model = OffloadModel(build(["linear"]), "cuda", num_slices=3, checkpoint_activation=False)
@@ -323,23 +278,6 @@ def test_homes_in_host_memory_are_page_locked() -> None:
         assert shard.home is not None
         assert shard.home.tensor.is_pinned()
         assert shard.home.tensor.untyped_storage().nbytes() == shard.home.nbytes
-
-
-@pytest.mark.parametrize("recompute", [True, False])
-def test_files_reach_the_device_through_staging(recompute: bool, tmp_path: Path) -> None:
-    """Twin: test_transparency.py, whose models rest on disk as well."""
-    assert_trains_alike(f"{tmp_path}/", recompute=recompute, boundary_bytes=0)
-
-
-def test_shards_of_files_rest_in_page_locked_host_memory(tmp_path: Path) -> None:
-    """Twin: test_planned_memory.py::test_beside_a_device_results_are_those_of_the_plain_model."""
-    bare = build(["linear", "dropout", "linear"])
-    model = OffloadModel(copy.deepcopy(bare), "cuda", f"{tmp_path}/", num_slices=4, memory="auto")
-    for expected, got in zip(train(bare.cuda(), 5), train(model, 5), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-    shards = model._homes.shards
-    assert all(shard.file is not None and shard.home is not None for shard in shards)
-    assert all(shard.home.tensor.is_pinned() for shard in shards if shard.home is not None and shard.home.nbytes)
 
 
 BLOCKS, CHANNELS = 12, 512

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from gradcache import GradCache
 from offload import OffloadModel, OffloadOptimizer
@@ -142,39 +141,6 @@ def test_the_next_stage_loads_while_the_one_before_it_computes(home: str) -> Non
     assert resident == [[0], [0, 1], [0, 1], [0, 1], [1, 2], [1, 2], [1, 2], [1, 2], [1, 2]]
 
 
-@pytest.mark.parametrize("write", [lambda p: p.data.fill_(0.5), lambda p: p.detach().fill_(0.5)])
-def test_weights_written_between_two_calls_are_loaded_anew(home: str, write: Any) -> None:
-    stages = offloaded(blocks(3, dropout=0.0), home)
-    pipe = Pipe(stages, [1] * 3, ["cpu"], 2)
-    x = torch.randn(ROWS, WIDTH)
-    pipe(x).sum().backward()
-    for parameter in pipe.parameters():
-        write(parameter)
-    pipe.eval()
-    expected = x
-    for part, stage in zip(blocks(3, dropout=0.0), stages, strict=True):
-        part.load_state_dict(stage.state_dict())
-        expected = part.eval()(expected)
-    torch.testing.assert_close(pipe(x), expected)
-
-
-def test_an_offloaded_optimizer_updates_stages_that_take_turns(home: str) -> None:
-    parts = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
-    bare, stages = nn.Sequential(*copy.deepcopy(parts)), offloaded(parts, home)
-    pipe = Pipe(stages, [1] * 3, ["cpu"], 1)
-    plain = torch.optim.AdamW(bare.parameters(), lr=0.01)
-    optimizers = [OffloadOptimizer(stage, torch.optim.AdamW, lr=0.01) for stage in stages]
-    for step in range(3):
-        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
-        for model, users in ((bare, [plain]), (pipe, optimizers)):
-            model(x).square().mean().backward()
-            for optimizer in users:
-                optimizer.step()
-                optimizer.zero_grad()
-    for p, q in zip(bare.parameters(), pipe.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
-
-
 @pytest.mark.parametrize("mode", ["never", "always"])
 def test_after_an_exception_in_a_turn_the_pipe_is_usable(home: str, mode: str) -> None:
     class Fails(nn.Module):
@@ -287,20 +253,6 @@ def test_hooks_around_a_pipe_pack_once_what_its_offloaded_stages_save(
         weights = {(WIDTH, HIDDEN), (HIDDEN, WIDTH)}
         expected_shapes = [shape for shape in expected_shapes if shape not in weights]
     assert shapes == expected_shapes
-
-
-@pytest.mark.parametrize("recompute", [True, False])
-def test_a_pipe_of_offloaded_stages_inside_torch_checkpoint(home: str, recompute: bool) -> None:
-    results = []
-    for again in (False, True):
-        pipe = Pipe(offloaded(uneven(2), home, checkpoint_activation=recompute), [1] * 2, ["cpu"], 2, "never")
-        torch.manual_seed(1)
-        x = torch.randn(4, WIDTH).requires_grad_()
-        y = checkpoint(pipe, x, use_reentrant=False) if again else pipe(x)
-        y.square().mean().backward()
-        results.append([y.detach(), x.grad, *(p.grad for p in pipe.parameters())])
-    for expected, got in zip(*results, strict=True):
-        torch.testing.assert_close(expected, got)
 
 
 def test_batch_norm_inside_offloaded_stages_is_converted_before(home: str) -> None:

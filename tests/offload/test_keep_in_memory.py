@@ -20,13 +20,11 @@ from offload.engine.block import RUNS_NOTED
 from offload.planning.plan import Kind
 from offload.storage.disk import DiskBlock, DiskTier
 from offload.streaming.moves import HomeInUseError
-from pipe import Pipe
 from tests.offload.blocks.towers import assert_equal
 from tests.offload.interrupts import interrupted, lines_of
-from tests.offload.pair import Pair
 from tests.offload.planning.proof import validate
 from tests.offload.test_faults import Faults
-from tests.offload.zoo import WIDTH, build
+from tests.offload.zoo import WIDTH
 
 SHARDS = 4
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -262,24 +260,6 @@ def test_memory_that_other_code_views_does_not_move(tmp_path: Path, holder: str,
     keep(model, [1, 2] if into_memory else [])
 
 
-def test_shards_that_are_cast_or_borrow_still_have_slots(tmp_path: Path) -> None:
-    cast = Pair("sgd", f"{tmp_path}/cast/", param_dtype=torch.bfloat16)
-    tied = Pair("sgd", f"{tmp_path}/tied/", tied=True, slices=4)
-    for pair, expected in ((cast, set()), (tied, {0, 1, 2})):
-        keep(pair.model, range(4))
-        assert pair.model._homes.streamer.in_place() == expected
-        assert in_memory(pair.model) == [True] * 4
-        for action in ("backward", "step", "zero", "backward", "step", "zero", "eval"):
-            pair.do(action)
-        pair.assert_equal()
-        loads = {action.shard for action in pair.model.plan().actions if action.kind is Kind.LOAD}
-        assert loads == {0, 1, 2, 3} - expected
-        keep(pair.model, [0])
-        for action in ("backward", "step", "zero", "eval"):
-            pair.do(action)
-        pair.assert_equal()
-
-
 class Drifting(nn.Module):
     """Writes its own weight in each forward from the ``first`` on."""
 
@@ -320,23 +300,6 @@ def test_layers_that_begin_to_write_their_weights_late_are_copied_from_then_on(t
             run.zero_grad()
             backward(run, k)
         assert_equal(bare, model)
-
-
-def test_stages_that_share_slots_may_keep_shards_in_memory(tmp_path: Path) -> None:
-    bare = build(["linear", "linear", "linear", "linear"])
-    half = len(bare) // 2
-    stages = [copy.deepcopy(bare[:half]), copy.deepcopy(bare[half:])]
-    parts = [OffloadModel(s, "cpu", f"{tmp_path}/{k}/", half, True) for k, s in enumerate(stages)]
-    net = Pipe(nn.Sequential(*parts), [1, 1], devices=["cpu", "cpu"], chunks=2, checkpoint="always")
-    for k, shards in enumerate(([], [0], range(half), [half - 1], [])):
-        for part in parts:
-            keep(part, shards)
-        for run in (bare, net):
-            run.zero_grad()
-            torch.manual_seed(k)
-            run(batch(k)).pow(2).mean().backward()
-        for a, b in zip(bare.parameters(), net.parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad)
 
 
 def test_what_cannot_be_moved_is_refused() -> None:

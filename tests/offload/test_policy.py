@@ -82,16 +82,6 @@ def test_a_field_that_cannot_be_used_is_named(arguments: dict[str, Any], error: 
         MemoryPolicy(**arguments)
 
 
-def test_all_fields_that_cannot_be_used_are_named_at_once() -> None:
-    with pytest.raises(ValueError, match="memory='x'") as raised:
-        MemoryPolicy("x", slots=0, graph_bytes=True)
-    assert [line.rpartition("got ")[2].partition("=")[0] for line in str(raised.value).splitlines()] == [
-        "memory",
-        "slots",
-        "graph_bytes",
-    ]
-
-
 # --- the model ------------------------------------------------------------------------------------------------------
 
 
@@ -140,22 +130,6 @@ def test_shards_slots_and_recomputation_that_are_given_stay() -> None:
     assert (model.memory_policy.boundary_bytes, model.memory_policy.graph_bytes) == (1024, 2048)
     assert OffloadOptimizer(model, torch.optim.SGD, lr=0.1).gradient_bytes == 3072
     assert not model_of(memory="auto", checkpoint_activation=False)._homes.recompute
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-@pytest.mark.parametrize("given", ["memory", "slices", "nothing"])
-def test_a_copy_has_the_same_memory(given: str, how: str) -> None:
-    choices: dict[str, dict[str, Any]] = {
-        "memory": {"memory": MemoryPolicy("64MiB", slots=3)},
-        "slices": {"num_slices": 4},
-        "nothing": {},
-    }
-    model = model_of(**choices[given])
-    other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
-    assert other.memory_policy == model.memory_policy
-    assert cuts_of(other) == cuts_of(model)
-    assert other._homes.streamer.slots == model._homes.streamer.slots
-    assert (other._offloaded.memory_limits is None) == (model._offloaded.memory_limits is None) == (given == "slices")
 
 
 # --- limits ---------------------------------------------------------------------------------------------------------
@@ -245,11 +219,6 @@ def test_ranks_of_one_host_share_what_is_free(free: dict[torch.device, int], mon
     assert grant(GPU, None, least=0, held=lambda: 0).nbytes == 900 * MIB  # each has its own
 
 
-def test_auto_is_at_least_what_the_leanest_plan_needs(free: dict[torch.device, int]) -> None:
-    free[CPU] = 5
-    assert granted(least=77).nbytes == 77
-
-
 @pytest.mark.parametrize("end", ["collected", "closed", "never made"])
 def test_the_memory_of_a_model_that_ended_is_free_for_others(
     free: dict[torch.device, int], end: str, monkeypatch: pytest.MonkeyPatch
@@ -298,25 +267,6 @@ def test_an_accelerator_and_the_host_have_limits_of_their_own(
     else:
         with pytest.raises(ValueError, match=f"at least {shown_bytes(8 * layer)} of host memory.* pass a directory"):
             limits_of({"host": 1000})
-
-
-def test_a_limit_too_small_for_two_ranks_is_refused_with_what_they_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device; host memory then holds a half of the homes and their gradients."""
-    monkeypatch.setattr(offload.limits, "capacity", lambda place: 1 << 40)
-    layers, layer = [nn.Linear(512, 512) for _ in range(4)], 4 * 512 * 513
-
-    def layout(memory: Any) -> None:
-        arguments = memory_of(memory, plans=False)
-        layout_of(arguments, Needs(layers, None, device=GPU, on_disk=False, param_dtype=None, ranks=2), None, None)
-
-    part = layer // 2
-    piece = -(-part // 16 // 64) * 64  # at least 64 KiB
-    needs = 4 * layer + 8 + 3 * max(piece, 1 << 16) + 2 * part
-    layout({"device": needs, "host": 4 * layer})
-    with pytest.raises(ValueError, match=f"at least {shown_bytes(needs)} of the memory of cuda:0"):
-        layout(needs - 1)
-    with pytest.raises(ValueError, match=f"at least {shown_bytes(4 * layer)} of host memory"):
-        layout({"device": needs, "host": 4 * layer - 1})
 
 
 def test_the_log_has_the_plan_that_was_chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

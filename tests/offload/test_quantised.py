@@ -6,7 +6,6 @@ import copy
 import io
 import os
 import pickle
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,11 +72,6 @@ def test_a_table_that_a_library_shares_stays_where_it_is() -> None:
 
 
 @kinds
-def test_a_limit_of_memory_plans_a_quantised_model(kind: str, tmp_path: Path) -> None:
-    assert_same(train(OffloadModel(layers(kind), "cpu", tmp_path, memory="64MiB")), train(layers(kind)))
-
-
-@kinds
 def test_shards_of_quantised_weights_rest_in_memory_and_leave_it(kind: str, tmp_path: Path) -> None:
     model = OffloadModel(layers(kind), "cpu", tmp_path, 4, checkpoint_activation=True)
     x, plain = torch.ones(1, WIDTH), layers(kind)
@@ -89,16 +83,6 @@ def test_shards_of_quantised_weights_rest_in_memory_and_leave_it(kind: str, tmp_
 
 
 @kinds
-@recomputations
-def test_late_copies_are_waited_for_with_quantised_weights(
-    kind: str, recompute: bool, late: Callable[..., Any], tmp_path: Path
-) -> None:
-    late()
-    model = OffloadModel(layers(kind), "cpu", tmp_path, 4, checkpoint_activation=recompute)
-    assert_same(train(model), train(layers(kind)))
-
-
-@kinds
 def test_a_type_to_compute_in_casts_no_part_of_a_quantised_weight(kind: str) -> None:
     model = OffloadModel(layers(kind), "cpu", "cpu", 4, checkpoint_activation=True, param_dtype=torch.float64)
     x = torch.randn(3, WIDTH, dtype=torch.float64)
@@ -107,49 +91,6 @@ def test_a_type_to_compute_in_casts_no_part_of_a_quantised_weight(kind: str) -> 
     assert stored == in_home
     with pytest.raises(RuntimeError, match="dtype"):
         model(x)  # as in the plain model: float64 inputs meet a float32 weight
-
-
-@kinds
-def test_a_kept_graph_refers_to_quantised_weights_and_holds_no_slot(kind: str) -> None:
-    model = OffloadModel(layers(kind), "cpu", "cpu", 4, checkpoint_activation=False)
-    with warnings.catch_warnings(record=True) as given:
-        warnings.simplefilter("always")
-        model(torch.ones(1, WIDTH)).sum().backward()
-    assert not given
-
-
-class Holding(torch.autograd.Function):
-    """Keeps a view of its weight as an attribute of its graph, as the 4-bit product of bitsandbytes does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.weight = weight.view(-1, 1)
-        return x * weight.float().mean()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient * ctx.weight.float().mean(), None
-
-
-class Held(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH, dtype=torch.uint8), requires_grad=False)
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.product = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x * self.scale, self.weight)
-
-
-def test_a_graph_that_holds_weights_where_no_hook_sees_them_counts_them(tmp_path: Path) -> None:
-    def graph_bytes(function: Any) -> int:
-        model = OffloadModel(nn.Sequential(Held(function), Held(function)), "cpu", tmp_path, memory="64MiB")
-        model(torch.ones(3, WIDTH))
-        return round(3 * model._homes.steps.graph_bytes_per_row()[0])
-
-    hidden, seen = graph_bytes(Holding.apply), graph_bytes(lambda x, weight: x * weight.float().mean())
-    assert hidden >= seen + WIDTH * WIDTH
 
 
 @kinds
@@ -180,13 +121,6 @@ def test_a_copy_of_a_quantised_model_has_its_bytes(kind: str, form: str, how: st
     before = model(x)
     train(copied, steps=2)
     assert torch.equal(model(x), before)
-
-
-def test_a_copy_takes_no_home_for_each_part(tmp_path: Path) -> None:
-    model = OffloadModel(layers("subclass"), "cpu", tmp_path, 1, checkpoint_activation=True)
-    copied = copy.deepcopy(model)
-    parts = [x for v in copied.state_dict().values() for x in plain_values(v)]
-    assert all(x.untyped_storage().nbytes() <= copied._homes.shards[0].home.nbytes for x in parts)
 
 
 @kinds

@@ -5,7 +5,6 @@ In an environment of their own (``pip install torchao bitsandbytes transformers 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,35 +101,6 @@ def test_a_base_of_a_library_trains_adapters_as_the_plain_model(
     held = sum(each.nbytes for shard in model._homes.shards for each in [shard.home] if each is not None)
     assert held < 3 * WIDTH * WIDTH * 1.2
     assert_same(train(model), train(layers(make)))
-
-
-@makes
-def test_a_base_of_a_library_that_has_run_before_is_wrapped(make: Callable[[], nn.Module], tmp_path: Path) -> None:
-    plain, used = layers(make), layers(make)
-    train(plain)
-    train(used)
-    assert_same(train(OffloadModel(used.train(), "cpu", tmp_path, 3, checkpoint_activation=True)), train(plain.train()))
-
-
-@makes
-def test_a_base_of_a_library_is_copied_bit_by_bit(make: Callable[[], nn.Module], home: str) -> None:
-    model = OffloadModel(layers(make), "cpu", home, 2, checkpoint_activation=True)
-    x = torch.ones(1, WIDTH)
-    before = model(x)
-    assert torch.equal(copy.deepcopy(model)(x), before)
-
-
-def test_four_bit_layers_that_repack_themselves_are_refused() -> None:
-    model = layers(MAKES["bitsandbytes nf4"])
-    model[1].base.support_avx512bf16_for_cpu = True
-    with pytest.raises(TypeError, match="support_avx512bf16_for_cpu = False"):
-        OffloadModel(model, "cpu", checkpoint_activation=True)
-
-
-def test_four_bit_layers_that_are_not_quantised_yet_are_refused() -> None:
-    bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install bitsandbytes")
-    with pytest.raises(TypeError, match="move the model first"):
-        OffloadModel(nn.Sequential(bnb.nn.Linear4bit(8, 8)), "cpu", checkpoint_activation=True)
 
 
 @pytest.mark.parametrize("resident", [None, "*.lora_*"], ids=["stored", "resident"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,29 +76,6 @@ def test_updates_in_backward_and_clipping_reach_resident_adapters(tmp_path: Path
     assert_same(train(wrap("layers", tmp_path / "a"), update_in_backward=True), train(bare("layers")))
     streamed = wrap("layers", tmp_path / "b", resident=None)
     assert_same(train(wrap("layers", tmp_path / "c"), max_norm=0.5), train(streamed, max_norm=0.5))
-
-
-def test_only_some_of_the_trainable_parameters_may_be_resident(home: str) -> None:
-    assert_same(train(wrap("layers", home, resident="*.down.weight")), train(bare("layers")))
-
-
-def test_resident_adapters_with_late_copies(late: Callable[..., Any], tmp_path: Path) -> None:
-    late()
-    assert_same(train(wrap("blocks", tmp_path)), train(bare("blocks")))
-
-
-def test_resident_adapters_under_a_limit_of_memory(tmp_path: Path) -> None:
-    model = OffloadModel(bare("layers"), "cpu", tmp_path, memory="64MiB", resident=ADAPTERS)
-    assert_same(train(model), train(bare("layers")))
-
-
-def test_a_resident_adapter_changed_before_its_backward_is_refused(home: str) -> None:
-    model = wrap("layers", home)
-    loss = model(torch.ones(1, WIDTH)).sum()
-    with torch.no_grad():
-        model[1].up.weight.add_(1)
-    with pytest.raises(RuntimeError, match=r"1\.up\.weight .*changed in place"):
-        loss.backward()
 
 
 def test_frozen_adapters_that_are_resident_end_backward_early(tmp_path: Path) -> None:

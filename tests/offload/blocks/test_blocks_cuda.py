@@ -1,4 +1,4 @@
-"""Models with blocks on a CUDA device. The twins of these tests are in ``test_own_forward`` and ``test_training``."""
+"""Models with blocks on a CUDA device. The twins of these tests are in ``test_own_forward``."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from offload import DiskHome, OffloadModel, OffloadOptimizer, Pretrained, init_empty_weights, save_checkpoint
+from offload import DiskHome, OffloadModel, OffloadOptimizer, init_empty_weights
 from offload.files.tensor_file import TensorFile
-from tests.offload.blocks.towers import WIDTH, Model, assert_equal, assert_equal_in_chunks, loss_of, make, step, words
+from tests.offload.blocks.towers import WIDTH, Model, assert_equal, loss_of, make, step, words
 from tests.programs import run_program
 
 
@@ -92,7 +92,7 @@ def test_a_module_that_cannot_initialise_itself_is_refused_by_name() -> None:
     assert all(p.is_meta for p in bare.parameters())
 
 
-@pytest.mark.parametrize("k", range(0, 27, 3))
+@pytest.mark.parametrize("k", [0, 9, 24])
 @pytest.mark.parametrize("build", [empty, lambda: make(seed=5)], ids=["empty", "with values"])
 def test_a_file_that_cannot_be_read_leaves_the_model_as_it_was(
     build: Callable[[], nn.Module], k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -403,16 +403,6 @@ def test_all_parameters_compute_in_param_dtype(dtype: torch.dtype, recompute: bo
             assert torch.equal(p.grad.float(), q.grad), name
 
 
-def test_gradients_are_summed_in_the_type_of_the_parameters() -> None:
-    model = wrap(typed(), param_dtype=torch.bfloat16)
-    step(model, 1)
-    first = model.norm.weight.grad.clone()
-    step(model, 2)
-    other = wrap(typed(), param_dtype=torch.bfloat16)
-    step(other, 2)
-    assert torch.equal(model.norm.weight.grad, first + other.norm.weight.grad)
-
-
 def test_the_parameters_are_back_in_their_type_after_a_forward_and_after_a_failure() -> None:
     model = wrap(typed(), param_dtype=torch.bfloat16)
     weights = list(model.parameters())
@@ -427,26 +417,3 @@ def test_the_parameters_are_back_in_their_type_after_a_forward_and_after_a_failu
         model(words())
     assert all(p is q for p, q in zip(weights, model.parameters(), strict=True))
     assert all(isinstance(p, nn.Parameter) and p.dtype is torch.float32 for p in model.parameters())
-
-
-def test_chunks_compute_in_param_dtype() -> None:
-    torch.manual_seed(0)
-    bare = Typed(dropout=0.0)
-    plain, model = cast(bare, torch.float64), wrap(copy.deepcopy(bare), param_dtype=torch.float64)
-    assert_equal_in_chunks(plain, model, "states")
-    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-
-
-def test_a_model_of_files_trains_in_param_dtype_with_masters_at_home(tmp_path: Path) -> None:
-    bare = typed()
-    save_checkpoint(tmp_path / "w", bare)
-    with init_empty_weights():
-        given = Typed()
-    model = wrap(given, tmp_path / "home", pretrained=Pretrained(tmp_path / "w"), param_dtype=torch.bfloat16)
-    other = wrap(copy.deepcopy(bare), param_dtype=torch.bfloat16)
-    for each in (model, other):
-        optimizer = OffloadOptimizer(each, torch.optim.SGD, lr=0.1)
-        step(each)
-        optimizer.step()
-        optimizer.synchronize()
-    assert_equal(other, model)

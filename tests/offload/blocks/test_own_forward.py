@@ -1,52 +1,45 @@
-"""A model whose blocks are called by its own forward computes what it computed before it was wrapped."""
+"""Models whose blocks are called by their own forward: which blocks, in how many loads, and what is refused."""
 
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
+import functools
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from gradcache import GradCache
 from offload import OffloadModel, OffloadOptimizer
-from tests.offload.blocks.towers import WIDTH, Block, Model, assert_equal, close, loss_of, make, step, words
+from pipe import Pipe
+from tests.offload.blocks.towers import (
+    WIDTH,
+    Block,
+    Model,
+    assert_equal,
+    close,
+    contrastive,
+    loss_of,
+    make,
+    step,
+    words,
+    wrap,
+)
 
 BLOCKS = "encoder.layer"
 
 
-def wrap(bare: nn.Module, home: Any = "cpu", **choices: Any) -> Any:
-    return OffloadModel(
-        copy.deepcopy(bare), "cpu", home, **{"checkpoint_activation": True, "blocks": BLOCKS, **choices}
-    )
+def assert_close_gradients(plain: nn.Module, ours: nn.Module) -> None:
+    for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        assert p.grad is None or close(p.grad, q.grad)
 
 
-@pytest.mark.parametrize("m", [2, 3])
-def test_micro_batches_compute_the_same_function(m: int) -> None:
-    bare = make(dropout=0.0)
-    model = wrap(bare, num_microbatches=m)
-    for each in (bare, model):
-        output = each(words(5), hidden=True)
-        (loss_of(output) + output["hidden"][1].sum()).backward()
-    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-        assert close(p.grad, q.grad)
-
-
-def test_chunks_of_different_lengths_pass_each_block_in_one_visit() -> None:
-    bare = make(dropout=0.0)
-    model = wrap(bare)
-    chunks = [words(2, 5), words(2, 3, seed=4), words(1, 7, seed=5)]
-    outputs = model.forward_chunks(chunks, output_fn=lambda output: output["states"].mean(1))
-    expected = [bare(chunk)["states"].mean(1) for chunk in chunks]
-    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
-    torch.autograd.backward(outputs, [2 * output.detach() for output in outputs])
-    torch.autograd.backward(expected, [2 * output.detach() for output in outputs])
-    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-        assert close(p.grad, q.grad)
-    assert model.statistics().shard_loads == 2 * 4 - 2
+# --- calls ------------------------------------------------------------------------------------------------------------
 
 
 def test_chunks_are_made_and_reduced_by_functions() -> None:
@@ -60,34 +53,8 @@ def test_chunks_are_made_and_reduced_by_functions() -> None:
     torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
     for rows in (3, 2):
         head(bare(words(rows, seed=rows))["states"]).sum().backward()
-    for p, q in zip([*bare.parameters(), *head.parameters()], [*model.parameters(), *mine.parameters()], strict=True):
-        assert close(p.grad, q.grad)
-
-
-def test_autocast_reaches_blocks_and_recomputations() -> None:
-    bare = make()
-    model = wrap(bare)
-    for each in (bare, model):
-        with torch.autocast("cpu", torch.bfloat16):
-            torch.manual_seed(0)
-            loss = loss_of(each(words()))
-        loss.backward()
-    assert_equal(bare, model)
-
-
-def test_an_autocast_of_the_forward_itself_reaches_suspended_blocks() -> None:
-    class Half(Model):
-        def forward(self, words: Tensor) -> Any:
-            with torch.autocast("cpu", torch.bfloat16):
-                return super().forward(words)
-
-    torch.manual_seed(0)
-    bare = Half(2, 0.0)
-    model = wrap(bare)
-    chunks = [words(2), words(2, seed=3)]
-    with torch.no_grad():
-        outputs = model.forward_chunks(chunks, output_fn=lambda o: o["states"])
-        assert all(torch.equal(bare(c)["states"], o) for c, o in zip(chunks, outputs, strict=True))
+    assert_close_gradients(bare, model)
+    assert_close_gradients(head, mine)
 
 
 def test_an_error_in_a_context_of_the_forward_does_not_leave_the_context_open() -> None:
@@ -104,238 +71,334 @@ def test_an_error_in_a_context_of_the_forward_does_not_leave_the_context_open() 
     assert torch.is_grad_enabled()
 
 
-class Counted(torch.autograd.Function):
-    """Identity; counts its backwards, and saves its input."""
-
-    count = 0
-    saved: list[Any] = []  # noqa: RUF012
-    alive: list[int] = []  # noqa: RUF012
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        kept = x.clone()
-        ctx.kept = kept
-        Counted.saved.append(weakref.ref(kept))
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        Counted.count += 1
-        Counted.alive.append(sum(saved() is not None for saved in Counted.saved))
-        return gradient
-
-
-class Counting(Model):
-    def forward(self, words: Tensor) -> Any:
-        x, bias, every = self.embed(words), None, []
-        for block in self.encoder.layer:
-            x, bias = block(x, bias=bias)
-            x = Counted.apply(x)
-            every.append(x)
-        return every
-
-
-def test_code_between_blocks_runs_once_and_is_freed_as_in_the_plain_model() -> None:
-    alive = []
-    torch.manual_seed(0)
-    bare = Counting(3)
-    for model in (bare, wrap(bare)):
-        Counted.count = 0
-        Counted.saved.clear()
-        Counted.alive.clear()
-        every = model(words())
-        sum(x.sum() for x in every).backward()
-        assert Counted.count == 3
-        alive.append([*Counted.alive])
-    assert alive[0] == alive[1]
-
-
-def test_it_is_the_model_that_was_wrapped() -> None:
-    bare = make()
-    model = wrap(bare)
-    assert isinstance(model, Model)
-    assert isinstance(model, OffloadModel)
-    assert type(model).__name__ == "Model"
-    assert model.config is not None
-    assert list(model.state_dict()) == list(bare.state_dict())
-    assert [n for n, _ in model.named_parameters()] == [n for n, _ in bare.named_parameters()]
-    assert [n for n, _ in model.named_modules()] == [n for n, _ in bare.named_modules()]
-    assert torch.equal(model.embed(words()), bare.embed(words()))
-    assert model.hf_device_map == {"": torch.device("cpu")}
-    assert bool(model)
-    assert model.to("cpu") is model
-    with pytest.raises(TypeError):
-        len(model)
-    with pytest.raises(RuntimeError, match="convert the layers"):
-        model.half()
-
-
-@pytest.mark.parametrize("home", ["cpu", "disk"])
-def test_blocks_that_rest_in_memory_run_by_themselves_after_steps(home: str, tmp_path: Path) -> None:
-    bare = make()
-    model = wrap(bare, tmp_path if home == "disk" else "cpu", memory="1GiB")
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
-    for seed in range(4):
-        for each in (bare, model):
-            step(each, seed)
-        torch.optim.SGD(bare.parameters(), lr=0.1).step()
-        optimizer.step()
-        bare.zero_grad()
-        optimizer.zero_grad()
-    assert model._homes.streamer.in_place()
-    x = torch.ones(1, 2, WIDTH)
-    with torch.no_grad():  # an update is pending
-        for block, ours in zip(bare.eval().encoder.layer, model.eval().encoder.layer, strict=True):
-            assert torch.equal(block(x)[0], ours(x)[0])
-        assert torch.equal(bare(words())["logits"], model(words())["logits"])
-
-
-class Order(nn.Module):
-    def __init__(self, order: tuple[int, ...], count: int = 3) -> None:
-        super().__init__()
-        self.layer = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
-        self.order = order
-
-    def forward(self, x: Tensor) -> Tensor:
-        for k in self.order:
-            x = self.layer[k](x)
-        return x
-
-
 def test_a_block_alone_with_gradients_is_equal_to_the_plain_one() -> None:
     bare = make()
     model = wrap(bare)
     for each in (bare, model):
         torch.manual_seed(0)
         each.encoder.layer[0](torch.ones(1, 2, WIDTH))[0].square().sum().backward()
-    assert_equal(bare, model)
     step(bare), step(model)
     assert_equal(bare, model)
 
 
-@pytest.mark.parametrize("home", ["cpu", "disk"])
-def test_a_parameter_of_a_block_that_other_code_uses_gets_both_gradients(home: str, tmp_path: Path) -> None:
-    class Reads(Order):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) @ self.layer[0].weight
+def test_a_tensor_that_enters_every_block_is_stored_once() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.ModuleList(Block(0.0) for _ in range(6))
 
-    bare = Reads((0, 1, 2))
-    model = wrap(bare, tmp_path if home == "disk" else "cpu", blocks="layer")
-    for _ in range(2):
-        for each in (bare, model):
-            each(torch.ones(2, WIDTH)).square().sum().backward()
-        assert_equal(bare, model, exact=False)
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            bias = None
+            for block in self.layer:
+                x, bias = block(x, mask, bias=bias)
+            return x
 
-
-def test_nothing_keeps_a_forward_alive() -> None:
-    model = wrap(make())
-    output = model(words())
-    gc.disable()
-    try:
-        assert any(True for _ in model._engine.backward.graphs)
-        del output
-        assert not any(True for _ in model._engine.backward.graphs)
-        loss_of(model(words())).backward()
-        assert not any(True for _ in model._engine.backward.graphs)
-    finally:
-        gc.enable()
+    model = wrap(Wide(), blocks="layer")
+    x, mask = torch.randn(2, 50, 3, WIDTH)
+    model(x, mask).sum().backward()  # the first forward of layers runs on copies of their inputs
+    output = model(x, mask)
+    assert model._homes.meter.held_bytes < 7.5 * x.nbytes  # each input, the mask, and the bias, which is narrower
+    output.sum().backward()
 
 
-# --- which blocks ---------------------------------------------------------------------------------------------------
+class Around(nn.Module):
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower, self.out = tower, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.tower(x)["states"].mean(1))
 
 
-def test_blocks_by_class_and_by_names() -> None:
-    for blocks in (Block, [BLOCKS], BLOCKS):
-        model = wrap(make(), blocks=blocks)
-        assert len(model._homes.shards) == 4
+@pytest.mark.parametrize("inside", [True, False])
+def test_gradcache_takes_one_visit_for_all_chunks(inside: bool) -> None:
+    bare = make(dropout=0.0)
+    model = wrap(bare)
+    plain: Any = Around(bare) if inside else bare
+    ours: Any = copy.deepcopy(plain) if inside else model
+    if inside:
+        ours.tower = model
+
+    def rep(output: Any) -> Any:
+        return output if inside else output["states"].mean(1)
+
+    x, y = words(4), words(4, 3, seed=5)
+    expected = contrastive(rep(plain(x)), rep(plain(y)))
+    expected.backward()
+    assert close(expected.detach(), GradCache([ours, ours], 2, contrastive, get_rep_fn=rep)(x, y))
+    assert_close_gradients(plain, ours)
+    assert model.statistics().shard_loads <= 2 * 4
 
 
-def test_blocks_inside_of_an_nn_sequential() -> None:
-    class States(nn.Module):
-        def forward(self, output: dict[str, Any]) -> Any:
-            return output["states"]
+def test_it_is_a_stage_of_a_pipe() -> None:
+    bare = make(dropout=0.0)
+    model = wrap(bare)
+    pipe = Pipe(nn.Sequential(Around(model), nn.Linear(WIDTH, 2)), [1, 1], devices=["cpu", "cpu"], chunks=2)
+    plain = copy.deepcopy(nn.Sequential(pipe[0], pipe[1]))
+    plain[0].tower = bare
+    for each in (plain, pipe):
+        each(words(4)).square().sum().backward()
+    assert_close_gradients(bare, model)
 
-    bare = nn.Sequential(make(), States())
-    model = wrap(bare, blocks="0.encoder.layer")
-    assert isinstance(model, nn.Sequential)
-    assert len(model) == 2
-    assert isinstance(model[0], Model)
-    for each in (bare, model):
+
+def test_it_runs_inside_a_reentrant_checkpoint_and_is_refused_inside_others() -> None:
+    def checkpointed(model: nn.Module, reentrant: bool) -> None:
         torch.manual_seed(0)
-        each(words()).square().sum().backward()
+        x = torch.ones(3, 5, WIDTH, requires_grad=True)
+        output: Any = torch.utils.checkpoint.checkpoint(
+            lambda x: loss_of(model(words(), extra=x)), x, use_reentrant=reentrant
+        )
+        output.backward()
+
+    bare = make()
+    model = wrap(bare)
+    checkpointed(bare, True), checkpointed(model, True)
     assert_equal(bare, model)
+    with pytest.raises(RuntimeError, match=r"inside torch\.utils\.checkpoint"):
+        checkpointed(model, False)
 
 
-def test_the_longest_list_is_found_with_one_warning() -> None:
+# --- slices -----------------------------------------------------------------------------------------------------------
+
+
+def test_each_shard_is_loaded_once_per_pass_with_all_of_its_blocks(tmp_path: Path) -> None:
+    model = wrap(make(9), tmp_path, num_slices=3, num_microbatches=2)
+    step(model)
+    before = model.statistics()
+    step(model)
+    after = model.statistics()
+    assert after.shard_loads - before.shard_loads == 2 * 3 - 2  # two slots keep their shards between the passes
+    stored = sum(p.nbytes for p in model.encoder.parameters())
+    assert after.bytes_loaded - before.bytes_loaded == stored + stored // 3
+    copied = copy.deepcopy(model)
+    assert [len(shard.layers) for shard in copied._homes.shards] == [3, 3, 3]
+
+
+class Changing(nn.Module):
+    """Changes in place what a block has got, before the next block runs."""
+
+    def __init__(self, *, changes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.changes = nn.ModuleList(Block(0.0) for _ in range(4)), changes
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones_like(x)
+        for k, block in enumerate(self.layer):
+            if k == 2:
+                mask = mask.mul_(0.5) if self.changes else mask * 0.5
+            x = block(x, mask)[0]
+        return x
+
+
+@pytest.mark.parametrize("slices", [1, 2, 4])
+def test_a_change_of_what_entered_a_block_changes_no_gradient_and_is_refused_when_inputs_are_not_copied(
+    slices: int,
+) -> None:
+    bare, model = Changing(changes=False), wrap(Changing(changes=True), num_slices=slices, blocks="layer")
+    x = torch.randn(2, WIDTH)
+    for _ in range(2):
+        bare(x).sum().backward(), model(x).sum().backward()
+        assert_equal(bare, model)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        model(x).sum().backward()
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def train(model: nn.Module, optimizer: Any, seeds: range) -> None:
+    for seed in seeds:
+        optimizer.zero_grad()
+        step(model, seed, words=words(seed=seed))
+        optimizer.step()
+
+
+def test_weights_of_blocks_that_are_read_outside_of_them_have_their_update(tmp_path: Path) -> None:
+    """By the forward itself, before their block runs, and by other code after the step."""
+
+    class Scaled(Model):
+        def forward(self, words: Tensor, **inputs: Any) -> Any:
+            scale = self.encoder.layer[2].linear.weight.detach().norm()
+            return super().forward(words, extra=scale, **inputs)
+
+    torch.manual_seed(0)
+    bare = Scaled()
+    model = wrap(bare, tmp_path)
+    theirs, ours = torch.optim.SGD(bare.parameters(), lr=0.1), OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    for seeds in (range(2), range(2, 4)):
+        train(bare, theirs, seeds), train(model, ours, seeds)
+        for block, mine in zip(bare.encoder.layer, model.encoder.layer, strict=True):
+            assert torch.equal(block.linear.weight, mine.linear.weight)
+
+
+def test_frozen_blocks_are_only_read(tmp_path: Path) -> None:
+    bare = make()
+    for name, p in bare.named_parameters():
+        p.requires_grad_("linear.bias" in name)
+    model = wrap(bare, tmp_path)
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01)
+    train(model, optimizer, range(3))
+    train(bare, torch.optim.AdamW(bare.parameters(), lr=0.01), range(3))
+    assert_equal(bare, model, exact=False)
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    before = model.statistics()
+    train(model, optimizer, range(1))
+    after = model.statistics()
+    assert after.bytes_stored - before.bytes_stored == trained
+    assert after.update_bytes_written - before.update_bytes_written <= 3 * trained + 4096 * 4
+
+
+# --- a forward of the instance ----------------------------------------------------------------------------------------
+
+
+def in_16_bits(model: Any) -> Any:
+    """Replaces the forward of an instance as accelerate's mixed precision does."""
+    around = torch.autocast("cpu", torch.bfloat16)
+    model._original_forward = model.forward
+    model.forward = types.MethodType(around(model.forward.__func__), model)
+    return model
+
+
+def twice_as_wide(model: Any) -> Any:
+    forward = type(model).forward
+
+    @functools.wraps(forward)
+    def replaced(*args: Any, **inputs: Any) -> Any:
+        output = forward(model, *args, **inputs)
+        return {**output, "states": output["states"] * 2}
+
+    model.forward = replaced
+    return model
+
+
+@pytest.mark.parametrize("replace", [in_16_bits, twice_as_wide])
+def test_a_forward_that_is_set_on_the_wrapper_or_was_set_before_calls_the_blocks(replace: Any) -> None:
+    bare = make()
+    if replace is in_16_bits:
+        model = replace(wrap(bare))
+    else:
+        model = OffloadModel(replace(copy.deepcopy(bare)), "cpu", checkpoint_activation=True, blocks=BLOCKS)
+    step(replace(bare)), step(model)
+    assert_equal(bare, model)
+    assert model.statistics().shard_loads == 2 * 4 - 2
+
+
+# --- which blocks -----------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_named_by_class_or_names_or_found_with_a_warning() -> None:
+    for blocks in (Block, [BLOCKS], BLOCKS):
+        assert len(wrap(make(), blocks=blocks)._homes.shards) == 4
     with pytest.warns(UserWarning, match=r"Model\.encoder\.layer \(4 modules\)") as caught:
         model = wrap(make(), blocks=None)
     assert sum(each.category is UserWarning for each in caught) == 1  # beside that of a home in memory
     assert len(model._homes.shards) == 4
 
 
-@pytest.mark.parametrize(
-    ("blocks", "error", "message"),
-    [
-        ("encoder.layers", ValueError, "its lists are encoder.layer"),
-        ("encoder", TypeError, "got Encoder"),
-        (nn.Conv2d, ValueError, "Conv2d"),
-        (3, TypeError, "blocks=3"),
-        ([], TypeError, r"blocks=\[\]"),
-        ([BLOCKS, BLOCKS], ValueError, "each list of blocks once"),
-    ],
-)
-def test_what_is_no_list_of_blocks_is_refused(blocks: Any, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
-        wrap(make(), blocks=blocks)
+def twice() -> nn.Module:
+    bare = make(3)
+    bare.encoder.layer.append(bare.encoder.layer[0])
+    return bare
 
 
-def test_a_block_that_is_listed_twice_is_refused() -> None:
-    bare = Order((0, 1, 2))
-    bare.layer.append(bare.layer[0])
-    with pytest.raises(ValueError, match=r"layer\.0 and layer\.3 are the same module"):
-        wrap(bare, blocks="layer")
-
-
-def test_a_model_without_lists_is_refused() -> None:
-    class Bare(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
-
-    with pytest.raises(TypeError, match="list of blocks of one class"):
-        OffloadModel(Bare(), "cpu")
-
-
-def test_parameters_tied_to_a_block_are_refused() -> None:
+def tied() -> nn.Module:
     bare = make()
     bare.norm.weight = bare.encoder.layer[0].norm.weight
-    with pytest.raises(ValueError, match=r"norm\.weight is tied to encoder\.layer\.0\.norm\.weight"):
-        wrap(bare)
+    return bare
 
 
-def test_the_activations_of_a_chunk_are_not_measured() -> None:
-    with pytest.raises(ValueError, match="pass the rows of a chunk"):
-        wrap(make()).activation_bytes(words())
+def nested() -> nn.Module:
+    bare = make()
+    bare.encoder.layer[0].below = bare.encoder.layer[1]
+    return bare
 
 
-class Leaves(nn.Module):
-    """Sets an attribute before its blocks and reads it after them: zero, with the gradient of its own rows."""
+def scripted() -> nn.Module:
+    bare = make()
+    bare.encoder.layer[1] = torch.jit.script(nn.Linear(4, 4))
+    return bare
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make_it", "choices", "error", "message"),
+    [
+        (make, {"blocks": "encoder.layers"}, ValueError, "its lists are encoder.layer"),
+        (make, {"blocks": "encoder"}, TypeError, "got Encoder"),
+        (make, {"blocks": nn.Conv2d}, ValueError, "Conv2d"),
+        (make, {"blocks": 3}, TypeError, "blocks=3"),
+        (make, {"blocks": []}, TypeError, r"blocks=\[\]"),
+        (make, {"blocks": [BLOCKS, BLOCKS]}, ValueError, "each list of blocks once"),
+        (make, {"num_slices": 5}, ValueError, "from 1 to 4 slices"),
+        (lambda: nn.Linear(2, 2), {"blocks": None}, TypeError, "list of blocks of one class"),
+        (twice, {}, ValueError, r"layer\.0 and encoder\.layer\.3 are the same module"),
+        (tied, {}, ValueError, r"norm\.weight is tied to encoder\.layer\.0\.norm\.weight"),
+        (
+            nested,
+            {},
+            ValueError,
+            r"layer\.1 is inside block encoder\.layer\.0; name lists that are apart",
+        ),
+        (scripted, {}, ValueError, r"block encoder\.layer\.1 is scripted"),
+    ],
+)
+def test_what_is_no_list_of_blocks_is_refused(make_it: Any, choices: Any, error: Any, message: str) -> None:
+    bare = make_it()
+    before = [(p, p.data_ptr()) for p in bare.parameters()]
+    with pytest.raises(error, match=message):
+        OffloadModel(bare, "cpu", **{"blocks": BLOCKS, **choices})
+    assert all(p is q and p.data_ptr() == at for p, (q, at) in zip(bare.parameters(), before, strict=True))
+
+
+class Resizable(nn.Module):
+    """Has the methods of transformers that replace parameters."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.inner = make(3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.left = x.sum() - x.sum().detach()
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x + self.left
+    def get_input_embeddings(self) -> nn.Module:
+        return self.inner.words
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.inner.words = value
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None) -> Any:
+        if new_num_tokens not in (None, len(self.inner.words.weight)):
+            self.inner.words = nn.Embedding(new_num_tokens, WIDTH)
+        return self.inner.words
+
+    def merge_and_unload(self) -> nn.Module:
+        self.inner.norm = nn.Identity()
+        return self
+
+    def forward(self, ids: Tensor) -> Tensor:
+        states: Tensor = self.inner(ids)["states"]
+        return states
 
 
-def test_attributes_of_equal_values_are_those_of_each_micro_batch() -> None:
-    bare = Leaves()
-    model = OffloadModel(copy.deepcopy(bare), "cpu", "cpu", blocks="layers", num_microbatches=2)
-    inputs = [torch.linspace(-1, 1, 24).view(6, 4).requires_grad_() for _ in range(2)]
-    for each, x in zip((bare, model), inputs, strict=True):
-        torch.cat([each(part) for part in x.chunk(2)] if each is bare else [each(x)]).square().sum().backward()
-    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("resize_token_embeddings", {"new_num_tokens": 40}),
+        ("resize_token_embeddings", {"pad_to_multiple_of": 8}),
+        ("set_input_embeddings", {"value": nn.Embedding(40, WIDTH)}),
+        ("merge_and_unload", {}),
+    ],
+)
+def test_a_method_that_replaces_parameters_is_refused_before_it_replaces_any(
+    method: str, arguments: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    bare = Resizable()
+    model = wrap(bare, blocks="inner.encoder.layer")
+    with pytest.raises(RuntimeError, match=f"Resizable.{method}.. would replace .* (before it is|afterwards)"):
+        getattr(model, method)(**arguments)
+    table = model.inner.words
+    assert model.resize_token_embeddings() is model.resize_token_embeddings(len(table.weight)) is table
+    model.set_input_embeddings(table)  # replaces nothing
+    for each in (bare, model):
+        torch.manual_seed(0)
+        each(words()).sum().backward()
+    assert_equal(bare, model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,12 @@ from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
 from offload.planning.budget import shown_bytes
+from tests.offload.blocks import towers
 from tests.offload.blocks.towers import WIDTH, assert_equal, assert_equal_in_chunks, make, step, words
 
 ALL = ["words", "encoder.layer", "head"]
 
-
-def wrap(bare: nn.Module, home: Any = "cpu", **choices: Any) -> Any:
-    return OffloadModel(copy.deepcopy(bare), "cpu", home, **{"checkpoint_activation": True, "blocks": ALL, **choices})
+wrap = partial(towers.wrap, blocks=ALL)
 
 
 def untied(dropout: float = 0.1) -> Any:
@@ -50,36 +50,6 @@ def test_a_checkpoint_moves_between_models_whose_embedding_streams_and_stays(tmp
             optimizer.step()
             optimizer.zero_grad()
         assert_equal(*models)
-
-
-def test_a_tied_weight_is_stored_once_with_the_module_that_is_called_first(tmp_path: Path) -> None:
-    model = wrap(make(3), tmp_path)
-    first, last = model._homes.shards[0], model._homes.shards[-1]
-    assert (len(first.own), len(last.own), len(last.loans)) == (1, 0, 1)
-    assert len(wrap(untied())._homes.shards[-1].own) == 1
-
-
-def test_a_module_whose_weight_other_code_uses_gets_both_gradients() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = nn.Embedding(20, WIDTH)
-            self.layer = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-        def forward(self, ids: Tensor) -> Tensor:
-            x = self.words(ids)
-            for block in self.layer:
-                x = block(x)
-            return x @ self.words.weight.t()
-
-    bare = Tied()
-    model: Any = OffloadModel(copy.deepcopy(bare), "cpu", checkpoint_activation=True, blocks=["words", "layer"])
-    for _ in range(2):
-        for each in (bare, model):
-            each(words()).square().mean().backward()
-        assert_equal(bare, model, exact=False)
-    with pytest.raises(ValueError, match=r"head\.weight is tied to words\.weight"):
-        wrap(make(), blocks=["words", "encoder.layer"])
 
 
 # --- by memory --------------------------------------------------------------------------------------------------------
@@ -149,17 +119,6 @@ def test_as_many_stay_as_fit(tmp_path: Path) -> None:
     assert limited(bare, tmp_path, 4 * BYTES)._homes.blocks == ["words", *BLOCKS]
 
 
-def test_small_tables_and_those_of_two_modules_stay(tmp_path: Path) -> None:
-    """In transformers, positions are added after token types, which are registered behind them."""
-    bare = large()
-    bare.positions = nn.Embedding(100, WIDTH * 4)
-    assert "positions" not in limited(bare, tmp_path, 3 * BYTES)._homes.blocks
-    twice = large()
-    twice.shared = nn.Embedding(8000, WIDTH * 4)
-    twice.shared.weight = twice.words.weight
-    assert limited(twice, tmp_path, 3 * BYTES)._homes.blocks == BLOCKS
-
-
 def test_what_cannot_be_a_shard_stays_and_the_error_counts_it(tmp_path: Path) -> None:
     bare = large()
     bare.words.sparse = True  # so that the head, which is tied, stays as well
@@ -172,14 +131,6 @@ def test_what_cannot_be_a_shard_stays_and_the_error_counts_it(tmp_path: Path) ->
     least = int(str(caught.value).partition("pass memory=")[2].partition(",")[0])
     assert 2 * BYTES < least < 2.1 * BYTES
     assert limited(large(), tmp_path, least)._homes.blocks == ["words", *BLOCKS, "head"]
-
-
-def test_a_shard_that_memory_made_of_a_module_may_be_used_by_other_code(tmp_path: Path) -> None:
-    bare = large(by_value=True)
-    model = limited(copy.deepcopy(bare), tmp_path, 3 * BYTES)
-    for each in (bare, model):
-        each(words()).square().mean().backward()
-    assert_equal(bare, model, exact=False)
 
 
 def test_the_slots_of_a_step_take_one_large_shard_and_two_blocks(tmp_path: Path) -> None:

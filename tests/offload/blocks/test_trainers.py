@@ -135,51 +135,7 @@ def test_adapters_train_evaluate_and_resume_under_the_trainer(huggingface: Any, 
     assert "model.safetensors" not in saved
 
 
-def test_the_best_checkpoint_is_loaded_at_the_end(huggingface: Any, home: Path, tmp_path: Path) -> None:
-    arguments = huggingface.TrainingArguments(
-        output_dir=str(tmp_path / "run"),
-        **{"max_steps": 4, "save_steps": 1, "eval_steps": 1, "eval_strategy": "steps", "learning_rate": 0.01},
-        **{"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True},
-        **{"use_cpu": True, "report_to": [], "disable_tqdm": True},
-    )
-    model = huggingface.llama(home)
-    trainer = huggingface.Trainer(
-        model=model, args=arguments, train_dataset=huggingface.rows(), eval_dataset=huggingface.rows(8)
-    )
-    trainer.train()
-    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")  # the loss falls
-    best = huggingface.LlamaForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
-    assert_equal(model, best)
-
-
-def test_the_trainer_does_not_move_the_model(huggingface: Any, home: Path, tmp_path: Path) -> None:
-    moved = []
-
-    class Llama(type(huggingface.llama(None))):  # type: ignore[misc]
-        def to(self, *args: Any, **kwargs: Any) -> Any:
-            moved.append(args)
-            return super().to(*args, **kwargs)
-
-    model = huggingface.llama(None)
-    model.__class__ = Llama
-    ours = OffloadModel(model, "cpu", home, checkpoint_activation=True, blocks="model.layers")
-    arguments = huggingface.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    huggingface.Trainer(model=ours, args=arguments, train_dataset=huggingface.rows())
-    assert moved == []
-
-
-def test_the_trainer_s_gradient_checkpointing_runs(huggingface: Any, home: Path, tmp_path: Path) -> None:
-    huggingface.train(tmp_path / "run", home, gradient_checkpointing=True)
-
-
 # --- a plain loop ----------------------------------------------------------------------------------------------------
-
-
-def test_the_loop_s_steps_are_those_of_the_plain_model(loop: Any, home: Path, tmp_path: Path) -> None:
-    plain, expected = loop.train(None, tmp_path / "plain")
-    ours, found = loop.train(home, tmp_path / "ours")
-    assert found == pytest.approx(expected, rel=1e-4)
-    assert_equal(ours, plain, exact=False)
 
 
 def test_a_resumed_loop_continues_bit_for_bit(loop: Any, home: Path, tmp_path: Path) -> None:
@@ -202,12 +158,6 @@ def test_automatic_optimization_trains_as_the_plain_module(
     assert isinstance(trainer.optimizers[0], OffloadOptimizer)
     assert ours.losses == plain.losses
     assert_equal(ours, plain)
-
-
-def test_clipping_by_the_optimizer_is_that_of_lightning(lightning: Any, home: Path) -> None:
-    plain, _ = lightning.train(None, gradient_clip_val=0.5)
-    ours, _ = lightning.train(home, max_norm=0.5)
-    assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
 
 
 def test_a_resumed_lightning_module_continues_bit_for_bit(lightning: Any, home: Path, tmp_path: Path) -> None:
@@ -254,17 +204,16 @@ SAVERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("part", ["the model", "what was wrapped", "a part"])
+@pytest.mark.parametrize("part", ["the model", "a part"])
 @pytest.mark.parametrize("saver", SAVERS)
-@pytest.mark.parametrize("where", ["host", "disk", "kept in memory"])
+@pytest.mark.parametrize("where", ["disk", "kept in memory"])
 def test_libraries_save_every_weight_of_the_last_step(
     saver: str, where: str, part: str, huggingface: Any, home: Path, tmp_path: Path
 ) -> None:
     """Of tied weights one, as of the plain model."""
     plain = huggingface.llama(None, dropout=0.0)
     net = huggingface.llama(None, dropout=0.0)
-    place: Any = "cpu" if where == "host" else home
-    model = OffloadModel(net, "cpu", place, checkpoint_activation=True, blocks="model.layers")
+    model = OffloadModel(net, "cpu", home, checkpoint_activation=True, blocks="model.layers")
     if where == "kept in memory":
         model._homes.keep_in_memory([0, 2])
     rows = torch.arange(12).view(2, 6)
@@ -274,7 +223,7 @@ def test_libraries_save_every_weight_of_the_last_step(
     ):
         each(input_ids=rows, labels=rows).loss.backward()
         optimizer.step()
-    found: Any = {"the model": model, "what was wrapped": net, "a part": net.model}[part]
+    found: Any = net.model if part == "a part" else model
     for each, folder in ((found, tmp_path / "ours"), (plain.model if part == "a part" else plain, tmp_path / "plain")):
         folder.mkdir()
         SAVERS[saver](each, folder)
@@ -303,7 +252,7 @@ def loss_named(name: str, sentences: Any, folder: Path) -> Any:
     return make
 
 
-@pytest.mark.parametrize("name", [*(n for n in losses.__all__ if n.endswith("Loss")), "matryoshka"])
+@pytest.mark.parametrize("name", ["CachedMultipleNegativesRankingLoss", "CachedGISTEmbedLoss", "matryoshka"])
 def test_a_sentence_transformer_trains_as_the_plain_one(name: str, sentences: Any, home: Path, tmp_path: Path) -> None:
     folder = sentences.model_in(tmp_path / "bert", dropout=0.0)
     loss = loss_named(name, sentences, tmp_path / "bert")
@@ -317,16 +266,6 @@ def test_a_sentence_transformer_trains_as_the_plain_one(name: str, sentences: An
     transformer = ours.model[0].model
     assert isinstance(transformer, OffloadModel)
     assert transformer.statistics().shard_loads <= 3 * 2 * 4
-
-
-def test_a_resumed_sentence_transformer_continues_bit_for_bit(sentences: Any, home: Path, tmp_path: Path) -> None:
-    folder = sentences.model_in(tmp_path / "bert")
-    run = partial(sentences.train, folder)
-    whole = run(tmp_path / "whole", home)
-    run(tmp_path / "parts", home, steps=3)
-    resumed = run(tmp_path / "parts", home, resume=True)
-    assert_equal(resumed.model, whole.model)
-    assert [s.get("loss") for s in resumed.state.log_history] == [s.get("loss") for s in whole.state.log_history]
 
 
 # --- several processes -----------------------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradcache import GradCache
+from offload import OffloadModel
 
 WIDTH, WORDS = 8, 20
 
@@ -80,6 +82,16 @@ def make(blocks: int = 4, dropout: float = 0.1, seed: int = 0) -> Model:
     return Model(blocks, dropout)
 
 
+def wrap(bare: nn.Module, home: Any = "cpu", **choices: Any) -> Any:
+    """A copy of a model, offloaded; its blocks are recomputed."""
+    choices = {"checkpoint_activation": True, "blocks": "encoder.layer", **choices}
+    return OffloadModel(copy.deepcopy(bare), "cpu", home, **choices)
+
+
+def contrastive(x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(x @ y.T, torch.arange(len(x)))
+
+
 def words(rows: int = 3, length: int = 5, seed: int = 1) -> Tensor:
     return torch.randint(0, WORDS, (rows, length), generator=torch.Generator().manual_seed(seed))
 
@@ -120,15 +132,12 @@ def assert_equal(bare: nn.Module, model: nn.Module, *, exact: bool = True) -> No
 def assert_equal_in_chunks(plain: nn.Module, model: nn.Module, key: str) -> None:
     """One contrastive step, with the mean of the output ``key`` as representation: by GradCache in chunks of 2 rows."""
 
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(x @ y.T, torch.arange(len(x)))
-
     def rep(output: Any) -> Any:
         return output[key].mean(1)
 
     x, y = words(4), words(4, 3, seed=5)
-    expected = loss(rep(plain(x)), rep(plain(y)))
+    expected = contrastive(rep(plain(x)), rep(plain(y)))
     expected.backward()
-    assert close(expected.detach(), GradCache([model, model], 2, loss, get_rep_fn=rep)(x, y))
+    assert close(expected.detach(), GradCache([model, model], 2, contrastive, get_rep_fn=rep)(x, y))
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
         assert close(p.grad, q.grad)

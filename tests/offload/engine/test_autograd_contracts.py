@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from offload import OffloadModel, OffloadOptimizer
 
@@ -48,17 +47,6 @@ def assert_equal(actual: list[Tensor | None], expected: list[Tensor | None], ato
 
 
 # --- double backward ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, at the first dual level
-def test_forward_mode_is_refused(wrap: Callable[..., OffloadModel]) -> None:
-    model = wrap(mlp())
-    with forward_ad.dual_level():
-        model(batch())  # nothing dual here
-        with pytest.raises(RuntimeError, match="forward-mode"):
-            model(forward_ad.make_dual(batch(), torch.ones(6, WIDTH)))
-    with pytest.raises(RuntimeError, match=r"torch\.func"):
-        torch.func.jvp(model, (batch(),), (batch(),))
 
 
 # --- gradients that were asked for ----------------------------------------------------------------------------------

@@ -12,64 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadModel
-from pipe import Pipe
 from tests.offload.blocks.towers import assert_equal
 
 WIDTH = 6
-
-
-class Auxiliary(nn.Module):
-    """Keeps an auxiliary loss of its input and its own result as an attribute."""
-
-    def __init__(self, of: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.linear, self.of = nn.Linear(WIDTH, WIDTH), of
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
-        self.loss = self.of(x, y)
-        return y.relu()
-
-
-KINDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "saves nothing": lambda x, y: x.mean(),
-    "goes through weights": lambda x, y: y.mean(),
-    "saves activations": lambda x, y: y.square().mean(),
-}
-
-
-def pair(of: Callable[[Tensor, Tensor], Tensor], recompute: bool) -> tuple[nn.Sequential, OffloadModel]:
-    torch.manual_seed(0)
-    bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), Auxiliary(of), nn.Linear(WIDTH, WIDTH))
-    return bare, OffloadModel(copy.deepcopy(bare), "cpu", num_slices=3, checkpoint_activation=recompute)
-
-
-@pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("loss_of", ["the layer", "both", "the layer, beside a living output"])
-def test_an_auxiliary_loss_that_a_layer_keeps_is_right(kind: str, recompute: bool, loss_of: str) -> None:
-    bare, model = pair(KINDS[kind], recompute)
-    x = torch.randn(4, WIDTH)
-    for run in (bare, model):
-        output: Tensor | None = run(x).sum()
-        auxiliary: Any = run[1].loss
-        if loss_of == "the layer":
-            output = None
-        (output + auxiliary if loss_of == "both" else auxiliary).backward()
-        run(x).sum().backward()  # and the model is usable
-    assert_equal(bare, model)
-
-
-def test_an_auxiliary_loss_in_a_checkpointed_pipe_is_right() -> None:
-    layer, x = Auxiliary(KINDS["saves activations"]), torch.randn(4, WIDTH)
-    bare = nn.Sequential(layer, nn.Linear(WIDTH, WIDTH))
-    found = []
-    for run in (bare, Pipe(bare, balance=[1, 1], devices=["cpu", "cpu"], checkpoint="always")):
-        (run(x).sum() + layer.loss).backward()
-        found.append([p.grad for p in bare.parameters()])
-        bare.zero_grad()
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True) if a is not None)
-    assert [g is None for g in found[0]] == [g is None for g in found[1]]
 
 
 # --- containers that nothing knows ------------------------------------------------------------------------------------

@@ -16,13 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _python_dispatch as dispatch
 
-import offload
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.engine.backward import Backward
-from pipe import Pipe
 from pipe.recompute.phase import is_checkpointing, is_recomputing
 from tests.offload.interrupts import Line, interrupted, lines_of
 from tests.offload.zoo import WIDTH, build
@@ -196,56 +194,6 @@ def test_after_an_interrupt_in_a_context_of_torch_or_python_the_model_is_usable(
         run.interrupt(line, contexts=True)
 
 
-def test_an_interrupted_clean_up_is_completed_by_the_next_call(tmp_path: Path) -> None:
-    """A layer fails, and what is done about it is interrupted in turn, at each of its lines."""
-    layers = build(["linear", "dropout"])
-    bare = copy.deepcopy(layers)
-    model = OffloadModel(layers, "cpu", tmp_path, num_slices=4, checkpoint_activation=True)
-    x = torch.randn(3, WIDTH)
-    torch.manual_seed(0)
-    expected = bare(x)
-
-    class Failing(RuntimeError):
-        pass
-
-    def fail(*_: object) -> None:
-        raise Failing
-
-    last = list(model.children())[-1]
-
-    def failing() -> None:
-        handle = last.register_forward_hook(fail)
-        try:
-            with pytest.raises(Failing):
-                model(x)
-        finally:
-            handle.remove()
-
-    failing()
-    model(x)  # what is made once is there
-    ends = [line for line in lines_of(failing) if line.file.endswith(("shard.py", "streamer.py", "slot_pool.py"))]
-    begin = next(k for k in range(len(ends)) if ends[k].file.endswith("streamer.py") and _is_in("cancel", ends[k]))
-    assert len(ends[begin:]) > 20
-    model(x)
-    raised = 0
-    for line in ends[begin:]:
-        raised += interrupted(failing, line) == "raised"
-        with torch.enable_grad():
-            torch.manual_seed(0)
-            assert torch.equal(model(x), expected), line
-        assert (
-            dict(model.named_parameters())["0.weight"].data_ptr()
-            == model._homes.shards[0].home_view(model._homes.shards[0].own[0]).data_ptr()
-        )
-
-
-def _is_in(function: str, line: Line) -> bool:
-    from offload.streaming.streamer import Streamer
-
-    code = getattr(Streamer, function).__code__
-    return line.number in {number for _, _, number in code.co_lines()}
-
-
 def test_parameters_read_after_an_interrupted_clean_up_hold_their_stored_values(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -262,34 +210,3 @@ def test_parameters_read_after_an_interrupted_clean_up_hold_their_stored_values(
     assert any(shard.loaded for shard in model._homes.shards)
     list(model.parameters())
     assert all(not shard.loaded for shard in model._homes.shards)
-
-
-@pytest.mark.parametrize("extent", EXTENTS)
-def test_stages_that_share_a_device_are_usable_after_an_interrupt_at_any_line(extent: str) -> None:
-    def stage(seed: int) -> OffloadModel:
-        return OffloadModel(build(["linear"], seed=seed), "cpu", num_slices=3, checkpoint_activation=True)
-
-    net = nn.Sequential(stage(0), stage(1))
-    pipe = Pipe(net, [1, 1], devices=["cpu", "cpu"], chunks=2, checkpoint="always")
-    x = torch.randn(4, WIDTH)
-
-    def run() -> None:
-        pipe.zero_grad()
-        pipe(x).pow(2).mean().backward()
-
-    run()
-    expected = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
-    folder = str(Path(offload.__file__).parent) + "/"
-    lines = {line[:2]: line for line in lines_of(run) if line.file.startswith(folder)}
-    chosen = (
-        lines_of(run)
-        if extent == "each time"
-        else [line for line in lines.values() if line.file.endswith(("slot_pool.py", "streamer.py"))]
-    )
-    assert len(chosen) > 20
-    for line in chosen:
-        interrupted(run, line)
-        run()
-        for p, gradient in zip(pipe.parameters(), expected, strict=True):
-            assert p.grad is not None
-            torch.testing.assert_close(p.grad, gradient, msg=str(line))

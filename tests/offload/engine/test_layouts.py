@@ -159,43 +159,6 @@ def test_a_sparse_input_gets_its_sparse_gradient(recompute: bool) -> None:
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-6, atol=1e-6)
 
 
-class Tagged(Tensor):
-    """A tensor of a class of its own."""
-
-
-class Tag(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).as_subclass(Tagged)
-
-
-def test_a_boundary_of_a_subclass_keeps_its_class_on_disk(tmp_path: Path) -> None:
-    seen: list[type] = []
-
-    class Look(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Any) -> Any:
-            seen.append(type(x))
-            return self.linear(x)
-
-    model = OffloadModel(
-        nn.Sequential(Tag(), Look(), Look(), Look()),
-        "cpu",
-        tmp_path,
-        4,
-        True,
-        memory=MemoryPolicy.fixed(boundary_bytes=0),
-    )
-    model(torch.randn(2, WIDTH)).sum().backward()
-    assert set(seen) == {Tagged}
-
-
 def test_a_strided_nested_tensor_is_refused_by_name() -> None:
     class Nest(nn.Module):
         def __init__(self) -> None:
@@ -234,17 +197,6 @@ def test_sparse_inputs_are_not_cut_into_micro_batches(kind: str) -> None:
     )
     with pytest.raises(TypeError, match=r"layout torch.sparse_coo; pass NoChunk"):
         run((torch.eye(NODES).to_sparse(), torch.randn(NODES, WIDTH)))
-
-
-def test_sparse_outputs_of_several_micro_batches_are_joined_and_take_their_gradients() -> None:
-    torch.manual_seed(0)
-    bare = returned("coo")
-    model = OffloadModel(copy.deepcopy(bare), "cpu", num_slices=2, num_microbatches=2, checkpoint_activation=True)
-    x = torch.randn(NODES, WIDTH)
-    for run in (bare, model):
-        loss_of(run(x)).backward()
-    for p, q in zip(bare.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(q.grad, p.grad)
 
 
 def test_csr_outputs_of_several_micro_batches_are_refused() -> None:

@@ -95,24 +95,6 @@ def test_chunks_of_layers_that_draw_stay_apart_unless_the_policy_joins_them(draw
     assert seen == {None: {2}, True: {8}, False: {2}}
 
 
-def test_masks_of_joined_chunks_are_drawn_again() -> None:
-    model = OffloadModel(
-        build(["dropout", "dropout"]),
-        "cpu",
-        checkpoint_activation=True,
-        num_slices=1,  # the recomputation of a cell may stop before its last layer ends
-        memory=MemoryPolicy.fixed(activation_bytes="1MiB", join_chunks=True),
-    )
-    chunks = list(torch.randn(9, WIDTH).split(2))
-    step(model, chunks)  # measures a chunk
-    model.zero_grad()
-    dropped: list[torch.Tensor] = []
-    model.get_submodule("1").register_forward_hook(lambda _m, _a, y: dropped.append(y.detach() == 0))
-    step(model, chunks)
-    assert len(dropped) == 2
-    assert torch.equal(*dropped)
-
-
 def test_an_output_that_has_no_row_for_each_row_is_refused() -> None:
     class Pool(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 from offload import MemoryPolicy, OffloadModel
-from pipe import Pipe
 
 WIDTH = 6
 
@@ -110,33 +109,6 @@ def test_inputs_of_unequal_rows_run_as_in_the_bare_model(make: Any, home: str, r
         torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=0, msg=name)
     if home == "disk" and recompute and len(bare) > 2:
         assert model.statistics().bytes_spilled > 0
-
-
-def test_several_micro_batches_of_unequal_rows_are_refused() -> None:
-    bare, inputs = graph()
-    model = OffloadModel(bare, "cpu", num_slices=2, num_microbatches=2, checkpoint_activation=False)
-    with pytest.raises(ValueError, match=r"sizes of dimension 0 \[2, 5\].*NoChunk"):
-        model(*inputs)
-
-
-def test_a_pipe_of_one_micro_batch_trains_on_inputs_of_unequal_rows() -> None:
-    torch.manual_seed(0)
-    bare, inputs = graph()
-    pipe = Pipe(
-        copy.deepcopy(nn.Sequential(_OfPair(bare[0]), bare[-1])), balance=[1, 1], devices=["cpu", "cpu"], chunks=1
-    )
-    expected = nn.functional.mse_loss(bare[-1](bare[0](*inputs)), torch.ones(5, WIDTH))
-    loss = pipe.train_step(inputs, torch.ones(5, WIDTH), nn.functional.mse_loss)
-    torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=0)
-
-
-class _OfPair(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, value: tuple[Tensor, Tensor]) -> Any:
-        return self.layer(*value)
 
 
 class States(nn.Module):

@@ -66,13 +66,3 @@ def test_any_sequence_trains_like_the_plain_optimizer(
             pair.do(action)
         pair.assert_equal()
         pair.assert_equal_states()
-
-
-def test_sgd_is_bit_equal_and_clipping_uses_the_very_coefficient(home: str) -> None:
-    for max_norm in (None, 0.1):
-        pair = Pair("momentum", home, max_norm=max_norm)
-        pair.exact = True
-        for _ in range(4):
-            for action in ("backward", "backward", "step", "zero"):
-                pair.do(action)
-        pair.assert_equal()

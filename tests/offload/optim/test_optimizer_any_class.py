@@ -44,31 +44,6 @@ class Simple(torch.optim.Optimizer):
         p.add_(gradient, alpha=-lr)
 
 
-class Changing(Simple):
-    """A state that grows for some steps, changes its type, becomes a number and goes."""
-
-    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], lr: float) -> None:
-        step = state["step"] = state.get("step", 0) + 1
-        memory = state.get("memory")
-        if step <= 3:
-            rows = gradient.flatten()[None]
-            state["memory"] = rows.clone() if memory is None else torch.cat([memory, rows])
-            direction = state["memory"].mean(0).view_as(p)
-        elif step == 4:
-            state["memory"] = memory.double().mean(0)
-            direction = state["memory"].to(p.dtype).view_as(p)
-        elif step == 5:
-            direction = memory.to(p.dtype).view_as(p)
-            state["memory"] = 0.5
-        elif step == 6:
-            direction = gradient * state.pop("memory")
-        else:
-            assert "memory" not in state
-            direction = gradient
-        state.setdefault("history", []).append(step)
-        p.add_(direction, alpha=-lr)
-
-
 class Coupling(Simple):
     """The rate comes from all parameters of a group together."""
 
@@ -117,20 +92,6 @@ def assert_same(bare: nn.Module, plain: Any, model: nn.Module, ours: Any) -> Non
     assert [{**g, "params": None} for g in other["param_groups"]] == [
         {**g, "params": None} for g in one["param_groups"]
     ]
-
-
-def test_states_may_change_type_and_shape_between_steps(home: str) -> None:
-    bare, plain, model, ours = pair(home, Changing)
-    for step in range(8):
-        backward(step, bare, model)
-        for optimizer in (plain, ours):
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same(bare, plain, model, ours)
-        one, other = plain.state_dict()["state"], ours.state_dict()["state"]
-        assert sorted(one) == sorted(other)
-        for k in one:
-            torch.testing.assert_close(other[k], one[k], rtol=0, atol=0)
 
 
 def test_a_class_that_couples_parameters_is_refused(home: str) -> None:
@@ -212,22 +173,6 @@ def test_a_step_finishes_at_once_as_long_as_others_hold_parameters(disk: str, ho
         backward(step, model)
         ours.step()
         assert pending(model) == [0, 1, 2, 3]
-
-
-def test_an_average_over_a_kept_list_is_that_of_the_plain_loop(home: str) -> None:
-    bare, plain, model, ours = pair(home, torch.optim.SGD, lr=0.1, momentum=0.9)
-    kept = [list(one.parameters()) for one in (bare, model)]
-    averages = [[p.detach().clone() for p in members] for members in kept]
-    for step in range(5):
-        backward(step, bare, model)
-        for optimizer, members, average in zip((plain, ours), kept, averages, strict=True):
-            optimizer.step()
-            torch._foreach_lerp_(average, members, 0.1)
-            for p in members:
-                if p.grad is not None:
-                    p.grad.zero_()
-    torch.testing.assert_close(averages[1], averages[0], rtol=0, atol=0)
-    assert_same(bare, plain, model, ours)
 
 
 @pytest.mark.parametrize(

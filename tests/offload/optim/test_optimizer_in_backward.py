@@ -102,16 +102,6 @@ def test_two_forwards_in_one_backward_are_refused_before_anything_changes(home: 
     pair.assert_equal()
 
 
-def test_torch_autograd_grad_updates_nothing(home: str) -> None:
-    pair = Pair("sgd", home, update_in_backward=True)
-    x = pair.batch().requires_grad_()
-    torch.autograd.grad(pair.model(x).sum(), x)
-    pair.assert_equal()
-    for action in ("backward", "step", "zero"):
-        pair.do(action)
-    pair.assert_equal()
-
-
 def test_a_backward_that_fails_half_way_leaves_an_optimizer_that_says_so(home: str) -> None:
     pair = Pair("sgd", home, update_in_backward=True)
     handle = next(iter(pair.model.children())).register_full_backward_pre_hook(lambda *_: 1 / 0)
@@ -124,39 +114,6 @@ def test_a_backward_that_fails_half_way_leaves_an_optimizer_that_says_so(home: s
         loss.backward()
     with pytest.raises(RuntimeError, match="load the last checkpoint"):
         pair.ours.step()
-
-
-def test_a_backward_that_fails_at_once_can_be_repeated(home: str) -> None:
-    pair = Pair("sgd", home, update_in_backward=True)
-    handle = list(pair.model.children())[-1].register_full_backward_pre_hook(lambda *_: 1 / 0)
-    loss = pair.model(pair.batch()).sum()
-    with pytest.raises(ZeroDivisionError):
-        loss.backward()
-    handle.remove()
-    del loss
-    gc.collect()
-    for action in ("backward", "step", "zero"):
-        pair.do(action)
-    pair.assert_equal()
-
-
-def test_a_shard_whose_weights_are_written_in_backward_is_updated_from_its_home(tmp_path: Any) -> None:
-    """What layers write to a slot then is not stored. The other shards' weights are not read again."""
-
-    class Writes(torch.nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if is_recomputing():
-                with torch.no_grad():
-                    self.weight.mul_(1.0)
-            return super().forward(x)
-
-    torch.manual_seed(0)
-    layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)), Writes(8, 8))
-    model = OffloadModel(layers, "cpu", tmp_path, num_slices=4, checkpoint_activation=True)
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
-    model(torch.ones(2, 8)).sum().backward()
-    optimizer.step()
-    assert model.statistics().update_bytes_read == 4 * (8 * 8 + 8)
 
 
 @pytest.mark.parametrize("repeat", range(20))

@@ -88,13 +88,3 @@ def test_updates_follow_the_order_of_loads_and_stay_ahead_by_the_slots(tmp_path:
     pair.eval()
     assert seen[0] == ["U0", "U1"]
     assert seen[-1] == ["U0", "U1", "U2", "U3"]
-
-
-def test_updates_appear_in_the_trace_beside_compute(home: str, tmp_path: Path) -> None:
-    pair = Pair("adamw", home)
-    pair.backward()
-    with pair.model.trace(tmp_path / "trace.json") as events:
-        pair.step()
-        pair.zero()
-        pair.eval()
-    assert sorted(event.token for event in events if event.track == "update lane") == ["U0", "U1", "U2", "U3"]

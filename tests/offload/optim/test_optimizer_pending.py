@@ -107,54 +107,6 @@ def test_what_a_collected_model_left_pending_ends_with_the_layers(tmp_path: Path
     assert not [*tmp_path.rglob("*")]
 
 
-def test_layers_that_are_wrapped_again_keep_the_updates_of_both_models(home: str, held: list[str]) -> None:
-    pair = Pair("sgd", home)
-    first, optimizer = pair.model, pair.ours
-    pair.backward()
-    pair.step()
-    pair.model = OffloadModel(nn.Sequential(*first), "cpu", home, num_slices=2, checkpoint_activation=True)
-    pair.ours = OffloadOptimizer(pair.model, torch.optim.SGD, lr=0.05)
-    pair.zero()
-    for _ in range(2):
-        pair.backward()
-        pair.step()
-        pair.zero()
-    pair.model, pair.ours = first, optimizer  # the first one still finds the layers' present values
-    pair.backward()
-    pair.step()
-    pair.assert_equal()
-
-
-def test_zero_grad_does_not_finish_pending_updates(home: str, held: list[str]) -> None:
-    pair = Pair("adamw", home)
-    pair.backward()
-    pair.step()
-    pair.zero()
-    pair.model_zero()
-    assert len(pending(pair.model)) == 4
-
-
-def test_a_schedule_that_steps_after_step_does_not_change_the_pending_update(home: str, held: list[str]) -> None:
-    pair = Pair("sgd", home)
-    for action in ("backward", "step", "schedule", "zero", "backward", "step", "zero"):
-        pair.do(action)
-    for group in pair.ours.param_groups:
-        group["lr"] = 1e6
-    for group in pair.plain.param_groups:
-        group["lr"] = 1e6
-    pair.assert_equal()
-
-
-def test_a_backward_after_step_belongs_to_neither_value_and_says_so(home: str) -> None:
-    pair = Pair("sgd", home)
-    pair.backward()
-    loss = pair.model(pair.batch()).sum()
-    pair.step()
-    with pytest.raises(RuntimeError, match="changed in place between the forward and its backward"):
-        loss.backward()
-    pair.assert_equal()
-
-
 def test_a_learning_rate_in_a_tensor_is_noted_too(home: str, held: list[str]) -> None:
     """Schedules write into such a tensor in place."""
     bare = build(["linear"])

@@ -11,7 +11,6 @@ import torch
 
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.planning.plan import Kind
-from offload.telemetry.statistics import UPDATE_IN_MEMORY
 from tests.offload.pair import Pair
 from tests.offload.planning.proof import validate
 from tests.offload.zoo import WIDTH, build
@@ -40,24 +39,6 @@ def test_the_plan_shows_the_updates_of_an_optimizer_as_long_as_there_is_one() ->
     assert str(model.plan()).startswith("L0 L1 F0.0 E0 L2")
 
 
-def test_the_plan_shows_updates_in_backward() -> None:
-    model, optimizer = make("cpu", update_in_backward=True)
-    plan = model.plan()
-    assert str(plan).endswith("B3.0 D3 V3 E3 L1 B2.0 D2 V2 E2 L0 B1.0 D1 V1 B0.0 D0 V0")
-    validate(plan)
-    assert optimizer.update_in_backward
-
-
-def test_frozen_shards_are_not_updated_in_the_plan() -> None:
-    bare = build(["linear", "linear"])
-    for parameter in bare[1].parameters():
-        parameter.requires_grad_(False)
-    model = OffloadModel(bare, "cpu", num_slices=4, checkpoint_activation=False)
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
-    assert optimizer.updated_shards == {0, 2, 3}
-    assert [a.shard for a in model.plan().actions if a.kind is Kind.UPDATE] == [0, 2, 3]
-
-
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_updates_run_in_the_order_of_the_plan(home: str, tmp_path: Path, in_backward: bool) -> None:
     model, optimizer = make(home, update_in_backward=in_backward)
@@ -75,43 +56,6 @@ def test_updates_run_in_the_order_of_the_plan(home: str, tmp_path: Path, in_back
     ran = [event.token for event in sorted(events, key=lambda e: e.begin) if event.track == "update lane"]
     # In host memory, updates begin at once at step(), so this trace also holds those that its own step decided.
     assert ran[-4:] == expected
-
-
-def test_an_estimate_includes_updates(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = make(home)
-    step(model, optimizer)
-    step(model, optimizer)
-    optimizer.synchronize()
-    with_updates = model.estimate(2).seconds
-    each = model._homes.meter.copy_seconds_per_byte
-    kind = "update" if model._homes.shards[0].blocking_io else UPDATE_IN_MEMORY
-    assert each(kind) > 0
-    monkeypatch.setattr(
-        model._homes.meter, "copy_seconds_per_byte", lambda lane: each(lane) * (10**6 if lane == kind else 1)
-    )
-    assert model.estimate(2).seconds > with_updates
-
-
-def test_a_step_moves_the_bytes_that_the_documentation_says(tmp_path: Path) -> None:
-    """20 bytes are read and 16 written for each parameter that is trained with Adam and a global norm."""
-    model, optimizer = make(f"{tmp_path}/", max_norm=0.1)
-    step(model, optimizer)
-    step(model, optimizer)
-    before = model.statistics()
-    step(model, optimizer)
-    after = model.statistics()
-    optimizer.synchronize()
-    count = sum(p.numel() for p in model.parameters())
-    cached = sum(p.numel() for p in [*model.get_submodule("2").parameters(), *model.get_submodule("3").parameters()])
-    moved = {
-        "loaded": after.bytes_loaded - before.bytes_loaded,
-        "stored": after.bytes_stored - before.bytes_stored,
-        "read": after.update_bytes_read - before.update_bytes_read,
-        "written": after.update_bytes_written - before.update_bytes_written,
-    }
-    # What is still in a slot when backward begins is not loaded again.
-    assert moved == {"loaded": 8 * count - 4 * cached, "stored": 4 * count, "read": 12 * count, "written": 12 * count}
-    assert after.shard_updates - before.shard_updates == 4
 
 
 @pytest.mark.parametrize("slots", [2, 3])
@@ -154,11 +98,3 @@ def test_gradients_that_wait_in_memory_are_neither_written_nor_read(tmp_path: Pa
     regions = [shard.gradient_regions for shard in pair.model._homes.shards]
     assert [not region for region in regions] == [j < waiting for j in range(4)]
     pair.assert_equal_states()
-
-
-def test_an_update_in_host_memory_moves_no_bytes() -> None:
-    model, optimizer = make("cpu")
-    step(model, optimizer)
-    optimizer.synchronize()
-    assert model.statistics().shard_updates == 4
-    assert model.statistics().update_bytes_read == model.statistics().update_bytes_written == 0

@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from offload import DiskHome, OffloadModel, OffloadOptimizer
-from offload.machine import ControlGroup
+from offload import OffloadModel, OffloadOptimizer
 from offload.storage import DiskTier, Tier
 from offload.storage import page_cache as cache_module
 from offload.storage.buffer import PAGE_BYTES, host_buffer
-from offload.storage.page_cache import CACHE_HOLDS, PageCache, available_bytes
+from offload.storage.page_cache import CACHE_HOLDS
 from tests.offload.storage.test_tiers import MANY, STAGED, TierContract, noise
 
 CPU = torch.device("cpu")
@@ -68,20 +67,6 @@ class TestDirectTier(TierContract):
         assert calls.bytes_moved(direct=True) == MANY - 2 * PAGE_BYTES
         assert calls.bytes_moved(direct=False) == 2 * (PAGE_BYTES - 100)
 
-    def test_small_transfers_are_left_to_the_page_cache(self, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
-        block = tier.allocate(MANY, "weights")
-        calls = Calls(monkeypatch)
-        block.write(noise(4096, 0), 4096)
-        assert calls.bytes_moved(direct=True) == 0
-
-    def test_a_file_that_was_cut_is_an_error_and_not_zeros(self, tier: Tier, tmp_path: Path) -> None:
-        block = tier.allocate(MANY, "weights")
-        os.truncate(next(tmp_path.glob("*/*weights")), STAGED.piece_bytes + 5000)
-        with pytest.raises(
-            OSError, match=rf"weights: the file ends after {STAGED.piece_bytes + 5000:,} bytes, expected"
-        ):
-            block.read_into(host_buffer(MANY))
-
     @pytest.mark.parametrize(("name", "number"), [("preadv", errno.EIO), ("pwritev", errno.ENOSPC)])
     def test_a_fault_names_the_file_and_leaves_nothing_going_on(
         self, tier: Tier, name: str, number: int, monkeypatch: pytest.MonkeyPatch
@@ -122,23 +107,6 @@ class TestDirectTier(TierContract):
         assert calls.bytes_moved(direct=True) == MANY
         assert sum(not direct for _, direct, _, _ in calls.log) > 3
 
-    def test_values_written_by_the_user_between_steps_are_streamed(self, direct_folder: Path) -> None:
-        torch.manual_seed(0)
-        layers = [nn.Linear(700, 700) for _ in range(3)]
-        bare = nn.Sequential(*layers)
-        home = DiskHome(direct_folder, direct=True)
-        model = OffloadModel([nn.Linear(700, 700) for _ in layers], "cpu", home, checkpoint_activation=True)
-        model.load_state_dict(bare.state_dict())
-        ours, plain = (torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, bare))
-        for k in range(3):
-            x = torch.randn(4, 700, generator=torch.Generator().manual_seed(k))
-            for m, optimizer in ((model, ours), (bare, plain)):
-                optimizer.zero_grad()
-                m(x).square().mean().backward()
-                optimizer.step()
-        for p, q in zip(model.parameters(), bare.parameters(), strict=True):
-            assert torch.equal(p, q)
-
 
 # --- which way ------------------------------------------------------------------------------------------------------
 
@@ -159,32 +127,7 @@ def test_files_too_large_for_the_page_cache_bypass_it(direct_folder: Path, monke
 class TestCyclicFiles:
     """What a step passes once, always in the same order, is served worst by a cache that drops the oldest first."""
 
-    @pytest.fixture
-    def cache(self, direct_folder: Path, monkeypatch: pytest.MonkeyPatch) -> PageCache:
-        monkeypatch.setattr(cache_module, "available_bytes", lambda: self.available)
-        return PageCache(direct_folder, None)
-
     available = 1000
-
-    def test_states_of_an_optimizer_are_cyclic_and_weights_and_gradients_are_not(
-        self, direct_folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        layers = [nn.Linear(700, 700, bias=False) for _ in range(3)]
-        nbytes = 700 * 700 * 4
-        self.available = int(7.5 * nbytes / CACHE_HOLDS)  # three of weights, three of gradients, one and a half
-        monkeypatch.setattr(cache_module, "available_bytes", lambda: self.available)
-        model = OffloadModel(layers, "cpu", direct_folder, checkpoint_activation=True, num_slices=3)
-        optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
-        calls = Calls(monkeypatch)
-        for _ in range(2):
-            calls.log.clear()
-            optimizer.zero_grad()
-            model(torch.ones(4, 700)).sum().backward()
-            optimizer.step()
-            optimizer.synchronize()
-        # The momentum of the first shard stays, those of the others are read and written past the page cache.
-        assert calls.bytes_moved(direct=True) == 4 * (nbytes // PAGE_BYTES) * PAGE_BYTES
-        assert {name for name, past, *_ in calls.log if past} == {"preadv", "pwritev"}
 
     def test_states_that_switch_between_cached_and_direct_transfers_keep_their_values(
         self, direct_folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -234,19 +177,3 @@ def test_a_file_system_that_refuses_direct_transfers_gets_the_page_cache(
         block.write(noise(MANY, k), 0)
         assert torch.equal(block.staged(), noise(MANY, k))
     assert len(asked) == 1  # the tier asks once
-
-
-def test_a_file_system_whose_mappings_do_not_see_direct_writes_gets_the_page_cache(
-    direct_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: len(buffers[0]))
-    assert not cache_module._direct_works(direct_folder)
-    assert list(direct_folder.iterdir()) == []
-
-
-def test_available_memory_is_what_the_control_groups_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = [ControlGroup(1000, 900, 30, 20), ControlGroup(800, 700, 20, 0)]
-    monkeypatch.setattr(cache_module, "control_groups", lambda: groups)
-    assert available_bytes() == 120
-    monkeypatch.undo()
-    assert available_bytes() > 0

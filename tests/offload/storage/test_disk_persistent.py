@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 import shutil
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import DiskHome, HomeError, OffloadEmbeddingBag, OffloadModel, OffloadOptimizer
+from offload import DiskHome, HomeError, OffloadEmbeddingBag, OffloadModel
 from offload.storage import PersistentTier, Tier
 from offload.storage.buffer import PAGE_BYTES
 from tests.offload.persistent import WIDTH, everything, layers, offloaded, train
@@ -53,42 +52,6 @@ def test_training_continues_in_other_cuts(tmp_path: Path) -> None:
     assert len(inodes) == 1
 
 
-def test_optimizer_states_follow_a_home_into_other_cuts(tmp_path: Path) -> None:
-    def loss_of(model: nn.Module, k: int) -> Tensor:
-        return model(torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(k))).square().mean()
-
-    bare, folder, checkpoint = layers(tied=False), tmp_path / "home", tmp_path / "saved"
-    plain = torch.optim.AdamW(bare.parameters(), lr=0.01, fused=True)
-    for begin, slices in zip(range(0, 8, 2), (2, 5, 1, 3), strict=True):
-        model = offloaded(layers("meta" if begin else "cpu", tied=False), folder, slices=slices)
-        ours = OffloadOptimizer(model, torch.optim.AdamW, lr=0.01)
-        if begin:
-            ours.load_state_dict(torch.load(checkpoint, weights_only=True))
-        for k in range(begin, begin + 2):
-            for run, optimizer in ((bare, plain), (model, ours)):
-                optimizer.zero_grad()
-                loss_of(run, k).backward()
-                optimizer.step()
-        torch.save(ours.state_dict(), checkpoint)
-        model.close()
-        assert the_same(everything(bare), everything(model))
-
-
-def test_an_adopted_home_is_neither_copied_nor_initialised(
-    left: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, before = left
-    blank = layers("meta")
-    for kind in (nn.Linear, nn.BatchNorm1d):
-        monkeypatch.setattr(kind, "reset_parameters", None)  # Counting never had one
-    inodes = {path.name: path.stat().st_ino for path in folder.glob("*.home")}
-    model = offloaded(blank, folder)
-    assert the_same(everything(model), before)
-    assert {path.name: path.stat().st_ino for path in folder.glob("*.home")} == inodes
-    assert len(list(model.parameters())) == 8  # tied ones are still tied
-    model.close()
-
-
 def test_an_adopted_home_reads_only_its_buffers(
     left: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,21 +69,6 @@ def test_an_adopted_home_reads_only_its_buffers(
     assert sum(read) == sum(buffer.nbytes for buffer in model.buffers())
     assert the_same(everything(model), before)
     model.close()
-
-
-def test_only_weights_and_buffers_stay(left: tuple[Path, dict[str, Tensor]]) -> None:
-    names = {path.name for path in left[0].iterdir()}
-    assert names == {"home.lock", "model.home"}
-
-
-def test_a_copy_and_a_pickle_have_homes_of_their_own(tmp_path: Path) -> None:
-    model = offloaded(layers(), tmp_path / "home")
-    twin = copy.deepcopy(model)
-    train(twin, range(1))
-    assert not torch.equal(next(iter(twin.parameters())), next(iter(model.parameters())))
-    assert len(list((tmp_path / "home").glob("gradstream-*"))) == 2
-    model.close()
-    twin.close()
 
 
 def test_a_closed_model_can_be_read_but_not_run(left: tuple[Path, dict[str, Tensor]]) -> None:
@@ -223,20 +171,6 @@ def test_a_home_that_is_in_use_is_refused(left: tuple[Path, dict[str, Tensor]]) 
     train(model, range(1))
     model.close()
     offloaded(layers("meta"), left[0]).close()
-
-
-def test_a_home_whose_process_was_killed_is_refused(left: tuple[Path, dict[str, Tensor]]) -> None:
-    code = (
-        "import os, sys\n"
-        "from pathlib import Path\n"
-        "from tests.offload.persistent import layers, offloaded, train\n"
-        "model = offloaded(layers('meta'), Path(sys.argv[1])); train(model, range(1))\n"
-        "os.kill(os.getpid(), 9)"
-    )
-    offloaded_and_closed(left[0])
-    assert run_program(code, left[0]).status == -9
-    with pytest.raises(HomeError, match="expected a home that was closed, but the model that used it ended"):
-        offloaded(layers("meta"), left[0])
 
 
 ENDS = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +12,6 @@ import pytest
 import torch
 
 from offload import DiskHome, OffloadModel, OffloadOptimizer
-from offload.embedding.bag import OffloadEmbeddingBag
-from pipe.threads import Threads
 from tests.offload.zoo import WIDTH, build
 
 # Python 3.12 and later warn of any fork of a process with threads, which is what is tested here.
@@ -63,17 +60,6 @@ def test_a_child_that_calls_the_model_is_told_that_it_is_forked(home: str, recom
     loss.backward()
 
 
-def test_a_child_reads_parameters_and_makes_a_model_of_its_own(home: str) -> None:
-    model = OffloadModel(build(["linear"]), "cpu", home, num_slices=3, checkpoint_activation=False)
-    expected = [p.detach().clone() for p in model.parameters()]
-
-    def child() -> None:
-        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected, strict=True))
-        train(OffloadModel(build(["linear"]), "cpu", home, num_slices=3, checkpoint_activation=False))
-
-    in_child(child)
-
-
 def test_a_child_that_has_an_update_pending_is_told_that_it_is_forked(tmp_path: Path) -> None:
     model = OffloadModel(build(["linear"]), "cpu", tmp_path, num_slices=3, checkpoint_activation=False)
     optimizer = OffloadOptimizer(model, torch.optim.AdamW)
@@ -108,35 +94,3 @@ def test_a_child_that_ends_or_collects_the_model_leaves_the_files(tmp_path: Path
     assert sorted(path for path in tmp_path.rglob("*")) == before
     train(holder[0])
     holder[0].close()
-
-
-def test_a_forked_embedding_table_says_that_it_is_forked(tmp_path: Path) -> None:
-    table = OffloadEmbeddingBag(9, 4, offload_device=tmp_path)
-    indices = torch.tensor([[1, 2]])
-    table(indices)
-
-    def child() -> None:
-        with pytest.raises(RuntimeError, match="forked child"):
-            table(indices)
-
-    in_child(child)
-    table(indices)
-
-
-def test_a_forked_child_does_not_wait_for_work_of_its_parent() -> None:
-    threads = Threads(1, "test")
-    future = threads.submit(lambda: None)
-    future.wait()
-    queued = Threads(1, "never")
-    queued._started.append(None)  # type: ignore[arg-type]
-    waiting = queued.submit(lambda: None)
-
-    def child() -> None:
-        future.wait()
-        threads.wait_idle()
-        with pytest.raises(RuntimeError, match="forked child"):
-            waiting.wait()
-        sys.stdout.flush()
-
-    in_child(child, at_exit=True)
-    queued._started.clear()
