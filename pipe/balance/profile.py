@@ -34,7 +34,7 @@ class _CuttingTracker(SkipTracker):
         super().__init__()
         self._stashed: list[Any] = []
 
-    def save(self, key: Key, tensor: Any) -> None:
+    def save(self, key: Key | None, tensor: Any) -> None:
         """Keeps the tensor itself for the backward of its layer, and a detached copy for the layer that pops it."""
         self._stashed.append(tensor)
         super().save(key, _cut(tensor))
