@@ -3,6 +3,5 @@
 from pipe.microbatch import NoChunk
 from pipe.pipe import BalanceError, Pipe
 from pipe.recompute.phase import is_checkpointing, is_recomputing
-from pipe.schedule import Schedule
 
-__all__ = ["BalanceError", "NoChunk", "Pipe", "Schedule", "is_checkpointing", "is_recomputing"]
+__all__ = ["BalanceError", "NoChunk", "Pipe", "is_checkpointing", "is_recomputing"]

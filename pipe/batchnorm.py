@@ -26,7 +26,7 @@ from torch.nn import functional as F  # noqa: N812, RUF100
 
 from pipe.recompute.phase import is_recomputing
 from pipe.torch_private.modules import BatchNorm
-from pipe.turn import TakesTurns, takers_in
+from pipe.turn import TakesTurns
 
 __all__ = ["DeferredBatchNorm", "mini_batch"]
 
@@ -63,10 +63,9 @@ class DeferredBatchNorm(BatchNorm):
         chunks: micro-batches of a mini-batch; a Pipe sets the number with :func:`mini_batch` instead.
     """
 
-    # Partial sums of the current mini-batch. Not buffers: they are no state of the model and do not outlive a batch.
-    _count: int
-    _mean: Tensor | None
-    _squares: Tensor | None
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
 
     def __init__(
         self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True, chunks: int = 1
@@ -80,8 +79,8 @@ class DeferredBatchNorm(BatchNorm):
         """Starts a mini-batch of ``chunks`` micro-batches. Partial sums of an unfinished one are discarded."""
         self._expected = chunks
         self._seen = 0
-        self._count = 0
-        self._mean = self._squares = None
+        #: Number, mean and squared deviations of the values so far. No buffers: they do not outlive a mini-batch.
+        self._sums: tuple[int, Tensor, Tensor] | None = None
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -98,8 +97,6 @@ class DeferredBatchNorm(BatchNorm):
         # After the normalisation, which raises for inputs without statistics (one value per channel).
         if not is_recomputing():
             self._track(input)
-            if self._seen == self._expected:
-                self._commit()
         return output
 
     @torch.no_grad()
@@ -114,29 +111,20 @@ class DeferredBatchNorm(BatchNorm):
         count = rows.size(1)
         variance, mean = torch.var_mean(rows, dim=1, correction=0)
         squares = variance * count
-        if self._mean is None or self._squares is None:
-            self._mean, self._squares, self._count = mean, squares, count
-        else:
-            total = self._count + count
-            delta = mean - self._mean
-            self._mean = self._mean + delta * (count / total)
-            self._squares = self._squares + squares + delta * delta * (self._count * count / total)
-            self._count = total
+        if self._sums is not None:
+            before, mean_before, squares_before = self._sums
+            total, delta = before + count, mean - mean_before
+            mean = mean_before + delta * (count / total)
+            squares = squares_before + squares + delta * delta * (before * count / total)
+            count = total
         self._seen += 1
-
-    @torch.no_grad()
-    def _commit(self) -> None:
-        assert self._mean is not None
-        assert self._squares is not None
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked += 1
-        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        unbiased = self._squares / max(self._count - 1, 1)
-        self.running_mean.lerp_(self._mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
-        self.begin(self._expected)
+        self._sums = count, mean, squares
+        if self._seen == self._expected:
+            self.num_batches_tracked += 1
+            share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+            self.running_var.lerp_((squares / max(count - 1, 1)).to(self.running_var.dtype), share)
+            self.begin(self._expected)
 
     def extra_repr(self) -> str:
         """The arguments."""
@@ -153,43 +141,38 @@ class DeferredBatchNorm(BatchNorm):
         of their layers: one with a BatchNorm that is not converted raises ValueError. Those converted already count the
         micro-batches that a pipe announces, whatever their ``chunks``.
         """
-        _check_convertible(module)
-        converted = cls._converted(module, chunks)
-        return module if converted is None else converted  # type: ignore[return-value]
+        return cls._converted(module, chunks) or module  # type: ignore[return-value]
 
     @classmethod
-    def _converted(cls, module: nn.Module, chunks: int) -> nn.Module | None:
-        """The replacement of a module, or None if it is kept."""
-        if (isinstance(module, cls) and module.chunks == chunks) or isinstance(module, TakesTurns):
+    def _converted(
+        cls, module: nn.Module, chunks: int, name: str = "", taker: nn.Module | None = None
+    ) -> nn.Module | None:
+        """The replacement of a module, or None if it is kept. ``taker``: one around it that takes turns."""
+        if isinstance(module, cls) and (module.chunks == chunks or taker is not None):
             return None
         if isinstance(module, BatchNorm):
             if not module.track_running_stats:
                 return None
+            if taker is not None:
+                # Its parameters are stored already, so that a layer replaced now would not run.
+                raise ValueError(
+                    f"expected layers to convert before they are offloaded, got {name.lstrip('.')} inside "
+                    f"{type(taker).__name__}; offload the result of "
+                    f"DeferredBatchNorm.convert_deferred_batch_norm(layers)"
+                )
             deferred = cls(module.num_features, module.eps, module.momentum, module.affine, chunks)
             deferred._parameters = module._parameters
             deferred._buffers = module._buffers
             deferred.train(module.training)
             return deferred
-        children = {name: cls._converted(child, chunks) for name, child in module._modules.items() if child is not None}
-        if not any(children.values()):
+        taker = module if isinstance(module, TakesTurns) else taker
+        children = {
+            key: (child and cls._converted(child, chunks, f"{name}.{key}", taker)) or child
+            for key, child in module._modules.items()
+        }
+        if children == module._modules:
             return None
         copied = module.__class__.__new__(module.__class__)
         copied.__dict__.update(module.__dict__)
-        copied._modules = {name: children.get(name) or child for name, child in module._modules.items()}
+        copied._modules = children
         return copied
-
-
-def _check_convertible(module: nn.Module) -> None:
-    """Refuses BatchNorm layers inside modules that take turns: their parameters are stored already, so that a layer
-    replaced now would not run.
-    """
-    for name, taker in module.named_modules():
-        if not takers_in([taker]) or takers_in(taker.children()):
-            continue
-        for inner, layer in taker.named_modules():
-            if isinstance(layer, BatchNorm) and not isinstance(layer, DeferredBatchNorm) and layer.track_running_stats:
-                raise ValueError(
-                    f"expected layers to convert before they are offloaded, got {f'{name}.{inner}'.lstrip('.')} inside "
-                    f"{type(taker).__name__}; offload the result of "
-                    f"DeferredBatchNorm.convert_deferred_batch_norm(layers)"
-                )

@@ -60,41 +60,35 @@ def step_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """A context for any number of backwards, in which gradients start from None; at its end they are added to those
     from before.
     """
-    before: list[tuple[Any, Tensor | None]] = []
-    hidden: list[tuple[nn.Parameter, HiddenHooks]] = []
+    before: list[tuple[Any, Tensor | None]] = [(parameter, parameter.grad) for parameter in parameters]
+    hidden = [
+        (parameter, HiddenHooks(parameter))
+        for parameter, _ in before
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    ]
     try:
         try:
-            for parameter in parameters:
-                before.append((parameter, parameter.grad))
-                if parameter.grad is not None:
-                    parameter.grad = None
-                if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined, unused-ignore]
-                    hidden.append((parameter, HiddenHooks(parameter)))
-                    hidden[-1][1].hide()
+            for parameter, _ in before:
+                parameter.grad = None
+            for _, hooks in hidden:
+                hooks.hide()
             yield
         finally:
             for _, hooks in hidden:
                 hooks.restore()
-        for leaf, hooks in hidden:
-            if leaf.grad is not None:
-                with torch.no_grad():
-                    leaf.grad = hooks.changed(leaf.grad)
+        hidden = [(parameter, hooks) for parameter, hooks in hidden if parameter.grad is not None]
+        with torch.no_grad():
+            for parameter, hooks in hidden:
+                parameter.grad = hooks.changed(parameter.grad)
     except BaseException:
         for parameter, gradient in before:
             parameter.grad = gradient
         raise
-    ended = [hooks for parameter, hooks in hidden if parameter.grad is not None]
-    sums: list[Tensor] = []
-    added: list[Tensor] = []
+    both = [(gradient, p.grad) for p, gradient in before if gradient is not None and p.grad is not None]
     for parameter, gradient in before:
-        if gradient is not None:
-            if parameter.grad is not None:
-                sums.append(gradient)
-                added.append(parameter.grad)
-            parameter.grad = gradient
-    if sums or ended:
-        with torch.no_grad():
-            if sums:
-                add_all(sums, added)
-            for hooks in ended:
-                hooks.run_after_accumulation()
+        parameter.grad = parameter.grad if gradient is None else gradient
+    with torch.no_grad():
+        if both:
+            add_all([gradient for gradient, _ in both], [added for _, added in both])
+        for _, hooks in hidden:
+            hooks.run_after_accumulation()

@@ -19,11 +19,10 @@ Invariant: the weighted losses of micro-batches add up to the loss of the batch,
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,14 +36,8 @@ LossFn = Callable[[Any, Any], Any]
 #: Losses of torch whose divisor depends on the targets.
 _BY_TARGETS = nn.CrossEntropyLoss.forward, nn.NLLLoss.forward, F.cross_entropy, F.nll_loss
 _OF_TORCH = nn.MSELoss.forward.__module__, F.mse_loss.__module__
-
-
-def _divisor_of(function: Any, options: Mapping[str, Any]) -> str | None:
-    """Whether the divisor of a loss of torch depends on its ``"targets"`` or ``"rows"``; None if that is not known."""
-    if function in _BY_TARGETS:
-        return "targets"
-    of_torch = getattr(function, "__module__", None) in _OF_TORCH and not hasattr(function, "__wrapped__")
-    return "rows" if of_torch and "ignore_index" not in options else None
+#: Options of losses that are not torch's, whose mean may not be that over all rows.
+_LEAVE_OUT_ROWS = "ignore_index", "padding_idx", "pad_token_id", "weight", "mask"
 
 
 class UndeclaredReductionError(ValueError):
@@ -89,19 +82,6 @@ class MicroLoss:
         return loss if self.weight in (None, 1.0) else loss * self.weight, count
 
 
-@dataclass(frozen=True)
-class _Declared:
-    """The reduction that a loss declares."""
-
-    reduction: str | None = None
-    divisor: str | None = None
-    """``"targets"``, ``"rows"``, or None for a loss that is not one of torch's."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Attributes, or keyword arguments."""
-    summed: Callable[[], LossFn] | None = None
-    """Makes the same loss, summed."""
-
-
 def micro_losses(
     loss_fn: LossFn, reduction: str | None, targets: Sequence[Any], rows: Sequence[int]
 ) -> list[MicroLoss]:
@@ -116,23 +96,38 @@ def micro_losses(
     """
     if reduction is None and len(rows) == 1:
         return [MicroLoss(loss_fn, None, alone=True)]  # whatever it divides by, its loss is that of the batch
-    declared = _declared(loss_fn)
-    found = declared.reduction
-    if reduction is not None and declared.divisor is not None and _kind(found) != _kind(reduction):
+    declared, divided_by, options = _declared(loss_fn)
+    kind = _kind(declared if reduction is None else reduction)
+    if divided_by is not None and _kind(declared) != kind:
         raise ValueError(
-            f"expected reduction={_kind(found)!r} as the loss itself declares, got reduction={reduction!r}; leave out "
-            f"the argument, or change the loss"
+            f"expected reduction={_kind(declared)!r} as the loss itself declares, got reduction={reduction!r}; leave "
+            f"out the argument, or change the loss"
         )
-    kind = _kind(found if reduction is None else reduction)
-    if found is None and reduction is None:
+    if kind is None:
         return [MicroLoss(loss_fn, None) for _ in rows]
     if kind == "sum" or len(rows) == 1:
         return [MicroLoss(loss_fn, 1.0) for _ in rows]
-    if declared.divisor == "targets":
-        return _weighted_by_targets(loss_fn, declared, targets, rows)
-    if reduction is None and declared.divisor is None:
-        _check_mean(declared)
-    return _weighted_by_rows(loss_fn, rows)
+    suspects = [name for name in _LEAVE_OUT_ROWS if options.get(name) is not None]
+    if reduction is None and divided_by is None and suspects:
+        raise UndeclaredReductionError(
+            f"expected a loss that says what it divides by, got one of reduction='mean' with {', '.join(suspects)}; "
+            f"pass reduction='mean' if it is the mean over all rows, reduction='sum' with a sum, or return "
+            f"(sum, count)"
+        )
+    divisors: Sequence[float] = rows
+    # Class probabilities are no indices: the mean is over rows.
+    if divided_by == "targets" and all(isinstance(x, Tensor) and not x.is_floating_point() for x in targets):
+        weight, ignored = options.get("weight"), options.get("ignore_index", -100)
+        divisors = torch.stack([_divisor(target, weight, ignored) for target in targets]).tolist()
+        if not any(divisors):
+            divisors = rows  # all targets are ignored: the loss is NaN, as for the whole batch
+    total = sum(divisors) or 1
+    return [MicroLoss(loss_fn if d else _nothing, d / total) for d in divisors]
+
+
+def _nothing(output: Tensor, target: Any) -> Tensor:
+    """The loss of a micro-batch without a target: 0, where the mean is NaN."""
+    return output.flatten()[:0].sum()
 
 
 def _sum_and_count(total: Any, count: Any) -> tuple[Tensor, Tensor | float]:
@@ -161,27 +156,6 @@ def _kind(reduction: str | None) -> str | None:
     return kind
 
 
-def _weighted_by_rows(loss_fn: LossFn, rows: Sequence[int]) -> list[MicroLoss]:
-    total = max(sum(rows), 1)
-    return [MicroLoss(loss_fn, count / total) for count in rows]
-
-
-def _weighted_by_targets(
-    loss_fn: LossFn, declared: _Declared, targets: Sequence[Any], rows: Sequence[int]
-) -> list[MicroLoss]:
-    if not all(isinstance(target, Tensor) and not target.is_floating_point() for target in targets):
-        return _weighted_by_rows(loss_fn, rows)  # class probabilities: the mean is over rows
-    options = declared.options
-    weight, ignored = options.get("weight"), options.get("ignore_index", -100)
-    divisors = torch.stack([_divisor(target, weight, ignored) for target in targets]).tolist()
-    total = sum(divisors)
-    if total == 0:
-        # All targets are ignored: the loss is NaN, as for the whole batch.
-        return _weighted_by_rows(loss_fn, rows)
-    assert declared.summed is not None
-    return [MicroLoss(loss_fn, d / total) if d else MicroLoss(declared.summed(), 1.0) for d in divisors]
-
-
 def _divisor(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
     """The divisor of the mean over ``target`` (class indices of any shape)."""
     kept = target != ignored
@@ -191,26 +165,25 @@ def _divisor(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
     return (weights[target.masked_fill(~kept, 0).long()] * kept).sum()
 
 
-def _declared(loss_fn: Any) -> _Declared:
-    loss_fn = _unwrapped(loss_fn)
-    if isinstance(loss_fn, nn.Module):
-        forward = None if "forward" in vars(loss_fn) else type(loss_fn).forward
-        own: Mapping[str, Any] = {**vars(loss_fn), **loss_fn._buffers, **loss_fn._parameters}
-        summed = functools.partial(_summing, loss_fn)
-        return _Declared(_named(getattr(loss_fn, "reduction", None)), _divisor_of(forward, own), own, summed)
-    keywords: Mapping[str, Any] = {}
-    function = loss_fn
+def _declared(loss_fn: Any) -> tuple[str | None, str | None, Mapping[str, Any]]:
+    """The reduction that a loss declares; whether the divisor of a loss of torch depends on its ``"targets"`` or
+    ``"rows"``, or None if that is not known; its attributes or keyword arguments.
+    """
+    loss_fn, keywords = _unwrapped(loss_fn), dict[str, Any]()
     if isinstance(loss_fn, functools.partial):
-        keywords, function = loss_fn.keywords, _unwrapped(loss_fn.func)
-        if loss_fn.args or isinstance(function, nn.Module) or {"size_average", "reduce"} & keywords.keys():
-            return _Declared()
-    options = {**_defaults(function), **keywords}
-    return _Declared(
-        _named(options.get("reduction", getattr(function, "reduction", None))),
-        _divisor_of(function, options),
-        options,
-        lambda: functools.partial(function, **{**keywords, "reduction": "sum"}),
-    )
+        keywords, given = loss_fn.keywords, loss_fn.args
+        loss_fn = _unwrapped(loss_fn.func)
+        if given or isinstance(loss_fn, nn.Module) or {"size_average", "reduce"} & keywords.keys():
+            return None, None, {}
+    if isinstance(loss_fn, nn.Module):
+        function = None if "forward" in vars(loss_fn) else type(loss_fn).forward
+        options = {**vars(loss_fn), **loss_fn._buffers, **loss_fn._parameters}
+    else:
+        function, options = loss_fn, {**_defaults(loss_fn), **keywords}
+    reduction = options.get("reduction", getattr(loss_fn, "reduction", None))
+    of_torch = getattr(function, "__module__", None) in _OF_TORCH and not hasattr(function, "__wrapped__")
+    by = "targets" if function in _BY_TARGETS else "rows" if of_torch and "ignore_index" not in options else None
+    return reduction if isinstance(reduction, str) else None, by, options
 
 
 def _unwrapped(loss_fn: Any) -> Any:
@@ -227,32 +200,9 @@ def _unwrapped(loss_fn: Any) -> Any:
         loss_fn = inner
 
 
-def _named(reduction: Any) -> str | None:
-    return reduction if isinstance(reduction, str) else None
-
-
-def _summing(module: nn.Module) -> LossFn:
-    summing = copy.copy(module)
-    summing.__dict__["reduction"] = "sum"
-    return summing
-
-
 def _defaults(function: Any) -> dict[str, Any]:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return {}
     return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
-def _check_mean(declared: _Declared) -> None:
-    """Refuses a loss that is not torch's, declares a mean, and has options that ignore or weight some rows."""
-    options = declared.options
-    names = "ignore_index", "padding_idx", "pad_token_id", "weight", "mask"
-    suspects = [name for name in names if options.get(name) is not None]
-    if suspects:
-        raise UndeclaredReductionError(
-            f"expected a loss that says what it divides by, got one of reduction='mean' with {', '.join(suspects)}; "
-            f"pass reduction='mean' if it is the mean over all rows, reduction='sum' with a sum, or return "
-            f"(sum, count)"
-        )

@@ -9,7 +9,6 @@ names in ``state_dict()`` are those of the bare module.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -41,12 +40,11 @@ from pipe.refusals import (
     check_reduced,
     check_rows_first,
     check_updates,
-    explain_arguments,
     restored_on,
 )
-from pipe.schedule import Schedule, StageAction, fill_drain, one_forward_one_backward
+from pipe.schedule import Clocks, StageAction, fill_drain, one_forward_one_backward
 from pipe.skip.skippable import verify_skippables
-from pipe.stage import Stage
+from pipe.stage import Values
 from pipe.step import PipelineStep, moved, split_target, step_of_one_cell
 from pipe.stream import AbstractStream, new_stream, use_device
 from pipe.torch_private.tracing import breaks_compiled_graphs
@@ -55,10 +53,7 @@ from pipe.turn import TakesTurns, frozen_weights, share_places, takers_in
 __all__ = ["BalanceError", "Pipe"]
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
-SCHEDULES: dict[str, Callable[[int, int, Sequence[Hashable]], Schedule]] = {
-    "1f1b": one_forward_one_backward,
-    "fill_drain": fill_drain,
-}
+SCHEDULES: dict[str, Callable[[int, int, bool], Clocks]] = {"1f1b": one_forward_one_backward, "fill_drain": fill_drain}
 
 
 class Pipe(nn.Module):
@@ -131,8 +126,10 @@ class Pipe(nn.Module):
         # The children of the module become those of the Pipe, so that names in the state_dict stay the same.
         self._modules = dict(module._modules)
         self.training = module.training
+        self._wrapped: dict[str, Any] = dict(module._modules)
         self._stages = stages_of(partitions_of(module, self.balance), self.devices)
-        self._places = [j % len(found) for j in range(len(self.balance))]
+        self._places = len(found)
+        self._turns = self._places if self._places < len(self.balance) else 0
         self._takers: list[TakesTurns] | None = None
         self._ensure_turns()
         self._draws = SharedDraws()
@@ -240,52 +237,42 @@ class Pipe(nn.Module):
         if not self._stages:
             return input
         batches = self._micro_batches(input)
-        takers = self._ensure_turns()
-        if len(batches) > 1:
+        count, takers = len(batches), self._ensure_turns()
+        if count > 1:
             check_rows_first(self[0], input)
             if torch.is_grad_enabled():
                 check_updates(takers)
         record = self._record if self._recorders else None
-        checkpoint_stop = self._checkpoint_stop(len(batches))
-        if len(batches) == len(self._stages) == 1 and record is None and not (checkpoint_stop or takers):
-            return self._run_alone(lambda stage: stage((batches[0], ()))[0])
-        with self._mini_batch("forward", len(batches), takers) as in_order:
+        checkpoint_stop = self._checkpoint_stop(count)
+        if count == len(self._stages) == 1 and record is None and not (checkpoint_stop or takers):
+            with mini_batch(1), use_device(self.devices[0]):
+                return self._stages[0](batches)[0]
+        values: list[Values] = [{None: batch} for batch in batches]
+        del batches
+        with self._mini_batch("forward", count, takers) as in_order:
             Pipeline(
-                batches,
+                values,
                 self._stages,
                 self._ensure_copy_streams(),
-                places=self._places,
+                turns=self._turns,
                 checkpoint_stop=checkpoint_stop,
                 in_order=in_order,
                 record=record,
             ).run()
-        if len(batches) == 1:
-            return batches[0]
-        rows = microbatch.rows_of_micro_batches(input, len(batches))
-        return microbatch.gather_nested(batches, microbatch.RowsOfOutputs(self, rows, self._selected))
-
-    def _run_alone(self, run: Callable[[Stage], Any]) -> Any:
-        """Runs the only micro-batch on the only stage, which does not take turns."""
-        try:
-            with mini_batch(1), use_device(self.devices[0]):
-                return run(self._stages[0])
-        except TypeError as error:
-            explain_arguments(self, error)
-            raise
+        outputs = [value[None] for value in values]
+        if count == 1:
+            return outputs[0]
+        rows = microbatch.rows_of_micro_batches(input, count)
+        return microbatch.gather_nested(outputs, microbatch.RowsOfOutputs(self, rows, self._selected))
 
     @contextlib.contextmanager
     def _mini_batch(self, kind: str, count: int, takers: Sequence[TakesTurns]) -> Iterator[bool]:
         """A context for one mini-batch of ``count`` micro-batches; yields whether the cells of a clock run in order."""
-        try:
-            with mini_batch(count):
-                modes = [layer.training for layer in self._modules.values() if layer is not None]
-                # On these it depends whether layers draw random numbers.
-                on = kind, torch.is_grad_enabled(), self.training, *modes
-                with frozen_weights(takers), self._draws.ordered(on, self._stages) as in_order:
-                    yield in_order
-        except TypeError as error:
-            explain_arguments(self, error)
-            raise
+        modes = [layer.training for layer in self._modules.values() if layer is not None]
+        # On these it depends whether layers draw random numbers.
+        on = kind, torch.is_grad_enabled(), self.training, *modes
+        with mini_batch(count), frozen_weights(takers), self._draws.ordered(on, self._stages) as in_order:
+            yield in_order
 
     @breaks_compiled_graphs
     @restores_thread_state
@@ -295,7 +282,7 @@ class Pipe(nn.Module):
         target: Any,
         loss_fn: LossFn,
         *,
-        schedule: str | Schedule = "1f1b",
+        schedule: str = "1f1b",
         reduction: str | None = None,
     ) -> Tensor:
         """Forward and backward of a mini-batch in the order of a schedule; gradients are added to ``.grad``.
@@ -307,8 +294,8 @@ class Pipe(nn.Module):
                 that; if they are in host memory, it does not.
             loss_fn: ``loss_fn(output, target)`` of a micro-batch: a tensor of one element, or ``(sum, count)``, where
                 the loss of the mini-batch is the sum of the sums over the sum of the counts. The counts are known after
-                the last forward, so that such a loss runs all forwards of a schedule before its backwards.
-            schedule: ``"1f1b"``, ``"fill_drain"``, or a :class:`~pipe.schedule.Schedule` for as many micro-batches.
+                the last forward, so that the schedule of such a loss is fill-drain.
+            schedule: ``"1f1b"`` or ``"fill_drain"`` (:mod:`pipe.schedule`).
             reduction: whether the loss is the ``"mean"`` or the ``"sum"`` over rows, if the loss does not declare it:
                 losses of torch do, class weights and ``ignore_index`` included, and so do a ``functools.partial`` with
                 ``reduction=`` and a module with an attribute ``reduction``. See :mod:`pipe.loss`.
@@ -339,21 +326,20 @@ class Pipe(nn.Module):
         # Counted where the user has them.
         counted = targets if there is target else split_target(target, rows)
         losses = micro_losses(loss_fn, reduction, counted, rows)
-        plan = self._schedule(schedule, len(rows))
-        if losses[0].weight is None:
-            plan = plan.forward_first  # what it divides by may be known after the last forward only
+        if schedule not in SCHEDULES:
+            raise ValueError(f"expected a schedule among {sorted(SCHEDULES)}, got {schedule!r}")
+        # What a (sum, count) divides by is known after the last forward.
+        make = fill_drain if losses[0].weight is None else SCHEDULES[schedule]
         takers = self._ensure_turns()
         parameters = parameters_of(self, without=takers)
         if len(rows) == len(self._stages) == 1 and not takers:
-            cell = inputs[0], targets[0], losses[0], self._record
-            with step_gradients(parameters):
-                return self._run_alone(lambda stage: step_of_one_cell(stage, *cell))  # type: ignore[no-any-return]
+            with step_gradients(parameters), mini_batch(1), use_device(self.devices[0]):
+                return step_of_one_cell(self._stages[0], inputs[0], targets[0], losses[0], self._record)
         if len(rows) > 1:
             check_rows_first(self[0], input)
             check_updates(takers)
             check_optimizers(parameters)
-        kind_of_loss: Any = type(loss_fn)
-        code: Hashable = getattr(loss_fn, "__code__", kind_of_loss)
+        code: Any = getattr(loss_fn, "__code__", None) or type(loss_fn)
         tried = losses[0].weight is not None or len(rows) == 1 or code in self._counting
         with (
             contextlib.nullcontext() if tried else restored_on(UndeclaredReductionError, self, self.devices),
@@ -362,15 +348,16 @@ class Pipe(nn.Module):
         ):
             loss = PipelineStep(
                 self._stages,
-                plan,
+                make(len(rows), len(self._stages), self._turns > 0),
                 inputs,
                 targets,
                 losses,
+                turns=self._turns,
                 checkpoint_stop=self._checkpoint_stop(len(rows)),
                 in_order=in_order,
                 record=self._record,
             ).run()
-        if losses[0].weight is None and len(rows) > 1:
+        if not tried:
             self._counting.add(code)
         return loss
 
@@ -398,9 +385,9 @@ class Pipe(nn.Module):
 
     def _follow(self) -> None:
         """Updates the stages with layers that were replaced."""
-        stages = updated_stages(self._stages, self._modules)
+        stages = updated_stages(self._stages, self._wrapped, self._modules)
         if stages is not None:
-            self._stages = stages
+            self._stages, self._wrapped = stages, dict(self._modules)
             self._draws = SharedDraws()
         for stage in self._stages:
             stage.follow()
@@ -410,27 +397,6 @@ class Pipe(nn.Module):
             return 0
         # Relative to the actual number of micro-batches, which may be less than chunks.
         return {"always": count, "except_last": count - 1, "never": 0}[self.checkpoint]
-
-    def _schedule(self, schedule: str | Schedule, count: int) -> Schedule:
-        stages = len(self._stages)
-        if not isinstance(schedule, Schedule):
-            if schedule not in SCHEDULES:
-                raise ValueError(f"expected a schedule among {sorted(SCHEDULES)}, got {schedule!r}")
-            return _made(schedule, count, stages, tuple(self._places))
-        schedule.validate()
-        if (schedule.stages, schedule.micro_batches) != (stages, count):
-            raise ValueError(
-                f"expected a schedule of {stages} stages and {count} micro-batches, got one of "
-                f"{schedule.stages} and {schedule.micro_batches}"
-            )
-        for line in range(len(schedule.orders)):
-            on_line = {str(self.devices[j]) for j, other in enumerate(schedule.lines_of_stages) if other == line}
-            if len(on_line) > 1:
-                raise ValueError(
-                    f"expected stages on one line of the schedule to share a device, got {sorted(on_line)} on line "
-                    f"{line}; give each device a line\n{schedule.lines()}"
-                )
-        return schedule
 
     def _ensure_turns(self) -> list[TakesTurns]:
         # None in a copy of the Pipe, whose modules are other ones.
@@ -446,11 +412,6 @@ class Pipe(nn.Module):
         for device, streams in zip(self.devices, self._copy_streams, strict=True):
             streams += [new_stream(device) for _ in range(self.chunks - len(streams))]
         return self._copy_streams
-
-
-@functools.lru_cache(maxsize=64)
-def _made(schedule: str, count: int, stages: int, places: tuple[Hashable, ...]) -> Schedule:
-    return SCHEDULES[schedule](count, stages, places)
 
 
 def _denied(call: str) -> TypeError:

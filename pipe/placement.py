@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import copy
 import re
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from pipe.balance.blockpartition import solve
 from pipe.skip.layout import skip_routes
@@ -55,22 +54,16 @@ def balance_of(module: nn.Sequential, balance: Sequence[int] | None, devices: in
     if balance is None:
         if not len(module):
             return []
-        if any(map(is_lazy, module.parameters())):
-            raise BalanceError(
-                "expected layers of known shapes to balance, got some that find theirs in their first forward "
-                "(nn.LazyLinear and its like); pass balance=[...], or run the bare module on one row first"
-            )
         costs = [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in module]
         return [len(block) for block in solve(costs, max(1, min(devices, len(module))))]
-    given = list(balance)
-    if len(module) != sum(given):
+    if len(module) != sum(balance):
         raise BalanceError(
-            f"module and sum of balance have different length (module: {len(module)}, sum of balance: {sum(given)}); "
+            f"module and sum of balance have different length (module: {len(module)}, sum of balance: {sum(balance)}); "
             f"use pipe.balance to compute one"
         )
-    if any(layers <= 0 for layers in given):
-        raise BalanceError(f"all balance numbers must be positive integer (balance: {given}); use pipe.balance")
-    return given
+    if any(layers <= 0 for layers in balance):
+        raise BalanceError(f"all balance numbers must be positive integer (balance: {balance}); use pipe.balance")
+    return list(balance)
 
 
 def assigned_devices(
@@ -90,15 +83,12 @@ def assigned_devices(
 
 def partitions_of(module: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]:
     """The layers of each stage."""
-    layers = list(module._modules.items())
-    partitions: list[nn.Sequential] = []
-    begin = 0
+    layers, partitions = list(module._modules.items()), []
     for size in balance:
         partition = nn.Sequential()
-        partition._modules = dict(layers[begin : begin + size])
+        partition._modules, layers = dict(layers[:size]), layers[size:]
         partition.training = module.training
         partitions.append(partition)
-        begin += size
     return partitions
 
 
@@ -118,43 +108,39 @@ def stages_of(partitions: Sequence[nn.Sequential], devices: Sequence[torch.devic
         for layer in partition:
             if not takers_in([layer]):
                 layer.to(device)
-    return [Stage(p, d, j, routes) for j, (p, d) in enumerate(zip(partitions, devices, strict=True))]
+    stages = zip(partitions, devices, strict=True)
+    return [Stage(layers, device, j, len(partitions), routes) for j, (layers, device) in enumerate(stages)]
 
 
-def updated_stages(stages: Sequence[Stage], layers: Mapping[str, nn.Module | None]) -> list[Stage] | None:
-    """New stages for a Pipe whose ``layers`` were replaced, or None if no layer was.
+def updated_stages(
+    stages: Sequence[Stage], wrapped: Mapping[str, Any], layers: Mapping[str, nn.Module | None]
+) -> list[Stage] | None:
+    """New stages for a Pipe whose ``layers`` are no longer those that were ``wrapped``; None if they are.
 
     Refuses layers that were added, removed, renamed or moved, that take turns, or that were replaced in a partition.
     """
-    now: list[tuple[str, Any]] = list(layers.items())
-    wrapped = [item for stage in stages for item in stage.wrapped]
-    partitioned = [item for stage in stages for item in stage.layers._modules.items()]
-    if partitioned != wrapped:  # a module is equal to itself alone
+    if [item for stage in stages for item in stage.layers._modules.items()] != [*wrapped.items()]:
         raise RuntimeError(
             "expected layers to be replaced in the Pipe, got one replaced in its partitions, which parameters() does "
             "not read; use setattr(pipe, name, layer)"
         )
-    if now == wrapped:
+    if layers == wrapped and [*layers] == [*wrapped]:  # a module is equal to itself alone
         return None
-    if list(layers) != [name for name, _ in wrapped] or None in layers.values():
+    present = {name: layer for name, layer in layers.items() if layer is not None}
+    if [*present] != [*wrapped]:
         raise RuntimeError(
-            f"expected the layers that were wrapped, {[name for name, _ in wrapped]}, got "
-            f"{[name for name, layer in layers.items() if layer is not None]}; a layer can be replaced, but to add, "
-            f"remove or move layers, make a new Pipe"
+            f"expected the layers that were wrapped, {[*wrapped]}, got {[*present]}; a layer can be replaced, but to "
+            f"add, remove or move layers, make a new Pipe"
         )
-    present = {name: layer for name, layer in now if layer is not None}
-    for name, before in wrapped:
-        if present[name] is not before and takers_in([before, present[name]]):
-            raise RuntimeError(
-                f"expected layers that take turns not to be replaced after wrapping, got another object as "
-                f"{name!r}; make a new Pipe"
-            )
+    changed = [name for name in present if present[name] is not wrapped[name]]
+    if takers_in(those[name] for name in changed for those in (wrapped, present)):
+        raise RuntimeError("expected layers that take turns not to be replaced after wrapping; make a new Pipe")
     verify_skippables(nn.Sequential(OrderedDict(present)))
     partitions = []
     for stage in stages:
         # A shallow copy: later recomputations of an earlier forward run the layers of that forward.
         partition = copy.copy(stage.layers)
-        partition._modules = {name: present[name] for name, _ in stage.wrapped}
+        partition._modules = {name: present[name] for name in stage.layers._modules}
         partitions.append(partition)
     return stages_of(partitions, [stage.device for stage in stages])
 
@@ -168,14 +154,14 @@ def without_partitions(state_dict: dict[str, Any], prefix: str, layers: Containe
     Returns:
         The keys that cannot be renamed because several would get one name; nothing is renamed then.
     """
-    if "partitions" in layers:
-        return []
     old = re.compile(re.escape(prefix) + r"partitions\.\d+\.(?P<name>(?P<layer>[^.]+)\..+)")
-    found = ((key, old.fullmatch(key)) for key in state_dict)
-    names = {key: prefix + match["name"] for key, match in found if match and match["layer"] in layers}
-    twice = {name for name, count in Counter([*state_dict, *names.values()]).items() if count > 1}
-    if twice:
-        return sorted(key for key, name in names.items() if name in twice)
-    for key, name in names.items():
-        state_dict[name] = state_dict.pop(key)
-    return []
+    keys: dict[str, list[str]] = {}
+    for key in state_dict:
+        match = None if "partitions" in layers else old.fullmatch(key)
+        name = prefix + match["name"] if match and match["layer"] in layers else key
+        keys.setdefault(name, []).append(key)
+    twice = sorted(key for those in keys.values() if len(those) > 1 for key in those)
+    if not twice:
+        for name, (key,) in keys.items():
+            state_dict[name] = state_dict.pop(key)
+    return twice

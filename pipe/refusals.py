@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakSet
 
@@ -26,7 +25,6 @@ __all__ = [
     "check_reduced",
     "check_rows_first",
     "check_updates",
-    "explain_arguments",
     "refuse_holders",
     "restored_on",
 ]
@@ -76,22 +74,6 @@ def check_rows_first(first: nn.Module, input: Any) -> None:
         )
 
 
-def explain_arguments(layers: nn.Module, error: TypeError) -> None:
-    """Explains the ``TypeError`` of a layer that does not take exactly one argument."""
-    for name, layer in layers.named_children():
-        signature = None
-        try:
-            signature = inspect.signature(layer.forward)
-            signature.bind(None)
-        except (TypeError, ValueError):
-            if signature is None:  # a scripted layer
-                continue
-            raise TypeError(
-                f"expected layers that take one argument, got layer {name!r} ({type(layer).__name__}), whose "
-                f"forward takes {signature}; take a tuple and unpack it: def forward(self, inputs): a, b = inputs"
-            ) from error
-
-
 def check_reduced(module: nn.Module) -> None:
     """Refuses ``train_step`` under DistributedDataParallel: it bypasses DDP's forward, so no gradient is reduced."""
     for wrapper in _wrappers if _wrappers else ():
@@ -124,11 +106,10 @@ def check_optimizers(parameters: Iterable[nn.Parameter]) -> None:
         )
 
 
-def refuse_holders(stage: int, value: Any, stashed: Sequence[Any], *, checkpointed: bool, copied: bool) -> None:
-    """Refuses objects with tensors in the output of a stage where these would be neither recomputed nor copied."""
-    for output in (value, *stashed):
-        if (checkpointed or copied) and not isinstance(output, Tensor):
-            refuse_holder(f"the output of stage {stage}", holder_in(output, needs_grad=not copied))
+def refuse_holders(stage: int, output: Any, *, checkpointed: bool, copied: bool) -> None:
+    """Refuses an object with tensors in an output of a stage where these would be neither recomputed nor copied."""
+    if checkpointed or copied:
+        refuse_holder(f"the output of stage {stage}", holder_in(output, needs_grad=not copied))
 
 
 @contextlib.contextmanager

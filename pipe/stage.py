@@ -18,10 +18,13 @@ from torch import Tensor, nn
 from pipe.nested import map_tensors
 from pipe.skip.layout import Route
 from pipe.skip.namespace import Key
-from pipe.skip.tracker import SkipTracker, exchange_tracker
+from pipe.skip.tracker import SkipTracker, use_skip_tracker
 from pipe.turn import takers_in
 
-__all__ = ["Stage", "writes_input"]
+__all__ = ["Stage", "Values", "writes_input"]
+
+Values = dict[Key | None, Any]
+"""The value (under None) and the skip tensors of a micro-batch that are on their way to a later stage."""
 
 
 def writes_input(layers: nn.Module) -> bool:
@@ -43,45 +46,40 @@ def writes_input(layers: nn.Module) -> bool:
 
 
 class Stage:
-    """Layers on a device: stage number ``index`` of a pipe with the skip connections ``routes``."""
+    """Layers on a device: stage number ``index`` of ``count``, with the skip connections ``routes``.
 
-    def __init__(self, layers: nn.Sequential, device: torch.device, index: int, routes: Sequence[Route]) -> None:
+    Its first input and output is the value that is passed from stage to stage; the others are skip tensors.
+    """
+
+    def __init__(
+        self, layers: nn.Sequential, device: torch.device, index: int, count: int, routes: Sequence[Route]
+    ) -> None:
         self.layers = layers
-        #: The layers as they were wrapped.
-        self.wrapped = [(name, layer) for name, layer in layers._modules.items() if layer is not None]
         self.device = device
-        self.index = index
-        self.arriving = sorted((r for r in routes if r.popped_at == index), key=lambda r: r.stashed_at)
-        self.leaving = [r for r in routes if r.stashed_at == index]
-        self._entering: tuple[Key, ...] = tuple(route.key for route in self.arriving)
-        self._copies_input = writes_input(layers)
+        popped = sorted((r for r in routes if r.popped_at == index), key=lambda r: r.stashed_at)
+        stashed = [r for r in routes if r.stashed_at == index]
+        self.arriving = [Route(None, max(index - 1, 0), index), *popped]
+        self.leaving = [Route(None, index, min(index + 1, count - 1)), *stashed]
+        self._popped, self._stashed = [route.key for route in popped], [route.key for route in stashed]
         self._takers = takers_in(layers)
+        self.follow()
 
     def follow(self) -> None:
-        """Checks again whether the layers write in place. To be called before each mini-batch."""
+        """Checks whether the layers write in place. To be called before each mini-batch."""
         self._copies_input = writes_input(self.layers)
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether any module of the stage takes turns."""
-        return bool(self._takers)
 
     def prefetch(self, *, backward: bool = False) -> None:
         """Calls ``prefetch`` of the modules that take turns: the next turn on the device is that of this stage."""
         for taker in self._takers:
             taker.prefetch(backward=backward)
 
-    def __call__(self, input: tuple[Any, Sequence[Any]]) -> tuple[Any, list[Any]]:
-        """Runs the layers on a value and the skip tensors of ``arriving``; returns a value and those of ``leaving``."""
-        value, popped = input
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        """Runs the layers on what arrives, in the order of ``arriving``; returns what leaves."""
+        value, *popped = inputs
         if self._copies_input:
             # An in-place operation on a micro-batch would write into the storage of the mini-batch, and on a saved
             # boundary it would change the input of the recomputation.
             value = map_tensors(Tensor.clone, value)
-        tracker = SkipTracker(zip(self._entering, popped, strict=True))
-        before = exchange_tracker(tracker)
-        try:
+        with use_skip_tracker(SkipTracker(zip(self._popped, popped, strict=True))) as tracker:
             value = self.layers(value)
-        finally:
-            exchange_tracker(before)
-        return value, [tracker.load(route.key) for route in self.leaving]
+        return [value, *(tracker.load(key) for key in self._stashed)]

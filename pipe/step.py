@@ -16,9 +16,9 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,42 +27,17 @@ from torch import Tensor
 from pipe.checkpoint import Checkpointing
 from pipe.loss import MicroLoss
 from pipe.microbatch import rows_of, split_nested
-from pipe.nested import TreeSpec, flatten, tensors_in, unflatten
+from pipe.nested import map_tensors, tensors_in
 from pipe.refusals import refuse_holders
-from pipe.schedule import Schedule, StageAction
-from pipe.skip.namespace import Key
-from pipe.stage import Stage
+from pipe.schedule import Clocks, StageAction
+from pipe.stage import Stage, Values
 from pipe.stream import current_stream
 from pipe.worker import Task, task_runner
 
 __all__ = ["PipelineStep", "moved", "split_target", "step_of_one_cell"]
 
-
-@dataclass
-class _Cell:
-    """A cell between forward and backward."""
-
-    outputs: list[Tensor] = field(default_factory=list)
-    """The outputs that need a gradient; the loss alone, on the last stage."""
-    gradients: list[Tensor | None] = field(default_factory=list)
-    """For each output, its gradient once the consuming cell ran backward."""
-    sources: list[tuple[Tensor, _Cell, int]] = field(default_factory=list)
-    """For each input that needs a gradient: its leaf, the cell that produced it, and its index in that cell's outputs.
-    """
-
-
-@dataclass
-class _Boundary:
-    """The output of one cell that is the input of another, without its graph."""
-
-    leaves: list[Any]
-    spec: TreeSpec
-    cell: _Cell
-    index: dict[int, int]
-    """Position of a leaf -> its index in the outputs of ``cell``, for leaves that need a gradient."""
-
-
-_ONLY = StageAction("F", 0, 0), StageAction("B", 0, 0)
+#: Stands for the cell that has made the input of a micro-batch.
+_USER = -1
 
 
 def step_of_one_cell(
@@ -70,10 +45,10 @@ def step_of_one_cell(
 ) -> Tensor:
     """Runs the step of one micro-batch on one stage, as the layers would run it; returns its loss, detached."""
     with contextlib.nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
-        record(_ONLY[0])
-        total, count = loss.of(stage((input, ()))[0], target)
+        record(StageAction("F", 0, 0))
+        total, count = loss.of(stage([input])[0], target)
         total = total if count is None else (total / count).to(total.dtype)
-        record(_ONLY[1])
+        record(StageAction("B", 0, 0))
         total.backward()
     return total.detach()
 
@@ -82,7 +57,8 @@ class PipelineStep:
     """One step over all micro-batches, with input, target and loss of each.
 
     Args:
-        schedule: a valid schedule for the stages.
+        clocks: the schedule for these stages and micro-batches.
+        turns: number of places where stages take turns (:mod:`pipe.turn`); 0 if each stage has its own.
         checkpoint_stop: the micro-batches before this one are checkpointed.
         in_order: whether the cells of a clock run one after another, whatever their devices.
         record: called with each action when it begins.
@@ -91,27 +67,29 @@ class PipelineStep:
     def __init__(
         self,
         stages: Sequence[Stage],
-        schedule: Schedule,
+        clocks: Clocks,
         inputs: Sequence[Any],
         targets: Sequence[Any],
         losses: Sequence[MicroLoss],
         *,
+        turns: int = 0,
         checkpoint_stop: int = 0,
         in_order: bool = False,
         record: Callable[[StageAction], None],
     ) -> None:
         self.stages = stages
-        self.schedule = schedule
+        self.clocks = clocks
         self.targets = targets
         self.losses = losses
-        self.checkpoint_stop = checkpoint_stop
+        self.turns = turns
         self.in_order = in_order
         self.record = record
-        # The user's input counts as the output of a cell without a backward; run() passes its gradients on at the end.
-        self._origins = [_Cell() for _ in inputs]
-        self._values = dict(enumerate(map(self._detach, inputs, self._origins)))
-        self._skips: list[dict[Key, _Boundary]] = [{} for _ in inputs]
-        self._cells: dict[tuple[int, int], _Cell] = {}
+        self._checkpointed = {cell for cell in _held(clocks, turns > 0) if cell[1] < checkpoint_stop}
+        self._values: list[Values] = [{None: value} for value in inputs]
+        #: For each cell between forward and backward, the leaves that stand for inputs, with the stage that made each.
+        self._sources: dict[tuple[int, int], list[tuple[Tensor, Tensor, int]]] = {}
+        #: For each cell, its outputs that have a gradient, and the gradients.
+        self._gradients: dict[tuple[int, int], list[tuple[Tensor, Tensor | None]]] = {}
         self._losses: dict[int, Tensor] = {}
         self._counts: dict[int, Tensor | float] = {}
 
@@ -120,73 +98,61 @@ class PipelineStep:
         devices = [stage.device for stage in self.stages]
         streams = [current_stream(device) for device in devices]
         with task_runner(devices, in_order=self.in_order) as run, torch.enable_grad():
-            for actions in self.schedule.clocks():
+            for actions in self.clocks:
                 run([Task(a.stage, partial(self._act, a), streams[a.stage]) for a in actions])
         losses = [loss for _, loss in sorted(self._losses.items())]
         total = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
         if self._counts:
             total = (total / self._count()).to(total.dtype)
-        self._finish_inputs()
+        # Into the graph that produced the user's inputs, of all micro-batches together.
+        _run_backward([pair for i in range(len(losses)) for pair in self._gradients.pop((_USER, i), ())])
         return total
 
     def _act(self, action: StageAction) -> None:
         self.record(action)
-        work = self._forward if action.kind == "F" else self._backward
-        work(action.stage, action.micro_batch)
-        coming = self.schedule.coming.get(action) if self.schedule.coming else None
-        if coming is not None:
-            self.stages[coming.stage].prefetch(backward=coming.kind == "B")
+        kind, j, i = action
+        (self._forward if kind == "F" else self._backward)(j, i)
+        if not self.turns:
+            return
+        is_last = j + self.turns >= len(self.stages)  # at its place: the turn before it is the next one, in backward
+        begins = i == 0 if kind == "F" else i == len(self.losses) - 1 and not is_last
+        backward = kind == "B" or is_last
+        coming = j - self.turns if backward else j + self.turns
+        if begins and coming >= 0:
+            self.stages[coming].prefetch(backward=backward)
 
-    @staticmethod
-    def _detach(value: Any, cell: _Cell) -> _Boundary:
-        """Records which leaves of a cell's output need a gradient, and detaches them."""
-        leaves, spec = flatten(value)
-        index: dict[int, int] = {}
-        for position, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                index[position] = len(cell.outputs)
-                cell.outputs.append(leaf)
-                cell.gradients.append(None)
-                leaves[position] = leaf.detach()
-        return _Boundary(leaves, spec, cell, index)
-
-    def _receive(self, boundary: _Boundary, cell: _Cell, device: torch.device) -> Any:
+    def _receive(self, value: Any, stage: Stage, source: int, sources: list[tuple[Tensor, Tensor, int]]) -> Any:
         """The value on the device of the consuming cell, with new autograd leaves where a gradient is needed."""
-        leaves = [moved(x, device) if isinstance(x, Tensor) else x for x in boundary.leaves]
-        for position, k in boundary.index.items():
-            leaf = leaves[position].detach().requires_grad_()
-            cell.sources.append((leaf, boundary.cell, k))
-            leaves[position] = leaf
-        return unflatten(leaves, boundary.spec)
+
+        def receive(tensor: Tensor) -> Tensor:
+            if not tensor.requires_grad:
+                return moved(tensor, stage.device)
+            leaf = moved(tensor.detach(), stage.device).requires_grad_()
+            sources.append((leaf, tensor, source))
+            return leaf
+
+        return map_tensors(receive, value)
 
     def _forward(self, j: int, i: int) -> None:
-        stage = self.stages[j]
-        cell = self._cells[j, i] = _Cell()
-        value = self._receive(self._values.pop(i), cell, stage.device)
-        popped = [self._receive(self._skips[i].pop(route.key), cell, stage.device) for route in stage.arriving]
-        # A cell whose backward follows directly would be recomputed at once: checkpointing would only cost time.
-        checkpointed = i < self.checkpoint_stop and not self.schedule.follows_at_once(j, i)
-        if checkpointed:
-            # Without its Recompute half: the gradient is already computed when this cell's backward begins.
-            value, stashed = Checkpointing(stage, (value, popped), module=stage.layers).checkpoint()
-        else:
-            value, stashed = stage((value, popped))
-        coming = self.stages[j + 1].device if j < len(self.stages) - 1 else stage.device
-        refuse_holders(j, value, stashed, checkpointed=checkpointed, copied=coming != stage.device)
-        for route, skip in zip(stage.leaving, stashed, strict=True):
-            self._skips[i][route.key] = self._detach(skip, cell)
-        if j < len(self.stages) - 1:
-            self._values[i] = self._detach(value, cell)
-        else:
-            self._finish_output(i, value, cell)
-
-    def _finish_output(self, i: int, output: Any, cell: _Cell) -> None:
-        loss, count = self.losses[i].of(output, self.targets[i])
-        self._losses[i] = loss.detach()
-        if count is not None:
-            self._counts[i] = count
-        cell.outputs.append(loss)
-        cell.gradients.append(None)
+        stage, values = self.stages[j], self._values[i]
+        sources = self._sources[j, i] = []
+        inputs = [
+            self._receive(values.pop(route.key), stage, route.stashed_at if j else _USER, sources)
+            for route in stage.arriving
+        ]
+        checkpointed = (j, i) in self._checkpointed
+        # Without its Recompute half: the gradient is already computed when this cell's backward begins.
+        run = Checkpointing(stage, inputs, module=stage.layers).checkpoint if checkpointed else partial(stage, inputs)
+        for route, output in zip(stage.leaving, run(), strict=True):
+            copied = self.stages[route.popped_at].device != stage.device
+            refuse_holders(j, output, checkpointed=checkpointed, copied=copied)
+            values[route.key] = output
+        if j == len(self.stages) - 1:
+            loss, count = self.losses[i].of(values.pop(None), self.targets[i])
+            self._losses[i] = loss.detach()
+            if count is not None:
+                self._counts[i] = count
+            self._gradients[j, i] = [(loss, None)]
 
     def _count(self) -> Tensor:
         """The divisor of the loss of the batch."""
@@ -196,31 +162,28 @@ class PipelineStep:
         return sum(counts, torch.zeros((), device=device))
 
     def _backward(self, j: int, i: int) -> None:
-        cell = self._cells.pop((j, i))
-        last = j == len(self.stages) - 1
-        pairs = [
-            (output, gradient)
-            for k, (output, gradient) in enumerate(zip(cell.outputs, cell.gradients, strict=True))
-            if gradient is not None or (last and k == len(cell.outputs) - 1)
-        ]
-        cell.outputs, cell.gradients = [], []
-        if last and self._counts:
-            output, _ = pairs[-1]
-            pairs[-1] = output, self._count().reciprocal().to(output)
+        pairs = self._gradients.pop((j, i), [])
+        if j == len(self.stages) - 1 and self._counts:
+            loss, _ = pairs[0]
+            pairs[0] = loss, self._count().reciprocal().to(loss)
         _run_backward(pairs)
-        for leaf, source, k in cell.sources:
+        for leaf, output, source in self._sources.pop((j, i)):
             if leaf.grad is not None:
-                source.gradients[k] = leaf.grad.to(source.outputs[k].device, non_blocking=leaf.is_cuda)
+                gradient = leaf.grad.to(output.device, non_blocking=leaf.is_cuda)
+                self._gradients.setdefault((source, i), []).append((output, gradient))
 
-    def _finish_inputs(self) -> None:
-        """Runs backward from the gradients of the user's inputs into the graph that produced these inputs."""
-        pairs = [
-            (output, gradient)
-            for cell in self._origins
-            for output, gradient in zip(cell.outputs, cell.gradients, strict=True)
-            if gradient is not None
-        ]
-        _run_backward(pairs)
+
+def _held(clocks: Clocks, in_turns: bool) -> set[tuple[int, int]]:
+    """The cells whose activations are held. If the backward follows the forward, checkpointing would only cost time."""
+    cells, before = set(), dict[Hashable, StageAction]()
+    for action in chain.from_iterable(clocks):
+        place = in_turns or action.stage
+        if action.kind == "F":
+            cells.add(action[1:])
+        elif before[place] == ("F", *action[1:]):
+            cells.discard(action[1:])
+        before[place] = action
+    return cells
 
 
 def _run_backward(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:

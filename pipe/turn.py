@@ -9,14 +9,14 @@ an entry of its own has that place to itself.
 The pipe knows the order of turns and which stages share a device; the module knows how to load its weights. Any module
 with the methods of :class:`TakesTurns` can be such a stage.
 
-Invariant: the pipe changes between the modules of one place as rarely as its schedule allows (see
-:func:`pipe.schedule.fill_drain`), in forward and backward.
+Invariant: such a pipe changes from one stage to another as rarely as possible: stage after stage, each runs all
+micro-batches forward, and in reverse all of them backward.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -73,23 +73,20 @@ def takes_turns(layers: Iterable[nn.Module]) -> bool:
     return bool(takers) and all(id(p) in theirs for layer in layers for p in layer.parameters())
 
 
-def share_places(
-    stages: Sequence[Iterable[nn.Module]], devices: Sequence[torch.device], places: Sequence[Hashable]
-) -> None:
-    """Calls ``share_slots`` for each place, with the modules of all its stages."""
-    shared: dict[Hashable, list[list[TakesTurns]]] = {}
-    for j, (stage, device, place) in enumerate(zip(stages, devices, places, strict=True)):
-        takers = takers_in(stage)
-        for taker in takers:
+def share_places(stages: Sequence[Iterable[nn.Module]], devices: Sequence[torch.device], places: int) -> None:
+    """Calls ``share_slots`` for each of the ``places``, with the modules of all its stages."""
+    takers = [takers_in(stage) for stage in stages]
+    for j, (theirs, device) in enumerate(zip(takers, devices, strict=True)):
+        for taker in theirs:
             if normalize_device(taker.device) != device:
                 raise ValueError(
                     f"expected stage {j} on {device}, got one that computes on {taker.device}; make it for the device "
                     f"that the pipe assigns to it: stage j gets devices[j % len(devices)]"
                 )
-        if takers:
-            shared.setdefault(place, []).append(takers)
-    for groups in shared.values():
-        groups[0][0].share_slots(groups)
+    for place in range(places):
+        groups = [theirs for theirs in takers[place::places] if theirs]
+        if groups:
+            groups[0][0].share_slots(groups)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ import torch
 
 from pipe.recompute.thread_state import in_settings_of_this_thread
 from pipe.stream import AbstractStream, normalize_device, use_device, use_stream
-from pipe.threads import Future, Threads
+from pipe.threads import Threads
 
 __all__ = ["Task", "needs_threads", "task_runner"]
 
@@ -76,26 +76,21 @@ def task_runner(
             return task.run()
 
     def run(tasks: Sequence[Task]) -> list[Any]:
+        # Tasks of one device keep their order: beside an inline one all of them run here, after the others have begun.
         here = {names[task.stage] for task in tasks if task.inline}
-        futures: dict[int, Future[Any]] = {}
-
-        def submit(k: int, task: Task) -> None:
-            work = in_settings_of_this_thread(partial(run_on, task), kinds)
-            futures[k] = threads[names[task.stage]].submit(work)
-
-        # Threads of other devices start before inline tasks compute here; tasks of one device keep their order.
-        for k, task in enumerate(tasks):
-            if names[task.stage] not in here:
-                submit(k, task)
-        outputs: dict[int, Any] = {}
-        for k, task in enumerate(tasks):
-            if task.inline:
-                outputs[k] = run_on(task)
-            elif k not in futures:
-                submit(k, task)
-        for future in futures.values():
+        futures = [
+            None
+            if names[task.stage] in here
+            else threads[names[task.stage]].submit(in_settings_of_this_thread(partial(run_on, task), kinds))
+            for task in tasks
+        ]
+        outputs = [run_on(task) if future is None else None for task, future in zip(tasks, futures, strict=True)]
+        started = [(k, future) for k, future in enumerate(futures) if future is not None]
+        for _, future in started:
             future.wait_idle()
-        return [futures[k].wait() if k in futures else outputs[k] for k in range(len(tasks))]
+        for k, future in started:
+            outputs[k] = future.wait()
+        return outputs
 
     try:
         yield (lambda tasks: [run([task])[0] for task in tasks]) if in_order else run

@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ from pipe.torch_private.tensors import memory_of
 
 __all__ = ["profile_sizes", "profile_times"]
 
+T = TypeVar("T")
+
 
 class _CuttingTracker(SkipTracker):
     """Passes skip tensors on without their graph, and collects those stashed since the last ``take_stashed``."""
@@ -34,7 +36,7 @@ class _CuttingTracker(SkipTracker):
         super().__init__()
         self._stashed: list[Any] = []
 
-    def save(self, key: Key, tensor: Any) -> None:
+    def save(self, key: Key | None, tensor: Any) -> None:
         """Keeps the tensor itself for the backward of its layer, and a detached copy for the layer that pops it."""
         self._stashed.append(tensor)
         super().save(key, _cut(tensor))
@@ -51,27 +53,35 @@ def _cut(value: Any) -> Any:
 
 
 def _on_device(module: nn.Sequential, device: torch.device) -> Iterator[nn.Module]:
-    for name, layer in module.named_children():
-        copied = _copy_of(name, layer).to(device).train()
+    """A copy of each layer; tensors with a graph that it keeps (a weight of ``weight_norm``) have none there."""
+    for layer in module:
+        kept = [tensor for part in layer.modules() for tensor in tensors_in(list(vars(part).values()))]
+        copied = copy.deepcopy(layer, {id(t): t.detach().clone() for t in kept if not t.is_leaf}).to(device).train()
         copied.zero_grad(set_to_none=True)
         yield copied
 
 
-def _copy_of(name: str, layer: nn.Module) -> nn.Module:
-    """A copy; tensors with a graph that the layer keeps (a weight of ``weight_norm``, an attention map) have none."""
-    kept = [tensor for part in layer.modules() for tensor in tensors_in(list(vars(part).values()))]
-    try:
-        return copy.deepcopy(layer, {id(t): t.detach().clone() for t in kept if not t.is_leaf})
-    except RuntimeError as error:
-        raise ValueError(
-            f"expected layers that can be copied to be measured, got layer {name!r} ({type(layer).__name__}): {error}; "
-            f"balance before the first forward, or delete the attribute that keeps a tensor with a graph"
-        ) from error
+def _measured(
+    layers: Iterable[nn.Module],
+    sample: Any,
+    device: torch.device,
+    measure: Callable[[nn.Module, Callable[[], list[Tensor]]], T],
+) -> list[T]:
+    """What ``measure(layer, run)`` returns for each layer; ``run()`` returns the tensors that it returns or stashes."""
+    found = []
+    value = map_tensors(lambda t: t.detach().to(device).requires_grad_(t.requires_grad), sample)
+    replay = Replay.capture([device])
+    with replay.again(), torch.enable_grad(), use_skip_tracker(_CuttingTracker()) as tracker:
+        for layer in layers:
+            value = _cut(value)
 
+            def run(layer: nn.Module = layer) -> list[Tensor]:
+                nonlocal value
+                value = layer(value)
+                return tensors_in([value, tracker.take_stashed()])
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+            found.append(measure(layer, run))
+    return found
 
 
 def profile_times(module: nn.Sequential, sample: Any, timeout: float, device: torch.device) -> list[int]:
@@ -79,26 +89,24 @@ def profile_times(module: nn.Sequential, sample: Any, timeout: float, device: to
 
     There is at least one, after a warm-up round that is not counted.
     """
+
+    def seconds() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    def measure(layer: nn.Module, run: Callable[[], list[Tensor]]) -> float:
+        begun = seconds()
+        outputs = [t for t in run() if t.requires_grad]
+        if outputs:
+            torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+        return seconds() - begun
+
     layers = list(_on_device(module, device))
     rounds: list[list[float]] = []
-    replay = Replay.capture([device])
     begun = time.perf_counter()
-    with replay.again(), torch.enable_grad():
-        while len(rounds) < 2 or time.perf_counter() - begun < timeout:
-            value = map_tensors(lambda t: t.detach().to(device).requires_grad_(t.requires_grad), sample)
-            times = []
-            with use_skip_tracker(_CuttingTracker()) as tracker:
-                for layer in layers:
-                    value = _cut(value)
-                    _synchronize(device)
-                    tick = time.perf_counter()
-                    value = layer(value)
-                    outputs = [t for t in tensors_in([value, tracker.take_stashed()]) if t.requires_grad]
-                    if outputs:
-                        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
-                    _synchronize(device)
-                    times.append(time.perf_counter() - tick)
-            rounds.append(times)
+    while len(rounds) < 2 or time.perf_counter() - begun < timeout:
+        rounds.append(_measured(layers, sample, device, measure))
     return [max(1, round(1e6 * statistics.median(column))) for column in zip(*rounds[1:], strict=True)]
 
 
@@ -110,25 +118,21 @@ def profile_sizes(
     Activations are counted, not measured: the distinct storages that a forward saves for backward or returns, without
     those of parameters and buffers.
     """
-    sizes: list[int] = []
-    replay = Replay.capture([device])
-    with replay.again(), torch.enable_grad(), use_skip_tracker(_CuttingTracker()) as tracker:
-        micro_batch = split_nested(input, chunks)[0]
-        value = map_tensors(lambda t: t.detach().to(device).requires_grad_(t.requires_grad), micro_batch)
-        for layer in _on_device(module, device):
-            value = _cut(value)
-            storages: dict[int, int] = {}
 
-            def count(tensor: Tensor, storages: dict[int, int] = storages) -> Tensor:
-                storages[memory_of(tensor)] = tensor.untyped_storage().nbytes()
-                return tensor
+    def measure(layer: nn.Module, run: Callable[[], list[Tensor]]) -> int:
+        storages: dict[int, int] = {}
 
-            with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-                value = layer(value)
-            for tensor in tensors_in([value, tracker.take_stashed()]):
-                count(tensor)
-            for tensor in [*layer.parameters(), *layer.buffers()]:
-                storages.pop(memory_of(tensor), None)
-            parameters = sum(p.numel() * p.element_size() for p in layer.parameters())
-            sizes.append(int(sum(storages.values()) + parameters * param_scale))
-    return sizes
+        def count(tensor: Tensor) -> Tensor:
+            storages[memory_of(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            outputs = run()
+        for tensor in outputs:
+            count(tensor)
+        for tensor in [*layer.parameters(), *layer.buffers()]:
+            storages.pop(memory_of(tensor), None)
+        parameters = sum(p.numel() * p.element_size() for p in layer.parameters())
+        return int(sum(storages.values()) + parameters * param_scale)
+
+    return _measured(_on_device(module, device), split_nested(input, chunks)[0], device, measure)

@@ -15,9 +15,9 @@ __all__ = ["Route", "skip_routes"]
 
 @dataclass(frozen=True)
 class Route:
-    """The stages that stash and pop one skip tensor."""
+    """The stages that stash and pop one skip tensor, or that pass the value on (without a key)."""
 
-    key: Key
+    key: Key | None
     stashed_at: int
     popped_at: int
 

@@ -69,18 +69,11 @@ class Skippable(nn.Module):
     def __repr__(self) -> str:
         return f"@skippable({self.module})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The decorated class is not importable by its name, which the decorator gave to this class. So pickle stores
-        # the state of the inner layer, and its class is read from this class.
-        state = dict(self.__dict__)
-        state["_modules"] = {name: module for name, module in self._modules.items() if name != "module"}
-        return _restore, (type(self), state, self.module.__reduce_ex__(2)[2])
-
-    def stashable(self) -> Iterable[Key]:
+    def stashable(self) -> list[Key]:
         """The keys that are stashed here."""
         return [(self.namespaces.get(name), name) for name in self.stashable_names]
 
-    def poppable(self) -> Iterable[Key]:
+    def poppable(self) -> list[Key]:
         """The keys that are popped here."""
         return [(self.namespaces.get(name), name) for name in self.poppable_names]
 
@@ -152,15 +145,6 @@ class Skippable(nn.Module):
                 raise TypeError(f"expected stash(...) or pop(...) to be yielded, got {type(command).__name__}")
 
 
-def _restore(cls: type[Skippable], state: dict[str, Any], inner_state: Any) -> Skippable:
-    inner = cls.module_cls.__new__(cls.module_cls)
-    inner.__setstate__(inner_state)
-    layer = cls.__new__(cls)
-    layer.__setstate__(state)  # type: ignore[no-untyped-call]
-    layer._modules = {"module": inner, **layer._modules}
-    return layer
-
-
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[nn.Module]], type[Skippable]]:
     """Class decorator that declares the skip tensors of a layer.
 
@@ -169,19 +153,21 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         pop: names that every forward pops.
     """
 
+    stash_names, pop_names = tuple(dict.fromkeys(stash)), tuple(dict.fromkeys(pop))
+
     def decorate(module_cls: type[nn.Module]) -> type[Skippable]:
+        # The module and name from which pickle imports a class; that of the decorated one is now the decorator's.
+        named = {"__module__": module_cls.__module__, "__doc__": module_cls.__doc__}
+        qualname = module_cls.__qualname__
         attributes = {
-            "module_cls": module_cls,
-            "stashable_names": tuple(dict.fromkeys(stash_names)),
-            "poppable_names": tuple(dict.fromkeys(pop_names)),
-            # The module and name from which pickle imports the class.
-            "__module__": module_cls.__module__,
-            "__qualname__": module_cls.__qualname__,
-            "__doc__": module_cls.__doc__,
+            "module_cls": type(module_cls.__name__, (module_cls,), {**named, "__qualname__": f"{qualname}.module_cls"}),
+            "stashable_names": stash_names,
+            "poppable_names": pop_names,
+            "__qualname__": qualname,
+            **named,
         }
         return type(module_cls.__name__, (Skippable,), attributes)
 
-    stash_names, pop_names = tuple(stash), tuple(pop)
     return decorate
 
 
@@ -199,27 +185,19 @@ def verify_skippables(module: nn.Sequential) -> None:
             continue
         both = {*layer.stashable_names} & {*layer.poppable_names}
         wrong += [f"'{layer_name}' declared '{name}' both as stashable and as poppable" for name in sorted(both)]
-        for key in layer.poppable():
-            name = key[1]
-            if name in both:
-                continue
+        for key in (key for key in layer.poppable() if key[1] not in both):
             if key in popped:
-                wrong.append(f"'{layer_name}' redeclared '{name}' as poppable but not isolated by namespace")
+                wrong.append(f"'{layer_name}' redeclared '{key[1]}' as poppable but not isolated by namespace")
             elif key not in stashed:
-                wrong.append(f"'{layer_name}' declared '{name}' as poppable but it was not stashed")
+                wrong.append(f"'{layer_name}' declared '{key[1]}' as poppable but it was not stashed")
             else:
                 popped.add(key)
-        for key in layer.stashable():
-            name = key[1]
-            if name in both:
-                continue
+        for key in (key for key in layer.stashable() if key[1] not in both):
             if key in stashed:
-                wrong.append(f"'{layer_name}' redeclared '{name}' as stashable but not isolated by namespace")
-            else:
-                stashed.add(key)
-    wrong += [
-        f"no module declared '{name}' as poppable but stashed" for name in sorted(name for _, name in stashed - popped)
-    ]
+                wrong.append(f"'{layer_name}' redeclared '{key[1]}' as stashable but not isolated by namespace")
+            stashed.add(key)
+    left = sorted(name for _, name in stashed - popped)
+    wrong += [f"no module declared '{name}' as poppable but stashed" for name in left]
     if wrong:
         lines = "\n".join(f"* {line}" for line in wrong)
         raise TypeError(f"one or more pairs of stash and pop do not match:\n\n{lines}")

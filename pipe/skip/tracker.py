@@ -21,14 +21,14 @@ __all__ = ["SkipTracker", "current_skip_tracker", "exchange_tracker", "use_skip_
 class SkipTracker:
     """Skip tensors that were stashed and not yet popped; ``arrived`` are those of earlier stages."""
 
-    def __init__(self, arrived: Iterable[tuple[Key, Any]] = ()) -> None:
-        self.tensors: dict[Key, Any] = dict(arrived)
+    def __init__(self, arrived: Iterable[tuple[Key | None, Any]] = ()) -> None:
+        self.tensors: dict[Key | None, Any] = dict(arrived)
 
-    def save(self, key: Key, tensor: Any) -> None:
+    def save(self, key: Key | None, tensor: Any) -> None:
         """Keeps a tensor, or None, until it is popped."""
         self.tensors[key] = tensor
 
-    def load(self, key: Key) -> Any:
+    def load(self, key: Key | None) -> Any:
         """Removes a tensor and returns it."""
         return self.tensors.pop(key)
 

@@ -315,21 +315,16 @@ WAITS = {
     },
     "pipe.pipeline": {
         "Pipeline._task": [
-            (
-                "wait(self.batches[i], self.copy_streams[j][i], compute_stream)",
-                a_pipe_waits_on_both_sides_of_every_copy,
-            ),
-            ("wait(skip, self.copy_streams[j][i], compute_stream)", a_pipe_waits_on_both_sides_of_every_copy),
+            ("wait(value, self.copy_streams[j][i], compute_stream)", a_pipe_waits_on_both_sides_of_every_copy)
         ],
         "Pipeline._finish": [
-            ("wait(value, self._streams[j], leaving)", a_pipe_waits_on_both_sides_of_every_copy),
-            ("wait(stashed[k], self._streams[j], leaving)", a_pipe_waits_on_both_sides_of_every_copy),
+            ("wait(output, self._streams[j], self.copy_streams[j][i])", a_pipe_waits_on_both_sides_of_every_copy)
         ],
     },
     "pipe.worker": {
         "task_runner": [
             ("future.wait_idle()", a_clock_ends_when_all_its_tasks_have_ended),
-            ("futures[k].wait()", a_clock_returns_what_its_tasks_have_returned),
+            ("future.wait()", a_clock_returns_what_its_tasks_have_returned),
         ]
     },
     "pipe.train.lane": {
@@ -368,30 +363,22 @@ WAITS = {
 #: Waits whose value is used, and what has that value without waiting.
 STAND_INS = {
     "pipe.train.lane Ticket._run_on: stream.record_event()": lambda stream: LateEvent(),  # which was never recorded
-    "pipe.worker task_runner: futures[k].wait()": lambda future: None,
-    **{
-        f"pipe.pipeline Pipeline.{site}": lambda value, *_: value
-        for site in (
-            "_task: wait(self.batches[i], self.copy_streams[j][i], compute_stream)",
-            "_task: wait(skip, self.copy_streams[j][i], compute_stream)",
-            "_finish: wait(value, self._streams[j], leaving)",
-            "_finish: wait(stashed[k], self._streams[j], leaving)",
-        )
-    },
+    "pipe.worker task_runner: future.wait()": lambda future: None,
+    "pipe.pipeline Pipeline._task: wait(value, self.copy_streams[j][i], compute_stream)": lambda value, *_: value,
+    "pipe.pipeline Pipeline._finish: wait(output, self._streams[j], self.copy_streams[j][i])": lambda value, *_: value,
 }
 
 #: What is found by its name and does not wait.
 EXCEPTIONS = {
     "pipe.pipeline _join: join(leaves[k], phony)": "an order of backward, in the graph (test_dependency)",
-    "pipe.pipeline Pipeline._finish: join(held, phony)": "the same",
-    "pipe.pipeline Pipeline.run: self._fence(cells)": "calls what is in this table",
-    "pipe.pipeline Pipeline.run: self._finish(i, j, halves, *output)": "calls what is in this table",
+    "pipe.pipeline Pipeline.run: self._fence(i, j)": "calls what is in this table",
+    "pipe.pipeline Pipeline.run: self._finish(i, j, halves, output)": "calls what is in this table",
     "pipe.threads Future: Outcome.wait": "another name of what is in this table",
     "pipe.threads Outcome.__init__: self._gate.acquire()": "a new lock, not shared yet",
     "pipe.threads Outcome.wait_idle: self._gate.acquire(timeout=RECHECK_SECONDS)": "without it the loop asks in vain",
     "pipe.threads _work: permits.acquire(blocking=False)": "does not wait",
-    "pipe.pipeline _recorded: record(action)": "notes an action in a trace",
-    "pipe.pipeline _Mark.backward: ctx.record(ctx.action)": "notes an action in a trace",
+    "pipe.pipeline Pipeline._compute: self.record(StageAction('F', j, i))": "notes an action in a trace",
+    "pipe.pipeline Pipeline._finish: record()": "notes an action in a trace",
 }
 
 TABLE = {

@@ -112,11 +112,3 @@ def test_what_is_no_loss_of_one_cell_is_refused() -> None:
         with pytest.raises(ValueError, match=message):
             model.train_step(x, x, loss_fn)
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_layer_of_one_cell_that_takes_two_arguments_is_named() -> None:
-    model = Pipe(nn.Sequential(nn.Bilinear(WIDTH, WIDTH, 1)), [1], ["cpu"])
-    x = torch.randn(2, WIDTH)
-    for run in (lambda: model((x, x)), lambda: model.train_step((x, x), x, nn.MSELoss())):
-        with pytest.raises(TypeError, match="layers that take one argument, got layer '0'"):
-            run()

@@ -14,11 +14,9 @@ from torch import nn
 
 from pipe import Pipe
 from pipe import worker as workers
-from pipe.schedule import Schedule, coming_turns, fill_drain, one_forward_one_backward
+from pipe.schedule import fill_drain, one_forward_one_backward
 from tests.pipe.test_pipe import MODES, WIDTH, assert_same, problems, reference, seed, states
-from tests.pipe.turns import Turner, bubble, most_held
-
-MAKERS = {"fill_drain": fill_drain, "1f1b": one_forward_one_backward}
+from tests.pipe.turns import Turner
 
 
 def cut(model: Any, balance: Any) -> Any:
@@ -32,57 +30,13 @@ def turners(n: Any, width: Any = WIDTH) -> Any:
     return nn.Sequential(*(Turner(nn.Linear(width, width), nn.Dropout(0.2)) for _ in range(n)))
 
 
-class TestTables:
-    @pytest.mark.parametrize("make", MAKERS.values())
-    @given(places=st.lists(st.integers(0, 3), min_size=1, max_size=7), m=st.integers(1, 7))
-    def test_a_schedule_for_any_placement_is_valid_and_prints_what_it_parses(
-        self, make: Any, places: Any, m: Any
-    ) -> None:
-        schedule = make(m, len(places), places).validate()
-        assert (schedule.stages, schedule.micro_batches) == (len(places), m)
-        assert len(schedule.orders) == len(set(places))
-        assert Schedule.parse(schedule.lines()) == schedule
-        for clock in schedule.clocks():
-            on = [places[action.stage] for action in clock]
-            assert len(on) == len(set(on)), "a device runs one stage at a time"
-
-    @given(m=st.integers(1, 7), n=st.integers(1, 7), d=st.integers(1, 4))
-    def test_fill_drain_changes_as_rarely_as_can_be(self, m: Any, n: Any, d: Any) -> None:
-        places = [j % d for j in range(n)]
-        schedule = fill_drain(m, n, places)
-        on_each = [places.count(place) for place in range(min(n, d))]
-        turns = [len(list(itertools.groupby(order, lambda action: action.stage))) for order in schedule.orders]
-        assert turns == [2 * stages - 1 for stages in on_each]
-        assert most_held(schedule) == [m * stages for stages in on_each]
-
-    @given(rounds=st.integers(1, 4), d=st.integers(1, 4), m=st.integers(1, 7))
-    def test_turns_make_the_bubble_smaller_by_their_number(self, rounds: Any, d: Any, m: Any) -> None:
-        micro_batches = m + d - 1  # fewer than devices, and a turn waits for the one before
-        schedule = fill_drain(micro_batches, rounds * d, [j % d for j in range(rounds * d)])
-        assert bubble(schedule) == pytest.approx((d - 1) / (rounds * micro_batches + d - 1))
-
-    def test_a_stage_on_two_lines_is_named(self) -> None:
-        with pytest.raises(ValueError, match=r"B0\.0 is in line 1, but its stage began in line 0"):
-            Schedule.parse("F0.0\nF1.0 B1.0 B0.0").validate()
-
-    def test_a_device_for_each_stage_is_asked_for(self) -> None:
-        with pytest.raises(ValueError, match="a device for each of 3 stages, got 2"):
-            fill_drain(1, 3, ["a", "b"])
-
-    def test_the_next_turn_is_known_when_one_begins(self) -> None:
-        schedule = fill_drain(2, 3, ["a", "b", "a"])
-        coming = coming_turns(schedule.clocks(), schedule.lines_of_stages)
-        found = {str(first): str(following) for first, following in coming.items()}
-        assert found == {"F0.0": "F2.0", "F2.0": "B0.1"}
-
-
 @settings(max_examples=50)
 @given(
     problem=problems(),
     mode=st.sampled_from(MODES),
     needs=st.booleans(),
     devices=st.integers(1, 2),
-    schedule=st.sampled_from([None, *MAKERS]),
+    schedule=st.sampled_from([None, "fill_drain", "1f1b"]),
     threads=st.booleans(),
 )
 def test_stages_that_take_turns_are_the_bare_module(
@@ -91,12 +45,13 @@ def test_stages_that_take_turns_are_the_bare_module(
     model, balance, chunks, rows = problem
     bare = copy.deepcopy(model)
     stages = len(balance)
-    places = [j % devices for j in range(stages)]
     x = torch.randn(rows, WIDTH, dtype=torch.float64, requires_grad=needs)
     y = x.detach().clone().requires_grad_(needs)
     target = torch.randn(rows, WIDTH, dtype=torch.float64)
-    table = MAKERS[schedule or "fill_drain"](min(chunks, rows), stages, places)
-    actions = [action for clock in table.clocks() for action in clock]
+    if schedule != "1f1b" or stages > devices:
+        actions = [a for clock in fill_drain(min(chunks, rows), stages, stages > devices) for a in clock]
+    else:
+        actions = [a for clock in one_forward_one_backward(min(chunks, rows), stages) for a in clock]
     with pytest.MonkeyPatch.context() as patch:
         if threads:
             patch.setattr(workers, "needs_threads", lambda devices: True)
@@ -117,9 +72,8 @@ def test_stages_that_take_turns_are_the_bare_module(
     assert after == states()
     assert [p.shape for p in pipe.parameters()] == [p.shape for p in bare.parameters()]
     assert_same(nn.ParameterList(pipe.parameters()), nn.ParameterList(bare.parameters()), x, y)
-    for line in table.orders:
-        on_line = {action.stage for action in line}
-        assert tuple(action for action in trace if action.stage in on_line) == line
+    if stages > devices:
+        assert trace == actions
 
 
 def test_a_turn_is_announced_when_the_one_before_has_begun() -> None:
@@ -172,11 +126,6 @@ class TestRefusals:
         stages = nn.Sequential(Turner(nn.Linear(2, 2)), Turner(nn.Linear(2, 2), device="meta"))
         with pytest.raises(ValueError, match="expected stage 1 on cpu, got one that computes on meta"):
             Pipe(stages, [1, 1], ["cpu"])
-
-    def test_a_table_with_two_devices_on_one_line_is_refused(self) -> None:
-        pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], ["cpu", "meta"])
-        with pytest.raises(ValueError, match=r"share a device, got \['cpu', 'meta'\] on line 0"):
-            pipe.train_step(torch.ones(1, 2), None, lambda y, _: y.sum(), schedule=fill_drain(1, 2, [0, 0]))
 
 
 def test_after_an_exception_weights_may_change_again() -> None:

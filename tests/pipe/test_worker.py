@@ -107,18 +107,12 @@ def test_tasks_of_a_single_device_run_in_the_calling_thread() -> None:
         assert run([task(1, threading.current_thread)]) == [threading.current_thread()]
 
 
-def test_inline_tasks_run_in_the_calling_thread_before_later_ones_of_their_device() -> None:
-    ran = []
-
-    def note(name: str) -> str:
-        ran.append((name, threading.current_thread() is threading.main_thread()))
-        return name
+def test_beside_an_inline_task_all_of_its_device_run_in_the_calling_thread() -> None:
+    def here() -> bool:
+        return threading.current_thread() is threading.main_thread()
 
     with task_runner([CPU, META, CPU]) as run:
-        tasks = [task(0, lambda: note("a"), inline=True), task(1, lambda: note("b")), task(2, lambda: note("c"))]
-        assert run(tasks) == ["a", "b", "c"]
-    assert sorted(ran) == [("a", True), ("b", False), ("c", False)]
-    assert ran.index(("a", True)) < ran.index(("c", False))
+        assert run([task(0, here, inline=True), task(1, here), task(2, here)]) == [True, False, True]
 
 
 def test_a_thread_keeps_no_task_alive_while_it_waits() -> None:

@@ -1,16 +1,14 @@
-"""Layers that say they take turns, and write down what they are told (nothing is loaded); figures of schedules."""
+"""Layers that say they take turns, and write down what they are told (nothing is loaded)."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 
-from pipe.schedule import Schedule
 from pipe.turn import TakesTurns
 
 
@@ -46,13 +44,3 @@ class Turner(nn.Sequential):
 
     def prefetch(self, *, backward: bool = False) -> None:
         self.log.append(f"next is {self.name}{', back' if backward else ''}")
-
-
-def bubble(schedule: Schedule) -> float:
-    """The share of its devices' clocks in which they wait."""
-    return 1 - sum(map(len, schedule.orders)) / (len(schedule.orders) * max(1, len(schedule.clocks())))
-
-
-def most_held(schedule: Schedule) -> list[int]:
-    """For each device, the largest number of cells between their forward and backward at one time."""
-    return [max(accumulate(1 if action.kind == "F" else -1 for action in order)) for order in schedule.orders]
