@@ -23,9 +23,7 @@ from offload.machine import free_bytes
 from offload.policy import MemoryPolicy
 from pipe.microbatch import rows_of
 from pipe.nested import map_tensors, tensors_in
-from pipe.recompute.module_state import WatchedModule
-from pipe.recompute.replay import Replay
-from pipe.recompute.rerun import trial
+from pipe.recompute.replay import Layers, Replay, trial
 
 __all__ = ["StepMemory", "kept_by_a_shard", "kept_bytes"]
 
@@ -129,7 +127,7 @@ def kept_bytes(model: nn.Module, chunk: Any, encoder: Callable[[Any], Any]) -> i
         raise AssertionError("the graph of a forward that keeps no activations was used")
 
     devices = devices_in_use(tensors_in(chunk), list(model.parameters()))
-    with _as_if_trained(model), trial([WatchedModule(model)], devices), torch.enable_grad():
+    with _as_if_trained(model), trial([Layers(model, devices=devices)]), torch.enable_grad():
         with torch.autograd.graph.saved_tensors_hooks(saved, never):
             encoder(map_tensors(lambda tensor: tensor.detach().clone(), chunk))
     return sum(storage.nbytes() for address, storage in kept.items() if address not in own)

@@ -46,7 +46,6 @@ from offload import OffloadEmbeddingBag
 from offload.identities import identities_only
 from pipe.gradients import leaves_of
 from pipe.nested import tensors_in
-from pipe.recompute.contents import EngineHook
 from pipe.torch_private.autograd import at_end_of_backward
 
 __all__ = [
@@ -172,7 +171,7 @@ def watch(modules: Iterable[nn.Module]) -> None:
     for wrapper in _wrappers_in(modules):
         if wrapper not in _pending:
             _pending[wrapper] = 0
-            wrapper.register_forward_hook(EngineHook(_note_forward))
+            wrapper.register_forward_hook(_note_forward)
 
 
 def _note_forward(wrapper: nn.Module, args: Any, output: Any) -> None:

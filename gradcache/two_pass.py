@@ -27,10 +27,7 @@ from torch import Tensor, nn
 from gradcache import representations
 from offload.identities import identities_only
 from pipe.nested import map_tensors, tensors_in
-from pipe.recompute.input_writes import InputWrites
-from pipe.recompute.module_state import WatchedModule
-from pipe.recompute.replay import Replay, devices_of
-from pipe.recompute.rerun import RepeatableLayers
+from pipe.recompute.replay import Layers, Replay, devices_of
 
 __all__ = [
     "ChunkState",
@@ -128,7 +125,7 @@ class InputGradients:
 class ChunkState(RandContext):
     """The state of one chunk's first pass that its second pass needs. As a context it replays the random states."""
 
-    def __init__(self, layers: RepeatableLayers, replay: Replay) -> None:
+    def __init__(self, layers: Layers, replay: Replay) -> None:
         super().__init__(replay=replay)
         self._layers = layers
         self.rows = 0
@@ -144,20 +141,20 @@ class ChunkState(RandContext):
             representations.backward([output], [gradient])
 
 
-def repeatable(model: nn.Module) -> RepeatableLayers:
+def repeatable(model: nn.Module) -> Layers:
     """A model that can run again; the devices of its chunks are not known yet."""
-    return RepeatableLayers(WatchedModule(model), (), InputWrites(f"the model ({type(model).__name__})"))
+    return Layers(model, name=f"the model ({type(model).__name__})")
 
 
 def first_pass(
-    layers: RepeatableLayers, chunk: Any, encoder: Encoder, tensors: Sequence[Tensor], with_graph: bool = False
+    layers: Layers, chunk: Any, encoder: Encoder, tensors: Sequence[Tensor], with_graph: bool = False
 ) -> tuple[Any, ChunkState]:
     """One chunk's representation, detached, and the state that its second pass needs.
 
     ``tensors``: those of the chunk. ``with_graph``: find out whether the representation needs a gradient.
     """
     # All devices in use, since a wrapper may move the chunk to any of them.
-    layers.devices = devices_in_use(tensors) | layers.watched.devices
+    layers.devices = devices_in_use(tensors) | layers.own_devices
     replay = layers.begin()
     with replay.first(), torch.set_grad_enabled(with_graph):
         output = layers.run(encoder, chunk, replay)

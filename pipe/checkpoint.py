@@ -46,13 +46,11 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from pipe.nested import LEAVES, flatten, map_together, requires_grad
-from pipe.recompute.captured import captured, frozen
+from pipe.recompute.captured import Captured, captured
 from pipe.recompute.generators import generators_of
-from pipe.recompute.module_state import ModuleState, WatchedModule
-from pipe.recompute.phase import enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing
+from pipe.recompute.phase import enable_recomputing, is_checkpointing, is_recomputing
 from pipe.recompute.recomputed import Call
-from pipe.recompute.replay import Replay
-from pipe.recompute.rerun import refuse_cached_parametrizations
+from pipe.recompute.replay import Layers, Replay, refuse_cached_parametrizations
 from pipe.recompute.thread_state import Settings
 from pipe.torch_private.autograd import keeps_graph
 
@@ -61,7 +59,6 @@ __all__ = [
     "Checkpointing",
     "Recompute",
     "checkpoint",
-    "enable_checkpointing",
     "enable_recomputing",
     "is_checkpointing",
     "is_recomputing",
@@ -118,7 +115,7 @@ def _first(
     found = _before(function, args, kwargs, module)
     if found is None:
         return None, function(*args, **kwargs)
-    call = Call("a checkpointed function", *found, None)
+    call = Call("a checkpointed function", function, found, None)
     call.to_the_end = True  # so that all that the second run saves is compared
     inputs = call.save_inputs(args, kwargs)
     before = [tensor._version for tensor in inputs]
@@ -135,34 +132,23 @@ def _first(
 
 def _before(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], module: nn.Module | None
-) -> tuple[Callable[..., Any], Replay] | None:
-    """The function that is to run again, and the state before its first run.
-
-    None if it cannot be repeated, since its layers find their shapes in this run.
-    """
-    found = None
+) -> Replay | None:
+    """The state before the first run; None if it cannot be repeated, since its layers find their shapes in this run."""
     leaves = flatten(args if module is not None else (args, kwargs))[0]
-    if module is not None:
-        watched = WatchedModule(module)
-    else:
-        others = [x for x in leaves if type(x) not in LEAVES and not isinstance(x, Tensor)]
-        if others or not isinstance(function, nn.Module):
-            found = captured(function, *others)
-            watched = WatchedModule(*found.modules)
-        else:
-            watched = WatchedModule(function)
-    for each in watched.all:
+    found = Captured()
+    others = [x for x in leaves if type(x) not in LEAVES and not isinstance(x, Tensor)]
+    if module is None and (others or not isinstance(function, nn.Module)):
+        found = captured(function, *others)
+    layers = Layers(*found.modules, *[x for x in (module or function,) if isinstance(x, nn.Module)])
+    for each in layers.modules:
         if isinstance(each, LazyModuleMixin) and each.has_uninitialized_params():
             return None
-    refuse_cached_parametrizations(watched.all)
-    devices = watched.devices | {x.device for x in leaves if isinstance(x, Tensor)}
-    held = watched.generators
-    if found is not None:
-        devices |= {x.device for x in found.objects if isinstance(x, Tensor)}
-        held = list({id(each): each for each in (*held, *found.generators)}.values())
-    modules = ModuleState(watched) if watched.all else None
-    state = Replay(generators_of(devices, held), Settings(devices), modules, found)
-    return function if module is not None else frozen(function), state
+    refuse_cached_parametrizations(layers.modules)
+    devices = layers.own_devices | {x.device for x in (*leaves, *found.objects) if isinstance(x, Tensor)}
+    held = {id(each): each for each in (*layers.generators, *found.generators)}
+    return Replay(
+        generators_of(devices, held.values()), Settings(devices), layers, compares=True, objects=found.objects
+    )
 
 
 def _behind(node: type[torch.autograd.Function], call: Call, output: Any) -> Any:

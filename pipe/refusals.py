@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipe.microbatch import refuse_holder
 from pipe.nested import holder_in
-from pipe.recompute.module_state import ModuleState, WatchedModule
-from pipe.recompute.replay import Replay
+from pipe.recompute.replay import Layers
 from pipe.turn import TakesTurns
 
 __all__ = [
@@ -115,11 +114,9 @@ def refuse_holders(stage: int, output: Any, *, checkpointed: bool, copied: bool)
 @contextlib.contextmanager
 def restored_on(error: type[Exception], module: nn.Module, devices: Iterable[torch.device]) -> Iterator[None]:
     """A context that restores buffers, attributes and random generators if ``error`` is raised in it."""
-    watched = WatchedModule(module)
-    replay = Replay.capture(devices, watched.generators, ModuleState(watched))
+    replay = Layers(module, devices=devices).begin()
     try:
-        with replay.running():
-            yield
+        yield
     except error:
         replay.take_back()
         raise

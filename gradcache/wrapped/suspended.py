@@ -52,7 +52,6 @@ from gradcache.two_pass import InputGradients, device_of, repeatable
 from pipe.interception import intercepting
 from pipe.nested import TreeSpec, flatten, tensors_in, unflatten
 from pipe.phony import get_phony
-from pipe.recompute.first_write import FirstWrites
 from pipe.recompute.phase import enable_recomputing
 from pipe.recompute.replay import Replay, Rewound
 from pipe.recompute.thread_state import ThreadState
@@ -232,7 +231,7 @@ def why_not_deferred() -> str:
         return "it is called inside torch.utils.checkpoint, which counts the tensors that its forward saves"
     if transform_of_functions_under_way():
         return "it is called inside a transform of torch.func"
-    if any(not isinstance(mode, FirstWrites) for mode in DISPATCH_MODES.active()):
+    if DISPATCH_MODES.active():
         return "it is called under a TorchDispatchMode, which sees the operations of the call"
     return ""
 
@@ -281,7 +280,7 @@ class SuspendedForward:
         self.requires_grad = False
         # Of the current run:
         self._running = False
-        self._modes: tuple[bool, ...] | None = None
+        self._modes: list[bool] | None = None
         self._position = 0
         self._in_backward = False
         #: The call before whose run a run in backward stops, and the arguments that this call would get.
@@ -299,11 +298,10 @@ class SuspendedForward:
         statistics) is taken back, to be run again in its turn: these chunks will write them, too.
         """
         self.call = None
-        modes = self.tower.layers.modes
+        modes = self.tower.layers.training
         # The graph before the chunk is the caller's; one backward runs through it, after all chunks.
         output = self._run(InputGradients().as_leaves(self._chunk))
-        modules = self._segments[-1].modules
-        written = [] if modules is None else modules.written
+        written = self._segments[-1].written
         early = not (self._suspended or in_turn) and bool(written)
         if early:
             self._segments.pop().take_back()
@@ -344,14 +342,14 @@ class SuspendedForward:
     def _repeated(self, stop_at: int | None) -> Iterator[Any]:
         """Yields the representation, or the arguments of call ``stop_at``, with a graph from the outputs of calls."""
         self._stop_at, self._in_backward = stop_at, True
-        self._modes = self.tower.layers.modes
+        self._modes = self.tower.layers.training
         try:
             with (
-                self._thread_state.again(recomputation=True, cache_casts=False),
+                self._thread_state.again(recomputation=True),
                 enable_recomputing(),
                 torch.enable_grad(),
             ):
-                output = self._run(self._chunk)
+                output = self._thread_state.variables.copy().run(self._run, self._chunk)
                 if stop_at is not None:
                     output, self._entering = self._entering, []
                 # Backward may read buffers, or repeat code that writes them: the earliest segments are restored last.
@@ -407,7 +405,7 @@ class SuspendedForward:
             return None
         k = self._position
         self._position += 1
-        modes = self.tower.layers.modes
+        modes = self.tower.layers.training
         self._segment.close()
         # Closing restores the flags from before the segment; keep those that the tower set in it.
         set_modes(self.tower.modules, modes)

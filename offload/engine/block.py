@@ -15,8 +15,7 @@ from torch import Tensor
 from offload.engine.weights import Weights
 from offload.streaming.casts import Casts, CastsSeen
 from pipe.nested import map_tensors
-from pipe.recompute.input_writes import InputWrites
-from pipe.recompute.region import Region, Settled
+from pipe.recompute.replay import Layers, Modes
 
 __all__ = ["RUNS_NOTED", "Block", "Known", "has_cache"]
 
@@ -29,7 +28,7 @@ class Known:
 
     __slots__ = ("draws", "inputs_seen", "modes", "runs", "spares_input")
 
-    def __init__(self, modes: Settled) -> None:
+    def __init__(self, modes: Modes) -> None:
         self.modes = modes
         self.runs = 0
         #: Runs of which it was seen whether they write into their input; and whether none does.
@@ -52,7 +51,7 @@ class Block:
     def __init__(
         self,
         weights: Weights,
-        region: Region,
+        region: Layers,
         name: str,
         *,
         place: tuple[int, int] = (0, 1),
@@ -63,14 +62,14 @@ class Block:
         self.keeps = False
         #: Whether a run has written weights.
         self.writes = False
-        self.inputs = InputWrites(name)
+        self.inputs = region.inputs
         #: Settings of autocast in which a run has made no cast of a weight.
         self.without_casts: set[Any] = set()
-        self._known: dict[Settled, Known] = {}
+        self._known: dict[Modes, Known] = {}
 
     def known(self) -> Known:
         """What is known of it in its present modes."""
-        modes = self.region.settings
+        modes = self.region.modes
         found = self._known.get(modes)
         if found is None:
             found = self._known[modes] = Known(modes)

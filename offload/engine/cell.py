@@ -82,7 +82,7 @@ class Cell:
     def keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output with its graph, in which weights are references."""
         region, known = self.block.region, self._known
-        first = Replay.capture(region.devices, region.watched.generators) if known.draws is None else None
+        first = Replay.capture(region.devices, region.generators) if known.draws is None else None
         if self.visit is None or (not self.views and self.watch is UNWATCHED):
             output = self._noted(self._call, self.views, args, kwargs)
         else:
@@ -92,13 +92,13 @@ class Cell:
         return output
 
     def _keep_by_reference(self, visit: Visit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        block, views, watched = self.block, self.views, self.block.region.watched
+        block, views, watched = self.block, self.views, self.block.region
         outer, name = lasting_hooks(), block.name
         casts = block.casts_in(views)
         weights = SavedWeights(visit, views[0], casts) if views else None
         refer, resolve = (_same, _same) if weights is None else (weights.refer, weights.resolve)
         saved_by, begins, life = self.watch.saved, self.watch.begins, visit.life()
-        changing = {buffer.data_ptr() for buffer in watched.changing()} if watched.buffers else ()
+        changing = {buffer.data_ptr() for buffer in watched.changing()}
 
         def pack(tensor: Tensor) -> Any:
             saved = refer(tensor)
@@ -136,7 +136,7 @@ class Cell:
         block, known, views, watch, visit = self.block, self._known, self.views, self.watch, self.visit
         assert visit is not None
         begins, life = watch.begins, visit.life()
-        state = block.region.begin(known.modes)
+        state = block.region.begin_in(known.modes)
         written = len(visit.written)
 
         saved_by = watch.saved

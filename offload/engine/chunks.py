@@ -63,8 +63,8 @@ def run_chunks(
                 if call.j != number:
                     continue
                 set_sequence_numbers(tensors_in((call.args, call.kwargs)), known[i])
-                with own.running(i, engine.numbered[number].region.modules), call.settings.again():
-                    outputs[i] = engine.run_numbered(number, call.args, call.kwargs, i)
+                with own.running(i, engine.numbered[number].region.modules):
+                    outputs[i] = call.settings.run(engine.run_numbered, number, call.args, call.kwargs, i)
                 known[i].update(_nodes(outputs[i]))
                 states[i] = Result(None)  # frees the arguments
                 del call

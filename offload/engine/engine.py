@@ -44,8 +44,7 @@ from pipe.freed import Life
 from pipe.nested import flatten, tensors_in
 from pipe.process import check_process
 from pipe.recompute.phase import is_checkpointing, is_recomputing
-from pipe.recompute.region import Region
-from pipe.recompute.rerun import refuse_cached_parametrizations
+from pipe.recompute.replay import Layers, refuse_cached_parametrizations
 from pipe.recompute.thread_state import ThreadState, close_contexts
 from pipe.torch_private.autograd import (
     in_backward,
@@ -107,7 +106,7 @@ class Engine:
             [
                 Block(
                     self._weights[j],
-                    Region(layers, [homes.device]),
+                    Layers(*[layer for _, layer in layers], devices=[homes.device], name=f"shard {j}"),
                     f"shard {j}",
                     place=(k, len(several)),
                     select=homes.policy.keep,
@@ -136,7 +135,7 @@ class Engine:
     def held(self) -> list[nn.Parameter]:
         """The parameters that this object holds, once for each reference."""
         found = [p for weights in self._weights for p in weights.parameters]
-        return found + [p for several in self.blocks for block in several for _, p in block.region.watched.parameters]
+        return found + [p for several in self.blocks for block in several for _, p in block.region.parameters]
 
     @property
     def running(self) -> bool:

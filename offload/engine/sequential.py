@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from offload.engine.engine import Engine, Keeps
 from offload.engine.observed import Recorder
 from pipe.nested import map_tensors, tensors_in
-from pipe.recompute.rerun import trial
+from pipe.recompute.replay import trial
 
 __all__ = ["measured_activations", "run_layers"]
 
@@ -77,10 +77,10 @@ def measured_activations(
     Runs a trial forward, which leaves buffers and generators unchanged.
     """
     recorders: list[Recorder] = []
-    watched = [block.region.watched for several in engine.blocks for block in several]
+    watched = [block.region for several in engine.blocks for block in several]
 
     def run() -> None:
-        with trial(watched, [engine.device]):
+        with trial(watched):
             args, kwargs = map_tensors(partial(_brought, engine.device, dtype), call)
             for j, several in enumerate(layers):
                 function = _in_turn(several, output_fn if j == len(layers) - 1 else None)

@@ -1,8 +1,8 @@
-"""Saves and restores what modules and Python objects hold: attributes, modes, hooks, buffers, elements of containers.
+"""Saves and restores what modules and Python objects hold: attributes, modes, hooks, elements, variables of functions.
 
-A second run must find the modules and the objects that it gets as the first one did: a counter, a hidden state, a list,
-a hook that was registered or removed since, a patched ``forward``. What is saved are references; of NumPy arrays it is
-a copy, and of tensors the version: one that was changed in place raises RuntimeError.
+A second run must find the modules and the objects that it uses as the first one did: a counter, a hidden state, a list,
+a hook that was registered or removed since, a patched ``forward``, a loop's variable. What is saved are references; of
+NumPy arrays it is a copy, and of tensors the version: one that was changed in place raises RuntimeError.
 
 Of modules, what an attribute refers to is followed one level deep; of arguments, everything that can be reached. Not
 followed are functions, modules in objects, and objects of classes of the standard library (but its containers), of
@@ -14,9 +14,11 @@ from __future__ import annotations
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import Enum
 from operator import is_, itemgetter
+from types import CellType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +28,7 @@ from pipe.nested import attributes_of
 from pipe.recompute.thread_state import PACKAGES
 from pipe.torch_private.modules import HOOKS_OF_MODULES
 
-__all__ = ["CONTAINERS", "PLAIN", "Contents", "EngineHook", "of_a_library"]
+__all__ = ["CONTAINERS", "PLAIN", "Contents", "Variables", "of_a_library"]
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 #: Types of values that hold nothing that can change.
@@ -36,34 +38,30 @@ CONTAINERS = list, dict, set, deque
 #: Packages that are not followed.
 _OTHERS = sys.stdlib_module_names - {"__main__"} | {"torch", *PACKAGES}
 _hooks_of: Callable[[dict[str, Any]], tuple[dict[int, Any], ...]] = itemgetter(*HOOKS_OF_MODULES)
-_NO_HOOKS: tuple[dict[int, Any], ...] = ({},) * len(HOOKS_OF_MODULES)
 
 
-class EngineHook:
-    """A hook of these packages, which does not change the result of a recomputation: it is left where it is."""
+@dataclass(frozen=True, slots=True)
+class Variables:
+    """Some names in a dictionary: globals that a function reads, or attributes of an object."""
 
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook = hook
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Calls the hook."""
-        return self._hook(*arguments)
+    there: dict[str, Any]
+    names: list[str]
 
 
 class _Held(NamedTuple):
-    """What a module holds: its attributes, or only its mode; its hooks and its buffers, if there are any."""
+    """What a module holds: its attributes and hooks, if there are any, or only its mode; and its buffers."""
 
     attributes: dict[str, Any]
     whole: bool
     hooks: tuple[dict[int, Any], ...] | None
-    buffers: dict[str, Any] | None
+    buffers: dict[str, Any]
 
 
 def _held_by(module: nn.Module, whole: bool) -> _Held:
     own = module.__dict__
     attributes = {**own} if whole else {"training": own["training"]} if "training" in own else {}
-    hooks = tuple([{**kind} for kind in found]) if any(found := _hooks_of(own)) else None
-    return _Held(attributes, whole, hooks, {**own["_buffers"]} if own["_buffers"] else None)
+    hooks = tuple([{**kind} for kind in found]) if whole and any(found := _hooks_of(own)) else None
+    return _Held(attributes, whole, hooks, {**own["_buffers"]})
 
 
 def _keeps_its_own(module: nn.Module) -> bool:
@@ -76,20 +74,21 @@ def _keeps_its_own(module: nn.Module) -> bool:
 
 
 class Contents:
-    """What some values hold now."""
+    """What some values hold now.
+
+    ``records``: whether containers are records: what a further run adds to them is added to the present elements.
+    """
 
     __slots__ = ("_before", "_keeps", "_records")
 
-    def __init__(self, before: list[tuple[Any, Any]], records: dict[int, int] | None = None) -> None:
-        self._before = before
-        #: Number of elements of each container that is a record, by ``id``.
-        self._records = {} if records is None else records
-        #: The records that keep their elements behind this number when they get their contents.
+    def __init__(self, before: list[tuple[Any, Any]], *, records: bool = False) -> None:
+        self._before, self._records = before, records
+        #: By ``id``, from which element on containers keep what they have when they get their contents.
         self._keeps: dict[int, int] = {}
 
     @classmethod
     def of_modules(cls, modules: Iterable[nn.Module], attributes: bool = True) -> Contents:
-        """Of modules; only modes, hooks and buffers, if not ``attributes``, and of modules of these packages."""
+        """Of modules; only modes and buffers, if not ``attributes``, and of modules of these packages."""
         before: list[tuple[Any, Any]] = []
         for module in modules:
             whole = attributes and not _keeps_its_own(module)
@@ -100,10 +99,9 @@ class Contents:
         return cls(before)
 
     @classmethod
-    def of(cls, values: Iterable[Any]) -> Contents:
-        """Of these values. Containers are records: what a further run adds to them is added to the present ones."""
-        before = [(value, _content_of(value)) for value in values]
-        return cls(before, {id(value): len(content[0]) for value, content in before if isinstance(value, CONTAINERS)})
+    def of(cls, values: Iterable[Any], *, records: bool = False) -> Contents:
+        """Of these values."""
+        return cls([(value, _content_of(value)) for value in values], records=records)
 
     @classmethod
     def reachable(cls, roots: Iterable[Any]) -> Contents:
@@ -114,23 +112,15 @@ class Contents:
             value = waiting.pop()
             if id(value) in found or type(value) in PLAIN:
                 continue
-            if type(value) is tuple or isinstance(value, frozenset):
-                found[id(value)] = value, None
-                waiting.extend(value)
-                continue
             content = None if isinstance(value, nn.Module) else _content_of(value)
             found[id(value)] = value, content
-            if type(content) is tuple:
+            if type(value) is tuple or isinstance(value, frozenset):
+                waiting.extend(value)
+            elif type(content) is tuple:
                 elements, attributes = content
                 waiting.extend(elements or ())
                 waiting.extend((attributes or {}).values())
         return cls(list(found.values()))
-
-    def with_those(self, other: Contents) -> Contents:
-        """Of the values of both; those of ``other`` are no records."""
-        theirs = {id(value) for value, _ in other._before}
-        mine = [(value, content) for value, content in self._before if id(value) not in theirs]
-        return Contents(mine + other._before, {k: n for k, n in self._records.items() if k not in theirs})
 
     @property
     def values(self) -> list[Any]:
@@ -165,13 +155,12 @@ class Contents:
             self.check("while the module runs")
         return changed
 
-    def again(self) -> Contents:
-        """Gives all values what they held; returns what they hold now. Raises before it changes any."""
-        self.check("by other code since the forward")
-        present = Contents.of(self.values)
-        present._keeps = self._records
-        self.put()
-        return present
+    def present(self) -> Contents:
+        """What the values hold now, to be put back after a further run."""
+        now = Contents.of(self.values)
+        if self._records:
+            now._keeps = {id(x): len(content[0]) for x, content in self._before if isinstance(x, CONTAINERS)}
+        return now
 
     def put(self) -> bool:
         """Gives all values what they held; returns whether that was something else than now. May be repeated."""
@@ -181,7 +170,7 @@ class Contents:
             if type(content) is _Held:
                 changed |= _put_held(value.__dict__, content)
             elif not isinstance(value, Tensor):
-                added = _elements(value)[keeps[id(value)] :] if id(value) in keeps else []
+                added = (_elements(value) or [])[keeps[id(value)] :] if id(value) in keeps else []
                 if added or _differs(value, content):
                     changed = True
                     _put(value, content, added)
@@ -190,31 +179,24 @@ class Contents:
 
 def _put_held(own: dict[str, Any], held: _Held) -> bool:
     changed = False
+    hooks: Any = ()
     if not held.whole:
         own.update(held.attributes)
-    elif not _same_items(own, held.attributes):
-        changed = True
-        for name in own.keys() - held.attributes.keys():
-            del own[name]
-        own.update(held.attributes)
-    now = _hooks_of(own)
-    if held.hooks is not None or any(now):
-        for kind, before in zip(now, held.hooks or _NO_HOOKS, strict=True):
-            there, wanted = _without_engines(kind), _without_engines(before)
-            if there != wanted:
-                changed = True
-                engines = {key: hook for key, hook in kind.items() if type(hook) is EngineHook}
-                kind.clear()
-                kind.update({**wanted, **engines})
-    if held.buffers is not None and not _same_items(own["_buffers"], held.buffers):
-        changed = True
-        own["_buffers"].clear()
-        own["_buffers"].update(held.buffers)
+    else:
+        if not _same_items(own, held.attributes):
+            changed = True
+            for name in own.keys() - held.attributes.keys():
+                del own[name]
+            own.update(held.attributes)
+        now = _hooks_of(own)
+        if held.hooks is not None or any(now):
+            hooks = zip(now, held.hooks or ({},) * len(now), strict=True)
+    for kind, before in (*hooks, (own["_buffers"], held.buffers)):
+        if not _same_items(kind, before):
+            changed = True
+            kind.clear()
+            kind.update(before)
     return changed
-
-
-def _without_engines(hooks: dict[int, Any]) -> dict[int, Any]:
-    return {key: hook for key, hook in hooks.items() if type(hook) is not EngineHook}
 
 
 def _same_items(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
@@ -227,14 +209,19 @@ def _content_of(value: Any) -> Any:
         return None if value.is_inference() else value._version
     if _is_array(value):
         return value.copy()
-    elements = _elements(value) if isinstance(value, CONTAINERS) else None
-    attributes = _attributes(value)
+    elements, attributes = _elements(value), _attributes(value)
     return None if elements is None and attributes is None else (elements, attributes)
 
 
-def _elements(value: Any) -> list[Any]:
-    # Keys and values in turn: pairs would be other objects each time.
-    return [x for pair in value.items() for x in pair] if isinstance(value, dict) else [*value]
+def _elements(value: Any) -> list[Any] | None:
+    if isinstance(value, dict):  # keys and values in turn: pairs would be other objects each time
+        return [x for pair in value.items() for x in pair]
+    if isinstance(value, CellType):
+        try:
+            return [value.cell_contents]
+        except ValueError:
+            return []
+    return [*value] if isinstance(value, CONTAINERS) else None
 
 
 def _differs(value: Any, content: Any) -> bool:
@@ -246,27 +233,35 @@ def _differs(value: Any, content: Any) -> bool:
         return bool(now != content)
     if _is_array(value):
         return bool(now.tobytes() != content.tobytes())
-    (elements, attributes), (old_elements, old_attributes) = now, content
-    if (attributes is None) is not (old_attributes is None):
-        return True
+    (elements, attributes), (old_elements, old_attributes) = now or (None, None), content
     same = len(elements or ()) == len(old_elements or ()) and all(map(is_, elements or (), old_elements or ()))
-    return not (same and (attributes is None or _same_items(attributes, old_attributes)))
+    return not (same and _same_items(attributes or {}, old_attributes or {}))
 
 
-def _put(value: Any, content: Any, more: Sequence[Any] = ()) -> None:
+def _put(value: Any, content: Any, more: list[Any]) -> None:
     """Restores what a value held; a container gets ``more`` elements besides."""
     if _is_array(value):
         value[...] = content
         return
     elements, attributes = content
-    if elements is not None:
+    if isinstance(value, CellType):
+        if elements:
+            value.cell_contents = elements[0]
+        else:
+            del value.cell_contents
+    elif elements is not None:
         elements = [*elements, *more]
         value.clear()
         if isinstance(value, dict):
             value.update(zip(elements[::2], elements[1::2], strict=True))
         else:
             (value.update if isinstance(value, set) else value.extend)(elements)
-    if attributes is not None:
+    if type(value) is Variables:
+        for name in value.names:
+            if name not in attributes:
+                value.there.pop(name, None)
+        value.there.update(attributes)
+    elif attributes is not None:
         for name in (_attributes(value) or {}).keys() - attributes.keys():
             object.__delattr__(value, name)
         for name, before in attributes.items():
@@ -274,9 +269,11 @@ def _put(value: Any, content: Any, more: Sequence[Any] = ()) -> None:
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object that is followed."""
+    """The attributes of an object that is followed, or the values of variables."""
     kind = type(value)
-    if kind.__module__ == "builtins" or isinstance(value, (nn.Module, Enum, Tensor)):
+    if kind is Variables:
+        return {name: value.there[name] for name in value.names if name in value.there}
+    if kind.__module__ == "builtins" or isinstance(value, (nn.Module, Enum)):
         return None
     if of_a_library(kind.__module__) and kind is not types.SimpleNamespace:
         return None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pipe.nested import map_distinct, tensors_in
+from pipe.torch_private.tensors import memory_of
 
 __all__ = ["InputWrites"]
 
@@ -45,23 +46,33 @@ class InputWrites:
         copies = self.copies(kind)
         given = self.copy(value) if copies else value
         tensors = tensors_in(given)
-        counted = bool(tensors) and not any(tensor.is_inference() for tensor in tensors)
-        before = [tensor._version for tensor in tensors] if counted else []
-        yield given
-        if not counted:
+        if not tensors or any(tensor.is_inference() for tensor in tensors):
+            yield given
             return
+        before = [tensor._version for tensor in tensors]
+        yield given
         written = [tensor._version != version for tensor, version in zip(tensors, before, strict=True)]
-        writes = any(written)
-        if writes and not copies:
+        if not any(written):
+            self._writes.setdefault(kind, False)
+        elif copies:
+            self.note(kind, tensors_in(value), written)
+        else:
             self.refuse(kind)
-        if writes:
-            self._check_apart(tensors_in(value), written)
-        self._writes.setdefault(kind, writes)
 
     def note(self, kind: Hashable, tensors: Sequence[Tensor], written: Sequence[bool]) -> None:
-        """Notes which tensors of the input a run has written. Raises if a copy of each does not serve further runs."""
+        """Notes which tensors of the input a run has written.
+
+        Raises RuntimeError if one of them shares memory with another one: only in the bare model the write changes
+        both. Here each tensor is copied, and gets its gradient, separately.
+        """
         self._writes[kind] = True
-        self._check_apart(tensors, written)
+        places = [(k, x, *_place(x)) for k, x in enumerate(tensors) if x.layout is torch.strided and x.numel()]
+        for k, x, memory, begin, end in places:
+            if written[k] and any(x is not o and memory == m and begin < e and b < end for _, o, m, b, e in places):
+                raise RuntimeError(
+                    f"{self._name} writes in place into tensor {k} of its input, which shares memory with another "
+                    f"tensor of the same input; pass clones on, or use an operation that does not write in place"
+                )
 
     def refuse(self, kind: Hashable) -> None:
         """Raises RuntimeError for a run that wrote into its input, unlike those before; later ones get copies."""
@@ -71,32 +82,10 @@ class InputWrites:
             f"forward and run it again: the input is copied from now on"
         )
 
-    def _check_apart(self, tensors: Sequence[Tensor], written: Sequence[bool]) -> None:
-        """Raises if a written tensor shares memory with another one: only in the bare model the write changes both.
 
-        Here each tensor is copied, and gets its gradient, separately.
-        """
-        places = [_place(tensor) for tensor in tensors]
-        for k, (tensor, place) in enumerate(zip(tensors, places, strict=True)):
-            if not written[k] or place is None:
-                continue
-            for other, there in zip(tensors, places, strict=True):
-                if other is not tensor and there is not None and _overlap(place, there):
-                    raise RuntimeError(
-                        f"{self._name} writes in place into tensor {k} of its input, which shares memory with another "
-                        f"tensor of the same input; pass clones on, or use an operation that does not write in place"
-                    )
-
-
-def _place(tensor: Tensor) -> tuple[int, int, int] | None:
-    """The storage of a strided tensor, and its first and last byte in it; None for other tensors and empty ones."""
-    if tensor.layout is not torch.strided or not tensor.numel():
-        return None
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in steps) * tensor.element_size()
-    begin = int(tensor.storage_offset()) * tensor.element_size()
-    return tensor.untyped_storage().data_ptr(), begin, begin + int(last) + tensor.element_size()
-
-
-def _overlap(a: tuple[int, int, int], b: tuple[int, int, int]) -> bool:
-    return a[0] == b[0] and a[1] < b[2] and b[1] < a[2]
+def _place(tensor: Tensor) -> tuple[int, int, int]:
+    """The storage of a strided tensor, its first byte in it, and the one behind its last."""
+    size = tensor.element_size()
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = int(tensor.storage_offset()) * size
+    return memory_of(tensor), begin, begin + (int(last) + 1) * size

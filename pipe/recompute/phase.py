@@ -15,56 +15,31 @@ from collections.abc import Iterator
 
 from pipe.torch_private.autograd import in_backward
 
-__all__ = [
-    "enable_checkpointing",
-    "enable_recomputing",
-    "is_checkpointing",
-    "is_recomputing",
-    "phase",
-]
+__all__ = ["enable_recomputing", "is_checkpointing", "is_recomputing", "phase"]
 
 
 class _Phase(threading.local):
-    checkpointing = False
-    recomputing = False
-
-    @property
-    def flags(self) -> tuple[bool, bool]:
-        """What the two functions of the user read."""
-        return self.checkpointing, self.recomputing
-
-    @flags.setter
-    def flags(self, flags: tuple[bool, bool]) -> None:
-        self.checkpointing, self.recomputing = flags
+    #: Whether this thread is checkpointing, and whether it is recomputing.
+    flags = False, False
 
 
-#: The flags of this thread.
+#: The phase of this thread.
 phase = _Phase()
 
 
 @contextlib.contextmanager
-def _enabled(flag: str, value: bool) -> Iterator[None]:
-    before = getattr(phase, flag)
-    setattr(phase, flag, value)
+def enable_recomputing() -> Iterator[None]:
+    """A context in which :func:`is_recomputing` is True in this thread (as it always is inside a backward)."""
+    before, phase.flags = phase.flags, (phase.flags[0], True)
     try:
         yield
     finally:
-        setattr(phase, flag, before)
-
-
-def enable_checkpointing(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
-    """A context in which :func:`is_checkpointing` returns ``enabled`` in this thread."""
-    return _enabled("checkpointing", enabled)
-
-
-def enable_recomputing(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
-    """A context in which :func:`is_recomputing` returns ``enabled`` in this thread (always True inside a backward)."""
-    return _enabled("recomputing", enabled)
+        phase.flags = before
 
 
 def is_checkpointing() -> bool:
     """Whether this forward keeps only its input, and will run again during backward."""
-    return phase.checkpointing
+    return phase.flags[0]
 
 
 def is_recomputing() -> bool:
@@ -77,4 +52,4 @@ def is_recomputing() -> bool:
                 self.calls += 1
             return input
     """
-    return phase.recomputing or in_backward()
+    return phase.flags[1] or in_backward()

@@ -125,12 +125,13 @@ class Call:
 
     def first(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The first run: ``function(*args, **kwargs)``."""
-        checkpointing, phase.checkpointing = phase.checkpointing, True
+        flags = phase.flags
+        phase.flags = True, flags[1]
         try:
-            with self.state.running(), saved_tensors_hooks(*uncompiled_hooks(self.pack, _unpack)):
+            with saved_tensors_hooks(*uncompiled_hooks(self.pack, _unpack)):
                 output = function(*args, **kwargs)
         finally:
-            phase.checkpointing = checkpointing
+            phase.flags = flags
         self.state.record_changes()
         self.ended = True
         return output
@@ -193,8 +194,8 @@ class Call:
         held = lock is not shared_generators or holds_generators()
         again = self.again if subclasses_enabled() else with_subclasses(self.again)
         try:
-            with lock, state, self.state.settings.again(), torch.enable_grad(), hooks:
-                again(*args, **kwargs)
+            with lock, state, torch.enable_grad(), hooks:
+                self.state.settings.run(again, *args, **kwargs)
         except Stop:
             pass
         except BaseException as error:

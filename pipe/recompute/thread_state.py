@@ -16,20 +16,25 @@ import contextlib
 import contextvars
 import functools
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType, MethodType
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from pipe.recompute.phase import is_recomputing, phase
-from pipe.torch_private.autograd import SavedTensorHooks, pop_saved_tensor_hooks, saved_tensor_hooks
-from pipe.torch_private.dispatch import DISPATCH_MODES, FUNCTION_MODES, ModeStack, modes_active
+from pipe.torch_private.autograd import (
+    SavedTensorHooks,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    saved_tensor_hooks,
+)
+from pipe.torch_private.dispatch import DISPATCH_MODES, FUNCTION_MODES, modes_active
 
 __all__ = [
     "PACKAGES",
-    "Autocast",
     "Settings",
     "ThreadState",
     "close_contexts",
@@ -55,23 +60,8 @@ def release_generators() -> None:
         shared_generators.release()
 
 
-_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class Autocast(NamedTuple):
-    """The autocast settings of one device type."""
-
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(device_type: str) -> Autocast:
-        """The settings of this thread for ``device_type``."""
-        return Autocast(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
 
 
 def _ends_with_its_forward(hooks: SavedTensorHooks) -> bool:
@@ -92,13 +82,13 @@ class ThreadState:
     Usage::
 
         state = ThreadState.capture({"cpu", "cuda"})        # in the user's thread, inside the user's contexts
-        with state.again():                                 # in another thread, or inside backward
-            output = layer(input)
+        output = state.run(layer, input)                    # in another thread, or inside backward
     """
 
     grad: bool
     inference: bool
-    autocasts: tuple[Autocast, ...]
+    #: Device type, whether autocast is on for it, and the type that it casts to.
+    autocasts: tuple[tuple[str, bool, torch.dtype], ...]
     cache_casts: bool
     hooks: SavedTensorHooks | None
     function_modes: tuple[Any, ...]
@@ -113,15 +103,11 @@ class ThreadState:
     @classmethod
     def capture(cls, device_types: Iterable[str] = ()) -> ThreadState:
         """Saves the settings of this thread; autocast for the CPU and for ``device_types``."""
-        return cls._of(_with_autocast(frozenset(device_types)))
-
-    @classmethod
-    def _of(cls, kinds: tuple[str, ...]) -> ThreadState:
         modes = modes_active()
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            autocasts=tuple([Autocast.of(kind) for kind in kinds]),
+            autocasts=_autocasts(device_types),
             cache_casts=torch.is_autocast_cache_enabled(),
             hooks=saved_tensor_hooks(),
             # The default device is one of these modes, whether set by set_default_device or by a context.
@@ -129,116 +115,97 @@ class ThreadState:
             dispatch_modes=tuple(DISPATCH_MODES.active()) if modes else (),
             phase=phase.flags,
             holds_generators=holds_generators(),
-            autocast_depth=_autocast_depth(),
+            autocast_depth=int(torch.autocast_increment_nesting() and torch.autocast_decrement_nesting()),
             variables=contextvars.copy_context(),
         )
 
+    def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """``function(*args, **kwargs)`` with the saved settings and context variables, in this thread."""
+        with self.again():
+            return self.variables.copy().run(function, *args, **kwargs)
+
     @contextlib.contextmanager
-    def again(self, *, recomputation: bool = False, cache_casts: bool | None = None) -> Iterator[None]:
-        """A context with the saved settings in this thread.
+    def again(self, *, recomputation: bool = False) -> Iterator[None]:
+        """A context with the saved settings in this thread, but for context variables.
 
-        Args:
-            recomputation: whether this is a second forward, not the first in another thread. Grad mode is then kept.
-            cache_casts: overrides whether autocast may cache casted weights.
+        ``recomputation``: whether this is a second forward, not the first in another thread. Grad mode is then kept.
+        Autocast has no cache then: it is keyed by parameter and outlives a recomputation inside an enclosing autocast,
+        and a cast in it that was made under ``no_grad`` would lose the gradient.
         """
-        cache = self.cache_casts if cache_casts is None else cache_casts
-        with contextlib.ExitStack() as stack:
-            if not recomputation:
-                if self.inference != torch.is_inference_mode_enabled():
-                    stack.enter_context(torch.inference_mode(self.inference))
-                if self.grad != torch.is_grad_enabled():
-                    stack.enter_context(torch.set_grad_enabled(self.grad))
-                stack.callback(setattr, phase, "flags", phase.flags)
-                phase.flags = self.phase
-            for autocast in self.autocasts:
-                now = Autocast.of(autocast.device_type)
-                if now != autocast or (autocast.enabled and cache != torch.is_autocast_cache_enabled()):
-                    kind, enabled, dtype = autocast
-                    _enter_autocast(stack, torch.autocast(kind, dtype, enabled=enabled, cache_enabled=cache))
-            hooks = None if recomputation and self.hooks and _ends_with_its_forward(self.hooks) else self.hooks
-            if hooks is not None and hooks != saved_tensor_hooks():
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
-            _enter(stack, FUNCTION_MODES, self.function_modes)
-            _enter(stack, DISPATCH_MODES, self.dispatch_modes)
-            _enter_variables(stack, self.variables)
-            yield
+        before = ThreadState.capture([kind for kind, _, _ in self.autocasts])
+        changes = self.inference != before.inference and not recomputation
+        with torch.inference_mode(self.inference) if changes else contextlib.nullcontext():
+            try:
+                if not recomputation:
+                    torch.set_grad_enabled(self.grad)
+                    phase.flags = self.phase
+                torch.autocast_increment_nesting()
+                _set_autocasts(self.autocasts, self.cache_casts and not recomputation)
+                hooks = None if recomputation and self.hooks and _ends_with_its_forward(self.hooks) else self.hooks
+                if hooks is not None and hooks != before.hooks:
+                    push_saved_tensor_hooks(hooks)
+                for kind, modes in ((FUNCTION_MODES, self.function_modes), (DISPATCH_MODES, self.dispatch_modes)):
+                    active = set(map(id, kind.active())) if modes else set()
+                    for mode in modes:
+                        if id(mode) not in active:
+                            kind.push(mode)
+                yield
+            finally:
+                before.restore(pushed=self.dispatch_modes)
 
-    def restore(self) -> None:
-        """Restores the saved settings in this thread if an exception prevented a context from doing so.
+    def restore(self, *, pushed: tuple[Any, ...] = ()) -> None:
+        """Restores the saved settings in this thread, also if an exception prevented a context from doing so.
 
-        To be called in the thread of :meth:`capture`; again, if it was interrupted itself.
+        To be called in the thread of :meth:`capture`; again, if it was interrupted itself. ``pushed``: modes that were
+        not entered.
         """
         while (hooks := saved_tensor_hooks()) is not None and hooks != self.hooks:
             pop_saved_tensor_hooks()
         while len(left := DISPATCH_MODES.active()) > len(self.dispatch_modes):
-            again = any(left[-1] is mode for mode in self.dispatch_modes)  # pushed once more by again()
+            entered = all(left[-1] is not mode for mode in (*self.dispatch_modes, *pushed))
             try:
-                DISPATCH_MODES.pop() if again else left[-1].__exit__(None, None, None)
+                left[-1].__exit__(None, None, None) if entered else DISPATCH_MODES.pop()
             except IndexError:  # an interrupt stopped its __exit__ before the last statement, which is this one
                 DISPATCH_MODES.pop()
         while len(FUNCTION_MODES.active()) > len(self.function_modes):
             FUNCTION_MODES.pop()
-        for autocast in self.autocasts:
-            if Autocast.of(autocast.device_type) != autocast:
-                torch.set_autocast_enabled(autocast.device_type, autocast.enabled)
-                torch.set_autocast_dtype(autocast.device_type, autocast.dtype)
-        torch.set_autocast_cache_enabled(self.cache_casts)
-        _end_autocasts(self.autocast_depth)
+        _set_autocasts(self.autocasts, self.cache_casts)
+        # Without this, casts of weights are kept for ever, and later steps compute with them.
+        while torch.autocast_increment_nesting() > self.autocast_depth + 1:
+            torch.autocast_decrement_nesting()
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+        torch.autocast_decrement_nesting()
         torch.set_grad_enabled(self.grad)
         phase.flags = self.phase
         if not self.holds_generators:
             release_generators()
 
 
-def _autocast_depth() -> int:
-    return int(torch.autocast_increment_nesting() and torch.autocast_decrement_nesting())
+def _autocasts(device_types: Iterable[str]) -> tuple[tuple[str, bool, torch.dtype], ...]:
+    kinds = sorted({"cpu", *device_types} - {"meta"})
+    return tuple([(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds])
 
 
-def _end_autocasts(depth: int) -> None:
-    """Ends contexts of autocast beyond ``depth`` of them, which an interrupt kept from ending.
-
-    Without this, casts of weights are kept for ever, and later steps compute with them.
-    """
-    while _autocast_depth() > depth:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-
-
-def _enter_autocast(stack: contextlib.ExitStack, context: contextlib.AbstractContextManager[Any]) -> None:
-    stack.callback(_end_autocasts, _autocast_depth())
-    stack.enter_context(context)
+def _set_autocasts(autocasts: tuple[tuple[str, bool, torch.dtype], ...], cache: bool) -> None:
+    torch.set_autocast_cache_enabled(cache)
+    for kind, enabled, dtype in autocasts:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
 
 
 def in_settings_of_this_thread(job: Callable[[], R], device_types: Iterable[str]) -> Callable[[], R]:
     """The job with this thread's settings around it, for another thread."""
     thread_state = ThreadState.capture({"cuda", *device_types})
-    thread_state.phase = phase.checkpointing, is_recomputing()  # a backward is under way in this thread alone
+    thread_state.phase = phase.flags[0], is_recomputing()  # a backward is under way in this thread alone
     # The current device belongs to a thread as well: without this, a loader's "cuda" would be device 0.
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run() -> R:
-        with contextlib.nullcontext() if device is None else torch.cuda.device(device), thread_state.again():
-            return thread_state.variables.run(job)
+        with contextlib.nullcontext() if device is None else torch.cuda.device(device):
+            return thread_state.run(job)
 
     return run
-
-
-@functools.lru_cache(maxsize=64)
-def _with_autocast(device_types: frozenset[str]) -> tuple[str, ...]:
-    return tuple(sorted({"cpu", *device_types} - {"meta"}))
-
-
-@functools.cache
-def _kinds_here() -> tuple[str, ...]:
-    device = torch.accelerator.current_accelerator()
-    return _with_autocast(frozenset(() if device is None else [device.type]))
-
-
-def _enter(stack: contextlib.ExitStack, kind: ModeStack, modes: tuple[Any, ...]) -> None:
-    active = {id(mode) for mode in kind.active()} if modes else set()
-    for mode in modes:
-        if id(mode) not in active:
-            stack.enter_context(kind.pushed(mode))
 
 
 class Settings:
@@ -252,47 +219,32 @@ class Settings:
     __slots__ = ("_kinds", "_then", "_variables")
 
     def __init__(self, devices: Iterable[torch.device], *, whole: bool = False) -> None:
-        self._kinds = [device.type for device in devices]
+        self._kinds = {"cpu", *(device.type for device in devices)} - {"meta"}
         self._variables = contextvars.copy_context()
         self._then = ThreadState.capture(self._kinds) if whole or self._any_set() else None
 
     def _any_set(self) -> bool:
-        kinds = self._kinds
-        return modes_active() or torch.is_autocast_enabled("cpu") or any(map(torch.is_autocast_enabled, kinds))
+        return modes_active() or any(map(torch.is_autocast_enabled, self._kinds))
+
+    def run(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """``function(*args, **kwargs)`` with these settings; grad mode is the caller's."""
+        with self.again():
+            return self._variables.copy().run(function, *args, **kwargs)
 
     def again(self) -> contextlib.AbstractContextManager[Any]:
-        """A context with these settings; grad mode is the caller's."""
-        if self._then is None and not self._any_set() and self._variables == contextvars.copy_context():
-            return _NOTHING
-        return self._entered()
-
-    @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if self._then is not None:
-                # Without autocast's cache of casted weights: it is keyed by parameter and outlives a recomputation
-                # inside an enclosing autocast; it may hold a cast made under no_grad, whose gradient would be lost.
-                stack.enter_context(self._then.again(recomputation=True, cache_casts=False))
-            else:
-                for kind in {"cpu", *self._kinds} if self._any_set() else ():
-                    _enter_autocast(stack, torch.autocast(kind, enabled=False))
-                _enter_variables(stack, self._variables)
-            yield
+        """A context with these settings, but for context variables."""
+        if self._then is None and not self._any_set():
+            return contextlib.nullcontext()
+        then = self._then or ThreadState.capture(self._kinds)
+        if self._then is None:
+            then.autocasts = tuple([(kind, False, dtype) for kind, _, dtype in then.autocasts])
+        return then.again(recomputation=True)
 
 
-_UNSET: Any = object()
-
-
-def _enter_variables(stack: contextlib.ExitStack, then: contextvars.Context) -> None:
-    """Sets the context variables of this thread to their values in ``then``."""
-    now = contextvars.copy_context()
-    for variable in {**then, **now}:
-        try:  # one that was not set then had its default, which an empty context shows
-            value = then[variable] if variable in then else contextvars.Context().run(variable.get)
-        except LookupError:
-            continue  # it has none
-        if value is not now.get(variable, _UNSET):
-            stack.callback(variable.reset, variable.set(value))
+@functools.cache
+def _kind_here() -> list[str]:
+    device = torch.accelerator.current_accelerator()
+    return [] if device is None else [device.type]
 
 
 def restores_thread_state(function: Callable[P, R]) -> Callable[P, R]:
@@ -300,7 +252,7 @@ def restores_thread_state(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        before = ThreadState._of(_kinds_here())
+        before = ThreadState.capture(_kind_here())
         try:
             return function(*args, **kwargs)
         except BaseException as error:
@@ -323,11 +275,7 @@ def close_contexts(error: BaseException) -> None:
     A generator would otherwise restore what it saved when the traceback is freed, in the middle of other code, and an
     ``ExitStack`` never; nor has that a context that it is just entering, or that it has taken off to leave.
     """
-    frames = []
-    traceback = error.__traceback__
-    while traceback is not None:
-        frames.append(traceback.tb_frame)
-        traceback = traceback.tb_next
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
         for context in _contexts_in(frame):
             with contextlib.suppress(Exception):  # the first error counts

@@ -22,6 +22,7 @@ __all__ = [
     "keeps_graph",
     "outside_inference_mode",
     "pop_saved_tensor_hooks",
+    "push_saved_tensor_hooks",
     "run_hooks_with_gradient_only",
     "saved_tensor_hooks",
     "set_sequence_numbers",
@@ -178,6 +179,10 @@ def saved_tensor_hooks(*, while_tracing: bool = False) -> SavedTensorHooks | Non
     return hooks
 
 
-def pop_saved_tensor_hooks() -> None:
-    """Removes the active saved-tensor hooks."""
-    _autograd._pop_saved_tensors_default_hooks()
+def push_saved_tensor_hooks(hooks: SavedTensorHooks) -> None:
+    """Makes saved-tensor hooks the active ones."""
+    _autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+#: Removes the active saved-tensor hooks.
+pop_saved_tensor_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks

@@ -20,7 +20,6 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "modes_active",
     "no_subclasses",
-    "no_torch_function",
     "with_subclasses",
     "without_modes",
 ]
@@ -33,20 +32,9 @@ class ModeStack:
     active: Callable[[], list[Any]]
     """Returns them, outermost first."""
     push: Callable[[Any], Any]
+    """Without its ``__enter__``: that may have effects that the user wants once (counters, printed summaries)."""
     pop: Callable[[], Any]
     """Removes the innermost one without its ``__exit__``."""
-
-    @contextlib.contextmanager
-    def pushed(self, mode: Any) -> Iterator[None]:
-        """A context in which a mode is active.
-
-        Its ``__enter__`` is not called: that may have effects that the user wants once (counters, printed summaries).
-        """
-        self.push(mode)
-        try:
-            yield
-        finally:
-            self.pop()
 
 
 DISPATCH_MODES = ModeStack(dispatch._get_current_dispatch_mode_stack, dispatch._push_mode, dispatch._pop_mode)
@@ -80,10 +68,6 @@ def without_modes() -> Iterator[None]:
     """A context in which no mode and no tensor subclass intercepts operations."""
     with torch._C.DisableTorchFunction(), dispatch._disable_current_modes():
         yield
-
-
-#: For ``__torch_function__`` of a subclass: its operations are those of a plain tensor and return plain tensors.
-no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 #: Whether tensor subclasses intercept functions; the backward of a loss that is one disables them.

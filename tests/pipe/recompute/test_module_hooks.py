@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from pipe.checkpoint import checkpoint
-from pipe.recompute.contents import EngineHook
-from pipe.recompute.module_state import ModuleState, WatchedModule
-from tests.pipe.recompute.states import again
+from pipe.recompute.replay import Layers
 
 
 def halve(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -129,10 +127,10 @@ def test_a_hook_that_a_forward_registers_is_in_its_recomputation() -> None:
 
 def test_a_hook_that_a_forward_registers_is_in_a_second_forward_that_does_not_register_it() -> None:
     layer = Lazy()
-    module_state = ModuleState(WatchedModule(layer))
+    module_state = Layers(layer).begin()
     first = layer(batch())
     module_state.record_changes()
-    with again(module_state):
+    with module_state.again():
         assert torch.equal(layer(batch()), first)
 
 
@@ -163,17 +161,6 @@ def test_hooks_are_the_modules_own_again_after_a_recomputation_that_fails() -> N
     assert ours[0]._forward_hooks is hooks
     later.remove()
     assert not any(m._forward_hooks for m in ours.modules())
-
-
-def test_a_hook_of_the_engine_runs_when_it_is_registered() -> None:
-    seen: list[str] = []
-    ours = model()
-    first = ours[1].register_forward_hook(EngineHook(lambda *_: seen.append("first")))
-    output = checkpoint(ours, batch())
-    first.remove()
-    ours[1].register_forward_hook(EngineHook(lambda *_: seen.append("second")))
-    output.sum().backward()
-    assert seen == ["first", "second"]
 
 
 def test_a_hook_for_all_modules_that_is_registered_after_the_forward_is_refused() -> None:
