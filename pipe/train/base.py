@@ -1,15 +1,26 @@
 """A training loop that loads the next batches and copies them to the device while one batch computes.
 
-It executes a :class:`~pipe.train.schedule.TrainSchedule`: it submits each stage of each batch to its lane and waits
-where the schedule says. The caller sees a plain loop: each call of ``progress`` runs one batch and returns its output,
-``StopIteration`` follows the last batch, and an exception of the loader is raised after the batches that the loader
-yielded before it.
+The caller sees a plain loop: each call of ``progress`` runs one batch and returns its output, ``StopIteration`` follows
+the last batch, and an exception of the loader is raised after the batches that the loader yielded before it.
 
-Invariant: each batch that was read from a loader is trained on exactly once, in order, and the parameters after it are
-those of a plain loop.
+A batch goes through stages in this order: load, copy, in :mod:`pipe.train.sparse` also distribute, exchange and
+prefetch, then forward and backward. Each stage before the forward has a lane (:mod:`pipe.train.lane`) and a number of
+batches that it runs *ahead* of the one that computes. A call of ``progress`` submits each stage for the batches up to
+that number, waits for the batch that computes, and runs it::
 
-After an exception in the model, the optimizer or a stage, the failed batch is not run again, the open accumulation
-window is discarded (see :mod:`pipe.train.window`), batches in flight are kept, and the next call runs the next batch.
+    load  ahead 2    call 0   load.0 load.1 load.2  copy.0 copy.1 copy.2  forward.0 backward.0
+    copy  ahead 2    call 1   load.3 copy.3  forward.1 backward.1
+                     call 2   load.4 copy.4  forward.2 backward.2
+
+Invariants
+    * Each batch that was read from a loader is trained on exactly once, in order, and the parameters after it are
+      those of a plain loop.
+    * A stage runs once for each batch, in the order of the batches, and after the stages before it.
+    * The loader's iterator is used inside ``progress`` alone (after an interrupt: until the next call).
+
+After an exception in the model, the optimizer or a stage, the failed batch is not run again, batches in flight are
+kept, and the next call runs the next batch. If its forward had begun, the open accumulation window is discarded (see
+:mod:`pipe.train.window`). An interrupt before that loses no batch.
 """
 
 from __future__ import annotations
@@ -18,7 +29,9 @@ import contextlib
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,14 +41,56 @@ from torch import nn
 
 from pipe.stream import normalize_device
 from pipe.train.batch import move, pageable_bytes, record_stream
-from pipe.train.lane import InlineLane, Lanes
-from pipe.train.reader import PendingBatch, Reader, SkippedStage
-from pipe.train.schedule import Stage, StageRun, TrainSchedule
-from pipe.train.source import Kind, Read
-from pipe.train.statistics import Statistics
+from pipe.train.draws import Draws
+from pipe.train.lane import InlineLane, Lane, Lanes, Ticket
+from pipe.train.source import Agreement, Kind, Read, Source
 from pipe.train.window import Window, checked_pair
 
-__all__ = ["TrainPipelineBase"]
+__all__ = ["InFlight", "Statistics", "TrainPipelineBase"]
+
+
+class _Skipped(Exception):
+    """A stage was not run because one before it failed."""
+
+
+@dataclass(eq=False)
+class InFlight:
+    """One batch: the tickets of the stages that have begun on it, and their results."""
+
+    source: Source
+    tickets: dict[str, Ticket[None]] = field(default_factory=dict)
+    kind: Kind | None = None  # by load, as is host. None: it has not been read, or that failed
+    host: Any = None
+    batch: Any = None  # by copy
+    requests: Any = ()  # by distribute
+    last: bool = False  # whether its loader is known to have ended after it
+    closes: bool | None = None  # by forward, as are the next; see Window
+    trains: bool = False
+    begun: bool = False
+    losses: Any = None
+    output: Any = None
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Counted since construction.
+
+    Attributes:
+        batches: batches that were run.
+        steps: optimizer steps.
+        wait_seconds: for each stage before the forward, how long the caller's thread was blocked waiting for it.
+        pageable_bytes: host bytes whose copy could not overlap with compute because their memory was not pinned.
+        undistributed: for each module whose input distribution could not start before its forward, the reason.
+        batches_in_turn: batches that were read on demand and not ahead, because loader and model draw from the same
+            random generator (:mod:`pipe.train.draws`).
+    """
+
+    batches: int
+    steps: int
+    wait_seconds: Mapping[str, float]
+    pageable_bytes: int
+    undistributed: Mapping[str, str]
+    batches_in_turn: int = 0
 
 
 class TrainPipelineBase:
@@ -59,10 +114,10 @@ class TrainPipelineBase:
         grad_accum: batches per optimizer step; the gradient is their mean. None: one batch.
         amp_dtype: autocast to this type, or None.
         grad_scaling: scale the loss where ``amp_dtype`` is fp16 (never otherwise: bf16 has the range of fp32).
-        ahead: stage names with the number of batches that the stage runs ahead, where it differs from
-            :attr:`default_ahead`. 0 everywhere is a plain loop: a batch is read after the batch before it has been
-            trained on. With ``grad_accum`` a loader's last window may then step when ``progress`` raises
-            ``StopIteration``, and replicas communicate after each batch.
+        ahead: stages (``"load"``, ``"copy"``) with the number of batches that they run ahead of the one that computes,
+            where it differs from :attr:`default_ahead`. 0 everywhere is a plain loop: a batch is read after the batch
+            before it has been trained on. With ``grad_accum`` a loader's last window may then step when ``progress``
+            raises ``StopIteration``, and replicas communicate after each batch.
         lanes: the queues that the stages run on; by default the loader and the copies run in threads.
             ``Lanes.serial()`` reads the loader in the caller's thread.
         process_group: before each batch, the ranks of this group (CPU backend, used for nothing else) check that all
@@ -78,11 +133,10 @@ class TrainPipelineBase:
         enqueue_batch_after_forward: copy a later batch after the forward and not before it, so that the copy does
             not take bus bandwidth from a forward that reads host memory.
 
-    Several batches are in flight, so a loader must allocate new memory for each batch. An iterator is read ahead in
-    another thread, under the caller's grad mode and autocast, unless the next epoch may reset it in place (that of a
-    ``DataLoader`` with ``persistent_workers``, one with a length or an ``__iter__`` that does more than return it, and
-    a ``map``, ``zip`` or ``islice`` over such a one): this is read ahead in the caller's thread, inside ``progress``.
-    A generator around a loader that reads slowly, ``(batch for batch in slow())``, is read in the other thread.
+    Several batches are in flight, so a loader must allocate new memory for each batch. An iterator is read in another
+    thread, under the caller's grad mode and autocast, and only inside ``progress``, which returns after the reads that
+    it has begun. So a loader may reset its iterator in place for the next epoch, as a ``DataLoader`` with
+    ``persistent_workers`` does, also where the end of the epoch before has been read ahead.
 
     If loader and model draw random numbers from the same generator, batches are read on demand instead, so that a seed
     gives the same result as a plain loop. See :mod:`pipe.train.draws`; a loader with a generator of its own is read
@@ -95,6 +149,10 @@ class TrainPipelineBase:
     """
 
     default_ahead: Mapping[str, int] = {"load": 2, "copy": 2}
+    #: Stages before the forward, in the order in which one batch goes through them.
+    _stages: Sequence[str] = ("load", "copy")
+    #: Those that a call of ``progress`` runs ahead before its forward, and between forward and backward.
+    _around_forward: tuple[Sequence[str], Sequence[str]] = (("load", "copy"), ())
     _forward_only = False
 
     def __init__(
@@ -124,88 +182,67 @@ class TrainPipelineBase:
         self._custom_model_fwd = custom_model_fwd
         self._amp_dtype = amp_dtype
         self._execute_all_batches = execute_all_batches
-        self._copy_after_forward = enqueue_batch_after_forward
-        self._lanes = lanes or Lanes.for_device(self._device)
         unknown = sorted(set(ahead or ()) - set(self.default_ahead))
         if unknown:
             raise ValueError(f"expected stages of {sorted(self.default_ahead)} in ahead, got {unknown} (ahead={ahead})")
-        self._caller = InlineLane()  # reads iterators that the caller may reset
         self._ahead = {**self.default_ahead, **(ahead or {})}
-        self._schedule = TrainSchedule([stage.of(self) for stage in self.stages()])
+        if negative := [f"{name}={depth}" for name, depth in self._ahead.items() if depth < 0]:
+            raise ValueError(f"expected ahead >= 0, got {', '.join(negative)}")
+        self._lanes = lanes or Lanes.for_device(self._device)
+        self._lane: dict[str, Lane] = {**vars(self._lanes), "exchange": self._lanes.distribute}
+        #: For each stage, the one that it waits for.
+        self._before = dict(zip(self._stages[1:], self._stages, strict=False))
+        before, after = self._around_forward
+        if enqueue_batch_after_forward:
+            before, after = [name for name in before if name != "copy"], ["copy", *after]
+        self._before_forward, self._after_forward = before, after
         # Reads in the caller's thread are ordered with everything else in it; so are reads that never run ahead.
-        beside_compute = not isinstance(self._lanes.load, InlineLane) and any(self._ahead.values())
-        self._reader = Reader(self._window, self._device, (process_group, uneven), beside_compute=beside_compute)
-        self._pending: dict[int, PendingBatch] = {}
-        self._position = 0  # index of the batch that computes next
-        self._window_iterator: Iterator[Any] | None = None  # yielded the latest batch of the open window
-        self._batches = 0
-        self._batches_in_turn = 0
-        self._pageable_bytes = 0
-        self._wait_seconds = {stage.name: 0.0 for stage in self._schedule.stages}
+        self._beside_compute = not isinstance(self._lanes.load, InlineLane) and any(self._ahead.values())
+        self._agreement = Agreement(process_group, uneven)
+        #: None before the first iterator, and after an iterator's end or failure has been reported.
+        self._source: Source | None = None
+        self._restored: deque[Read] = deque()
+        self._trains = True  # whether the latest call trained
+        self._flight: deque[InFlight] = deque()  # the first is the one that computes
+        self._batches = self._batches_in_turn = self._pageable_bytes = 0
+        self._wait_seconds = dict.fromkeys(self._stages, 0.0)
+        self._thread = 0  # of the latest call
         self._undistributed: dict[str, str] = {}
 
     # ---------------------------------------------------------------------------------------------- stages
 
-    def stages(self) -> list[Stage]:
-        """The stages, in the order of the schedule. Subclasses add stages."""
-        lanes, ahead = self._lanes, self._ahead
-        load = Stage("load", lanes.load, self._load, ahead["load"])
-        copy = Stage("copy", lanes.copy, self._copy, ahead["copy"], after=("load",))
-        forward = Stage("forward", lanes.compute, self._forward, after=("copy",))
-        backward = Stage("backward", lanes.compute, self._backward, after=("forward",))
-        return [load, forward, copy, backward] if self._copy_after_forward else [load, copy, forward, backward]
+    def _load(self, batch: InFlight) -> None:
+        batch.kind, batch.host = batch.source.read()
 
-    def _load(self, pending: PendingBatch) -> None:
-        pending.read = pending.source.read()
-
-    def _copy(self, pending: PendingBatch) -> None:
-        assert pending.read is not None
-        pageable = pageable_bytes(pending.read.batch, self._device)
+    def _copy(self, batch: InFlight) -> None:
+        pageable = pageable_bytes(batch.host, self._device)
         if pageable and not self._pageable_bytes:
             warnings.warn(
-                f"batch {pending.index} holds {pageable} bytes of pageable memory: copying them to {self._device} "
-                f"cannot overlap with compute; pin them (DataLoader(pin_memory=True))",
+                f"a batch holds {pageable} bytes of pageable memory: copying them to {self._device} cannot overlap "
+                f"with compute; pin them (DataLoader(pin_memory=True))",
                 stacklevel=2,
             )
         self._pageable_bytes += pageable
-        # The host side of the copy stays referenced by pending.read until the batch has been run.
-        pending.batch = move(pending.read.batch, self._device)
+        # The host side of the copy stays referenced by `host` until the batch has been run.
+        batch.batch = move(batch.host, self._device)
 
-    def _forward(self, pending: PendingBatch) -> None:
-        self._use(pending.batch)
-        pending.computing = True
-        if self._window.trains():
-            last = self._is_last(pending.index) if self._window.must_know_the_end else None
-            pending.micro = self._window.open(last=last)
-            self._window_iterator = pending.source.iterator
-        micro = pending.micro
-        with contextlib.nullcontext() if micro is None else self._window.synchronization(micro), self._autocast():
-            returned = self._call_model(pending)
-        pending.losses, pending.output = checked_pair(returned)
-        pending.computing = False
+    def _forward(self, batch: InFlight) -> None:
+        if self._lanes.copy.stream is not None:
+            # The current stream uses memory that was allocated on the copy stream.
+            record_stream(batch.batch, torch.cuda.current_stream(self._device))
+        batch.begun = True
+        batch.trains = self._window.trains()
+        batch.closes = self._window.open(self._is_last()) if batch.trains else True
+        with self._window.synchronization(batch.closes), self._autocast():
+            batch.losses, batch.output = checked_pair(self._call_model(batch))
 
-    def _call_model(self, pending: PendingBatch) -> Any:
-        call = self._window.model if self._custom_model_fwd is None else self._custom_model_fwd
-        return call(pending.batch)
+    def _call_model(self, batch: InFlight) -> Any:
+        return (self._custom_model_fwd or self._window.model)(batch.batch)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._amp_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, dtype=self._amp_dtype)
-
-    def _backward(self, pending: PendingBatch) -> None:
-        pending.computing = True
-        if pending.micro is not None:
-            self._window.backward(pending.micro, pending.losses, self._before_step)
-        pending.computing = False
-
-    def _before_step(self) -> None:
-        """Called between a window's last backward and the optimizer step; subclasses override it."""
-
-    def _use(self, value: Any) -> None:
-        """Records that the current stream uses memory that was allocated on the copy stream."""
-        if self._lanes.copy.stream is not None:
-            record_stream(value, torch.cuda.current_stream(self._device))
 
     # ------------------------------------------------------------------------------------------ the runtime
 
@@ -222,128 +259,156 @@ class TrainPipelineBase:
             ValueError: if batches in flight were requested in another mode (``train`` or ``eval``).
             Exception: an exception of the loader, after the batches that it yielded before; an exception of the model.
         """
-        if self._reader.connect(dataloader_iter, self._pending.values()):
-            self._window_iterator = dataloader_iter  # also of a window that was restored
-        while True:
-            in_turn = self._reader.in_turn
-            pending = self._tick()
-            if pending is None:  # the end has been read ahead, and execute_all_batches is False
-                self._reader.disconnect()
-                raise StopIteration
-            kind = pending.kind()
-            if kind is Kind.BATCH:
-                self._batches += 1
-                self._batches_in_turn += in_turn
-                return pending.output
-            if kind is Kind.END and pending.source is self._reader.source:
-                self._reader.disconnect()
-                ended, self._window_iterator = self._window_iterator, None
-                if ended is pending.source.iterator:
-                    self._window.finish(self._before_step)
-                raise StopIteration
-            # The end of an earlier iterator: the caller replaced it, or has seen its end or failure.
-            assert pending.source is not self._reader.source
-
-    def _tick(self) -> PendingBatch | None:
-        """Runs one tick; returns the batch that it completes. None: the end has been read (``execute_all_batches``)."""
-        i = self._position
+        self._thread = threading.get_ident()
+        source = self._connect(dataloader_iter)
+        in_turn = source.in_turn
         try:
-            if not self._execute_all_batches and self._end_was_read(i):
-                return None
-            for action in self._schedule.tick(i, self._may_run_ahead):
-                self._run(action)
-        except BaseException:
-            # An interrupt of this thread: failures of stages are kept in their tickets. The next call repeats the
-            # interrupted action, except a forward or backward, whose effects cannot be undone.
-            if i in self._pending and self._pending[i].computing:
-                self._pop_pending(i)
-                self._window.discard()
-            # A read may have been interrupted: the next call makes another source of the iterator.
-            self._reader.disconnect()
-            raise
-        pending = self._pop_pending(i)
-        try:
-            tickets = [pending.tickets[stage.name] for stage in self._schedule.stages]
-            # Last stage first, so that this loop does not hide a wait that is missing between two stages.
-            if not all(ticket.succeeded() for ticket in reversed(tickets)):
-                for ticket in tickets:
-                    with contextlib.suppress(SkippedStage):
-                        ticket.wait()
+            batch = self._run(source)
         except BaseException as error:
-            if pending.computing:
+            if self._flight and self._flight[0].begun:
+                self._flight.popleft()
                 self._window.discard()
-            if pending.read is None and pending.source is self._reader.source:
-                self._reader.disconnect()  # this raises the loader's failure; the caller may read the iterator again
+            if isinstance(error, Exception):
+                self._settle()
             if isinstance(error, StopIteration):
                 # Without this, a StopIteration inside the model would look like the end of the loader.
-                raise RuntimeError(f"a stage of batch {i} raised StopIteration") from error
+                raise RuntimeError("a stage of a batch raised StopIteration") from error
             raise
-        return pending
+        self._settle()
+        if batch is None or batch.kind is Kind.END:
+            self._source = None
+            if batch is not None and self._window.trains():
+                self._window.finish()
+            raise StopIteration
+        self._batches += 1
+        self._batches_in_turn += in_turn
+        return batch.output
 
-    def _pop_pending(self, i: int) -> PendingBatch:
-        self._position = i + 1
-        return self._pending.pop(i)
+    def _run(self, source: Source) -> InFlight | None:
+        """Runs the batch that is first in flight, and stages of those behind it.
 
-    def _run(self, action: StageRun) -> None:
-        """Submits one stage of one batch to its lane."""
-        stage, k = action
-        if k < self._position:
-            return  # an interrupt ended this batch
-        if k not in self._pending:
-            assert self._reader.source is not None
-            self._pending[k] = PendingBatch(k, self._reader.source)
-        pending = self._pending[k]
-        if stage.name in pending.tickets:  # a restored batch has been loaded already
+        Returns that batch, or the end of the iterator; None if the end was read ahead and ``execute_all_batches`` is
+        False.
+        """
+        if not self._execute_all_batches:
+            self._run_ahead("load", source)
+            self._settle()
+            if len(self._flight) > 1 and self._flight[-1].kind is Kind.END:
+                return None
+        for name in self._before_forward:
+            self._run_ahead(name, source)
+        self._submit(self._stages[-1], 0, source)
+        batch = self._arrived()
+        if batch.kind is Kind.BATCH:
+            self._forward(batch)
+            for name in self._after_forward:
+                self._run_ahead(name, source)
+            if batch.trains:
+                self._window.backward(batch.closes, batch.losses)
+        self._flight.popleft()
+        return batch
+
+    def _run_ahead(self, name: str, source: Source) -> None:
+        for k in range(self._ahead[name] + 1):
+            if k and source.in_turn:
+                break
+            self._submit(name, k, source)
+
+    def _submit(self, name: str, k: int, source: Source) -> None:
+        """Submits the stages up to ``name`` that the ``k``-th batch in flight has not gone through to their lanes."""
+        if k == len(self._flight) and not source.stopped:
+            self._flight.append(InFlight(source))
+        if k >= len(self._flight) or self._flight[k].begun:
             return
-        load = stage.name == "load"
-        alone = load and pending.source.reads_alone
-        lane = self._caller if load and pending.source.in_caller else stage.lane
+        batch = self._flight[k]
+        for stage in self._stages[: self._stages.index(name) + 1]:
+            if stage in batch.tickets or not self._may_run(stage):
+                continue
+            alone = stage == "load" and batch.source.reads_alone
+            batch.tickets[stage] = self._lane[stage].submit(partial(self._work, stage, batch))
+            if alone:
+                # Without this, random numbers drawn by the read could not be told from those drawn by this thread.
+                self._wait(batch, stage)
+
+    def _may_run(self, stage: str) -> bool:
+        """Whether a stage may run already; if not, it does later, or the forward does without it."""
+        return True
+
+    def _work(self, stage: str, batch: InFlight) -> None:
+        # Without this, the stage would read before the one before it has written: on the host, or on its stream.
+        if stage in self._before and not self._wait(batch, self._before[stage]):
+            raise _Skipped
+        if batch.kind in (None, Kind.BATCH):
+            getattr(self, f"_{stage}")(batch)
+
+    def _wait(self, batch: InFlight, stage: str) -> bool:
+        """Waits for a stage; returns whether it succeeded."""
         start = time.perf_counter()
-        ticket = lane.submit(partial(self._work, stage, pending, threading.get_ident()))
-        pending.tickets[stage.name] = ticket
-        if alone or lane is self._caller:
-            # Without this, random numbers drawn by the read could not be told from those drawn by this thread.
-            ticket.succeeded()
-            self._wait_seconds[stage.name] += time.perf_counter() - start
+        succeeded = batch.tickets[stage].succeeded()
+        if threading.get_ident() == self._thread:
+            self._wait_seconds[stage] += time.perf_counter() - start
+        return succeeded
 
-    def _end_was_read(self, i: int) -> bool:
-        """Whether one of the reads ahead of batch ``i`` has found the end of the present iterator."""
-        k, ahead = i, 0
-        while ahead <= self._ahead["load"] and (k == i or self._may_run_ahead()):
-            for action in self._schedule.reach("load", k):
-                self._run(action)
-            pending = self._pending[k]
-            kind = pending.kind()
-            if pending.source is self._reader.source and kind is not Kind.BATCH:  # it has ended or failed
-                return kind is Kind.END and self._pending[i].kind() is Kind.BATCH
-            # The end of an earlier iterator is pending, but is no batch.
-            ahead += k == i or kind is Kind.BATCH
-            k += 1
-        return False
+    def _arrived(self) -> InFlight:
+        """The first batch in flight, when it has gone through its stages. Raises what they raised, and drops it."""
+        batch = self._flight[0]
+        # Without this, the forward would begin before the batch is there. The last stage has waited for the others.
+        if not self._wait(batch, next(reversed(batch.tickets))):
+            self._flight.popleft()
+            if batch.kind is None and batch.source is self._source:
+                self._source = None  # the caller may read the iterator again
+            for ticket in batch.tickets.values():
+                ticket.wait()
+        return batch
 
-    def _may_run_ahead(self) -> bool:
-        return not self._reader.in_turn
+    def _is_last(self) -> bool | None:
+        """Whether the loader ends after the first batch in flight; None if the next read failed or may not begin."""
+        first, source = self._flight[0], self._source
+        if not self._window.must_know_the_end or first.last:
+            return True
+        if self._ahead["load"] and source is not None and not source.in_turn:
+            self._submit("load", 1, source)
+        if len(self._flight) == 1:
+            return None
+        following = self._flight[1]
+        self._wait(following, "load")
+        return None if following.kind is None else following.kind is Kind.END
 
-    def _work(self, stage: Stage, pending: PendingBatch, caller: int) -> None:
-        for name in stage.after:
-            start = time.perf_counter()
-            # Without this, the stage would read before stage `name` has written: on the host, or on its stream.
-            succeeded = pending.tickets[name].succeeded()
-            if threading.get_ident() == caller:
-                self._wait_seconds[name] += time.perf_counter() - start
-            if not succeeded:
-                raise SkippedStage
-        if pending.read is None or pending.read.kind is Kind.BATCH:
-            stage.work(pending)
+    def _settle(self) -> None:
+        """Waits for the reads that have begun, and forgets those behind an end or a failure."""
+        for batch in self._flight:
+            if "load" in batch.tickets:
+                self._wait(batch, "load")
+            else:
+                self._source = None  # an interrupt ended its read; the next call makes another source
+        self._flight = deque(
+            batch for batch in self._flight if "load" in batch.tickets and batch.kind is not Kind.NOTHING
+        )
 
-    def _is_last(self, i: int) -> bool | None:
-        """Whether the loader ends after batch ``i``; waits for the next read. None if that failed or may not begin."""
-        if self._ahead["load"] and self._may_run_ahead():
-            for action in self._schedule.reach("load", i + 1):
-                self._run(action)
-        following = self._pending.get(i + 1)
-        kind = None if following is None else following.kind()
-        return None if kind is None else kind is Kind.END
+    def _connect(self, iterator: Iterator[Any]) -> Source:
+        """The source of ``iterator``: the present one, or a new one."""
+        self._settle()
+        source, trains = self._source, self._window.trains()
+        same = source is not None and source.iterator is iterator and not source.was_reset()
+        if not same and trains is not self._trains and any(batch.kind is Kind.BATCH for batch in self._flight):
+            raise ValueError(
+                f"expected the model in {'train' if self._trains else 'eval'} mode for the batches in flight, got "
+                f"model.training={self._window.model.training} with another iterator; run the first iterator to its "
+                f"end, or use a second pipeline"
+            )
+        # In another mode the model may use other generators, and ranks may need no agreement.
+        if not same or source is None or (trains is not self._trains and not source.stopped):
+            if self._flight and self._flight[-1].kind is Kind.END:
+                # That of another iterator, or one that has been told already.
+                self._flight.pop()
+                if self._flight:
+                    self._flight[-1].last = True
+            draws = Draws(iterator, self._device) if self._beside_compute else None
+            agreement = self._agreement if self._agreement.needed(self._window.model, trains) else None
+            in_turn = same and draws is not None
+            source = self._source = Source(iterator, self._restored, agreement, draws, in_turn=in_turn)
+        self._trains = trains
+        return source
 
     def reset(self) -> None:
         """Drops the batches in flight and the open window; parameters and optimizer stay as they are.
@@ -351,18 +416,13 @@ class TrainPipelineBase:
         For training that starts again from a checkpoint. The next ``progress`` continues to read its iterator at the
         present position, which is behind the dropped batches. Waits for reads and copies that are under way.
         """
-        for pending in self._pending.values():
-            for ticket in pending.tickets.values():
+        for batch in self._flight:
+            for ticket in batch.tickets.values():
                 ticket.succeeded()
-        self._drop_pending()
-        self._window_iterator = None
-        self._reader.reset()
+        self._flight.clear()
+        self._restored.clear()
+        self._source = None
         self._window.discard()
-
-    def _drop_pending(self) -> None:
-        # Each stage has run for a different number of batches; none of them may run for a dropped one.
-        self._position = max([self._position - 1, *self._pending]) + 1
-        self._pending.clear()
 
     # ------------------------------------------------------------------------------- statistics and state
 
@@ -381,15 +441,15 @@ class TrainPipelineBase:
         """The state that a new pipeline needs to continue: the open window, the scaler, and the batches in flight.
 
         Model, optimizer and loader have states of their own. The loader's position is *behind* the batches in flight:
-        this state keeps those as the loader yielded them. Waits for reads that are under way: take it before the
-        state of the loader.
+        this state keeps those as the loader yielded them.
         """
-        reads = [pending.read for _, pending in sorted(self._pending.items()) if pending.kind() is not None]
+        self._settle()
+        reads = [(batch.kind, batch.host) for batch in self._flight] + list(self._restored)
         return {
             "window": self._window.state_dict(),
             "batches": self._batches,
-            "in_flight": [read.batch for read in reads if read is not None and read.kind is Kind.BATCH],
-            "ended": any(read is not None and read.kind is Kind.END for read in reads),
+            "in_flight": [batch for kind, batch in reads if kind is Kind.BATCH],
+            "ended": any(kind is Kind.END for kind, _ in reads),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -398,13 +458,11 @@ class TrainPipelineBase:
         Raises:
             ValueError: if this pipeline has batches in flight itself, or other settings; nothing is changed then.
         """
-        if any(pending.kind() is Kind.BATCH for pending in self._pending.values()):
+        if self._restored or any(batch.kind is Kind.BATCH for batch in self._flight):
             raise ValueError("expected a pipeline without batches in flight to load a state into; make a new one")
         self._window.load_state_dict(state["window"])
         self._batches = state["batches"]
-        # The batches of the first iterator follow these.
-        restored = self._reader.restore(ended=state["ended"])
-        self._drop_pending()
-        reads = [Read(Kind.BATCH, batch) for batch in state["in_flight"]] + [Read(Kind.END)] * state["ended"]
-        for k, read in enumerate(reads, self._position):
-            self._pending[k] = PendingBatch.loaded(k, restored, read)
+        self._flight.clear()
+        self._source = None
+        self._restored.extend(Read(Kind.BATCH, batch) for batch in state["in_flight"])
+        self._restored.extend([Read(Kind.END)] * state["ended"])

@@ -22,13 +22,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from pipe.torch_private.data import pytree
-from pipe.train.batch import PathStep, follow, record_stream, walk
+from pipe.train.batch import follow, record_stream, walk
 from pipe.train.lane import Lane
 
 __all__ = ["Distributes", "Distribution", "Request", "children_of"]
@@ -52,14 +52,8 @@ class Distributes(Protocol):
         """Looks up the distributed input and returns the output of the forward."""
 
 
-@dataclass(frozen=True)
-class _FromBatch:
-    path: tuple[PathStep, ...]
-
-
-@dataclass(frozen=True)
-class _Call:
-    """How a module was called: the leaves of its arguments, objects of the batch replaced by their paths."""
+class _Call(NamedTuple):
+    """How a module was called: the leaves of its arguments, objects of the batch replaced by their paths (tuples)."""
 
     name: str
     leaves: list[Any]
@@ -124,7 +118,7 @@ class Distribution:
     def check_caches(self) -> None:
         """Refuses cached tables (UVM caching) that do not track which rows were fetched for which batch."""
         for name, module in self._modules.items():
-            for part in _parts(module):
+            for part in _parts(module, set()):
                 cache = getattr(part, "lxu_cache_weights", None)
                 cached = isinstance(cache, torch.Tensor) and cache.numel() > 0
                 if cached and getattr(part, "prefetch_pipeline", None) is False:
@@ -147,7 +141,7 @@ class Distribution:
         requests = []
         for call in self._calls or ():
             try:
-                leaves = [follow(batch, x.path) if isinstance(x, _FromBatch) else x for x in call.leaves]
+                leaves = [follow(batch, x) if isinstance(x, tuple) else x for x in call.leaves]
             except (LookupError, AttributeError, TypeError):
                 self.undistributed[call.name] = "a batch does not have the part that the first batch had"
                 continue
@@ -238,14 +232,13 @@ class Distribution:
         calls = []
         for name, args, kwargs in seen:
             leaves, spec = _leaves((args, kwargs), paths)
-            own = [not isinstance(x, _CONSTANTS) and id(x) in paths for x in leaves]
-            strange = [x for x, mine in zip(leaves, own, strict=True) if not (mine or isinstance(x, _CONSTANTS))]
+            found = [x if isinstance(x, _CONSTANTS) else paths.get(id(x)) for x in leaves]
+            strange = [x for x, path in zip(leaves, found, strict=True) if x is not None and path is None]
             if strange:
                 kind = type(strange[0]).__name__
                 self.undistributed[name] = f"it was called with a {kind} that is no part of the batch"
-                continue
-            found = [_FromBatch(paths[id(x)]) if mine else x for x, mine in zip(leaves, own, strict=True)]
-            calls.append(_Call(name, found, spec))
+            else:
+                calls.append(_Call(name, found, spec))
         for name in self._modules.keys() - {name for name, _, _ in seen}:
             self.undistributed[name] = "the first forward did not call it"
         return calls
@@ -270,8 +263,9 @@ def children_of(module: nn.Module) -> Iterator[nn.Module]:
             yield from (item for item in value if isinstance(item, nn.Module))
 
 
-def _parts(module: nn.Module, above: tuple[nn.Module, ...] = ()) -> Iterator[nn.Module]:
-    yield module
-    for child in children_of(module):
-        if not any(child is other for other in (*above, module)):
-            yield from _parts(child, (*above, module))
+def _parts(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    if id(module) not in seen:
+        seen.add(id(module))
+        yield module
+        for child in children_of(module):
+            yield from _parts(child, seen)

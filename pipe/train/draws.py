@@ -61,7 +61,3 @@ class Draws:
             drawn = set(before.record_changes().drawn)
             self._by_reads = drawn if self._seeds_first else self._by_reads | drawn
             self._since_read = Replay.capture(self._devices)
-
-    def forget_caller(self) -> None:
-        """Discards the record of the caller's draws, because the model runs in another mode."""
-        self._by_caller, self._since_read = None, None

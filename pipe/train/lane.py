@@ -148,19 +148,17 @@ class Lanes:
         load: calls ``next()`` on the loader.
         copy: copies batches to the device.
         distribute: input distribution of sparse features (collectives).
-        compute: forward, backward and optimizer step.
         prefetch: copies rows of embedding tables into the caches of their modules.
     """
 
     load: Lane
     copy: Lane
     distribute: Lane
-    compute: Lane
     prefetch: Lane = field(default_factory=InlineLane)
 
     @classmethod
     def for_device(cls, device: torch.device) -> Lanes:
-        """The default: loader and copies in threads, collectives and compute in the caller's thread.
+        """The default: loader and copies in threads, collectives in the caller's thread, as is the compute.
 
         On CUDA the copy and distribute lanes have streams of ``device`` (whichever device is current).
         """
@@ -169,7 +167,6 @@ class Lanes:
             load=ThreadLane("train-load", device_type=device.type),
             copy=ThreadLane("train-copy", torch.cuda.Stream(device) if cuda else None, device.type),
             distribute=InlineLane(torch.cuda.Stream(device) if cuda else None),
-            compute=InlineLane(),
             prefetch=InlineLane(torch.cuda.Stream(device) if cuda else None),
         )
 
@@ -177,4 +174,4 @@ class Lanes:
     def serial(cls) -> Lanes:
         """Everything in the caller's thread, in order: a baseline, and for loaders that are bound to that thread."""
         lane = InlineLane()
-        return cls(load=lane, copy=lane, distribute=lane, compute=lane, prefetch=lane)
+        return cls(load=lane, copy=lane, distribute=lane, prefetch=lane)

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import contextlib
 import enum
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pipe.nested import attributes_of
 from pipe.train.draws import Draws
-from pipe.train.resets import attributes_at_end, may_be_reset
 
 __all__ = ["Agreement", "Kind", "Read", "Source"]
 
@@ -36,8 +36,7 @@ class Kind(enum.IntEnum):
     NOTHING = 2
 
 
-@dataclass(frozen=True)
-class Read:
+class Read(NamedTuple):
     """The result of one read."""
 
     kind: Kind
@@ -52,58 +51,47 @@ class Agreement:
             than the model's collectives. None: a group over the world, made when it is first needed.
         uneven: what ranks do when some loaders end before others. ``"raise"``: a ``ValueError`` on every rank, after
             the last batch that all ranks have. ``"stop"``: every rank ends there, and surplus batches are not run.
-        training_only: whether agreement is skipped in evaluation, in which ranks do not communicate.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, uneven: str = "raise", *, training_only: bool = False) -> None:
-        self.group = group
-        self._uneven = uneven
-        self._training_only = training_only
-        self._reads = 0
-
-    @classmethod
-    def for_model(cls, model: nn.Module, group: dist.ProcessGroup | None, uneven: str) -> Agreement | None:
-        """The agreement that a model needs: over ``group``, or over the world if the model spans it, or none.
-
-        Replicas (``DistributedDataParallel``) communicate in training only: one rank may evaluate while others wait.
-        """
+    def __init__(self, group: dist.ProcessGroup | None, uneven: str = "raise") -> None:
         if uneven not in ("raise", "stop"):
             raise ValueError(f"expected uneven='raise' or 'stop', got uneven={uneven!r}")
-        if group is not None:
-            return cls(group, uneven)
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-            return None
-        groups = [(module, _group_of(module)) for module in model.modules()]
-        spanning = [module for module, of in groups if of is not None and of.size() == dist.get_world_size()]
-        if not spanning:
-            return None
-        return cls(None, uneven, training_only=all(isinstance(m, DistributedDataParallel) for m in spanning))
+        self._group = group
+        self._always = group is not None
+        self._uneven = uneven
 
-    def prepare(self, training: bool) -> Agreement | None:
-        """This agreement if batches of this mode need one, else None.
+    def needed(self, model: nn.Module, trains: bool) -> bool:
+        """Whether ranks must agree on the batches of ``model``: given a group, or if the model spans the world.
 
-        The first call makes the group, which is a collective call: all ranks must begin their pipelines in one order.
+        Replicas (``DistributedDataParallel``) communicate in training only: one rank may evaluate while others wait.
+        The first call that returns True makes the group, which is a collective call: all ranks must begin their
+        pipelines in one order.
         """
-        if self._training_only and not training:
-            return None
-        if self.group is None:
-            self.group = dist.new_group(backend="gloo")
-        return self
+        if self._always:
+            return True
+        if not (dist.is_available() and dist.is_initialized()) or (world := dist.get_world_size()) == 1:
+            return False
+        groups = [(module, _group_of(module)) for module in model.modules()]
+        spanning = [module for module, group in groups if group is not None and group.size() == world]
+        if all(isinstance(module, DistributedDataParallel) and not trains for module in spanning):
+            return False
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        return True
 
-    def agree(self, read: Read | None, in_turn: bool = False) -> tuple[Read, bool]:
-        """Exchanges the result of a read (None: it failed) with all ranks. A collective call.
+    def agree(self, read: Read | None, in_turn: bool, batches: int) -> tuple[Read, bool]:
+        """Exchanges the result of a read (None: it failed) after ``batches`` others with all ranks. A collective call.
 
         Returns:
             the read of this rank (``END`` if another rank's loader ended and ``uneven="stop"``), and whether the next
             read must not run ahead because it must not do so on some rank.
         """
-        assert self.group is not None
+        assert self._group is not None
         kind = Kind.NOTHING if read is None else read.kind
-        told = [torch.zeros(2, dtype=torch.int64) for _ in range(self.group.size())]
-        dist.all_gather(told, torch.tensor([kind, in_turn], dtype=torch.int64), group=self.group)
+        told = [torch.zeros(2, dtype=torch.int64) for _ in range(self._group.size())]
+        dist.all_gather(told, torch.tensor([kind, in_turn], dtype=torch.int64), group=self._group)
         in_turn = any(bool(t[1]) for t in told)
         ranks = {kind: [rank for rank, t in enumerate(told) if int(t[0]) == kind] for kind in Kind}
-        batches, self._reads = self._reads, self._reads + 1
         if read is None:
             return Read(Kind.NOTHING), in_turn  # the loader's own exception is being raised
         if ranks[Kind.NOTHING]:
@@ -118,8 +106,6 @@ class Agreement:
                 f"{ranks[Kind.END]} and another batch on rank(s) {ranks[Kind.BATCH]}; make them equally long "
                 f"(DistributedSampler with drop_last or padding), or pass uneven='stop' to end with the shortest"
             )
-        if read.kind is Kind.END:
-            self._reads = 0
         return read, in_turn
 
 
@@ -133,28 +119,30 @@ def _group_of(module: nn.Module) -> dist.ProcessGroup | None:
 class Source:
     """The iterator of one loader, whether it may still be read, and whether it may be read ahead.
 
-    ``draws`` decides which reads may run ahead; None where reads never run beside the compute.
+    Args:
+        iterator: of the loader.
+        restored: reads of an earlier run, which come before those of the iterator, and are taken from here.
+        agreement: with other ranks, or None.
+        draws: decides which reads may run ahead; None where reads never run beside the compute.
+        in_turn: whether no batch may be read before it is needed until a read has been observed.
     """
 
     def __init__(
         self,
         iterator: Iterator[Any],
-        agreement: Agreement | None = None,
-        draws: Draws | None = None,
+        restored: deque[Read],
+        agreement: Agreement | None,
+        draws: Draws | None,
         *,
-        stopped: bool = False,
+        in_turn: bool,
     ) -> None:
         self.iterator = iterator
-        self.in_turn = False  # whether no batch may be read before it is needed
-        #: Whether it must be read in the caller's thread, whose ``iter(loader)`` may reset it.
-        self.in_caller = may_be_reset(iterator)
-        self._at_end: list[tuple[Any, ...]] | None = None
-        self._agreement = agreement
-        self._draws = draws
+        self.in_turn = in_turn
+        self.stopped = False
+        self._restored, self._agreement, self._draws = restored, agreement, draws
         self._observed = False
-        #: Whether an observed read, on any rank, drew random numbers, so that the generators of the model matter.
-        self.drew = False
-        self.stopped = stopped
+        self._reads = 0
+        self._at_end: dict[str, Any] | None = None
 
     @property
     def reads_alone(self) -> bool:
@@ -162,43 +150,40 @@ class Source:
         return self._draws is not None and not self.stopped and (self.in_turn or not self._observed)
 
     def was_reset(self) -> bool:
-        """Whether the iterator began another epoch after its end was read."""
-        if self._at_end is None:
-            return False
-        now = attributes_at_end(self.iterator)
-        return len(now) != len(self._at_end) or any(
-            name != before or value is not old for (name, value), (before, old) in zip(now, self._at_end, strict=True)
-        )
+        """Whether the iterator began another epoch after its end was read.
 
-    def change_mode(self) -> None:
-        """Observes again which generators the caller's thread uses. Called while no read is under way."""
-        if self._draws is not None:
-            self._draws.forget_caller()
-            self.in_turn, self._observed = self.drew, False
+        ``iter(loader)`` usually makes a new iterator. A ``DataLoader`` with ``persistent_workers=True`` resets the one
+        that it has, and an object that is loader and iterator in one resets itself.
+        """
+        now, old = dict(attributes_of(self.iterator)), self._at_end
+        return old is not None and (now.keys() != old.keys() or any(now[name] is not old[name] for name in now))
 
     def read(self) -> Read:
         """Reads the next batch, unless this source has ended or failed. Called by one lane, in order."""
         if self.stopped:
             return Read(Kind.NOTHING)
-        draws = self._draws if self.reads_alone else None
         read: Read | None = None
-        in_turn = self.in_turn
         try:
             try:
-                with contextlib.nullcontext() if draws is None else draws.observing():
-                    read = Read(Kind.BATCH, next(self.iterator))
-            except StopIteration:
-                read = Read(Kind.END)
+                read = self._restored.popleft() if self._restored else self._next()
             finally:
-                if draws is not None:
-                    in_turn = draws.shared()
                 if self._agreement is not None:
-                    read, in_turn = self._agreement.agree(read, in_turn)
+                    read, self.in_turn = self._agreement.agree(read, self.in_turn, self._reads)
         except BaseException:
             self.stopped = True
             raise
-        self.in_turn, self._observed, self.drew = in_turn, True, self.drew or in_turn
-        self.stopped = read.kind is not Kind.BATCH
-        if self.stopped:
-            self._at_end = attributes_at_end(self.iterator)
+        self._reads += 1
+        if read.kind is not Kind.BATCH:
+            self.stopped, self._at_end = True, dict(attributes_of(self.iterator))
+        return read
+
+    def _next(self) -> Read:
+        draws = self._draws if self.reads_alone else None
+        with contextlib.nullcontext() if draws is None else draws.observing():
+            try:
+                read = Read(Kind.BATCH, next(self.iterator))
+            except StopIteration:
+                read = Read(Kind.END)
+        if draws is not None:
+            self._observed, self.in_turn = True, draws.shared()
         return read

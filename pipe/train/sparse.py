@@ -1,28 +1,35 @@
 """Training and evaluation loops that distribute the sparse features of the next batch over ranks while one computes.
 
-They have two stages more than :class:`~pipe.train.base.TrainPipelineBase`. By default a call of ``progress`` runs::
+They have stages more than :class:`~pipe.train.base.TrainPipelineBase`. By default a call of ``progress`` runs::
 
     load.i+2  copy.i+2  distribute.i+1  forward.i  exchange.i+1  backward.i
 
 ``distribute`` starts the exchange of the features' sizes. ``exchange``, once the forward has been issued, waits for
 the sizes and starts the exchange of the features, which overlaps with backward and optimizer. Both run in the
 caller's thread (on a stream of their own on CUDA), because collectives must have one order on all ranks.
+
+A sharded table that is too large for its device stores its rows elsewhere and a cache of them on the device (torchrec's
+UVM caching; on the CPU a module may do the same with a file). Once the distributed features of a batch are known, the
+module can fetch their rows before the forward. :class:`PrefetchTrainPipelineSparseDist` runs::
+
+    load.i+2  copy.i+2  exchange.i+1  forward.i  prefetch.i+1  distribute.i+2  backward.i
+
+so the features of batch i+1 are exchanged during the forward of batch i, and its rows are fetched during the backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from pipe.train.base import TrainPipelineBase
+from pipe.train.base import InFlight, TrainPipelineBase
 from pipe.train.distribute import Distribution
-from pipe.train.reader import PendingBatch
-from pipe.train.schedule import Stage
+from pipe.train.window import check_count
 
-__all__ = ["EvalPipelineSparseDist", "TrainPipelineSparseDist"]
+__all__ = ["EvalPipelineSparseDist", "PrefetchTrainPipelineSparseDist", "TrainPipelineSparseDist"]
 
 
 class TrainPipelineSparseDist(TrainPipelineBase):
@@ -63,6 +70,8 @@ class TrainPipelineSparseDist(TrainPipelineBase):
     """
 
     default_ahead: Mapping[str, int] = {"load": 2, "copy": 2, "distribute": 1}
+    _stages: Sequence[str] = ("load", "copy", "distribute", "exchange")
+    _around_forward: tuple[Sequence[str], Sequence[str]] = (("load", "copy", "distribute"), ("exchange",))
 
     def __init__(
         self,
@@ -74,9 +83,6 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         grad_accum: int | None = None,
         *,
         amp_dtype: torch.dtype = torch.bfloat16,
-        execute_all_batches: bool = True,
-        custom_model_fwd: Callable[[Any], Any] | None = None,
-        enqueue_batch_after_forward: bool = False,
         dmp_collection_sync_interval_batches: int | None = 1,
         apply_jit: bool = False,
         context_type: type | None = None,
@@ -94,27 +100,15 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             )
         if context_type is not None:
             raise ValueError(f"expected context_type=None, got {context_type!r}: a pipeline has no torchrec context")
-        interval = dmp_collection_sync_interval_batches
-        if interval is not None and (not isinstance(interval, int) or isinstance(interval, bool)):
-            raise TypeError(f"expected dmp_collection_sync_interval_batches to be None or an int, got {interval!r}")
-        if interval is not None and interval < 1:
-            raise ValueError(f"expected dmp_collection_sync_interval_batches >= 1 or None, got {interval}")
+        check_count("dmp_collection_sync_interval_batches", dmp_collection_sync_interval_batches)
+        amp = amp_dtype if enable_amp else None
         super().__init__(
-            model,
-            optimizer,
-            device,
-            grad_accum=grad_accum,
-            amp_dtype=amp_dtype if enable_amp else None,
-            grad_scaling=enable_grad_scaling,
-            custom_model_fwd=custom_model_fwd,
-            execute_all_batches=execute_all_batches,
-            enqueue_batch_after_forward=enqueue_batch_after_forward,
-            **options,
+            model, optimizer, device, grad_accum=grad_accum, amp_dtype=amp, grad_scaling=enable_grad_scaling, **options
         )
-        self._table_interval = interval
-        self._table_steps = 0
-        self._distribution = self._distribution_of(model)
-        self._undistributed = self._distribution.undistributed
+        self._ahead.setdefault("prefetch", self._ahead["distribute"])
+        self._ahead["exchange"] = self._ahead["prefetch"]
+        self._window.table_interval = dmp_collection_sync_interval_batches
+        self._use(self._distribution_of(model))
 
     def _distribution_of(self, model: nn.Module) -> Distribution:
         distribution = Distribution(model, self._lanes.distribute)
@@ -122,40 +116,23 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             distribution.check_optimizer(one)
         return distribution
 
-    def stages(self) -> list[Stage]:
-        """The stages of the base class, with ``distribute`` before the forward and ``exchange`` after it."""
-        base = {stage.name: stage for stage in super().stages()}
-        lane, ahead, forward = self._lanes.distribute, self._ahead["distribute"], base["forward"]
-        distribute = Stage("distribute", lane, self._distribute, ahead, after=("copy",))
-        # Not after copy as well: distribute has waited for it, and the order of streams is transitive.
-        forward = Stage("forward", forward.lane, forward.work, after=("exchange",))
-        exchange = Stage("exchange", lane, self._exchange, ahead, after=("distribute",))
-        if self._copy_after_forward:
-            return [base["load"], distribute, forward, base["copy"], exchange, base["backward"]]
-        return [base["load"], base["copy"], distribute, forward, exchange, base["backward"]]
+    def _use(self, distribution: Distribution) -> None:
+        self._distribution, self._undistributed = distribution, distribution.undistributed
 
-    def _distribute(self, pending: PendingBatch) -> None:
+    def _may_run(self, stage: str) -> bool:
+        # The first forward records what is to be distributed.
+        return self._distribution.observed or stage in ("load", "copy")
+
+    def _distribute(self, batch: InFlight) -> None:
         with self._autocast():
-            pending.requests = self._distribution.start(pending.batch)
+            batch.requests = self._distribution.start(batch.batch)
 
-    def _exchange(self, pending: PendingBatch) -> None:
-        if not pending.requests and self._distribution.observed:
-            # While the pipeline fills, distribution runs before the first forward, which records what to distribute.
-            self._distribute(pending)
-        self._distribution.exchange(pending.requests)
+    def _exchange(self, batch: InFlight) -> None:
+        self._distribution.exchange(batch.requests)
 
-    def _call_model(self, pending: PendingBatch) -> Any:
-        with self._distribution.serving(pending.requests, pending.batch):
-            return super()._call_model(pending)
-
-    def _before_step(self) -> None:
-        """Averages the tables of a ``DMPCollection`` over their replicas, if that is due (a collective call)."""
-        interval, model = self._table_interval, self._window.model
-        due = interval is not None and self._table_steps % interval == 0
-        self._table_steps += 1
-        # Compared by name, so that torchrec need not be imported (or installed).
-        if due and any(kind.__name__ == "DMPCollection" for kind in type(model).__mro__):
-            model.sync()  # type: ignore[operator]
+    def _call_model(self, batch: InFlight) -> Any:
+        with self._distribution.serving(batch.requests, batch.batch):
+            return super()._call_model(batch)
 
     def detach(self) -> nn.Module:
         """Returns the model, unmodified (the pipeline changes it only inside ``progress``).
@@ -186,10 +163,53 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             return
         distribution = self._distribution_of(model)
         self._window.attach(model)
-        self._distribution, self._undistributed = distribution, distribution.undistributed
-        self._reader.attach(model)
-        for pending in self._pending.values():
-            pending.requests = []  # they were for modules of the old model
+        self._use(distribution)
+        for batch in self._flight:  # what was distributed was for modules of the old model
+            batch.requests = ()
+            for stage in self._stages[2:]:
+                if stage in batch.tickets:
+                    batch.tickets.pop(stage).succeeded()
+
+
+class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
+    """Copies batch i+2, starts its distribution, and prefetches the rows of batch i+1 while batch i computes.
+
+    If a participating module has ``prefetch(ctx=, dist_input=, forward_stream=)``, it is called with the context and
+    the distributed input of the module's next forward, and with the stream that this forward will run on (None on the
+    CPU). Other modules are distributed as in :class:`~pipe.train.sparse.TrainPipelineSparseDist`.
+
+    Arguments are those of :class:`~pipe.train.sparse.TrainPipelineSparseDist`; ``ahead`` accepts ``"prefetch"`` too,
+    and ``Lanes`` have a lane for it.
+
+    The caches of fbgemm return rows in the order in which they were fetched. Therefore such a model must not be called
+    directly between two calls of ``progress`` (to evaluate, run the iterator to its end first), and a module that is
+    called with other objects than were prefetched for it raises a ``RuntimeError``.
+
+    Raises:
+        ValueError: if a table is cached and was made with ``prefetch_pipeline=False``.
+
+    Source: torchrec's ``PrefetchTrainPipelineSparseDist`` (Meta, 2023).
+    """
+
+    default_ahead: Mapping[str, int] = {"load": 2, "copy": 2, "distribute": 2, "prefetch": 1}
+    _stages = ("load", "copy", "distribute", "exchange", "prefetch")
+    _around_forward = (("load", "copy", "exchange"), ("prefetch", "distribute"))
+    _forward_stream: torch.cuda.Stream | None = None
+
+    def _distribution_of(self, model: nn.Module) -> Distribution:
+        distribution = super()._distribution_of(model)
+        distribution.check_caches()
+        return distribution
+
+    def _prefetch(self, batch: InFlight) -> None:
+        self._distribution.prefetch(batch.requests, self._forward_stream)
+
+    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
+        """As that of :class:`~pipe.train.base.TrainPipelineBase`."""
+        if self._device.type == "cuda":
+            # Outside of every lane: the stream that the forward will run on.
+            self._forward_stream = torch.cuda.current_stream(self._device)
+        return super().progress(dataloader_iter)
 
 
 class EvalPipelineSparseDist(TrainPipelineSparseDist):
@@ -221,20 +241,9 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist):
         device: torch.device | str,
         *,
         enable_amp: bool = False,
-        amp_dtype: torch.dtype = torch.bfloat16,
-        custom_model_fwd: Callable[[Any], Any] | None = None,
         **options: Any,
     ) -> None:
         unwanted = sorted({"grad_accum", "enable_grad_scaling", "execute_all_batches"} & options.keys())
         if unwanted:
             raise TypeError(f"EvalPipelineSparseDist trains nothing and runs every batch: it takes no {unwanted}")
-        super().__init__(
-            model,
-            (),
-            device,
-            enable_amp,
-            False,
-            amp_dtype=amp_dtype,
-            custom_model_fwd=custom_model_fwd,
-            **options,
-        )
+        super().__init__(model, (), device, enable_amp, False, **options)

@@ -18,9 +18,10 @@ the next batch opens a new window, and no half-accumulated gradient is stepped.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,20 +32,7 @@ from pipe.nested import tensors_in
 from pipe.train.distribute import children_of
 from pipe.train.in_backward import refuse_updates_between_micro_batches, refuse_updates_in_backward
 
-__all__ = ["MicroStep", "Window", "checked_pair"]
-
-
-@dataclass(frozen=True)
-class MicroStep:
-    """The position of one batch in its window.
-
-    Attributes:
-        number: 1 for the first batch of the window.
-        closes: whether the optimizer steps after it. None: nothing was read beyond it, so it may be the last.
-    """
-
-    number: int
-    closes: bool | None
+__all__ = ["Window", "check_count", "checked_pair"]
 
 
 class Window:
@@ -53,6 +41,9 @@ class Window:
     Refuses an optimizer that updates inside backward with part of a window's gradient or with a scaled one. One with an
     ``accumulate()`` context, as that of ``offload``, is deferred instead.
 
+    In ``closes``, True says that the optimizer steps after the batch, False that more batches of its window follow, and
+    None that nothing was read beyond it, so that it may be the last.
+
     Args:
         model: trained in ``train`` mode. Its replicas do not communicate before the last backward of a window.
         optimizer: one, or several that are zeroed and stepped together.
@@ -60,6 +51,9 @@ class Window:
         scaler: scales losses and steps the optimizer (fp16 only), or None.
         forward_only: whether nothing is trained, whatever the model's mode; there may be no optimizer.
     """
+
+    #: Steps between two averages of a torchrec ``DMPCollection``'s tables over their replicas, or None.
+    table_interval: int | None = None
 
     def __init__(
         self,
@@ -70,12 +64,7 @@ class Window:
         *,
         forward_only: bool = False,
     ) -> None:
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
-            raise TypeError(
-                f"expected grad_accum to be None or an int, got {type(size).__name__} (grad_accum={size!r})"
-            )
-        if size is not None and size < 1:
-            raise ValueError(f"expected grad_accum >= 1 batches per optimizer step, got grad_accum={size}")
+        check_count("grad_accum", size)
         optimizers = tuple(optimizer) if isinstance(optimizer, Iterable) else (optimizer,)
         wrong = [type(one).__name__ for one in optimizers if not isinstance(one, torch.optim.Optimizer)]
         if wrong or not (optimizers or forward_only):
@@ -86,7 +75,7 @@ class Window:
         self.scaler = scaler
         self._forward_only = forward_only
         self.steps = 0
-        self.position = 0
+        self.position = 0  # batches in the open window
         self._reduced = True  # whether replicas communicated in the latest backward
         self.optimizers = optimizers
         self.attach(model)
@@ -100,8 +89,9 @@ class Window:
 
     def _refuse_updates_in_backward(self, model: nn.Module) -> None:
         if self.size > 1:
-            because = f"accumulates {self.size} batches (grad_accum={self.size})"
-            refuse_updates_in_backward(model, self.optimizers, because, deferred=True)
+            # Those that can be deferred are deferred.
+            eager = [optimizer for optimizer in self.optimizers if not hasattr(optimizer, "accumulate")]
+            refuse_updates_in_backward(model, eager, f"accumulates {self.size} batches (grad_accum={self.size})")
         if self.scaler is not None:
             because = "scales its loss for fp16 (enable_grad_scaling=True)"
             refuse_updates_in_backward(model, self.optimizers, because)
@@ -115,8 +105,8 @@ class Window:
         """Whether the next batch closes the window only if it is the loader's last."""
         return self.position + 1 < self.size
 
-    def open(self, *, last: bool | None) -> MicroStep:
-        """The position of the next batch; zeroes the gradients if it is the first of its window.
+    def open(self, last: bool | None) -> bool | None:
+        """Zeroes the gradients if the next batch is the first of its window; returns whether that batch ``closes`` it.
 
         ``last``: whether it is the last batch of its loader; None if that is not known yet.
         """
@@ -124,44 +114,44 @@ class Window:
         if self.position == 0:
             for optimizer in self.optimizers:
                 optimizer.zero_grad(set_to_none=True)
-        return MicroStep(self.position + 1, last if self.must_know_the_end else True)
+        return last if self.must_know_the_end else True
 
     @contextlib.contextmanager
-    def synchronization(self, micro: MicroStep) -> Iterator[None]:
+    def synchronization(self, closes: bool | None) -> Iterator[None]:
         """A context for forward or backward of one batch: ``no_sync`` of replicas, unless the batch may be the last."""
         with contextlib.ExitStack() as stack:
-            if micro.closes is False:
-                for module in _replicated(self.model):
-                    if getattr(module, "static_graph", False) and not self._static_graphs_known:
-                        # DDP with a static graph records it in its first backward, which must not run in no_sync. The
-                        # additional all-reduce changes nothing: a mean over replicas is not changed by the next one.
-                        continue
+            for module in _replicated(self.model) if closes is False else ():
+                # DDP with a static graph records it in its first backward, which must not run in no_sync. The
+                # additional all-reduce changes nothing: a mean over replicas is not changed by the next one.
+                if self._static_graphs_known or not getattr(module, "static_graph", False):
                     stack.enter_context(module.no_sync())
             yield
 
-    def backward(self, micro: MicroStep, losses: Any, before_step: Callable[[], None] | None = None) -> None:
-        """Accumulates the gradient of one batch's losses (the sum of all their elements), and steps at the end.
-
-        ``before_step`` is called between the backward that closes the window and the step.
-        """
+    def backward(self, closes: bool | None, losses: Any) -> None:
+        """Accumulates the gradient of one batch's losses (the sum of all their elements), and steps at the end."""
+        batches = self.position + 1
         weight = 1.0 / self.size
-        if micro.closes and micro.number < self.size:
+        if closes and batches < self.size:
             # The earlier batches were weighted as parts of a full window. This is corrected before the last backward,
             # so that an all-reduce in this backward already sees the mean over the true size.
-            weight = 1.0 / micro.number
-            self._reweight(micro.number)
+            weight = 1.0 / batches
+            self._reweight(batches)
         loss = _total(losses)
         if weight != 1.0:
             loss = loss * weight
-        with self._deferral(micro), self.synchronization(micro):
+        with contextlib.ExitStack() as stack:
+            for optimizer in () if closes else self.optimizers:
+                if hasattr(optimizer, "accumulate"):  # defers updates inside backward
+                    stack.enter_context(optimizer.accumulate())
+            stack.enter_context(self.synchronization(closes))
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         self._static_graphs_known = True
-        self.position = micro.number
-        self._reduced = micro.closes is not False
-        if micro.closes:
-            self._step(before_step)
+        self.position = batches
+        self._reduced = closes is not False
+        if closes:
+            self._step()
 
-    def finish(self, before_step: Callable[[], None] | None = None) -> None:
+    def finish(self) -> None:
         """Closes the open window, if there is one, after an end of the loader that was not known in advance.
 
         A window of replicas whose latest backward ran in ``no_sync`` stays open for the next loader's batches: the
@@ -169,7 +159,7 @@ class Window:
         """
         if self.position and (self._reduced or not _replicated(self.model)):
             self._reweight(self.position)
-            self._step(before_step)
+            self._step()
 
     def _reweight(self, batches: int) -> None:
         """Rescales the gradients from parts of a full window's mean to parts of the mean over ``batches``."""
@@ -177,19 +167,11 @@ class Window:
             if parameter.grad is not None:
                 parameter.grad.mul_(self.size / batches)
 
-    @contextlib.contextmanager
-    def _deferral(self, micro: MicroStep) -> Iterator[None]:
-        """Defers updates inside backward to the closing backward, for optimizers with an ``accumulate()`` context."""
-        with contextlib.ExitStack() as stack:
-            for optimizer in self.optimizers:
-                accumulate = getattr(optimizer, "accumulate", None)
-                if callable(accumulate) and not micro.closes:
-                    stack.enter_context(accumulate())
-            yield
-
-    def _step(self, before_step: Callable[[], None] | None) -> None:
-        if before_step is not None:
-            before_step()
+    def _step(self) -> None:
+        # Compared by name, so that torchrec need not be imported (or installed).
+        collection = any(kind.__name__ == "DMPCollection" for kind in type(self.model).__mro__)
+        if collection and self.table_interval is not None and self.steps % self.table_interval == 0:
+            self.model.sync()  # type: ignore[operator]  # a collective call
         for optimizer in self.optimizers:
             if self.scaler is None:
                 optimizer.step()
@@ -260,6 +242,14 @@ def _refuse_closure(optimizer: Any) -> None:
         optimizer = inner if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer else None
 
 
+def check_count(name: str, count: Any) -> None:
+    """Raises unless it is None or an int of at least 1."""
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool)):
+        raise TypeError(f"expected {name} to be None or an int, got {type(count).__name__} ({name}={count!r})")
+    if count is not None and count < 1:
+        raise ValueError(f"expected {name} >= 1 or None, got {name}={count}")
+
+
 def checked_pair(returned: Any) -> tuple[Any, Any]:
     """What a model has returned, if that is ``(losses, output)``; else raises."""
     if not isinstance(returned, tuple) or len(returned) != 2:
@@ -276,10 +266,7 @@ def _total(losses: Any) -> Tensor:
             f"expected the model to return (losses, output) with tensors as losses, got losses of type "
             f"{type(losses).__name__}"
         )
-    total = tensors[0].sum()
-    for tensor in tensors[1:]:
-        total = total + tensor.sum()
-    return total
+    return functools.reduce(operator.add, [tensor.sum() for tensor in tensors])
 
 
 def _replicated(model: nn.Module) -> list[Any]:
@@ -288,16 +275,17 @@ def _replicated(model: nn.Module) -> list[Any]:
     Those of ``fully_shard`` are not among them: they reduce in every backward. What they would keep in one that does
     not is in no ``.grad``, so a window could not be reweighted, saved or discarded.
     """
-    found: dict[int, nn.Module] = {}  # by id, while the list below keeps each module alive
+    found, seen = [], set[int]()  # ids, while the model keeps all of them alive
 
-    def visit(module: nn.Module, inside: bool, above: tuple[nn.Module, ...]) -> None:
-        ddp = isinstance(module, DistributedDataParallel)
-        silent = ddp or callable(getattr(module, "no_sync", None))
-        if ddp or (silent and not inside):
-            found.setdefault(id(module), module)
-        for child in children_of(module):
-            if not any(child is other for other in (*above, module)):
-                visit(child, inside or (silent and not ddp), (*above, module))
+    def visit(module: nn.Module, inside: bool) -> None:
+        if id(module) not in seen:
+            seen.add(id(module))
+            ddp = isinstance(module, DistributedDataParallel)
+            silent = ddp or callable(getattr(module, "no_sync", None))
+            if ddp or (silent and not inside):
+                found.append(module)
+            for child in children_of(module):
+                visit(child, inside or (silent and not ddp))
 
-    visit(model, False, ())
-    return list(found.values())
+    visit(model, False)
+    return found

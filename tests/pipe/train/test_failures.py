@@ -61,7 +61,7 @@ def test_a_stop_iteration_inside_the_model_does_not_pass_for_the_end_of_the_load
     model = Fragile(forward={1: StopIteration()})
     pipeline, batches = TrainPipelineBase(model, torch.optim.SGD(model.parameters()), "cpu"), numbers(4)
     pipeline.progress(batches)
-    with pytest.raises(RuntimeError, match="batch 1 raised StopIteration"):
+    with pytest.raises(RuntimeError, match="a batch raised StopIteration"):
         pipeline.progress(batches)
     assert lab.run(pipeline, batches) == [2, 3]
 
@@ -113,7 +113,7 @@ def test_an_interrupt_while_waiting_for_the_loader_loses_no_batch(lab: Any) -> N
                 raise KeyboardInterrupt
             return super().submit(job)
 
-    lanes = Lanes(load=InlineLane(), copy=Interrupted(), distribute=InlineLane(), compute=InlineLane())
+    lanes = Lanes(load=InlineLane(), copy=Interrupted(), distribute=InlineLane())
     model = Fragile()
     pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters()), "cpu", lanes=lanes)
     batches = numbers(5)

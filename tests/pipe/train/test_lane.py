@@ -134,7 +134,7 @@ def test_on_the_cpu_the_loader_and_the_copies_have_threads_and_nothing_has_a_str
     assert isinstance(lanes.load, ThreadLane)
     assert isinstance(lanes.copy, ThreadLane)
     assert isinstance(lanes.distribute, InlineLane)
-    assert all(lane.stream is None for lane in (lanes.load, lanes.copy, lanes.distribute, lanes.compute))
+    assert all(lane.stream is None for lane in (lanes.load, lanes.copy, lanes.distribute))
 
 
 @pytest.mark.cuda

@@ -50,6 +50,7 @@ def test_the_order_of_positional_arguments_stays_and_later_ones_are_taken_by_key
     parameters = inspect.signature(TrainPipelineSparseDist).parameters
     positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert positional == ["model", "optimizer", "device", "enable_amp", "enable_grad_scaling", "grad_accum"]
+    parameters = {**inspect.signature(TrainPipelineBase).parameters, **parameters}  # it takes those of the base as well
     assert {
         "execute_all_batches",
         "apply_jit",
