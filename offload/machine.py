@@ -1,14 +1,11 @@
-"""Reads how much memory this process can still get: limits, control groups, ``/proc/meminfo``; on CUDA, the allocator.
-
-Every function of the host takes the root of the file system, below which it reads ``/proc`` and the mounted control
-groups.
-"""
+"""Reads how much memory this process can still get: limits, control groups, the machine; on CUDA, the allocator."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +24,8 @@ __all__ = [
     "private_bytes_left",
 ]
 
-_ROOT = Path("/")
+#: Below this are ``/proc`` and the mounted control groups.
+ROOT = Path("/")
 
 
 @dataclass(frozen=True)
@@ -54,35 +52,31 @@ _V1 = _Version("cgroup", "memory.limit_in_bytes", "memory.usage_in_bytes", "tota
 _V2 = _Version("cgroup2", "memory.max", "memory.current", "")
 
 
-def free_bytes(device: torch.device, root: Path = _ROOT) -> int:
+def free_bytes(device: torch.device) -> int:
     """Bytes that this process can still get in the memory of a device."""
-    return free_host_bytes(root) if device.type == "cpu" else free_device_bytes(device)
+    return free_host_bytes() if device.type == "cpu" else free_device_bytes(device)
 
 
-def free_host_bytes(root: Path = _ROOT) -> int:
+def free_host_bytes() -> int:
     """The least of what the machine has without swapping, and what the limit of this process on private memory
     (``RLIMIT_DATA``) and each control group above it leave.
 
     A group leaves ``memory.max - (memory.current - inactive_file)``: its inactive file pages are dropped first.
     """
-    left = [group.limit - (group.usage - group.inactive_file) for group in control_groups(root)]
-    if (private := private_bytes_left(root)) is not None:
+    left = [int(psutil.virtual_memory().available)]
+    left += [group.limit - (group.usage - group.inactive_file) for group in control_groups()]
+    if (private := private_bytes_left()) is not None:
         left.append(private)
-    return max(0, min([_meminfo("MemAvailable", root), *left]))
+    return max(0, min(left))
 
 
-def private_bytes_left(root: Path = _ROOT) -> int | None:
+def private_bytes_left() -> int | None:
     """Bytes of private memory that this process may still map under ``RLIMIT_DATA``; None without a limit.
 
     It counts what is mapped, used or not: heaps, buffers, and the stack of each thread (often 8 MiB).
     """
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        limits, status = (_lines(root / "proc/self" / name) for name in ("limits", "status"))
-        limit = next((line.split()[3] for line in limits if line.startswith("Max data size")), "unlimited")
-        mapped = next((line.split()[1] for line in status if line.startswith("VmData:")), None)
-        if limit != "unlimited" and mapped is not None:
-            return max(0, int(limit) - 1024 * int(mapped))
-    return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return None if limit == resource.RLIM_INFINITY else max(0, limit - int(psutil.Process().memory_info().data))
 
 
 def free_device_bytes(device: torch.device) -> int:
@@ -91,17 +85,17 @@ def free_device_bytes(device: torch.device) -> int:
     return int(module.mem_get_info(device)[0] + module.memory_reserved(device) - module.memory_allocated(device))
 
 
-def capacity(device: torch.device, root: Path = _ROOT) -> int:
+def capacity(device: torch.device) -> int:
     """All bytes of a device's memory; on the host no more than any control group above this process may use."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).mem_get_info(device)[1])
-    return min([_meminfo("MemTotal", root), *(group.limit for group in control_groups(root))])
+    return min([int(psutil.virtual_memory().total), *(group.limit for group in control_groups())])
 
 
-def control_groups(root: Path = _ROOT) -> list[ControlGroup]:
+def control_groups() -> list[ControlGroup]:
     """The control groups of this process and their ancestors, of both versions, that limit its memory."""
     found = []
-    for version, mount, inner in _groups_of_this_process(root):
+    for version, mount, inner in _groups_of_this_process():
         group = mount / inner
         for folder in [group, *group.parents]:
             if not folder.is_relative_to(mount):
@@ -114,11 +108,11 @@ def control_groups(root: Path = _ROOT) -> list[ControlGroup]:
     return found
 
 
-def _groups_of_this_process(root: Path) -> Iterator[tuple[_Version, Path, Path]]:
+def _groups_of_this_process() -> Iterator[tuple[_Version, Path, Path]]:
     """The version, the folder in which control groups are mounted, and the group's path in it."""
     with contextlib.suppress(OSError, ValueError):
-        mounts = list(_mounts(root))
-        for line in _lines(root / "proc/self/cgroup"):
+        mounts = list(_mounts())
+        for line in _lines(ROOT / "proc/self/cgroup"):
             _, controllers, inner = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
                 continue
@@ -132,43 +126,28 @@ def _groups_of_this_process(root: Path) -> Iterator[tuple[_Version, Path, Path]]
                     yield version, folder, own
 
 
-def _mounts(root: Path) -> Iterator[tuple[_Version, Path, Path]]:
+def _mounts() -> Iterator[tuple[_Version, Path, Path]]:
     """The version, the group that is mounted, and where, for each mount that has the controller of memory."""
-    for line in _lines(root / "proc/self/mountinfo"):
+    for line in _lines(ROOT / "proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
         kind, _, options = [*after.split(" ", 2), "", ""][:3]
         for version in (_V1, _V2):
             if kind == version.file_system and (version is _V2 or "memory" in options.split(",")):
                 shown, folder = (Path(_unescaped(path)) for path in before.split(" ")[3:5])
-                yield version, shown, root / folder.relative_to("/")
+                yield version, shown, ROOT / folder.relative_to("/")
 
 
-def file_system(path: Path, root: Path = _ROOT) -> str:
+def file_system(path: Path) -> str:
     """Type of the file system that holds ``path``, or "" if the system does not say."""
-    found, resolved = ("", ""), path.resolve()
-    with contextlib.suppress(OSError):
-        for line in _lines(root / "proc/mounts"):
-            _, folder, kind, *_ = [*line.split(" "), "", "", ""]
-            folder = _unescaped(folder)
-            # Of two mounts at one place the later one hides the other.
-            if folder and resolved.is_relative_to(folder) and len(folder) >= len(found[0]):
-                found = folder, kind
-    return found[1]
+    resolved = path.resolve()
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if resolved.is_relative_to(mount.mountpoint)]
+    # Of two mounts at one place the later one hides the other.
+    return max(reversed(mounts), key=lambda mount: len(mount.mountpoint)).fstype if mounts else ""
 
 
 def _unescaped(path: str) -> str:
-    """A path of ``mounts`` or ``mountinfo``, where white space is written in octal."""
+    """A path of ``mountinfo``, where white space is written in octal."""
     return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), path)
-
-
-def _meminfo(name: str, root: Path) -> int:
-    with contextlib.suppress(OSError):
-        for line in _lines(root / "proc/meminfo"):
-            key, value = line.split(":", 1)
-            if key == name:
-                return int(value.split()[0]) * 1024
-    memory = psutil.virtual_memory()  # not Linux, or a kernel before 3.14
-    return int(memory.available if name == "MemAvailable" else memory.total)
 
 
 def _text(path: Path) -> str:

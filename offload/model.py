@@ -573,31 +573,13 @@ def offload(
 
     Source: L2L (Pudipeddi et al., 2020) and fairscale's OffloadModel.
     """
+    arguments = Arguments(**{name: given for name, given in locals().items() if name != "model"})
     in_order = not isinstance(model, nn.Module) or (
         blocks is None and isinstance(model, (nn.Sequential, nn.ModuleList))
     )
     one_each = in_order and not isinstance(model, nn.Sequential)
     model = _module(model)
     offloaded_kind = _class_for(_base, model, in_order=in_order)
-    arguments = Arguments(
-        device=device,
-        offload_device=offload_device,
-        num_slices=num_slices,
-        checkpoint_activation=checkpoint_activation,
-        num_microbatches=num_microbatches,
-        memory=memory,
-        param_dtype=param_dtype,
-        store_dtype=store_dtype,
-        pretrained=pretrained,
-        blocks=blocks,
-        mesh=mesh,
-        gradient_divide_factor=gradient_divide_factor,
-        gradient_dtype=gradient_dtype,
-        accumulate_in_gradient_dtype=accumulate_in_gradient_dtype,
-        resident=resident,
-        _cuts=_cuts,
-        _base=_base,
-    )
     undo = contextlib.ExitStack()
     try:
         state = construct(model, arguments, undo, in_order=in_order, one_each=one_each)

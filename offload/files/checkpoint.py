@@ -6,6 +6,7 @@
     model-ID-00001-of-00003.safetensors       parameters and buffers, under the bare model's names
     state-ID/optimizer-00001-of-00002...      states of the optimizer, as "state.<parameter>.<name>" of its state_dict()
     state-ID/state.pt                         the remainder: groups, step, generator states, the user's extra
+    state-ID/parts.pt, __0_0.distcp, ...      with a mesh: the parts that ranks have written, in place of the tensors
 
 ID is the identity of a save, 32 hexadecimal digits.
 
@@ -13,8 +14,8 @@ Every save writes files under unused names, waits until they are on the disk, an
 atomic. So a process killed at any moment leaves an index whose files all exist: the old one or the new one. The next
 save removes files of saves that the index does not name (:mod:`offload.files.save_folder`).
 
-Every tensor has a checksum in the header of its file, ``state.pt`` one in the index, and files of ranks one in
-``state.pt``. Every file, and the index, has the identity of its save, so files of two saves are not mixed.
+The index has size and checksum of each file, and of itself, so what was damaged or is of another save is refused before
+anything is loaded.
 
 With a mesh all ranks write their parts into ``state-ID``, by torch.distributed.checkpoint (:mod:`offload.files.parts`),
 and the first one the rest; any number of processes reads them.
@@ -29,11 +30,9 @@ import io
 import os
 import pickle
 import random
-import re
 import sys
 import zipfile
-import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -42,74 +41,62 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offload.files.parts import StoredParts, named_states, on_all, ranks_of, write_parts
-from offload.files.save_folder import CRC, INDEX, Save, read_index, state_folder, write_file
-from offload.files.tensor_file import SAVE, ChecksumError, TensorFile, check_plain, write_tensors
-from offload.files.untrusted import MOST_BYTES, inside, read_regular, shown
+from offload.files.parts import PARTS, StoredParts, named_states, on_all, ranks_of, write_parts
+from offload.files.save_folder import INDEX, Index, Save, read_index
+from offload.files.tensor_file import TensorFile, check_sum, write_tensors
+from offload.files.untrusted import inside
+from offload.mesh.ranks import Ranks
 from offload.optim import OffloadOptimizer
 from offload.progress import progress
-from offload.storage.page_cache import available_bytes
 from offload.streaming.quantised import state_in_parts
 from offload.streaming.stored_values import StoredValues, deferring_values
 
 __all__ = ["INDEX", "Checkpoint", "generator_states", "load_checkpoint", "save_checkpoint"]
 
+T = TypeVar("T", bound="Tensor | StoredValues")
 
-#: The fields of ``state.pt`` beside the user's, with their types. What is in them is that of the checksum in the index.
-_FIELDS: dict[str, Any] = {
-    "optimizer": dict | None,
-    "optimizer_tensors": dict,
-    "parts": dict | None,
-    "model": dict,
-    "step": int,
-    "generators": dict | list,
-}
+NOT_COUNTED = -1  #: the steps of an optimizer that is not ours, in the file
 
 
-# The remainder of a checkpoint beside its tensors, in one small file: read back without running code of the file.
+@dataclass(frozen=True)
+class _State:
+    """The remainder of a checkpoint beside its tensors, in one small file: read back without running code of it."""
 
+    #: Groups and small states of the optimizer.
+    optimizer: dict[str, Any] | None
+    #: Values of the model that are no tensors.
+    model: Mapping[str, Any]
+    step: int
+    #: With a mesh, a list of those of all ranks.
+    generators: Any
+    extra: Any
 
-def serialized(summary: dict[str, Any]) -> bytes:
-    """The bytes of ``state.pt``. Raises ValueError if ``torch.load(weights_only=True)`` would refuse it."""
-    buffer = io.BytesIO()
-    torch.save(summary, buffer)
-    buffer.seek(0)
-    try:
-        torch.load(buffer, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"expected numbers, strings and tensors in lists and dicts as extra, and as hyperparameters of the "
-            f"optimizer, got what torch.load(weights_only=True) refuses: {str(error).splitlines()[0]}"
-        ) from error
-    return buffer.getvalue()
+    def pack(self) -> bytes:
+        """The bytes of ``state.pt``. Raises ValueError if ``torch.load(weights_only=True)`` would refuse it."""
+        buffer = io.BytesIO()
+        torch.save(vars(self), buffer)
+        buffer.seek(0)
+        try:
+            torch.load(buffer, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"expected numbers, strings and tensors in lists and dicts as extra, and as hyperparameters of the "
+                f"optimizer, got what torch.load(weights_only=True) refuses: {str(error).splitlines()[0]}"
+            ) from error
+        return buffer.getvalue()
 
-
-def read_state(path: Path, expected: str) -> dict[str, Any]:
-    """Reads ``state.pt``, whose checksum is ``expected``.
-
-    Raises ChecksumError, or ValueError that names the field, if it is damaged.
-    """
-    serialized = read_regular(path, max(MOST_BYTES, available_bytes()))
-    if (found := f"{zlib.crc32(serialized):08x}") != expected:
-        raise ChecksumError(
-            f"{path}: the bytes are not those that were written (checksum {found}, expected {expected}), and nothing "
-            f"was loaded. Restore the file from a copy, or load another checkpoint"
-        )
-    try:
-        with zipfile.ZipFile(io.BytesIO(serialized)) as archive:
-            # Without this, a compressed entry could take a thousand times the memory of the file.
-            if sum(entry.file_size for entry in archive.infolist()) > len(serialized):
-                raise ValueError("its entries are larger than the file")
-        summary: Any = torch.load(io.BytesIO(serialized), weights_only=True)
-    except Exception as error:  # The archive and what is in it raise anything, such as AttributeError.
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{path}: expected the state of a checkpoint, got a damaged file: {reason}") from error
-    if not isinstance(summary, dict):
-        raise ValueError(f"{path}: state: expected a dict, got {shown(summary)}")
-    for key, kind in _FIELDS.items():
-        if not isinstance(value := summary.get(key), kind):
-            raise ValueError(f"{path}: {key}: expected {getattr(kind, '__name__', kind)}, got {shown(value)}")
-    return summary
+    @classmethod
+    def read(cls, path: Path) -> _State:
+        """Reads ``state.pt``. Raises ValueError if it is none."""
+        try:
+            with zipfile.ZipFile(path) as archive:
+                # Without this, a compressed entry could take a thousand times the memory of the file.
+                if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
+                    raise ValueError("its entries are larger than the file")
+            return cls(**torch.load(path, weights_only=True))
+        except Exception as error:  # The archive and what is in it raise anything, such as AttributeError.
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise ValueError(f"{path}: expected the state of a checkpoint, got a damaged file: {reason}") from error
 
 
 def generator_states() -> dict[str, Any]:
@@ -117,8 +104,7 @@ def generator_states() -> dict[str, Any]:
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state_all()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
+    if (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, *numbers = numpy.random.get_state()
         states["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *numbers)
     return states
@@ -127,30 +113,13 @@ def generator_states() -> dict[str, Any]:
 def set_generator_states(states: Mapping[str, Any]) -> None:
     """Restores the result of :func:`generator_states`; CUDA's only if the number of devices is the same."""
     torch.set_rng_state(states["torch"])
-    random.setstate(_python_state(states))
+    random.setstate(states["python"])
     if "cuda" in states and torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(states["cuda"])
     numpy = sys.modules.get("numpy")
     if "numpy" in states and numpy is not None:
-        numpy.random.set_state(_numpy_state(states))
-
-
-def _python_state(states: Mapping[str, Any]) -> tuple[Any, ...]:
-    version, internal, gauss = states["python"]
-    return version, tuple(internal), gauss
-
-
-def _numpy_state(states: Mapping[str, Any]) -> tuple[Any, ...]:
-    kind, keys, *numbers = states["numpy"]
-    return kind, keys.numpy().astype("uint32"), *numbers
-
-
-T = TypeVar("T", bound="Tensor | StoredValues")
-
-_FULL = re.compile(r"state\.(\d{1,18})\.(.+)", re.DOTALL)
-
-
-NOT_COUNTED = -1  #: the steps of an optimizer that is not ours, in the file
+        kind, keys, *numbers = states["numpy"]
+        numpy.random.set_state((kind, keys.numpy().astype("uint32"), *numbers))
 
 
 @dataclass(frozen=True)
@@ -193,51 +162,49 @@ def save_checkpoint(
     """
     _check_owner(model, optimizer)
     ranks = ranks_of(model)
-    if ranks is None:
-        check_plain(dict(model.named_parameters()), "torch.distributed.checkpoint: get_state_dict and dcp.save")
+    for name, parameter in model.named_parameters() if ranks is None else ():
+        if hasattr(parameter, "placements"):
+            raise TypeError(
+                f"expected plain tensors, got a {type(parameter).__name__} ({name}), of which each rank has a part; "
+                f"use torch.distributed.checkpoint: get_state_dict and dcp.save"
+            )
     tensors, others, tied = _model_parts(model)
     states, rest = _optimizer_parts(optimizer)
     names = named_states(model, optimizer)
-    model_parts = _split(tensors, file_bytes) if ranks is None else []
     save = Save(Path(path))
     try:
         save.id = on_all(ranks, save.begin, first=True)[0]
-        weight_map, state_map, parts = dict[str, str](), dict[str, str](), None
+        weight_map, parts = dict[str, str](), None
         if ranks is None:
-            weight_map = _write_files(save.folder, save.model_files(len(model_parts)), model_parts, tied, save.id)
-            state_parts = _split(states, file_bytes)
-            files = [f"optimizer-{k:05d}-of-{len(state_parts):05d}.safetensors" for k in range(1, 1 + len(state_parts))]
-            state_map = _write_files(save.state, files, state_parts, {}, save.id)
+            weight_map = _write_files(save, f"model-{save.id}", _split(tensors, file_bytes), tied)
+            _write_files(save, "optimizer", _split(states, file_bytes), {})
         else:
             again = {name: tensors[first] for name, first in tied.items()}
-            parts = write_parts(save.state, cast(dict[str, Tensor], tensors | again), states, names, ranks)
+            parts, sums = write_parts(save.state, cast(dict[str, Tensor], tensors | again), states, names, ranks)
+            for name, sum_of_file in sums.items():
+                save.note(name, sum_of_file)
         generators = generator_states()
-        summary = {
-            "optimizer": rest,
-            "optimizer_tensors": state_map,
-            "parts": parts,
-            "model": others,
-            "step": getattr(optimizer, "steps", NOT_COUNTED),
-            "generators": generators if ranks is None else ranks.exchange(generators),
-            "extra": extra,
-        }
-        metadata = {
-            "total_size": sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
-            SAVE: save.id,
-        }
-        on_all(ranks, lambda: _commit(save, serialized(summary), metadata, weight_map), first=True)
+        state = _State(
+            optimizer=rest,
+            model=others,
+            step=getattr(optimizer, "steps", NOT_COUNTED),
+            generators=generators if ranks is None else ranks.exchange(generators),
+            extra=extra,
+        )
+
+        def commit() -> None:
+            save.write("state.pt", state.pack())
+            if parts is not None:
+                save.write(PARTS, parts)
+            save.commit(weight_map, sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
+
+        on_all(ranks, commit, first=True)
     except BaseException:
         if ranks is None or ranks.number == 0:
             save.discard()
         raise
     finally:
         save.release()
-
-
-def _commit(save: Save, state: bytes, metadata: dict[str, Any], weight_map: dict[str, str]) -> None:
-    """Makes a save the last one; removes those before."""
-    write_file(save.state / "state.pt", state)
-    save.commit({"metadata": {**metadata, CRC: f"{zlib.crc32(state):08x}"}, "weight_map": weight_map})
 
 
 @torch.no_grad()
@@ -250,13 +217,9 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
 
     Raises:
         FileNotFoundError: if there is no checkpoint, or a file of it is missing.
-        ValueError: if a file is damaged, of another save or not a regular file: the error names file and field, nothing
-            was changed, and no code of the checkpoint ran. If it does not fit: every wrong name and shape is listed,
-            and nothing was changed. Or if bytes are not those that were saved: the error names file and tensor. If the
-            files take at most half of the available memory, all of them are verified before the first tensor is
-            loaded, so nothing was changed; the second read is then served from memory. For larger checkpoints the
-            optimizer states are verified first, the model while it is loaded; the error lists the tensors that hold
-            values of the checkpoint already.
+        ValueError: if a file is damaged, of another save or not a regular file: the error names it, nothing was
+            changed, and no code of the checkpoint ran. All files are read once to be verified, before they are loaded.
+            Or if it does not fit: every wrong name and shape is listed, and nothing was changed.
     """
     _check_owner(model, optimizer)
     folder = Path(path)
@@ -267,47 +230,53 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         raise FileNotFoundError(f"expected a checkpoint, got {what} (path={folder})") from error
     files = index.open()
     saved: dict[str, TensorFile | StoredParts] = {name: files[file] for name, file in index.weight_map.items()}
-    ranks, parts, state = ranks_of(model), None, folder
+    ranks, parts, state, state_dict = ranks_of(model), None, _State(None, {}, NOT_COUNTED, None, None), None
     if index.save is None:
         if optimizer is not None:
             raise ValueError(f"{folder} holds a model but no optimizer; load it without one")
-        if ours := next((file for file in files.values() if file.save is not None), None):
-            raise ValueError(
-                f"{ours.path} is of a checkpoint, expected {SAVE} in the metadata of {index.path}; for the weights "
-                f"alone use load_pretrained"
-            )
-        summary: dict[str, Any] = {"model": {}, "step": NOT_COUNTED, "extra": None}
     else:
-        state = folder / state_folder(index.save)
-        summary = read_state(inside(folder, f"{state.name}/state.pt", str(index.path)), index.metadata[CRC])
-        if summary["parts"] is not None:
-            parts = StoredParts(state, summary["parts"], ranks)
+        states = folder / f"state-{index.save}"
+        wanted = [name for name in index.files if optimizer is not None or "/optimizer-" not in name]
+        # First, so that a damaged shape is not taken for another model.
+        _verify(index, wanted, ranks)
+        state = _State.read(states / "state.pt")
+        if f"{states.name}/{PARTS}" in index.files:
+            parts = StoredParts(states, [Path(name).name for name in index.files])
             saved |= dict.fromkeys(parts.model, parts)
-    state_dict = None if optimizer is None else _state_dict(state, summary, index.save, optimizer)
-    _check_options(folder, optimizer, state_dict)
-    if 2 * sum(file.data_bytes for file in files.values()) <= available_bytes():
-        for file in files.values():  # First, so that a damaged shape is not taken for another model.
-            file.verify()
-    targets = _check_model(folder, model, saved, set(summary["model"]))
+        if optimizer is not None:
+            stored = [TensorFile(folder / name) for name in sorted(index.files) if "/optimizer-" in name]
+            state_dict = _state_dict(folder, state, stored, optimizer)
+    targets = _check_model(folder, model, saved, set(state.model))
     if parts is None:
-        _read_model(files, index.weight_map, targets)
+        for name, target in progress(list(targets.items()), "loading the model"):
+            files[index.weight_map[name]].read_into(name, target)
     else:
         for number, found in parts.read(cast(dict[str, Tensor], targets), optimizer, ranks).items():
             if state_dict is not None:
                 state_dict["state"].setdefault(number, {}).update(found)
-    if summary["model"]:
-        model.load_state_dict(summary["model"], strict=False)
+    if state.model:
+        model.load_state_dict(dict(state.model), strict=False)
     if optimizer is not None and state_dict is not None:
         optimizer.load_state_dict(state_dict)
         if isinstance(optimizer, OffloadOptimizer):
-            optimizer.steps = max(0, summary["step"])
-        generators = summary["generators"]
+            optimizer.steps = max(0, state.step)
+        generators = state.generators
         if ranks is not None and isinstance(generators, list) and len(generators) == ranks.total:
             set_generator_states(generators[ranks.number])
         elif ranks is None and not isinstance(generators, list):
             set_generator_states(generators)
-    step = None if summary["step"] == NOT_COUNTED else summary["step"]
-    return Checkpoint(step, summary.get("extra"))
+    return Checkpoint(None if state.step == NOT_COUNTED else state.step, state.extra)
+
+
+def _verify(index: Index, names: Collection[str], ranks: Ranks | None) -> None:
+    """Compares the sums of files, each on one rank. All raise if one is damaged."""
+    mine = sorted(names) if ranks is None else sorted(names)[ranks.number :: ranks.total]
+
+    def check() -> None:
+        for name in mine:
+            check_sum(inside(index.path.parent, name, str(index.path)), index.files[name])
+
+    on_all(ranks, check)
 
 
 def _check_owner(model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -316,33 +285,6 @@ def _check_owner(model: nn.Module, optimizer: Optimizer | None) -> None:
     ours, theirs = {id(p) for p in model.parameters()}, [p for group in optimizer.param_groups for p in group["params"]]
     if theirs and not any(id(p) in ours for p in theirs):
         raise ValueError("expected an optimizer of this model, got one that has none of its parameters (optimizer)")
-
-
-def _check_options(folder: Path, optimizer: Optimizer | None, saved: Mapping[str, Any] | None) -> None:
-    """Versions of torch add options to a class; two classes have each what the other one lacks."""
-    if optimizer is None or saved is None:
-        return
-    for here, there in zip(optimizer.param_groups, saved["param_groups"], strict=False):
-        lacks, has = sorted(optimizer.defaults.keys() - there.keys()), sorted(there.keys() - here.keys())
-        if lacks and has:
-            raise ValueError(
-                f"{folder} has the states of an optimizer with {', '.join(has)}, got one with {', '.join(lacks)}; load "
-                f"the model alone, or pass the class that was saved"
-            )
-
-
-def _read_model(
-    files: Mapping[str, TensorFile], places: Mapping[str, str], targets: Mapping[str, Tensor | StoredValues]
-) -> None:
-    for done, (name, target) in enumerate(progress(list(targets.items()), "loading the model")):
-        try:
-            files[places[name]].read_into(name, target)
-        except ChecksumError as error:
-            held = ", ".join(list(targets)[: done + 1])
-            raise ChecksumError(
-                f"{error}. The model is not usable now: {held} hold values of this checkpoint already, {name} the "
-                f"damaged ones, and the other {len(targets) - done - 1} tensors their previous ones"
-            ) from error
 
 
 def _place(tensor: Tensor | StoredValues) -> tuple[Any, ...]:
@@ -421,41 +363,37 @@ def _optimizer_parts(optimizer: Optimizer | None) -> tuple[dict[str, Tensor], di
     return tensors, {"state": rest, "param_groups": state_dict["param_groups"]}
 
 
-def _state_dict(folder: Path, summary: dict[str, Any], save: str | None, optimizer: Optimizer) -> dict[str, Any]:
+def _state_dict(folder: Path, saved: _State, files: Collection[TensorFile], optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's saved ``state_dict()``, large tensors memory-mapped, without those in parts.
 
-    Raises ValueError if its groups differ, or a tensor is missing.
+    Raises ValueError for another optimizer: its groups, or what their options are called.
     """
-    rest = summary["optimizer"]
+    rest = saved.optimizer
     if rest is None:
-        raise ValueError(f"{folder.parent} was saved without an optimizer; load it without one")
-    sizes = [len(group["params"]) for group in rest["param_groups"]]
-    expected = [len(group["params"]) for group in optimizer.param_groups]
+        raise ValueError(f"{folder} was saved without an optimizer; load it without one")
+    sizes, expected = (
+        [len(group["params"]) for group in each] for each in (rest["param_groups"], optimizer.param_groups)
+    )
     if sizes != expected:
         raise ValueError(
-            f"the optimizer of the checkpoint {folder.parent} has groups of {sizes} parameters, expected {expected}; "
+            f"the optimizer of the checkpoint {folder} has groups of {sizes} parameters, expected {expected}; "
             f"nothing was loaded"
         )
-    state: dict[int, dict[str, Any]] = {number: dict(values) for number, values in rest["state"].items()}
-    where = f"{folder / 'state.pt'}: optimizer_tensors"
-    places: dict[str, str] = summary["optimizer_tensors"]
-    for name in sorted({*places.values()}):
-        file = TensorFile(inside(folder, name, where))
-        named = [full for full, place in places.items() if place == name]
-        if lost := [full for full in named if full not in file]:
-            raise ValueError(f"{file.path}: expected {', '.join(lost)}, got a file without; nothing was loaded")
-        file.check_save(save)
-        file.verify()
-        for full in named:
-            match = _FULL.fullmatch(full)
-            if match is None or int(match.group(1)) not in state:
-                raise ValueError(f"{file.path}: expected states of the optimizer's parameters, got {full}")
+    for here, there in zip(optimizer.param_groups, rest["param_groups"], strict=True):
+        lacks, has = sorted(optimizer.defaults.keys() - there.keys()), sorted(there.keys() - here.keys())
+        # Versions of torch add options to a class; two classes have each what the other one lacks.
+        if lacks and has:
+            raise ValueError(
+                f"{folder} has the states of an optimizer with {', '.join(has)}, got one with {', '.join(lacks)}; load "
+                f"the model alone, or pass the class that was saved"
+            )
+    for file in files:
+        for full in file:
+            _, number, key = full.split(".", 2)
             tensor = file.tensor(full)
             # Other optimizers keep the tensors they are given, and would keep the file mapped.
-            state[int(match.group(1))][match.group(2)] = (
-                tensor if isinstance(optimizer, OffloadOptimizer) else tensor.clone()
-            )
-    return {"state": state, "param_groups": rest["param_groups"]}
+            rest["state"][int(number)][key] = tensor if isinstance(optimizer, OffloadOptimizer) else tensor.clone()
+    return rest
 
 
 def _split(tensors: Mapping[str, T], file_bytes: int) -> list[dict[str, T]]:
@@ -472,14 +410,13 @@ def _split(tensors: Mapping[str, T], file_bytes: int) -> list[dict[str, T]]:
     return parts
 
 
-def _write_files(
-    folder: Path, files: list[str], parts: list[dict[str, T]], tied: Mapping[str, str], save: str
-) -> dict[str, str]:
-    """Writes tensors of a save to files; returns the file of each."""
+def _write_files(save: Save, begin: str, parts: list[dict[str, T]], tied: Mapping[str, str]) -> dict[str, str]:
+    """Writes tensors to files of a save; returns the file of each."""
     places: dict[str, str] = {}
-    for file, part in zip(files, parts, strict=True):
+    for k, part in enumerate(parts, 1):
+        name = f"{begin}-{k:05d}-of-{len(parts):05d}.safetensors"
         # As in safetensors.torch.save_model: a tied tensor is stored once, its other names are metadata.
-        also = {name: first for name, first in tied.items() if first in part}
-        write_tensors(folder / file, part, {**also, SAVE: save})
-        places.update(dict.fromkeys(part, file))
+        also = {other: first for other, first in tied.items() if first in part}
+        place = save.note(name, write_tensors(save.path(name), part, also))
+        places.update(dict.fromkeys(part, place))
     return places

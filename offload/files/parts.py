@@ -1,38 +1,33 @@
 """The parts of checkpoints that several processes write together, by ``torch.distributed.checkpoint`` (DCP).
 
 Each rank writes the rows that it stores. Any number of processes reads them: each tensor into the rows of the reader.
-Names are those of ``get_model_state_dict`` and ``get_optimizer_state_dict``. What DCP says of the parts is kept with
-the rest of a checkpoint, beside the pickle that DCP itself reads: here nothing is unpickled.
+Names are those of ``get_model_state_dict`` and ``get_optimizer_state_dict``. What DCP says of the parts is in
+``parts.pt``, beside the pickle that DCP itself reads: no code of a checkpoint runs here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import re
+import io
 import warnings
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offload.files.tensor_file import WINDOW_BYTES, ChecksumError
-from offload.files.untrusted import inside, naming, open_regular, shown
+from offload.files.untrusted import open_regular, sum_of
 from offload.mesh.ranks import Ranks
+from pipe.torch_private.distributed import metadata_types
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-
-__all__ = ["StoredParts", "named_states", "on_all", "ranks_of", "write_parts"]
+__all__ = ["PARTS", "StoredParts", "named_states", "on_all", "ranks_of", "write_parts"]
 
 T = TypeVar("T")
 _MODEL, _STATE = "model.", "optimizer.state."
-_DATA = re.compile(r"__(\d+)_\d+\.distcp")
+#: The file of what DCP says of the parts.
+PARTS = "parts.pt"
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
@@ -87,15 +82,14 @@ def named_states(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
 
 def write_parts(
     folder: Path, model: Mapping[str, Tensor], states: Mapping[str, Tensor], names: list[str], ranks: Ranks
-) -> dict[str, Any]:
+) -> tuple[bytes, dict[str, str]]:
     """Writes tensors of a model, and ``states`` of its optimizer, as "state.<number>.<name>", into a folder.
 
-    Returns what :class:`StoredParts` needs to read them: names, places, and size and checksum of each file, which each
-    rank reads once more for that.
+    Returns what :data:`PARTS` is to hold; and size and checksum of each file, which its rank reads once more for that.
     """
     from torch.distributed import get_rank
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.state_dict_saver import save
 
     tensors = {f"{_MODEL}{name}": tensor for name, tensor in model.items()}
@@ -104,35 +98,19 @@ def write_parts(
         tensors[f"{_STATE}{names[int(number)]}.{key}"] = tensor
     with _one_error("write", folder, RuntimeError):
         written = save(tensors, storage_writer=FileSystemWriter(folder), process_group=ranks.everybody)
-    places = {(index.fqn, index.offset): info for index, info in (written.storage_data or {}).items()}
-    entries: dict[str, Any] = {}
-    for name, entry in written.state_dict_metadata.items():
-        assert isinstance(entry, TensorStorageMetadata)
-        infos = [(each, places[name, each.offsets]) for each in entry.chunks]
-        chunks = [
-            [[*each.offsets], [*each.sizes], info.relative_path, info.offset, info.length] for each, info in infos
-        ]
-        entries[name] = [[*entry.size], entry.properties.dtype, chunks]
 
-    def sums() -> dict[str, list[int]]:
-        number = get_rank(ranks.everybody)
-        own = [name for name in os.listdir(folder) if (m := _DATA.fullmatch(name)) and int(m.group(1)) == number]
-        return {name: _sum_of(folder / name) for name in own}
+    def sums() -> dict[str, str]:
+        return {path.name: _sum_of(path) for path in folder.glob(f"__{get_rank(ranks.everybody)}_*.distcp")}
 
-    found = {name: found for each in on_all(ranks, sums) for name, found in each.items()}
-    return {"names": names, "entries": entries, "sums": found}
+    found = {name: sum for each in on_all(ranks, sums) for name, sum in each.items()}
+    buffer = io.BytesIO()
+    torch.save((names, Metadata(written.state_dict_metadata, storage_data=written.storage_data)), buffer)
+    return buffer.getvalue(), found
 
 
-def _sum_of(path: Path) -> list[int]:
-    """Size and checksum of a file."""
-    fd, size, value = open_regular(path), 0, 0
-    try:
-        with naming(path):
-            while part := os.read(fd, WINDOW_BYTES):
-                size, value = size + len(part), zlib.crc32(part, value)
-    finally:
-        os.close(fd)
-    return [size, value]
+def _sum_of(path: Path) -> str:
+    with open(open_regular(path), "rb") as file:
+        return sum_of(file.fileno(), path)
 
 
 @contextlib.contextmanager
@@ -147,86 +125,33 @@ def _one_error(what: str, folder: Path, kind: type[Exception]) -> Iterator[None]
         raise kind(f"the ranks of the mesh cannot {what} the checkpoint in {folder}: {failures}") from error
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a part of a tensor is, as the reader of DCP takes it: bytes of a file."""
-
-    relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: None = None
-
-
-def _described_in(found: Any) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, _Place]]:
-    """The tensors that :func:`write_parts` described, and where their parts are.
-
-    Raises ValueError, and other errors, for what it never writes.
-    """
-    from torch.distributed.checkpoint import metadata as m
-
-    entries: dict[str, m.TensorStorageMetadata] = {}
-    places: dict[m.MetadataIndex, _Place] = {}
-    for name, (size, dtype, parts) in found.items():
-        if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{shown(name)}: expected a type, got {shown(dtype)}")
-        chunks = []
-        for offsets, sizes, file, offset, length in parts:
-            if not isinstance(file, str) or not _DATA.fullmatch(file):
-                raise ValueError(f"{name}: expected a file of parts, got {shown(file)}")
-            chunks.append(m.ChunkStorageMetadata(_sizes(offsets), _sizes(sizes)))
-            places[m.MetadataIndex(name, chunks[-1].offsets)] = _Place(file, *_sizes([offset, length]))
-        entries[name] = m.TensorStorageMetadata(m.TensorProperties(dtype), _sizes(size), chunks)
-    return entries, places
-
-
-def _sizes(found: Any) -> torch.Size:
-    if not isinstance(found, (tuple, list)) or not all(type(n) is int and 0 <= n < 1 << 62 for n in found):
-        raise ValueError(f"expected sizes, got {shown(found)}")
-    return torch.Size(found)
-
-
 class StoredParts:
-    """What :func:`write_parts` wrote into a folder; ``described``: what it returned.
+    """What :func:`write_parts` wrote into a folder, whose ``files`` were verified. Raises ValueError else."""
 
-    Raises ValueError, on all ranks, if a file is damaged.
-    """
-
-    def __init__(self, folder: Path, described: Any, ranks: Ranks | None = None) -> None:
+    def __init__(self, folder: Path, files: Collection[str]) -> None:
         self._folder = folder
-        on_all(ranks, lambda: self._verify(described, ranks))
+        try:
+            with torch.serialization.safe_globals(metadata_types()):
+                self._names, self._metadata = torch.load(folder / PARTS, weights_only=True)
+            self._entries: dict[str, Any] = self._metadata.state_dict_metadata
+            unknown = {place.relative_path for place in self._metadata.storage_data.values()} - {*files}
+        except Exception as error:  # It may be anything, in any place.
+            raise ValueError(
+                f"{folder / PARTS}: expected what ranks wrote, got {type(error).__name__}: {error}"
+            ) from error
+        if unknown:
+            raise ValueError(f"{folder / PARTS}: names files that are not of the checkpoint: {', '.join(unknown)}")
         #: Names of the tensors of the model.
         self.model = [name.removeprefix(_MODEL) for name in self._entries if name.startswith(_MODEL)]
 
-    def _verify(self, described: Any, ranks: Ranks | None) -> None:
-        """Compares the sums of all files, each on one rank."""
-        try:
-            self._names = [str(name) for name in described["names"]]
-            self._entries, self._places = _described_in(described["entries"])
-            sums = {name: tuple(_sizes(found)) for name, found in described["sums"].items()}
-            files = {place.relative_path for place in self._places.values()}
-            for name in files:
-                inside(self._folder, name, "sums")
-                sums[name]
-        except Exception as error:  # It may be anything, in any place.
-            raise ValueError(
-                f"{self._folder / 'state.pt'}: parts: expected what ranks wrote, got {type(error).__name__}: {error}"
-            ) from error
-        mine = sorted(files) if ranks is None else sorted(files)[ranks.number :: ranks.total]
-        for name in mine:
-            if (found := tuple(_sum_of(self._folder / name))) != sums[name]:
-                raise ChecksumError(
-                    f"{self._folder / name}: the bytes are not those that were written (size and checksum {found}, "
-                    f"expected {sums[name]}), and nothing was loaded. Restore the file from a copy, or load another "
-                    f"checkpoint"
-                )
-
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor of the model."""
-        return self._entries[_MODEL + name].size
+        return tuple(self._entries[_MODEL + name].size)
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of a tensor of the model."""
-        return self._entries[_MODEL + name].properties.dtype
+        dtype: torch.dtype = self._entries[_MODEL + name].properties.dtype
+        return dtype
 
     def read(
         self, model: Mapping[str, Tensor], optimizer: Optimizer | None, ranks: Ranks | None
@@ -258,14 +183,14 @@ class StoredParts:
 
     def _reader(self) -> Any:
         """A reader of DCP that is given what is known of the parts, in place of unpickling it."""
-        from torch.distributed.checkpoint import metadata as m
         from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.metadata import StorageMeta
 
-        described: dict[str, m.STORAGE_TYPES] = {**self._entries}
-        places = self._places
+        described = self._metadata
 
         class Reader(FileSystemReader):
-            def read_metadata(self, *args: Any, **kwargs: Any) -> m.Metadata:
-                return m.Metadata(described, storage_data=places, storage_meta=m.StorageMeta(load_id=self.load_id))
+            def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+                described.storage_meta = StorageMeta(load_id=self.load_id)
+                return described
 
         return Reader(self._folder)

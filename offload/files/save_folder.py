@@ -16,53 +16,42 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload.files.tensor_file import SAVE, TensorFile, write_all
-from offload.files.untrusted import inside, naming, parse_object, read_regular, shown
+from offload.files.tensor_file import ChecksumError, TensorFile
+from offload.files.untrusted import inside, naming, new_file, parse_object, read_regular, shown
 
-__all__ = ["CRC", "INDEX", "Save", "read_index", "state_folder", "write_file"]
+__all__ = ["INDEX", "SAVE", "Index", "Save", "read_index"]
 
 # --- Reads the index of safetensors files, and opens these: all fit the index and are of one save, or none is used ---
 
 #: The name of the index of a checkpoint.
 INDEX = "model.safetensors.index.json"
 
-#: Key of the checksum of ``state.pt`` in the metadata of the index of a checkpoint, beside the identity of the save.
-CRC = "gradstream_state_crc32"
-
-_FORMS = {
-    SAVE: ("32 hexadecimal digits", re.compile(r"[0-9a-f]{32}")),
-    CRC: ("8 hexadecimal digits", re.compile(r"[0-9a-f]{8}")),
-}
-
-
-def state_folder(save: str) -> str:
-    """The name of the folder of the states of a save."""
-    return f"state-{save}"
+#: In the metadata of the index of a checkpoint: the identity of the save; size and checksum of each of its files; and a
+#: checksum of all else in the index.
+SAVE, FILES, CRC = "gradstream_save", "gradstream_files", "gradstream_crc32"
 
 
 @dataclass(frozen=True)
 class Index:
-    """An index: the file of each tensor, and metadata whose fields of checkpoints have the right types."""
+    """An index: the file of each tensor, and of a checkpoint size and checksum of each file."""
 
     path: Path
     weight_map: dict[str, str]
-    metadata: dict[str, Any]
-
-    @property
-    def save(self) -> str | None:
-        """The identity of the save that wrote it; None for an index of another tool."""
-        return self.metadata.get(SAVE)
+    #: The identity of the save that wrote it; None for an index of another tool.
+    save: str | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def open(self) -> dict[str, TensorFile]:
-        """All files, by name.
+        """All files with tensors of the model, by name.
 
-        Raises FileNotFoundError if some do not exist, ValueError if a name leaves the folder, a file is damaged, of
-        another save, or holds other tensors than the index says.
+        Raises FileNotFoundError if some do not exist, ValueError if a name leaves the folder, a file is damaged, or
+        does not hold what the index says.
         """
         paths: dict[str, Path] = {}
         for tensor, name in self.weight_map.items():
@@ -70,13 +59,9 @@ class Index:
                 paths[name] = inside(self.path.parent, name, f"{self.path}: weight_map: {shown(tensor)}")
         if absent := sorted(name for name, path in paths.items() if not os.path.exists(path)):
             raise FileNotFoundError(f"{self.path} names files that do not exist: {', '.join(absent)}")
-        files = {name: TensorFile(path) for name, path in sorted(paths.items())}
+        files = {name: TensorFile(path, self.files.get(name)) for name, path in sorted(paths.items())}
         if lost := [f"{tensor} in {name}" for tensor, name in self.weight_map.items() if tensor not in files[name]]:
             raise ValueError(f"{self.path} names tensors that the files do not hold: {', '.join(lost)}")
-        for name, file in files.items() if self.save is not None else ():
-            file.check_save(self.save)
-            if more := [tensor for tensor in file if self.weight_map.get(tensor) != name]:
-                raise ValueError(f"{file.path}: holds {', '.join(more)}, which {self.path} does not expect there")
         return files
 
 
@@ -91,17 +76,26 @@ def read_index(path: Path) -> Index:
             raise ValueError(f"{path}: weight_map: {shown(name)}: expected a file name, got {shown(file)}")
     if not isinstance(metadata, dict):
         raise ValueError(f"{path}: metadata: expected an object, got {shown(metadata)}")
-    for key, (form, pattern) in _FORMS.items():
-        value = metadata.get(key)
-        if not metadata.keys().isdisjoint(_FORMS) and not (isinstance(value, str) and pattern.fullmatch(value)):
-            raise ValueError(f"{path}: metadata: {key}: expected {form}, got {shown(value)}")
-    return Index(path, weight_map, metadata)
+    if metadata.keys().isdisjoint((SAVE, FILES, CRC)):
+        return Index(path, weight_map)
+    if metadata.pop(CRC, None) != _sum_of(weight_map, metadata):
+        raise ChecksumError(
+            f"{path}: the index is not the one that was written, and nothing was loaded. Restore the file from a copy, "
+            f"or load another checkpoint"
+        )
+    return Index(path, weight_map, metadata[SAVE], metadata[FILES])
+
+
+def _sum_of(weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps([weight_map, metadata], sort_keys=True).encode()):08x}"
 
 
 #: The folder of the states of a save, or a file of its model.
 _SAVED = re.compile(r"state-([0-9a-f]{32})|model-([0-9a-f]{32})-\d+-of-\d+\.safetensors")
 #: What a save writes into the folder of its states.
-_STATES = re.compile(r"index\.json|state\.pt|optimizer-\d+-of-\d+\.safetensors|\.metadata(?:\.tmp)?|__\d+_\d+\.distcp")
+_STATES = re.compile(
+    r"index\.json|(?:state|parts)\.pt|optimizer-\d+-of-\d+\.safetensors|\.metadata(?:\.tmp)?|__\d+_\d+\.distcp"
+)
 
 #: What file systems without locks answer: some of networks lock only descriptors to write, which directories lack.
 _NO_LOCKS = {errno.ENOLCK, errno.EBADF, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
@@ -115,15 +109,29 @@ class Save:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.id = ""
+        #: Size and checksum of each file that was written.
+        self.files: dict[str, str] = {}
 
     @property
     def state(self) -> Path:
         """The folder of the states."""
-        return self.folder / state_folder(self.id)
+        return self.folder / f"state-{self.id}"
 
-    def model_files(self, count: int) -> list[str]:
-        """The names of the files of the model."""
-        return [f"model-{self.id}-{k:05d}-of-{count:05d}.safetensors" for k in range(1, count + 1)]
+    def path(self, name: str) -> Path:
+        """Where a file of the save is; those of the model are beside the index, others in the folder of the states."""
+        return (self.folder if name.startswith("model-") else self.state) / name
+
+    def note(self, name: str, sum: str) -> str:
+        """Notes size and checksum of a file that was written; returns its name in the index."""
+        found = str(self.path(name).relative_to(self.folder))
+        self.files[found] = sum
+        return found
+
+    def write(self, name: str, data: bytes) -> None:
+        """Writes a file, and waits until it is on the disk."""
+        with new_file(self.path(name)) as file:
+            file.write(data)
+        self.note(name, file.sum)
 
     def begin(self) -> str:
         """Makes the directory and the folder of the states; returns the identity.
@@ -152,10 +160,13 @@ class Save:
             self.state.mkdir()
         return self.id
 
-    def commit(self, index: dict[str, Any]) -> None:
-        """Makes the save the one that is loaded; then removes those before."""
+    def commit(self, weight_map: Mapping[str, str], total_size: int) -> None:
+        """Makes the save the one that is loaded; then removes those before. ``weight_map``: see :class:`Index`."""
+        metadata = {"total_size": total_size, SAVE: self.id, FILES: self.files}
+        metadata[CRC] = _sum_of(weight_map, metadata)
         new = self.state / "index.json"
-        write_file(new, json.dumps(index, indent=2).encode())
+        with new_file(new) as file:
+            file.write(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2).encode())
         _sync(self.state)
         _sync(self.folder)
         with naming(self.folder / INDEX):
@@ -217,17 +228,6 @@ class Save:
                 for name in filter(_STATES.fullmatch, os.listdir(entry)):
                     os.unlink(entry / name)
                 os.rmdir(entry)
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Writes a new file, and waits until it is on the disk."""
-    with naming(path):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            write_all(fd, data)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 def _sync(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Opens and parses files that others may have written or damaged, so that no byte of them hangs or exhausts a reader.
+"""Writes files with checksums; reads those that others may have written or damaged, so that none hangs a reader.
 
 Guarantees
     * Only regular files are read, which the opened descriptor shows: a FIFO or a device never blocks.
@@ -14,14 +14,30 @@ import errno
 import json
 import os
 import stat
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MOST_BYTES", "inside", "naming", "open_regular", "parse_object", "read_at", "read_regular", "shown"]
+__all__ = [
+    "MOST_BYTES",
+    "WINDOW_BYTES",
+    "NewFile",
+    "inside",
+    "naming",
+    "new_file",
+    "open_regular",
+    "parse_object",
+    "read_regular",
+    "shown",
+    "sum_of",
+]
 
-#: Most bytes of a header or an index, as in the safetensors package.
+#: Most bytes of an index, as of a header in the safetensors package.
 MOST_BYTES = 100_000_000
+
+#: Bytes read, written and summed at a time.
+WINDOW_BYTES = 4 << 20
 
 #: What a path leads to if it cannot be opened, though something is there.
 _NO_FILE = {errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ENXIO, errno.ENODEV}
@@ -60,19 +76,6 @@ def open_regular(path: Path) -> int:
     return fd
 
 
-def read_at(fd: int, count: int, offset: int, path: Path) -> bytes:
-    """Reads ``count`` bytes at an offset. Raises ValueError if the file ends before."""
-    parts = []
-    with naming(path):
-        while count:
-            part = os.pread(fd, count, offset)
-            if not part:
-                raise ValueError(f"{path}: the file is not complete, it ends after {offset:,} bytes")
-            parts.append(part)
-            offset, count = offset + len(part), count - len(part)
-    return b"".join(parts)
-
-
 def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
     """All bytes of a regular file. Raises ValueError, before it reads, for more than ``most``."""
     fd = open_regular(path)
@@ -80,23 +83,67 @@ def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
         size = os.fstat(fd).st_size
         if size > most:
             raise ValueError(f"{path}: expected a file of at most {most:,} bytes, got {size:,}")
-        return read_at(fd, size, 0, path)
+        with naming(path), open(fd, "rb", closefd=False) as file:
+            return file.read(size)
     finally:
         os.close(fd)
 
 
+def sum_of(fd: int, path: Path) -> str:
+    """Size and checksum of an open file; equal to :attr:`NewFile.sum` of what was written."""
+    size, value = 0, 0
+    with naming(path):
+        while part := os.pread(fd, WINDOW_BYTES, size):
+            size, value = size + len(part), zlib.crc32(part, value)
+    return _sum(size, value)
+
+
+def _sum(size: int, value: int) -> str:
+    return f"{size} bytes, crc32 {value:08x}"
+
+
+class NewFile:
+    """A file that is being written, see :func:`new_file`."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._size, self._crc = fd, 0, 0
+
+    @property
+    def sum(self) -> str:
+        """Size and checksum of what was written."""
+        return _sum(self._size, self._crc)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Appends all of ``data``, which nothing else may write to meanwhile."""
+        self._size, self._crc = self._size + len(data), zlib.crc32(data, self._crc)
+        rest = memoryview(data)
+        while rest:  # one system call may write less
+            rest = rest[os.write(self._fd, rest) :]
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[NewFile]:
+    """A context that writes a new file; at its end the bytes are on the disk, or it raises and there is no file.
+
+    Raises OSError, which names the file, if it exists or cannot be written.
+    """
+    with naming(path):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            yield NewFile(fd)
+            os.fsync(fd)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            raise
+        finally:
+            os.close(fd)
+
+
 def parse_object(text: bytes, path: Path, what: str) -> dict[str, Any]:
-    """The object in JSON text. Raises ValueError for other values, damaged text, and an object with two equal names."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            raise ValueError(f"the name {shown(next(n for n in names if names.count(n) > 1))} appears twice")
-        return found
-
+    """The object in JSON text. Raises ValueError for other values and damaged text."""
     try:
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=once)
+        found = json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: the {what} cannot be understood: {error or type(error).__name__}") from error
     if not isinstance(found, dict):

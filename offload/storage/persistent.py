@@ -24,18 +24,16 @@ Guarantees
 from __future__ import annotations
 
 import contextlib
-import enum
-import errno
 import fcntl
 import hashlib
+import json
 import os
 import secrets
 import stat
-import struct
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +46,7 @@ from offload.storage.home import DiskHome
 from offload.storage.transfer import StoredFile, move_all
 from pipe.process import finalize_here
 
-__all__ = [
-    "RANKS",
-    "HomeError",
-    "PersistentTier",
-    "digest",
-    "file_bytes",
-    "homes_in",
-    "read_manifest",
-    "write_manifest",
-]
+__all__ = ["RANKS", "HomeError", "Manifest", "PersistentTier", "digest", "homes_in", "read_manifest", "write_manifest"]
 
 # --- The manifest at the end of the file of a persistent home: identity and state (closed or not) --------------------
 #
@@ -66,17 +55,10 @@ __all__ = [
 #     contents, whole pages | description, whole pages | manifest, one page
 #
 # The contents are first, so that mappings and direct I/O are aligned. The description is text, one line per tensor, so
-# that an error can name the first tensor that differs. The manifest is one page, which a disk writes atomically.
+# that an error can name the first tensor that differs. The manifest is a JSON object and its digest in one page, which
+# a disk writes atomically.
 
-MAGIC = b"gradhome"
-#: 1 had one file for each shard, 2 one for weights and one for buffers.
-VERSION = 3
-#: Magic, version, clean, contents bytes, description bytes, generation, home, digest of the description; then that of
-#: all this.
-_FIELDS = struct.Struct("<8s2I3Q16s32s")
-_DIGEST_BYTES = 32
-#: Far more than any home is opened, and few enough that the next number fits.
-_MOST_GENERATIONS = 1 << 63
+_FORMAT = "home 4"
 
 #: Advice for a damaged file.
 RESTORE = "Restore all files of the directory, or create the home again with DiskHome(..., overwrite=True)"
@@ -88,7 +70,7 @@ class HomeError(ValueError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The fields of the manifest, in the order of the format."""
+    """The fields of the manifest."""
 
     #: Whether the home was closed after its contents were last written.
     clean: bool
@@ -97,35 +79,52 @@ class Manifest:
     #: How often the home was opened; equal on all ranks of a mesh.
     generation: int
     #: Random identity of the home.
-    home: bytes
-    description_digest: bytes
+    home: str
+    description_digest: str
+    format: str = _FORMAT
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file."""
+        return whole_pages(self.contents_bytes) + whole_pages(self.description_bytes) + PAGE_BYTES
 
     def pack(self) -> bytes:
         """The manifest as one page."""
-        fields = _FIELDS.pack(MAGIC, VERSION, *astuple(self))
-        return (fields + digest(fields)).ljust(PAGE_BYTES, b"\0")
+        fields = json.dumps(asdict(self)).encode()
+        return (fields + digest(fields).encode()).ljust(PAGE_BYTES)
 
 
-def digest(data: bytes) -> bytes:
-    """Cryptographic hash of a few bytes."""
-    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
-
-
-def file_bytes(contents_bytes: int, description_bytes: int) -> int:
-    """Size of a file."""
-    return whole_pages(contents_bytes) + whole_pages(description_bytes) + PAGE_BYTES
+def digest(data: bytes) -> str:
+    """Cryptographic hash of a few bytes, in 32 hexadecimal digits."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def read_manifest(path: Path) -> tuple[Manifest, bytes]:
     """Reads the manifest and the description.
 
-    Raises HomeError for another format or version, damage, or a file not of the recorded size.
+    Raises HomeError for another format, damage, or a file not of the recorded size.
     """
-    fd = _open_regular(path)
+    fd = _open_regular(path, os.O_RDONLY)
     try:
         size = os.fstat(fd).st_size
-        page = os.pread(fd, PAGE_BYTES, max(0, size - PAGE_BYTES))
-        manifest = _unpacked(page, size, path)
+        page = os.pread(fd, PAGE_BYTES, max(0, size - PAGE_BYTES)).rstrip(b" ")
+        fields, sum = page[:-32], page[-32:]
+        if digest(fields).encode() != sum:
+            raise HomeError(
+                f"{path}: expected a file that ends with a manifest, got {size:,} bytes without one: a truncated or "
+                f"damaged file, or one of another program. Use another directory. {RESTORE}"
+            )
+        found = json.loads(fields)
+        if found["format"] != _FORMAT:
+            raise HomeError(
+                f"{path}: expected the format {_FORMAT!r}, got {found['format']!r}. Open it with the release that "
+                f"wrote it and save a checkpoint there; load that into a new home, DiskHome(..., overwrite=True)"
+            )
+        manifest = Manifest(**found)
+        if size != manifest.file_bytes:
+            raise HomeError(
+                f"{path}: expected {manifest.file_bytes:,} bytes, got {size:,}; it is incomplete. {RESTORE}"
+            )
         description = os.pread(fd, manifest.description_bytes, whole_pages(manifest.contents_bytes))
     finally:
         os.close(fd)
@@ -134,53 +133,19 @@ def read_manifest(path: Path) -> tuple[Manifest, bytes]:
     return manifest, description
 
 
-def _unpacked(page: bytes, size: int, path: Path) -> Manifest:
-    """The fields of the last page of a file of ``size`` bytes; raises HomeError for those of no home."""
-    if len(page) != PAGE_BYTES or not page.startswith(MAGIC):
-        raise HomeError(
-            f"{path}: expected a file that ends with a manifest of this format, got {size:,} bytes without one: a file "
-            f"of another program, or a truncated one. Use another directory, or restore the file"
-        )
-    version = int.from_bytes(page[len(MAGIC) : len(MAGIC) + 4], "little")
-    if version != VERSION:
-        raise HomeError(
-            f"{path}: expected format version {VERSION}, got {version}. Open it with the release that wrote it and "
-            f"save a checkpoint there; load that into a new home, DiskHome(..., overwrite=True)"
-        )
-    fields = page[: _FIELDS.size]
-    if page != (fields + digest(fields)).ljust(PAGE_BYTES, b"\0"):
-        raise HomeError(f"{path}: the manifest does not match its checksum, it is damaged. {RESTORE}")
-    _, _, clean, *rest = _FIELDS.unpack(fields)
-    manifest = Manifest(bool(clean), *rest)
-    if clean > 1 or not 0 < manifest.generation < _MOST_GENERATIONS:
-        raise HomeError(
-            f"{path}: expected 0 or 1 as clean and a generation from 1 on, got clean={clean}, "
-            f"generation={manifest.generation}; the manifest is damaged. {RESTORE}"
-        )
-    expected = file_bytes(manifest.contents_bytes, manifest.description_bytes)
-    if size != expected:
-        raise HomeError(f"{path}: expected {expected:,} bytes, got {size:,}; it is incomplete. {RESTORE}")
-    return manifest
-
-
-def _open_regular(path: Path) -> int:
-    """Opens a file of a home to read. Raises HomeError for a link, which leads out of it, or a special file."""
-    if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise HomeError(f"{path}: expected a regular file, got a link, a directory or a special file. {RESTORE}")
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
-def is_of_a_home(path: Path) -> bool:
-    """Whether a file ends with a manifest of any version, which only homes have."""
+def _open_regular(path: Path, flags: int) -> int:
+    """Opens a file of a home. Raises HomeError for a link, which leads out of it, or a special file."""
+    reason: object = "a special file"
     try:
-        fd = _open_regular(path)
-    except (OSError, HomeError):
-        return False
-    try:
-        at = os.fstat(fd).st_size - PAGE_BYTES
-        return at >= 0 and os.pread(fd, len(MAGIC), at) == MAGIC
-    finally:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
         os.close(fd)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        reason = f"a link, a directory or a special file: {error.strerror}"
+    raise HomeError(f"{path}: expected a regular file, got {reason}. {RESTORE}")
 
 
 def write_manifest(file: StoredFile, manifest: Manifest, description: bytes | None = None) -> None:
@@ -189,10 +154,9 @@ def write_manifest(file: StoredFile, manifest: Manifest, description: bytes | No
     try:
         if description is not None:
             move_all(os.pwritev, fd, memoryview(description), whole_pages(manifest.contents_bytes), path)
-        at = file_bytes(manifest.contents_bytes, manifest.description_bytes) - PAGE_BYTES
         # Contents -> manifest. Without this, a power cut leaves a clean manifest of contents that were never written.
         os.fsync(fd)
-        move_all(os.pwritev, fd, memoryview(manifest.pack()), at, path)
+        move_all(os.pwritev, fd, memoryview(manifest.pack()), manifest.file_bytes - PAGE_BYTES, path)
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -203,10 +167,10 @@ _FILE = "model.home"
 RANKS = "rank*-of-*"
 
 
-class _Phase(enum.Enum):
-    CREATING = "a new file is removed if the model's constructor fails"
-    OPEN = "the manifest is not clean"
-    CLOSED = "the manifest is clean"
+def homes_in(root: Path, folders: str | None = None) -> list[Path]:
+    """The files of homes in a directory, or in ``folders`` of it."""
+    found = [root] if folders is None else sorted(root.glob(folders))
+    return [folder / _FILE for folder in found if os.path.lexists(folder / _FILE)]
 
 
 @dataclass
@@ -215,16 +179,18 @@ class _Usage:
 
     directory: Path
     lock: int
-    phase: _Phase = _Phase.CREATING
+    #: A new file, which is removed if the model's constructor fails.
     created: Path | None = None
+    #: Whether the manifest says that the home is not clean.
+    open: bool = False
 
     def release(self) -> None:
-        if self.phase is _Phase.CREATING and self.created is not None:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if self.created is not None:
                 self.created.unlink()
         with contextlib.suppress(OSError):
             os.close(self.lock)
-        if self.phase is _Phase.OPEN:
+        if self.open:
             warnings.warn(
                 f"the model with the persistent home in {str(self.directory)!r} ended without close(): the home is "
                 f"marked as open, and the next model will refuse it",
@@ -242,7 +208,7 @@ class _Found:
     #: That of the file; None if there is none.
     manifest: Manifest | None
     #: The identity of a new home.
-    home: bytes
+    home: str
 
 
 class PersistentTier(DiskTier):
@@ -265,15 +231,10 @@ class PersistentTier(DiskTier):
         self._exchange = exchange
         self._file = StoredFile(self._root / _FILE)
         self._manifest: Manifest | None = None
+        self._new = True
         self._description = b""
         self._contents: Block | None = None
-        try:
-            lock = _open_lock(self._root / "home.lock")
-        except OSError as error:
-            raise HomeError(
-                f"{self._root / 'home.lock'}: expected a regular file that can be locked: {error.strerror}. Remove it, "
-                f"or use another directory"
-            ) from error
+        lock = _open_regular(self._root / "home.lock", os.O_RDWR | os.O_CREAT)
         self._usage = _Usage(self._root, lock)
         self._release_home = finalize_here(self, _Usage.release, self._usage)
         try:
@@ -298,27 +259,27 @@ class PersistentTier(DiskTier):
             manifest = self._checked(nbytes, blank=blank)
         except HomeError as found:
             error = found
-        mine = _Found(None if error is None else str(error), manifest, secrets.token_bytes(16))
+        mine = _Found(None if error is None else str(error), manifest, secrets.token_hex(16))
         everybody = self._exchange(mine)
         if error is not None:
             raise error
         self._compare(mine, everybody)
         if manifest is None:
             kind = self._description
-            manifest = Manifest(False, nbytes, len(kind), 0, everybody[0].home, digest(kind))
-        last = max(0 if found.manifest is None else found.manifest.generation for found in everybody)
-        self._manifest = replace(manifest, generation=last)
-        return last > 0
+            self._manifest = Manifest(False, nbytes, len(kind), 1, everybody[0].home, digest(kind))
+            return False
+        last = max(found.manifest.generation for found in everybody if found.manifest is not None)
+        self._manifest, self._new = replace(manifest, generation=last), False
+        return True
 
     def _checked(self, nbytes: int, *, blank: bool) -> Manifest | None:
         """The manifest of the file in the directory, which fits the model; None if there is no home."""
-        root, path, found = self._root, self._file.path, homes_in(self._root)
+        root, path = self._root, self._file.path
         if self._home.overwrite:
-            for each in found:
+            for each in homes_in(root):
                 each.unlink()
-            found = []
-        if not found:
-            others = sorted(each.parent.name for each in homes_in(root, f"{RANKS}/"))
+        if not homes_in(root):
+            others = sorted(each.parent.name for each in homes_in(root, RANKS))
             if others:
                 raise HomeError(
                     f"{str(root)!r} holds the home of a mesh of processes ({others[0]}). Use as many processes, "
@@ -331,10 +292,6 @@ class PersistentTier(DiskTier):
                 f"meta device (and without pretrained=) to adopt the home; or replace it with "
                 f"DiskHome(..., overwrite=True); or use another directory"
             )
-        for other in found:
-            if other != path:
-                read_manifest(other)  # raises for files of another format version
-                raise HomeError(f"{other}: expected {path.name} as the only file of a home. {RESTORE}")
         manifest, got = read_manifest(path)
         if got != self._description or manifest.contents_bytes != nbytes:
             raise HomeError(
@@ -377,8 +334,7 @@ class PersistentTier(DiskTier):
         one_step = self._home.recover and len(shut) == len(opened) == 1 and opened == {min(shut) + 1}
         if len({m.home for m in files}) > 1 or not (len(shut | opened) == 1 or one_step):
             parts = (
-                f"rank {k}: {m.home.hex()[:8]} {m.generation} {'closed' if m.clean else 'open'}"
-                for k, m in enumerate(files)
+                f"rank {k}: {m.home[:8]} {m.generation} {'closed' if m.clean else 'open'}" for k, m in enumerate(files)
             )
             raise HomeError(
                 f"expected parts of one home and one generation in the directories of all ranks of the mesh, got "
@@ -390,15 +346,10 @@ class PersistentTier(DiskTier):
         manifest = self._manifest
         assert manifest is not None
         if self._contents is None:
-            if not manifest.generation:
+            if self._new:
                 self._usage.created = self._file.path
-                reserve(
-                    self._file.path,
-                    file_bytes(manifest.contents_bytes, manifest.description_bytes),
-                    manifest.contents_bytes,
-                )
-                self._manifest = replace(manifest, generation=1)
-                write_manifest(self._file, self._manifest, self._description)
+                reserve(self._file.path, manifest.file_bytes, manifest.contents_bytes)
+                write_manifest(self._file, manifest, self._description)
             self._file = self._file.as_it_is()
             self._contents = DiskBlock(self._file, manifest.contents_bytes, self.transfers)
         return self._contents
@@ -410,44 +361,28 @@ class PersistentTier(DiskTier):
     def mark_open(self) -> None:
         """Marks the manifest as not clean, before the contents change: the model is constructed."""
         assert self._manifest is not None
-        if self._contents is not None and self._usage.created is None:
+        if self._contents is not None and not self._new:
             self._manifest = replace(self._manifest, clean=False, generation=self._manifest.generation + 1)
             write_manifest(self._file, self._manifest)
-        self._usage.phase = _Phase.OPEN
+        self._usage.created, self._usage.open = None, True
 
     def mark_closed(self) -> None:
         """Writes a clean manifest and unlocks the home, after the last write.
 
         After an OSError the home is open, and this may be called again.
         """
-        if self._usage.phase is _Phase.CLOSED:
+        if not self._usage.open:
             return
         assert self._manifest is not None
         if self._contents is not None:
             write_manifest(self._file, replace(self._manifest, clean=True))
-        self._usage.phase = _Phase.CLOSED
+        self._usage.open = False
         self._release_home()
 
     def close(self) -> None:
         """Unlocks the home, with or without a clean manifest."""
         super().close()
         self._release_home()
-
-
-def _open_lock(path: Path) -> int:
-    """Opens a file to lock it, which is neither read nor changed. Raises OSError for a link or a special file."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    if stat.S_ISREG(os.fstat(lock).st_mode):
-        return lock
-    os.close(lock)
-    raise OSError(errno.EINVAL, "expected a regular file", str(path))
-
-
-def homes_in(root: Path, below: str = "") -> list[Path]:
-    """The files of homes in a directory, or ``below`` it: those with their name, and all others with their suffix that
-    end with a manifest, of any version. Others that have the suffix are the user's."""
-    found = sorted(root.glob(f"{below}*.home"))
-    return [path for path in found if path.name == _FILE or is_of_a_home(path)]
 
 
 def _difference(expected: bytes, got: bytes) -> str:

@@ -19,10 +19,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from offload.storage.buffer import PAGE_BYTES, host_buffer, page_lock, view_memory
 from offload.storage.page_cache import CacheUsage, PageCache
-from pipe.threads import Future, Threads
+from pipe.threads import Threads
 
 __all__ = [
     "STAGED",
@@ -107,13 +108,20 @@ class Link:
     def prepare(self, buffer: Tensor) -> None:
         """Prepares a new buffer for copies."""
 
+    def on_stream_of(self, tensor: Tensor) -> Link:
+        """The link whose copies come after what this thread has queued for a tensor, whichever thread makes them."""
+        return self
+
     def copy(self, destination: Tensor, source: Tensor) -> Fence:
-        """Enqueues a copy after the calling thread's earlier ones; the fence waits for it."""
+        """Enqueues a copy; the fence waits for it."""
         raise AssertionError("no tensor is on a device")
 
 
 class CudaLink(Link):
-    """Page-locked buffers, copied on the current stream of the calling thread."""
+    """Page-locked buffers, copied on a stream."""
+
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        self._stream = stream
 
     def is_on_device(self, tensor: Tensor) -> bool:
         """Whether it is on an accelerator."""
@@ -123,11 +131,16 @@ class CudaLink(Link):
         """Page-locks it, or warns."""
         page_lock(buffer, "staging between disk and device")
 
+    def on_stream_of(self, tensor: Tensor) -> Link:
+        """See :meth:`Link.on_stream_of`."""
+        return CudaLink(torch.cuda.current_stream(tensor.device))
+
     def copy(self, destination: Tensor, source: Tensor) -> Fence:
         """Enqueues the copy and an event after it."""
-        destination.copy_(source, non_blocking=True)
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream((destination if destination.is_cuda else source).device))
+        with torch.cuda.stream(self._stream):
+            destination.copy_(source, non_blocking=True)
+        event.record(self._stream)
         return event.synchronize
 
 
@@ -156,12 +169,10 @@ class Staging:
         with self._changed:
             return len(self._free) * self._buffer_bytes
 
-    def acquire_buffer(self, *, wait: bool) -> Tensor | None:
-        """Takes a buffer; if all are in use, waits for one, or returns None."""
+    def acquire_buffer(self) -> Tensor:
+        """Takes a buffer; if all are in use, waits for one."""
         with self._changed:
             while not self._free and not self._uncreated:
-                if not wait:
-                    return None
                 self._changed.wait()
             made = not self._free
             if made:
@@ -224,32 +235,13 @@ def _moved(call: Callable[..., int], fd: int, memory: memoryview, offset: int, p
         raise OSError(error.errno, f"{path}: {error.strerror}") from error
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Bytes ``[begin, end)`` of a file."""
-
-    begin: int
-    end: int
-    direct: bool
-
-    @property
-    def flags(self) -> int:
-        """With which its file is opened."""
-        return os.O_DIRECT if self.direct else 0
-
-
-def _pieces(begin: int, end: int, piece_bytes: int, *, direct: bool) -> Iterator[_Piece]:
-    """Splits a transfer."""
-    first = min(end, -(-begin // PAGE_BYTES) * PAGE_BYTES) if direct else begin
-    last = max(first, end // PAGE_BYTES * PAGE_BYTES) if direct else end
-    if begin < first:
-        yield _Piece(begin, first, False)
-    while first < last:
-        until = min(last, (first // piece_bytes + 1) * piece_bytes)
-        yield _Piece(first, until, direct)
-        first = until
-    if last < end:
-        yield _Piece(last, end, False)
+def _pieces(begin: int, end: int, piece_bytes: int, *, direct: bool) -> Iterator[tuple[int, int, bool]]:
+    """Begin and end of each piece of a transfer, and whether it is direct: all but incomplete pages are."""
+    pages = range(-(-begin // PAGE_BYTES) * PAGE_BYTES, end // PAGE_BYTES * PAGE_BYTES) if direct else range(0)
+    ends = {begin, end, *range(-(-begin // piece_bytes) * piece_bytes, end, piece_bytes)}
+    ends |= {pages.start, pages.stop} if direct else set()
+    for first, last in itertools.pairwise(sorted(ends)):
+        yield first, last, first in pages
 
 
 class Transfers:
@@ -281,118 +273,92 @@ class Transfers:
     def _move(
         self, file: Path | StoredFile, tensor: Tensor, offset: int, usage: CacheUsage | None, *, write: bool
     ) -> None:
-        nbytes = tensor.numel()
+        nbytes, end = tensor.numel(), offset + tensor.numel()
         if not nbytes:
             return
         file = file if isinstance(file, StoredFile) else StoredFile(file)
-        on_device = self.staging.link.is_on_device(tensor)
+        link, on_device = None, self.staging.link.is_on_device(tensor)
+        if on_device:
+            link = self.staging.link.on_stream_of(tensor)
         direct = nbytes >= DIRECT_LEAST_BYTES and self.cache.direct(usage)
         staged = on_device or (direct and (tensor.data_ptr() - offset) % PAGE_BYTES != 0)
         limits = self._staged if staged else UNSTAGED
-        pieces = [_Piece(offset, offset + nbytes, False)]
-        if direct or on_device:  # the page cache needs one call only
-            pieces = list(_pieces(offset, offset + nbytes, limits.piece_bytes, direct=direct))
-        # The caller moves a single piece itself: waking a thread takes longer than reading the pages of a bias.
-        io_threads = self._io_threads if len(pieces) > 1 else None
-        pending: deque[_PieceTransfer] = deque()
-        with contextlib.ExitStack() as stack:
-            descriptors = {
-                flags: stack.enter_context(_opened(file, flags)) for flags in dict.fromkeys(p.flags for p in pieces)
-            }
+        # The page cache needs one call only.
+        pieces = deque(_pieces(offset, end, limits.piece_bytes if direct or on_device else end, direct=direct))
+
+        def work() -> None:
+            while True:
+                try:
+                    piece = pieces.popleft()
+                except IndexError:
+                    return
+                move(*piece)
+
+        def move(begin: int, end: int, direct: bool) -> None:
+            part = tensor[begin - offset : end - offset]
+            call = partial(_move_piece, file, descriptors, direct, begin, write)
             try:
-                for piece in pieces:
-                    part = tensor[piece.begin - offset : piece.end - offset]
-                    buffer = None
-                    if on_device or (staged and piece.direct):
-                        while (buffer := self.staging.acquire_buffer(wait=not pending)) is None:
-                            pending.popleft().complete()
-                    pending.append(_PieceTransfer(self.staging, part, buffer, on_device=on_device, write=write))
-                    move = partial(_move_piece, file, descriptors[piece.flags], piece, write)
-                    pending[-1].start(io_threads, move)
-                    if len(pending) == limits.in_flight:
-                        pending.popleft().complete()
-                while pending:
-                    pending.popleft().complete()
+                if on_device or (staged and direct):
+                    self._move_staged(part, call, link, write=write)
+                else:
+                    call(view_memory(part))
+            except BaseException:
+                pieces.clear()
+                raise
+
+        with contextlib.ExitStack() as stack:
+            descriptors = {way: stack.enter_context(_opened(file, way)) for way in {piece[2] for piece in pieces}}
+            # The caller moves a single piece itself: waking a thread takes longer than reading the pages of a bias.
+            helpers = [self._io_threads.offer(work) for _ in range(min(limits.in_flight, len(pieces)) - 1)]
+            try:
+                work()
+                while helpers:
+                    helpers[-1].run_or_wait()
+                    helpers.pop()
             finally:
-                # Without this, threads go on with a failed transfer while its memory is reused.
-                for transfer in pending:
-                    transfer.cancel()
+                while helpers:
+                    # Without this, threads go on with a failed transfer while its memory is reused.
+                    helpers.pop().cancel()
         self.cache.count(nbytes)
 
+    def _move_staged(self, part: Tensor, call: Callable[[memoryview], None], link: Link | None, *, write: bool) -> None:
+        """Moves a piece through a buffer. ``link``: to the device that the piece is on, or None for host memory."""
+        buffer, fence = self.staging.acquire_buffer(), None
+        try:
+            piece = buffer[: part.numel()]
+            if not write:
+                call(view_memory(piece))
+            destination, source = (piece, part) if write else (part, piece)
+            if link is None:
+                # Without the interpreter lock and torch's threads.
+                ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.numel())
+            else:
+                fence = link.copy(destination, source)
+            if write:
+                if fence is not None:
+                    # Device -> buffer. Without this, the buffer's previous contents are written to the file.
+                    fence()
+                call(view_memory(piece))
+        finally:
+            # Buffer -> device. Without this fence, the next piece overwrites the buffer while the device reads it.
+            self.staging.release(buffer, fence)
 
-def _move_piece(file: StoredFile, fd: int, piece: _Piece, write: bool, memory: memoryview) -> None:
-    path, call, begin = file.path, os.pwritev if write else os.preadv, piece.begin
-    if not piece.direct:
+
+def _move_piece(
+    file: StoredFile, descriptors: Mapping[bool, int], direct: bool, begin: int, write: bool, memory: memoryview
+) -> None:
+    fd, path, call = descriptors[direct], file.path, os.pwritev if write else os.preadv
+    if not direct:
         move_all(call, fd, memory, begin, path)
     elif (moved := _moved(call, fd, memory, begin, path)) < len(memory):
         # A direct call moves less only at the end of the file, where move_all raises.
-        with _opened(file) as cached:
+        with _opened(file, direct=False) as cached:
             move_all(call, cached, memory[moved:], begin + moved, path)
 
 
-class _PieceTransfer:
-    """The transfer of one piece, with its staging buffer if it needs one."""
-
-    def __init__(self, staging: Staging, part: Tensor, buffer: Tensor | None, *, on_device: bool, write: bool) -> None:
-        self._staging = staging
-        self._part = part
-        self._buffer = buffer
-        self._on_device = on_device
-        self._write = write
-        self._fence: Fence | None = None
-        self._job: Future[None] | None = None
-
-    def start(self, io_threads: Threads | None, move: Callable[[memoryview], None]) -> None:
-        """Starts it; ``move`` copies host memory to or from the file."""
-        part, buffer = self._part, None if self._buffer is None else self._buffer[: self._part.numel()]
-        if buffer is not None and self._on_device and self._write:
-            self._fence = self._staging.link.copy(buffer, part)
-
-        def work() -> None:
-            if buffer is None:
-                move(view_memory(part))
-                return
-            if self._fence is not None:
-                # Device -> buffer. Without this, the buffer's previous contents are written to the file.
-                self._fence()
-            elif self._write:
-                _copy(buffer, part)
-            move(view_memory(buffer))
-            if not self._on_device and not self._write:
-                _copy(part, buffer)
-
-        self._job = Future(work) if io_threads is None else io_threads.offer(work)
-
-    def complete(self) -> None:
-        """Waits for it; raises what it raised."""
-        try:
-            assert self._job is not None
-            self._job.run_or_wait()
-            if self._buffer is not None and self._on_device and not self._write:
-                self._fence = self._staging.link.copy(self._part, self._buffer[: self._part.numel()])
-        finally:
-            self.cancel()
-
-    def cancel(self) -> None:
-        """Returns once only a device copy may still run, whether the piece was finished or not."""
-        if self._job is not None:
-            # The job refers to this object. Without breaking the cycle, its tensor lives until garbage is collected.
-            job, self._job = self._job, None
-            job.cancel()
-        if self._buffer is not None:
-            buffer, self._buffer = self._buffer, None
-            # Buffer -> device. Without this fence, the next piece overwrites the buffer while the device reads it.
-            self._staging.release(buffer, self._fence)
-
-
-def _copy(destination: Tensor, source: Tensor) -> None:
-    """A copy without the interpreter lock and without torch's threads."""
-    ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.numel())
-
-
 @contextlib.contextmanager
-def _opened(file: StoredFile, flags: int = 0) -> Iterator[int]:
-    fd = file.open(flags)
+def _opened(file: StoredFile, direct: bool) -> Iterator[int]:
+    fd = file.open(os.O_DIRECT if direct else 0)
     try:
         yield fd
     finally:

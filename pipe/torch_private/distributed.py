@@ -1,4 +1,4 @@
-"""Private names of ``torch.distributed``: the store and the timeouts of process groups."""
+"""Private names of ``torch.distributed``: stores and timeouts of process groups, what checkpoints consist of."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["store_of_processes", "timeout_of"]
+__all__ = ["metadata_types", "store_of_processes", "timeout_of"]
 
 
 def timeout_of(group: Any, device_type: str = "cpu") -> timedelta:
@@ -26,3 +26,11 @@ def store_of_processes() -> tuple[Any, Callable[[], Any]]:
 
     store: Any = distributed_c10d._get_default_store()
     return store, getattr(store, "clone", lambda: store)  # torch 2.8 has one connection
+
+
+def metadata_types() -> list[Any]:
+    """Classes of what ``torch.distributed.checkpoint`` says of tensors, for ``torch.serialization.safe_globals``."""
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    names = "Metadata MetadataIndex TensorStorageMetadata ChunkStorageMetadata TensorProperties _MEM_FORMAT_ENCODING"
+    return [*(getattr(metadata, name) for name in names.split()), filesystem._StorageInfo]

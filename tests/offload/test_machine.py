@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 import offload.limits
+import offload.machine
 from offload.limits import check_place
 from offload.machine import (
     ControlGroup,
@@ -24,14 +28,33 @@ from offload.storage.page_cache import available_bytes
 
 CPU = torch.device("cpu")
 MEMINFO = "MemTotal:       40 kB\nMemFree:        1 kB\nMemAvailable:   {} kB\n"
+MEMINFO += "".join(f"{name}: 0 kB\n" for name in ("Buffers", "Cached", "Shmem", "Active", "Inactive"))
 V2 = "31 23 0:28 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
 
 
-def tree(root: Path, files: dict[str, str], *, available: int = 30) -> Path:
-    for name, text in {"proc/meminfo": MEMINFO.format(available), **files}.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
+class Tree:
+    """A file system, of which only what a test writes is there."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root = root
+        monkeypatch.setattr(offload.machine, "ROOT", root)
+        monkeypatch.setattr(psutil, "PROCFS_PATH", str(root / "proc"))
+
+    def __call__(self, files: dict[str, str], *, available: int = 30) -> None:
+        for name, text in {"proc/meminfo": MEMINFO.format(available), **files}.items():
+            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.root / name).write_bytes(os.fsencode(text))
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
+    return Tree(tmp_path, monkeypatch)
+
+
+def limit_private(monkeypatch: pytest.MonkeyPatch, limit: int, mapped: int) -> None:
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(data=mapped))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, -1))
+    monkeypatch.setattr(psutil, "Process", lambda: process)
 
 
 def group(folder: str, limit: int | str, usage: int, inactive: int = 0, active: int = 0) -> dict[str, str]:
@@ -42,19 +65,32 @@ def group(folder: str, limit: int | str, usage: int, inactive: int = 0, active: 
     }
 
 
+def test_without_a_limit_free_memory_is_what_is_available(tree: Tree) -> None:
+    tree({"proc/self/cgroup": "0::/a\n", "proc/self/mountinfo": V2} | group("sys/fs/cgroup/a", "max", 7))
+    assert control_groups() == []
+    assert free_host_bytes() == 30 * 1024
+    assert capacity(CPU) == 40 * 1024
+
+
 @pytest.mark.parametrize("tightest", ["own", "parent", "machine"])
-def test_free_memory_is_the_least_of_all_ancestors_and_the_machine(tmp_path: Path, tightest: str) -> None:
+def test_free_memory_is_the_least_of_all_ancestors_and_the_machine(tree: Tree, tightest: str) -> None:
     files = {"proc/self/cgroup": "0::/job/step\n", "proc/self/mountinfo": V2}
     files |= group("sys/fs/cgroup/job", 9000 if tightest == "parent" else 90_000, 8000, inactive=500, active=300)
     files |= group("sys/fs/cgroup/job/step", 5000 if tightest == "own" else 50_000, 4800, inactive=100)
     files |= group("sys/fs/cgroup/other", 10, 10)
-    tree(tmp_path, files, available=2 if tightest == "machine" else 30)
-    assert free_host_bytes(tmp_path) == {"own": 300, "parent": 1500, "machine": 2048}[tightest]
-    assert free_bytes(CPU, tmp_path) == free_host_bytes(tmp_path)
-    assert capacity(CPU, tmp_path) == {"own": 5000, "parent": 9000, "machine": 40 * 1024}[tightest]
+    tree(files, available=2 if tightest == "machine" else 30)
+    assert free_host_bytes() == {"own": 300, "parent": 1500, "machine": 2048}[tightest]
+    assert free_bytes(CPU) == free_host_bytes()
+    assert capacity(CPU) == {"own": 5000, "parent": 9000, "machine": 40 * 1024}[tightest]
 
 
-def test_both_versions_of_control_groups_count(tmp_path: Path) -> None:
+def test_a_group_over_its_limit_leaves_nothing(tree: Tree) -> None:
+    files = {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": V2} | group("sys/fs/cgroup", 10, 20)
+    tree(files)
+    assert free_host_bytes() == 0
+
+
+def test_both_versions_of_control_groups_count(tree: Tree) -> None:
     files = {
         "proc/self/cgroup": "7:cpu:/x\n4:hugetlb,memory:/job\n1:name=systemd:/y\n0::/job/step\n",
         "proc/self/mountinfo": (
@@ -68,9 +104,9 @@ def test_both_versions_of_control_groups_count(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 30\ntotal_active_file 600\n",
     }
     files |= group("sys/fs/cgroup/unified/job", 1000, 900, 20, 300)
-    tree(tmp_path, files)
-    assert control_groups(tmp_path) == [ControlGroup(5000, 4000, 30, 600), ControlGroup(1000, 900, 20, 300)]
-    assert free_host_bytes(tmp_path) == 120
+    tree(files)
+    assert control_groups() == [ControlGroup(5000, 4000, 30, 600), ControlGroup(1000, 900, 20, 300)]
+    assert free_host_bytes() == 120
 
 
 @pytest.mark.parametrize(
@@ -82,23 +118,26 @@ def test_both_versions_of_control_groups_count(tmp_path: Path) -> None:
     ],
 )
 def test_in_a_container_the_group_is_found_below_what_is_mounted(
-    tmp_path: Path, line: str, mount: str, folder: str
+    tree: Tree, line: str, mount: str, folder: str
 ) -> None:
     files = {"proc/self/cgroup": line + "\n", "proc/self/mountinfo": f"9 8 0:1 {mount} rw - cgroup2 cgroup2 rw\n"}
-    assert free_host_bytes(tree(tmp_path, files | group(folder, 1000, 900))) == 100
+    tree(files | group(folder, 1000, 900))
+    assert free_host_bytes() == 100
 
 
-def test_a_limit_on_private_memory_leaves_what_is_not_mapped(tmp_path: Path) -> None:
-    files = {
-        "proc/self/limits": "Limit  Soft Limit  Hard Limit  Units\nMax data size  10240  unlimited  bytes\n",
-        "proc/self/status": "Name:\tpython\nVmData:\t       9 kB\n",
-    }
-    root = tree(tmp_path, files, available=5000)
-    assert private_bytes_left(root) == free_host_bytes(root) == 1024
-    files["proc/self/limits"] = files["proc/self/limits"].replace("10240", "unlimited")
-    root = tree(tmp_path, files, available=5000)
-    assert private_bytes_left(root) is None
-    assert free_host_bytes(root) == 5000 * 1024
+def test_a_group_outside_of_the_namespace_is_not_taken_for_the_one_that_is_mounted(tree: Tree) -> None:
+    files = {"proc/self/cgroup": "0::/../other\n", "proc/self/mountinfo": V2} | group("sys/fs/cgroup", 10, 9)
+    tree(files)
+    assert control_groups() == []
+
+
+def test_a_limit_on_private_memory_leaves_what_is_not_mapped(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree({}, available=5000)
+    limit_private(monkeypatch, 10240, 9216)
+    assert private_bytes_left() == free_host_bytes() == 1024
+    limit_private(monkeypatch, resource.RLIM_INFINITY, 9216)
+    assert private_bytes_left() is None
+    assert free_host_bytes() == 5000 * 1024
 
 
 def test_a_number_that_the_limit_on_private_memory_does_not_leave_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,23 +168,19 @@ def test_an_accelerator_can_still_give_what_is_free_and_what_its_allocator_keeps
 ODD = "/media/m\udcff\u2028\\040a\\134b\\012c"  # not UTF-8; a line separator, a space, a backslash, a line feed
 
 
-def test_mounts_of_any_name_hide_no_limit_and_no_file_system(tmp_path: Path) -> None:
+def test_mounts_of_any_name_hide_no_limit_and_no_file_system(tree: Tree) -> None:
     mount = V2.replace("31 23", "30 23").replace("/sys/fs/cgroup rw", f"{ODD} rw")
     files = {
         "proc/self/cgroup": "0::/job\udcff\n",
         "proc/self/mountinfo": f"29 23 0:27 / {ODD} rw - fuse.x {ODD} rw\nnothing\n\n{mount}{V2}",
-        "proc/mounts": f"{ODD} {ODD} tmpfs rw 0 0\n/dev/a / ext4 rw 0 0\nnothing\n/a /b xfs rw 0 0\n/c /b zfs rw 0 0\n",
-        "proc/self/limits": "Max data size             5000                 unlimited            bytes\n",
-        "proc/self/status": "Name:\tm\udcff\u2028VmData:\t9 kB\nVmData:\t2 kB\n",
+        "proc/self/mounts": f"{ODD} {ODD} tmpfs rw 0 0\n/dev/a / ext4 rw 0 0\n/a /b xfs rw 0 0\n/c /b zfs rw 0 0\n",
     }
-    files |= group("sys/fs/cgroup/job\udcff", 5000, 4800)
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(os.fsencode(text))
-    assert [each.limit for each in control_groups(tmp_path)] == [5000]
-    assert private_bytes_left(tmp_path) == 5000 - 2048
-    assert file_system(Path("/home"), tmp_path) == "ext4"
-    assert file_system(Path("/media/m\udcff\u2028 a\\b\nc/home"), tmp_path) == "tmpfs"
-    assert file_system(Path("/b/home"), tmp_path) == "zfs"  # the later of two mounts hides the other
-    assert file_system(Path("/b"), tmp_path / "nowhere") == ""
+    tree(files | group("sys/fs/cgroup/job\udcff", 5000, 4800))
+    assert [each.limit for each in control_groups()] == [5000]
+    assert file_system(Path("/home")) == "ext4"
+    assert file_system(Path("/media/m\udcff\u2028 a\\b\nc/home")) == "tmpfs"
+    assert file_system(Path("/b/home")) == "zfs"  # the later of two mounts hides the other
+
+
+def test_the_file_system_of_a_path_is_known() -> None:
     assert file_system(Path("/proc/self")) == "proc"

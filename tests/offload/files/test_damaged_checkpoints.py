@@ -12,7 +12,6 @@ import pickle
 import random
 import shutil
 import zipfile
-import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,8 +23,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from offload import Pretrained, load_checkpoint, load_pretrained, save_checkpoint
-from offload.files.save_folder import INDEX
-from offload.files.tensor_file import SAVE, ChecksumError, TensorFile, write_tensors
+from offload.files.save_folder import CRC, FILES, INDEX, SAVE, _sum_of
+from offload.files.tensor_file import ChecksumError, TensorFile
+from offload.files.untrusted import sum_of
 from tests.programs import run_program
 
 State = tuple[dict[str, Any], dict[str, Any], Any]
@@ -266,28 +266,29 @@ def moved(name: str, by: int) -> Callable[[dict[str, Any]], object]:
 
 
 @pytest.mark.parametrize(
-    ("change", "tail", "message"),
+    ("change", "tail"),
     [
-        (moved("b", 4), bytes(4), "'b' begins at 20, expected 16|b begins at 20, expected 16"),
-        (moved("b", -4), b"", "begins at 12, expected 16"),
-        (lambda header: header.pop("b"), b"", "not complete"),
-        (lambda header: header["a"].update(dtype=["F32"]), b"", r"'a'\.dtype: expected one of"),
-        (lambda header: header["a"].update(shape=[True] * 4), b"", r"'a'\.shape: expected"),
-        (lambda header: header["a"].update(shape=[0, 1 << 61, 1 << 61]), b"", r"'a'\.shape: expected"),
-        (lambda header: header["a"].update(shape=[1] * 99), b"", r"'a'\.shape: expected"),
-        (lambda header: header["a"].update(data_offsets=[-4, 12]), b"", r"'a'\.data_offsets: expected two offsets"),
-        (lambda header: header.update(a=[]), b"", r"'a': expected an object"),
-        (lambda header: header.update(__metadata__={"format": 1}), b"", "__metadata__: expected strings"),
+        (moved("b", 4), bytes(4)),
+        (moved("b", -4), b""),
+        (lambda header: header.pop("b"), b""),
+        (lambda header: header["a"].update(dtype=["F32"]), b""),
+        (lambda header: header["a"].update(dtype="F4"), b""),
+        (lambda header: header["a"].update(shape=[True] * 4), b""),
+        (lambda header: header["a"].update(shape=[0, 1 << 61, 1 << 61]), b""),
+        (lambda header: header["a"].update(shape=[1] * 99), b""),
+        (lambda header: header["a"].update(data_offsets=[-4, 12]), b""),
+        (lambda header: header.update(a=[]), b""),
+        (lambda header: header.update(__metadata__={"format": 1}), b""),
     ],
 )
-def test_a_header_is_refused_by_a_value_error_that_names_file_and_field(
-    tmp_path: Path, change: Callable[[dict[str, Any]], object], tail: bytes, message: str
+def test_a_header_is_refused_by_a_value_error_that_names_the_file(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], tail: bytes
 ) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.ones(4), "b": torch.ones(4)}, path)
     rewritten(path, change, tail)
     for read in (TensorFile, Pretrained):
-        with pytest.raises(ValueError, match=message) as caught:
+        with pytest.raises(ValueError, match="expected a safetensors file") as caught:
             read(path)
         assert str(path) in str(caught.value)
 
@@ -296,7 +297,7 @@ def test_a_header_of_more_than_100_mb_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes((40 << 30).to_bytes(8, "little"))
     os.truncate(path, 41 << 30)  # takes no room on the disk
-    with pytest.raises(ValueError, match=r"x\.safetensors: expected a header of at most 100,000,000 bytes"):
+    with pytest.raises(ValueError, match=r"x\.safetensors: .*header too large"):
         TensorFile(path)
 
 
@@ -347,13 +348,14 @@ def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
                 save_checkpoint(folder, *make())
 
 
-def test_a_file_that_is_exchanged_while_it_is_read_is_refused(tmp_path: Path) -> None:
-    for name in ("x", "y"):
-        save_file({"a": torch.ones(4)}, tmp_path / name)
-    file = TensorFile(tmp_path / "x")
+def test_a_file_that_is_exchanged_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
+    for value, name in enumerate(("x", "y")):
+        save_file({"a": torch.full((4,), float(value))}, tmp_path / name)
+    file, found = TensorFile(tmp_path / "x"), torch.ones(4)
     os.replace(tmp_path / "y", tmp_path / "x")
-    with pytest.raises(ValueError, match="was replaced after its header was read"):
-        file.read_into("a", torch.empty(4))
+    file.read_into("a", found)
+    assert torch.equal(found, torch.zeros(4))
+    assert torch.equal(file.tensor("a"), torch.zeros(4))
 
 
 class Code:
@@ -372,10 +374,15 @@ def state_in(folder: Path) -> Path:
 
 
 def with_sum_of(state: Path) -> None:
-    """Gives the index the checksum that the file of a state has."""
-    index = json.loads((state.parent.parent / INDEX).read_text())
-    index["metadata"]["gradstream_state_crc32"] = f"{zlib.crc32(state.read_bytes()):08x}"
-    (state.parent.parent / INDEX).write_text(json.dumps(index))
+    """Gives the index the checksums that the file of a state, and the index itself, have."""
+    path = state.parent.parent / INDEX
+    index = json.loads(path.read_text())
+    metadata = index["metadata"]
+    with state.open("rb") as file:
+        metadata[FILES][f"{state.parent.name}/{state.name}"] = sum_of(file.fileno(), state)
+    del metadata[CRC]
+    metadata[CRC] = _sum_of(index["weight_map"], metadata)
+    path.write_text(json.dumps(index))
 
 
 def test_no_code_of_a_checkpoint_runs(saves: Path, tmp_path: Path) -> None:
@@ -396,7 +403,7 @@ def test_no_code_of_a_checkpoint_runs(saves: Path, tmp_path: Path) -> None:
     assert not flag.exists()
 
 
-@pytest.mark.parametrize("way", ["compressed", "without keys", "of another type"])
+@pytest.mark.parametrize("way", ["compressed", "without keys"])
 def test_a_state_file_that_is_no_state_is_refused(tmp_path: Path, way: str) -> None:
     save_checkpoint(tmp_path, *make())
     path = state_in(tmp_path) / "state.pt"
@@ -407,30 +414,11 @@ def test_a_state_file_that_is_no_state_is_refused(tmp_path: Path, way: str) -> N
             for entry, data in entries.items():
                 archive.writestr(entry, data if not entry.endswith("data/0") else bytes(1 << 20))
     else:
-        summary = torch.load(path, weights_only=True)
-        torch.save({} if way == "without keys" else {**summary, "step": "3"}, path)
+        torch.save({}, path)
     with_sum_of(path)
     message = {
         "compressed": "larger than the file",
-        "without keys": "optimizer_tensors: expected",
-        "of another type": "step",
+        "without keys": "missing .* 'optimizer'",
     }
     with pytest.raises(ValueError, match=rf"state\.pt: .*{message[way]}"):
         load_checkpoint(tmp_path, *make())
-
-
-def test_a_state_that_is_missing_in_an_optimizer_file_is_noticed_before_anything_changed(tmp_path: Path) -> None:
-    """Though header, checksums and bytes of the file agree: it holds the last tensor no longer."""
-    save_checkpoint(tmp_path, *make(1.0))
-    path = state_in(tmp_path) / "optimizer-00001-of-00001.safetensors"
-    file = TensorFile(path)
-    names = [name for name in file if name != "state.5.exp_avg"]
-    tensors = {name: file.tensor(name).clone() for name in names}
-    metadata = file.metadata
-    path.unlink()
-    write_tensors(path, tensors, metadata)
-    model, optimizer = make()
-    before = state_of(model, optimizer)
-    with pytest.raises(ValueError, match=r"optimizer-00001-of-00001\.safetensors: expected state\.5\.exp_avg"):
-        load_checkpoint(tmp_path, model, optimizer)
-    assert equal(state_of(model, optimizer), before)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,10 +18,10 @@ from torch import Tensor
 from offload.optim.disk_update import DiskParamBlock
 from offload.optim.io_buffers import IOBufferPool, Read, Write
 from offload.storage import DiskTier
-from offload.storage.buffer import host_buffer, view_memory
+from offload.storage.buffer import host_buffer
 from offload.storage.disk import DiskBlock
 from offload.storage.page_cache import PageCache
-from offload.storage.transfer import Link, Staging, TransferLimits, move_all
+from offload.storage.transfer import Link, Staging, TransferLimits
 from offload.telemetry.trace import Tracer
 from pipe.threads import Future, Threads
 from tests.guarded import Condition, Guarded
@@ -70,106 +72,87 @@ def late_threads(monkeypatch: pytest.MonkeyPatch) -> list[LateThreads]:
         made.append(LateThreads())
         return made[-1]
 
-    for user in ("optim.io_buffers", "optim.optimizer", "storage.transfer"):
+    for user in ("optim.io_buffers", "optim.optimizer"):
         monkeypatch.setattr(f"offload.{user}.Threads", threads)
     return made
 
 
-def _disk(
-    monkeypatch: pytest.MonkeyPatch, path: Path, pieces: int = 6, link: Link | None = None
-) -> tuple[list[LateThreads], DiskTier, Any, Tensor]:
+def _disk(monkeypatch: pytest.MonkeyPatch, path: Path, link: Link) -> tuple[DiskTier, Any, Tensor]:
     """A file of some pieces, full of sevens, and what is to be read into."""
     for way in ("UNSTAGED", "STAGED"):
         monkeypatch.setattr(f"offload.storage.transfer.{way}", TransferLimits(PIECE, IN_FLIGHT))
-    threads = late_threads(monkeypatch)
     tier = DiskTier(path, CPU, direct=False, link=link)
-    block: Any = tier.allocate(pieces * PIECE, "weights")
+    block: Any = tier.allocate(6 * PIECE, "weights")
     block.keeps = tier  # whose files go with it
     block.tensor.fill_(7)
-    return threads, tier, block, host_buffer(pieces * PIECE)
+    return tier, block, host_buffer(6 * PIECE)
+
+
+@contextlib.contextmanager
+def _helped(monkeypatch: pytest.MonkeyPatch, name: str, *, error: OSError | None = None) -> Iterator[list[int]]:
+    """Threads that end their first call of the system when they are waited for, and how many are in such a call.
+
+    The caller's calls wait until a thread is in one; they raise the ``error``.
+    """
+    call, caller = getattr(os, name), threading.current_thread()
+    begun, waited, active = threading.Event(), threading.Event(), list[int]()
+
+    def late(*arguments: Any) -> Any:
+        if threading.current_thread() is caller:
+            assert begun.wait(60)
+            if error is not None:
+                raise error
+            return call(*arguments)
+        active.append(1)
+        begun.set()
+        waited.wait(60)
+        try:
+            return call(*arguments)
+        finally:
+            active.pop()
+
+    def and_waited(method: Any) -> Any:
+        def waits(self: Future[Any]) -> Any:
+            waited.set()
+            return method(self)
+
+        return waits
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, late)
+        for method in ("run_or_wait", "cancel"):
+            patch.setattr(Future, method, and_waited(getattr(Future, method)))
+        try:
+            yield active
+        finally:
+            waited.set()
 
 
 @fails_with("a read returned before its bytes")
 def a_read_is_done_when_it_returns(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    for link in (None, LateLink()):
-        _, _, block, slot = _disk(monkeypatch, path, link=link)
+    link = LateLink()
+    _, block, slot = _disk(monkeypatch, path, link=link)
+    with _helped(monkeypatch, "preadv") as active:
         block.read_into(slot)
-        if link is not None:
-            link.synchronize()
-        assert (slot == 7).all(), "a read returned before its bytes"
-
-
-@fails_with("written before the copy from the device")
-def a_write_comes_after_the_copy_from_the_device(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    _, _, block, _ = _disk(monkeypatch, path, link=LateLink())
-    block.write(torch.full((block.nbytes,), 9, dtype=torch.uint8), 0)
-    assert (block.tensor == 9).all(), "written before the copy from the device"
-
-
-@fails_with("too many pieces are on their way")
-def few_pieces_are_on_their_way(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    link = LateLink()
-    threads, tier, block, slot = _disk(monkeypatch, path, pieces=3 * IN_FLIGHT, link=link)
-    tier.transfers.staging = Staging(link, 3 * IN_FLIGHT, PIECE)
-    offer, most = LateThreads.offer, list[int]()
-
-    def counted(self: LateThreads, work: Callable[[], Any]) -> Begun:
-        future = offer(self, work)
-        most.append(self.under_way())
-        return future
-
-    monkeypatch.setattr(LateThreads, "offer", counted)
-    block.read_into(slot)
-    assert max(most) <= IN_FLIGHT, "too many pieces are on their way"
-    assert sum(io_threads.under_way() for io_threads in threads) == 0
-
-
-@fails_with("a call of the system cannot reach a device")
-def where_buffers_are_few_pieces_wait_for_them(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    link = LateLink()
-    _, tier, block, slot = _disk(monkeypatch, path, link=link)
-    tier.transfers.staging = Staging(link, 1, PIECE)
-
-    def near(tensor: Tensor) -> memoryview:
-        inside = 0 <= tensor.data_ptr() - slot.data_ptr() < slot.numel()
-        assert not inside, "a call of the system cannot reach a device"
-        return view_memory(tensor)
-
-    monkeypatch.setattr("offload.storage.transfer.view_memory", near)
-    block.read_into(slot)
+        assert not active, "a read returned before its bytes"
     link.synchronize()
     assert (slot == 7).all()
 
 
-@fails_with("it would wait for ever")
-def buffers_are_given_back(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    _, tier, block, slot = _disk(monkeypatch, path, link=LateLink())
-    tier.transfers.staging._changed = Condition()  # type: ignore[assignment]
-    for _ in range(3):
-        block.read_into(slot)
+@fails_with("written before the copy from the device")
+def a_write_comes_after_the_copy_from_the_device(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    _, block, _ = _disk(monkeypatch, path, link=LateLink())
+    block.write(torch.full((block.nbytes,), 9, dtype=torch.uint8), 0)
+    assert (block.tensor == 9).all(), "written before the copy from the device"
 
 
 @fails_with("a transfer goes on after its failure")
 def a_transfer_that_failed_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    threads, _, block, _ = _disk(monkeypatch, path, link=LateLink())
-    first = [True]
-
-    def fails_once(*arguments: Any) -> None:
-        if first:
-            first.clear()
-            raise OSError("once")
-        move_all(*arguments)
-
-    monkeypatch.setattr("offload.storage.transfer.move_all", fails_once)
-    source = torch.full((block.nbytes,), 9, dtype=torch.uint8)
-    with pytest.raises(OSError, match="once"):
-        block.write(source, 0)
-    assert sum(io_threads.under_way() for io_threads in threads) == 0, "a transfer goes on after its failure"
-    before = block.tensor.clone()
-    source.fill_(11)
-    for io_threads in threads:
-        io_threads.end()
-    assert torch.equal(before, block.tensor), "a transfer goes on after its failure"
+    _, block, _ = _disk(monkeypatch, path, link=LateLink())
+    with _helped(monkeypatch, "pwritev", error=OSError(5, "once")) as active:
+        with pytest.raises(OSError, match="once"):
+            block.write(torch.full((block.nbytes,), 9, dtype=torch.uint8), 0)
+        assert not active, "a transfer goes on after its failure"
 
 
 # --- buffers that lanes share ---------------------------------------------------------------------------------------
@@ -185,10 +168,9 @@ def _staging(link: Link, count: int = 1) -> tuple[Staging, Condition]:
 @fails_with("no waiter was notified", "the queue was read without its lock", "instead of waited for")
 def a_lane_waits_for_a_buffer_of_another(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     staging, condition = _staging(LateLink())
-    held = staging.acquire_buffer(wait=True)
-    assert held is not None
+    held = staging.acquire_buffer()
     condition.helper = lambda: staging.release(held)
-    assert staging.acquire_buffer(wait=True) is held
+    assert staging.acquire_buffer() is held, "one was made instead of waited for"
     assert condition.notified == 1, "no waiter was notified"
     assert staging.nbytes == 0
 
@@ -201,7 +183,7 @@ def a_buffer_that_could_not_be_made_is_made_by_another(monkeypatch: pytest.Monke
 
     staging, condition = _staging(Full())
     with pytest.raises(OSError, match="full"):
-        staging.acquire_buffer(wait=True)
+        staging.acquire_buffer()
     assert condition.notified == 1, "no waiter was notified"
 
 
@@ -211,8 +193,7 @@ def a_buffer_is_used_again_after_the_copy_out_of_it(monkeypatch: pytest.MonkeyPa
     staging, _ = _staging(link)
     device = torch.zeros(16, dtype=torch.uint8)
     for piece in (1, 2):
-        buffer = staging.acquire_buffer(wait=True)
-        assert buffer is not None
+        buffer = staging.acquire_buffer()
         buffer.fill_(piece)
         assert piece == 1 or (device == 1).all(), "overwritten before it was copied"
         staging.release(buffer, link.copy(device, buffer))

@@ -201,22 +201,12 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
     },
     "offload.storage.transfer": {
         "Transfers._move": [
-            ("pending.popleft().complete()", files.where_buffers_are_few_pieces_wait_for_them),
-            ("pending.popleft().complete() #2", files.few_pieces_are_on_their_way),
-            ("pending.popleft().complete() #3", files.a_read_is_done_when_it_returns),
-            ("transfer.cancel()", files.a_transfer_that_failed_goes_on_nowhere),
+            ("helpers[-1].run_or_wait()", files.a_read_is_done_when_it_returns),
+            ("helpers.pop().cancel()", files.a_transfer_that_failed_goes_on_nowhere),
         ],
-        "_PieceTransfer.start": [("self._fence()", files.a_write_comes_after_the_copy_from_the_device)],
-        "_PieceTransfer.complete": [
-            ("self._job.run_or_wait()", files.a_read_is_done_when_it_returns),
-            ("self.cancel()", files.buffers_are_given_back),
-        ],
-        "_PieceTransfer.cancel": [("job.cancel()", files.a_transfer_that_failed_goes_on_nowhere)],
+        "Transfers._move_staged": [("fence()", files.a_write_comes_after_the_copy_from_the_device)],
         "CudaLink.copy": [
-            (
-                "event.record(torch.cuda.current_stream((destination if destination.is_cuda else source).device))",
-                lanes.a_fence_is_passed_after_its_copy,
-            ),
+            ("event.record(self._stream)", lanes.a_fence_is_passed_after_its_copy),
             ("event.synchronize", lanes.a_fence_is_passed_after_its_copy),
         ],
         "Staging.nbytes": [("with self._changed", files.a_lane_waits_for_a_buffer_of_another)],
