@@ -46,6 +46,8 @@ class Watch:
     """
 
     saved: Callable[[Tensor], None] | None = None
+    #: With the casts of weights that a recomputed cell has made.
+    casts: Callable[[CastsSeen], None] | None = None
     #: With the bytes of results that a recomputed cell keeps.
     selected: Callable[[int], None] | None = None
     begins: Callable[[Visit], None] | None = None
@@ -181,6 +183,8 @@ class Cell:
             begins=None if begins is None else partial(begins, visit),
             name=block.name,
         )
+        if casts is not None and watch.casts is not None:
+            watch.casts(casts)
         if selected is not None and watch.selected is not None:
             watch.selected(selected.nbytes)
         if visit.wrote and not views:

@@ -20,6 +20,7 @@ from offload.engine.layouts import bytes_of_boundary
 from offload.engine.plans.row_units import largest_rows, rounded_up
 from offload.planning.memory_profile import MemoryProfile, SavedTensor
 from offload.planning.plan import Action, Kind, Plan
+from offload.streaming.casts import CastsSeen
 from offload.streaming.shard import Shard
 from pipe.nested import tensors_in
 
@@ -41,6 +42,9 @@ class Recorder:
             self._weights = {s.parameter.data_ptr(): s.nbytes for s in trained}
         self._saved: list[tuple[int | StorageWeakRef, int]] = []
         self.nbytes: dict[StorageWeakRef, int] = {}
+        #: Bytes of casts of weights, which autocast keeps where these are leaves of autograd.
+        self.cast_bytes = 0
+        self._casts: set[StorageWeakRef] = set()
 
     def add(self, tensor: Tensor) -> None:
         """Called for each tensor that autograd saves."""
@@ -54,9 +58,30 @@ class Recorder:
             self._saved.append((address, 0))
             return
         key = StorageWeakRef(storage)
+        if self._is_cast(tensor):
+            self.cast_bytes += 0 if key in self._casts else storage.nbytes()
+            self._casts.add(key)
+            return
         self.nbytes[key] = storage.nbytes()
         flows = tensor.numel() * tensor.element_size() if tensor.is_floating_point() or tensor.is_complex() else 0
         self._saved.append((key, flows))
+
+    def add_casts(self, seen: CastsSeen) -> None:
+        """Called with the casts of weights on a slot, which are not among the saved tensors."""
+        self.cast_bytes += seen.nbytes([weight - self._range.start for weight in self._weights])
+
+    def _is_cast(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a weight in another type: it does not grow with rows."""
+        node = tensor.grad_fn
+        while node is not None and len(node.next_functions) == 1:
+            node = node.next_functions[0][0]
+        weight = getattr(node, "variable", None)
+        return (
+            weight is not None
+            and weight.data_ptr() in self._weights
+            and weight.dtype != tensor.dtype
+            and weight.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
+        )
 
     def saved_tensors(self, elsewhere: Sequence[Tensor]) -> list[SavedTensor]:
         """The saved tensors in the order of backward; those ``elsewhere`` are not freed by it."""
@@ -213,6 +238,8 @@ class ObservedStep:
         """Called after the forward of a cell with what it saved, and the bytes that its graph holds besides."""
         rows, saved = self.rows[cell.i], recorder.saved_tensors([] if keeps else tensors_in(entered))
         self._meter.record_memory_profile(cell.j, MemoryProfile(rows, saved), keeps=keeps, continues=cell.k > 0)
+        casts = self._steps.cast_bytes.setdefault(cell.j, {})
+        casts[cell.k] = max(casts.get(cell.k, 0), recorder.cast_bytes)
         if not keeps:
             nbytes = sum(recorder.nbytes.values()) + hidden
             self._steps.graph_per_row.setdefault(cell.j, {})[cell.k] = nbytes / (rows or 1)

@@ -85,8 +85,6 @@ class StepBytes:
     #: The shards whose gradients are there when the step begins, for updates that are pending; None: those of
     #: ``waiting`` and ``gradients_stay``, as after a step of the same plan.
     begins: Set[int] | None = None
-    #: Shard -> position in the plan of the first cell after its gradients were stored. Missing: at the next drain.
-    drained: Mapping[int, int] = field(default_factory=dict)
     #: Rows of each micro-batch.
     rows: Sequence[float] = (1,)
     #: Of the input of a cell, and of its gradient. Shard ``shards`` stands for the output.
@@ -408,10 +406,9 @@ class _Replay:
     def _parts(self, position: int, following: int = 0, inside: int = 0) -> tuple[int, int, int, int, int, int, int]:
         """The bytes of each kind at a position of the plan, in the order of :class:`Moment`."""
         sizes = self._sizes
-        late = [k for k in self._draining if position < sizes.drained.get(k, position + 1)]
         return (
             self._slots,
-            self._at_home + sum([self._drained_sizes[k] for k in late]),
+            self._at_home + self._draining_bytes,
             self._boundary_bytes + following,
             self._graph_bytes,
             inside,

@@ -6,7 +6,7 @@ This module knows nothing of tensors or torch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from offload.planning.plan import BACKWARD_CELLS, CELLS, Action, Kind, Plan
@@ -51,9 +51,6 @@ class Forecast:
     seconds: float
     wait_seconds: float
     compute_seconds: float
-    #: Shard -> position in the plan of the first backward cell that begins after the gradients of that shard were
-    #: stored; a recomputed cell begins when its recomputation is done. Missing if there is no such cell.
-    drained: Mapping[int, int]
 
 
 def simulate(plan: Plan, costs: Costs) -> Forecast:
@@ -62,11 +59,9 @@ def simulate(plan: Plan, costs: Costs) -> Forecast:
     compute = updating = 0.0
     arrival = dict.fromkeys(plan.resident, 0.0)
     home: dict[int, float] = {}  # when gradients are home
-    storing: deque[tuple[int, float]] = deque()  # the same of shards that are not in ``drained`` yet
     updated: dict[int, float] = {}
     leaving: deque[float] = deque()  # when boundaries are written
     back: dict[tuple[int, int | None], float] = {}  # when boundaries are read back
-    drained: dict[int, int] = {}
     reduced: dict[int, float] = {}  # with several ranks: when gradients can be stored
     filled: set[int] = set()  # slots that the update before a load has filled
     empty = plan.slots - len(plan.resident)
@@ -80,7 +75,7 @@ def simulate(plan: Plan, costs: Costs) -> Forecast:
     if len(plan.in_memory) == len(costs.load):
         # Nothing is loaded beside them: the optimizer's step waits for its updates.
         waited, compute = updating - compute, updating
-    for position, action in _with_reductions(plan) if costs.reduce else enumerate(plan.actions):
+    for action in _with_reductions(plan) if costs.reduce else plan.actions:
         shard, kind = action.shard, action.kind
         if kind is Kind.LOAD:
             begin = max(loading, compute, updated.get(shard, 0.0))
@@ -100,7 +95,6 @@ def simulate(plan: Plan, costs: Costs) -> Forecast:
             compute = max(compute, arrived)
             begin = max(draining, compute)
             draining = home[shard] = begin + costs.drain[shard]
-            storing.append((shard, draining))
         elif kind is Kind.UPDATE:
             if shard in at_step:
                 continue
@@ -138,32 +132,28 @@ def simulate(plan: Plan, costs: Costs) -> Forecast:
             there = updated.get(shard, 0.0) if shard in plan.in_memory else arrival[shard]
             start = max(compute, there, entered)
             seconds = _seconds(costs, kind)[shard]
-            if kind in BACKWARD_CELLS:
-                full = start + (costs.forward[shard] if kind is Kind.BACKWARD else 0.0)
-                while storing and storing[0][1] <= full:
-                    drained[storing.popleft()[0]] = position
             waited += start - compute
             computed += seconds
             compute = start + seconds
     end = max(compute, loading, draining, updating, moving)
-    return Forecast(end, waited, computed, drained)
+    return Forecast(end, waited, computed)
 
 
-def _with_reductions(plan: Plan) -> Iterator[tuple[int, Action]]:
-    """The actions with their positions, where each drain starts a reduction and is repeated where it is stored.
+def _with_reductions(plan: Plan) -> Iterator[Action]:
+    """The actions, where each drain starts a reduction and is repeated where it is stored.
 
     That is at the next drain, while further shards compute, or at the end; an update in backward follows it.
     """
-    deferred: list[tuple[int, Action]] = []
-    for position, action in enumerate(plan.actions):
+    deferred: list[Action] = []
+    for action in plan.actions:
         if action.kind is Kind.DRAIN:
             yield from deferred
-            deferred = [(position, action)]
-            yield position, action
+            deferred = [action]
+            yield action
         elif action.kind is Kind.UPDATE_IN_BACKWARD:
-            deferred.append((position, action))
+            deferred.append(action)
         else:
-            yield position, action
+            yield action
     yield from deferred
 
 

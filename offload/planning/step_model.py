@@ -76,6 +76,8 @@ class StepModel:
     resting_bytes: Mapping[int, int] = field(default_factory=dict)
     #: Of buffers of updates in files: there are none where all shards rest in memory.
     buffer_bytes: int = 0
+    #: Of each shard, what autocast keeps of its weights in another type where they rest in memory.
+    cast_bytes: Mapping[int, int] = field(default_factory=dict)
     #: Bytes of a slot for each shard: slots are as large as the largest that is loaded. Empty: as ``sizes`` say.
     slot_bytes: Sequence[int] = ()
     #: Whether much larger shards have buffers of their own beside the slots.
@@ -141,7 +143,7 @@ def predict_plan(
     """Simulates a plan and replays its memory; ``course``: see :func:`.peak_memory`."""
     chosen = Choice(plan.slots, plan.in_memory) if choice is None else choice
     forecast = simulate(plan, costs_of(model, chosen))
-    return forecast, peak_memory(plan, _sizes(model, chosen, forecast), course)
+    return forecast, peak_memory(plan, _sizes(model, chosen), course)
 
 
 def predict(model: StepModel, choice: Choice) -> Prediction:
@@ -191,8 +193,9 @@ def costs_of(model: StepModel, choice: Choice) -> Costs:
     return replace(costs, drain=[waiting[j] if j in still else seconds for j, seconds in enumerate(costs.drain)])
 
 
-def _sizes(model: StepModel, choice: Choice, forecast: Forecast | None) -> StepBytes:
-    resting = sum(model.resting_bytes[j] for j in choice.in_memory)
+def _sizes(model: StepModel, choice: Choice) -> StepBytes:
+    resting = sum(model.resting_bytes[j] + model.cast_bytes.get(j, 0) for j in choice.in_memory)
+    running = max(model.cast_bytes.values(), default=0)  # the same of a shard that streams, or of gradients
     buffers = model.buffer_bytes if len(choice.in_memory) < model.shards else 0
     waiting = choice.in_memory | (choice.waiting if model.host_bytes is None else frozenset())
     slot, own = model.slot_sizes(choice)
@@ -202,15 +205,13 @@ def _sizes(model: StepModel, choice: Choice, forecast: Forecast | None) -> StepB
         own_slots=own,
         waiting=waiting,
         held=model.sizes.held | (waiting | model.sizes.gradients_stay if model.accumulates else frozenset()),
-        constant_bytes=model.sizes.constant_bytes + resting + buffers,
-        # What ranks have reduced is kept until the next drain, whenever it was copied.
-        drained={} if forecast is None or model.sizes.draining_bytes else forecast.drained,
+        constant_bytes=model.sizes.constant_bytes + resting + running + buffers,
     )
 
 
 def predicted_bytes(model: StepModel, choice: Choice) -> int:
     """Predicted bytes, without a simulation: gradients that are being stored count until the next drain."""
-    return peak_memory(_plan(model, choice), _sizes(model, choice, None)).memory_bytes + model.margin_bytes
+    return peak_memory(_plan(model, choice), _sizes(model, choice)).memory_bytes + model.margin_bytes
 
 
 def predicted_seconds(model: StepModel, choice: Choice) -> float:

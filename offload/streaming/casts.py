@@ -13,8 +13,9 @@ Guarantees
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,16 @@ class Cast:
         self._place = tuple(source.size()), source.stride(), int(source.storage_offset())
         self._options = options
         self._memory: Tensor | None = None
+
+    @property
+    def offset(self) -> int:
+        """Of the view in the slot, in bytes."""
+        return self._place[2] * self._dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cast."""
+        return math.prod(self._place[0]) * (self._options.get("dtype") or self._dtype).itemsize
 
     def recompute(self, slot: Tensor) -> Tensor:
         """The memory of the cast, computed from ``slot``; both flat, uint8."""
@@ -102,6 +113,11 @@ class CastsSeen(OperationMode):
     def found(self) -> bool:
         """Whether there was one."""
         return bool(self._seen)
+
+    def nbytes(self, trained: Collection[int]) -> int:
+        """Bytes of the casts that were seen of slices at these offsets of the slot, in bytes."""
+        casts = {id(cast): cast for cast in self._seen.values()}.values()
+        return sum(cast.nbytes for cast in casts if cast.offset in trained)
 
     def find(self, tensor: Tensor) -> Cast | None:
         """The cast that ``tensor`` is, or is a view of, unless it was written to."""

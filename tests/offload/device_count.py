@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -68,13 +69,19 @@ class DeviceCount(TorchDispatchMode):
         )
 
 
-def counted_and_predicted(model: OffloadModel, optimizer: OffloadOptimizer, x: Tensor) -> tuple[int, int]:
+def counted_and_predicted(
+    model: OffloadModel,
+    optimizer: OffloadOptimizer,
+    x: Tensor,
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> tuple[int, int]:
     """The most bytes of steps once the first two have measured, and what is predicted; closes the model."""
     most = 0
     for k in range(6):
         optimizer.zero_grad()
         with DeviceCount(model, optimizer, [x]) as count:
-            model(x).sum().backward()  # a loss without tensors of its own
+            with autocast():
+                model(x).sum().backward()  # a loss without tensors of its own
         optimizer.step()
         optimizer.synchronize()
         most = max(most, count.peak) if k > 1 else most

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,23 @@ def test_what_is_there_is_never_more_than_its_memory(kind: str, tmp_path: Path) 
         assert most <= predicted <= limit
         ran += 1
     assert ran
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("casts", [False, True])
+def test_casts_of_autocast_and_gradients_that_wait_for_an_update_in_backward_are_counted(
+    casts: bool, in_backward: bool
+) -> None:
+    def counted(limit: int) -> tuple[int, int]:
+        _, _, model, ours = pair("cpu", {"device": limit, "host": "1GiB"}, update_in_backward=in_backward)
+        autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=casts)
+        return counted_and_predicted(model, ours, batch(0, 2 * ROWS), autocast)
+
+    _, everything = counted(1 << 30)
+    for share in (1.0, 0.8, 0.7, 0.6, 0.5):
+        limit = int(share * everything)
+        most, predicted = counted(limit)
+        assert 0.75 * predicted <= most <= predicted <= limit
 
 
 def test_the_report_says_what_rests_there(home: str) -> None:

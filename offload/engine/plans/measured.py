@@ -115,6 +115,7 @@ def step_model(homes: ModelHomes, rows: Sequence[float]) -> StepModel:
         slot_bytes=in_slot,
         own_slots=streamer.own_slots,
         spills=tier.scratch() is not None,
+        cast_bytes={j: sum(each.values()) for j, each in steps.cast_bytes.items()},
     )
 
 

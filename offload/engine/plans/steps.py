@@ -52,6 +52,8 @@ class Steps:
         self.graph_per_row: dict[int, dict[int, float]] = {}
         #: The same of what a recomputed cell keeps.
         self.selected_per_row: dict[int, dict[int, float]] = {}
+        #: Bytes of the casts of the weights of each shard and layer.
+        self.cast_bytes: dict[int, dict[int, int]] = {}
         #: Whether a boundary holds what enters each block of a shard, of which there are several.
         self.boundaries_grow = apart and any(len(shard.layers) > 1 for shard in shards)
         self._boundary_bytes = policy.boundary_bytes or 0 if spills else math.inf

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from offload import MemoryPolicy, OffloadModel
-from offload.planning.estimate import Estimate
 from offload.streaming.lane import Arrival, CopyLane, CopyLanes
 
 WIDTH = 64
@@ -55,29 +54,41 @@ class Living(TorchDispatchMode):
         return result
 
 
-class AtOnce(CopyLane):
-    """Copies when it is told to, so that nothing is on its way while layers compute."""
+class Last(Arrival):
+    def __init__(self, copy: Callable[[], None], after: Sequence[Arrival]) -> None:
+        self.copy: Callable[[], None] | None = copy
+        self.after = after
 
-    def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
-        with torch.no_grad():
-            copy()
-        return Here()
-
-    def wait_idle(self) -> None:
-        pass
-
-    close = wait_idle
-
-
-class Here(Arrival):
     def wait(self) -> None:
-        pass
+        copy, self.copy = self.copy, None
+        if copy is not None:
+            for arrival in self.after:
+                arrival.wait()
+            with torch.no_grad():
+                copy()
 
     synchronize = wait
 
 
+class AtLast(CopyLane):
+    """Copies when it is waited for: what is on its way is there as long as it may be."""
+
+    def __init__(self) -> None:
+        self.pending: list[Arrival] = []
+
+    def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
+        self.pending.append(Last(copy, after))
+        return self.pending[-1]
+
+    def wait_idle(self) -> None:
+        while self.pending:
+            self.pending.pop(0).wait()
+
+    close = wait_idle
+
+
 def model_of(home: str, monkeypatch: pytest.MonkeyPatch, depth: int = DEPTH, **settings: Any) -> OffloadModel:
-    monkeypatch.setattr("offload.construction.open_lanes", lambda device, **_: CopyLanes(AtOnce(), AtOnce(), AtOnce()))
+    monkeypatch.setattr("offload.construction.open_lanes", lambda device, **_: CopyLanes(AtLast(), AtLast(), AtLast()))
     torch.manual_seed(0)
     return OffloadModel(nn.Sequential(*(Block() for _ in range(depth))), "cpu", home, **settings)
 
@@ -87,13 +98,6 @@ def step(model: OffloadModel, x: Tensor) -> None:
     model.zero_grad()
     output = model(x)
     output.backward(torch.ones_like(output))
-
-
-def estimate_of(model: OffloadModel, rows: int, *, drain: float = 0.0) -> Estimate:
-    """With copies home that take no time, or so many seconds for each byte."""
-    each = model._homes.meter.copy_seconds_per_byte
-    model._homes.meter.copy_seconds_per_byte = lambda lane: drain if lane == "drain" else each(lane)  # type: ignore[method-assign]
-    return model.estimate(rows)
 
 
 @pytest.mark.parametrize("rows", [16, 128, 1024])
@@ -115,7 +119,7 @@ def test_the_predicted_peak_is_what_is_alive_at_the_fullest_moment(
     model, x = model_of(home, monkeypatch, **settings), torch.randn(rows, WIDTH)
     step(model, x)
     step(model, x)
-    predicted = estimate_of(model, rows).memory_bytes
+    predicted = model.estimate(rows).memory_bytes
     homes = model._homes
     fixed = homes.streamer.slots * homes.streamer.slot_bytes
     if home == "cpu":
@@ -131,7 +135,7 @@ def test_the_gradients_of_a_home_in_host_memory_are_counted_once(monkeypatch: py
     """It takes them as they are: they are never on the compute device as well."""
     model, x = model_of("cpu", monkeypatch, num_slices=DEPTH, checkpoint_activation=True), torch.randn(4, WIDTH)
     step(model, x)
-    estimate, slot = estimate_of(model, 4, drain=1e9), model._homes.streamer.slot_bytes
+    estimate, slot = model.estimate(4), model._homes.streamer.slot_bytes
     boundary = 4 * WIDTH * 4
     # At the end of forward, and the output's gradient; then each cell of backward uses up as much as it makes.
     assert estimate.peak_bytes["device"] == 2 * slot + (DEPTH - 1) * boundary + boundary
