@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from gradcache import GradCache
 from gradcache.loss import SimpleContrastiveLoss
-from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
-from offload.streaming.streamer import Streamer
+from offload import MemoryPolicy, OffloadModel
 
 
 def tower(seed: int = 0, depth: int = 4, dropout: float = 0.0) -> nn.Sequential:
@@ -113,21 +112,3 @@ def test_chunks_that_the_engine_runs_together_give_the_same_gradient_in_every_st
         SimpleContrastiveLoss()(rep(bare(x)), rep(bare(y))).backward()
         step(x, y)
     assert_same_gradients([bare], [ours])
-
-
-def test_updates_that_are_pending_run_beside_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step asks which modules and parameters there are; it reads no values before a shard is loaded."""
-    model = offloaded(tower(), f"{tmp_path}/")
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
-    cache = GradCache([model, model], 3, SimpleContrastiveLoss())
-    x, y = torch.randn(6, 8), torch.randn(6, 8)
-    cache(x, y)
-    optimizer.step()
-    optimizer.zero_grad()
-    assert all(shard.pending is not None for shard in model._homes.shards)
-    finished: list[int] = []
-    monkeypatch.setattr(Streamer, "apply_pending_updates", lambda self: finished.append(1))
-    cache(x, y)
-    assert finished == []
-    monkeypatch.undo()
-    assert all(shard.pending is None for shard in model._homes.shards)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,17 @@ def drawing(self: Any, x: Tensor) -> Tensor:
     return self.members[0](x) * (random.random() + float(np.random.rand()) + float(torch.rand(())))
 
 
+class OwnNoise(nn.Linear):
+    """Draws from a generator that it holds itself."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.rand(x.shape, generator=self.generator)
+
+
 def statistics() -> dict[str, Tensor]:
     return {"mean": torch.zeros(8), "var": torch.ones(8)}
 
@@ -101,6 +113,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "frozen": lambda: linear().requires_grad_(False),
     "checkpoint": lambda: Calls(inside, linear()),
     "reentrant checkpoint": lambda: Calls(lambda self, x: checkpoint(self.members[0], x, use_reentrant=True), linear()),
+    "a generator of its own": OwnNoise,
     "dropout": lambda: nn.Dropout(0.5),
     "another flow of data": lambda: Calls(exchanging, linear(), linear()),
     "three generators": lambda: Calls(drawing, linear()),
@@ -151,13 +164,24 @@ def kind_of(name: str) -> tuple[nn.Sequential, Tensor]:
 # --- ways to take a step ---------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def draws_in_between() -> Iterator[None]:
+    """The caller draws before the second pass, which leaves the generator as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.rand(7)
+        before = torch.get_rng_state()
+        yield
+        assert torch.equal(torch.get_rng_state(), before)
+
+
 def by_step(models: Sequence[Any], size: Any, loss: Callable[..., Tensor], *inputs: Any, **how: Any) -> Tensor:
     return GradCache(models, size, loss, **how)(*inputs)
 
 
 def by_encode(models: Sequence[Any], size: Any, loss: Callable[..., Tensor], *inputs: Any, **how: Any) -> Tensor:
     value = loss(*GradCache(models, size, energy, **how).encode(*inputs))
-    value.backward()
+    with draws_in_between():
+        value.backward()
     return value.detach()
 
 
@@ -166,7 +190,8 @@ def by_cached_calls(models: Sequence[Any], size: int, loss: Callable[..., Tensor
     calls = [[cached(model)(part) for part in given.split(size)] for model, given in pairs]
     value = loss(*(torch.cat([leaf for leaf, _ in side]) for side in calls))
     value.backward()
-    with Accumulation(parameter for model in models for parameter in model.parameters()) as accumulation:
+    parameters = [parameter for model in dict.fromkeys(models) for parameter in model.parameters()]
+    with draws_in_between(), Accumulation(parameters) as accumulation:
         for leaf, again in (call for side in calls for call in side):
             again(leaf)
         accumulation.commit()
