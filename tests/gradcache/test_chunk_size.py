@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from gradcache import GradCache
-from gradcache.chunk_size import kept_bytes
 from offload import MemoryPolicy, OffloadModel
 
 # Input (32 bytes a row) is saved by the first layer, its output (64) by tanh, which returns what the second saves.
@@ -45,17 +44,6 @@ def test_auto_takes_as_many_rows_as_the_budget_holds(rows_that_fit: int, assert_
     assert_same_gradients([bare], [ours])
 
 
-def test_a_chunk_of_the_chosen_size_keeps_no_more_than_the_budget() -> None:
-    model = tower()
-    x = torch.randn(12, 8)
-    runs = rows_run(model)
-    GradCache([model], "auto", energy, memory=MemoryPolicy(activation_bytes=500))(x)
-    chosen = runs[2]  # after two trials
-    kept = kept_bytes(model, x[:chosen], model)
-    assert kept == chosen * BYTES_PER_ROW
-    assert 500 - BYTES_PER_ROW < kept <= 500
-
-
 def test_the_trial_runs_once_per_shape_and_leaves_buffers_and_generators_alone() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Dropout(0.5))
@@ -75,20 +63,24 @@ def test_the_trial_runs_once_per_shape_and_leaves_buffers_and_generators_alone()
     assert runs == [8, 8]
 
 
-def test_frozen_tower_is_measured_as_if_it_were_trained_and_stays_frozen() -> None:
-    model = tower().requires_grad_(False)
-    assert kept_bytes(model, torch.zeros(3, 8), model) == 3 * BYTES_PER_ROW
-    assert not any(parameter.requires_grad for parameter in model.parameters())
+class Streamed(nn.Linear):
+    """A model of somebody else that takes all chunks."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward_chunks(self, chunks: Any, output_fn: Any = None) -> Any:
+        raise AssertionError("nothing runs")
 
 
-def test_budget_below_one_row_and_other_misuse_are_named(streamed: Any) -> None:
+def test_budget_below_one_row_and_other_misuse_are_named() -> None:
     x = torch.randn(4, 8)
     with pytest.raises(ValueError, match=f"one row keeps {BYTES_PER_ROW}"):
         GradCache([tower()], "auto", energy, memory=MemoryPolicy(activation_bytes=20))(x)
     with pytest.raises(ValueError, match="activation_bytes=0"):
         GradCache([tower()], "auto", energy, memory=MemoryPolicy(activation_bytes=0))
     with pytest.raises(ValueError, match="has no activation_bytes"):
-        GradCache([streamed(tower())], "auto", energy)(x)
+        GradCache([Streamed()], "auto", energy)(x)
     with pytest.raises(ValueError, match="at least 1 row"):
         GradCache([tower()], "large", energy)
 
@@ -126,23 +118,6 @@ def test_measuring_an_offloaded_model_leaves_no_trace_and_measures_a_frozen_one_
     x = torch.randn(12, 8)
     state = torch.get_rng_state()
     assert model.activation_bytes(x) == 0
-    sizes: list[int] = []
-
-    class Measured(Exception):
-        pass
-
-    class OnlyMeasures(GradCache):
-        def split_inputs(self, model_input: Any, chunk_size: int) -> list[Any]:
-            sizes.append(chunk_size)
-            if len(sizes) == 3:
-                raise Measured
-            return super().split_inputs(model_input, chunk_size)
-
-    process = {"process_fn": lambda chunk: chunk + 0 * torch.rand(())}
-    with torch.no_grad(), pytest.raises(Measured):
-        OnlyMeasures([model], "auto", energy, **process)(x)
-    assert sizes[:2] == [2, 4]
-    assert 1 < sizes[2] < 8  # a row of the norm's input takes 32 bytes at least
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(parameter.requires_grad for parameter in model.parameters())

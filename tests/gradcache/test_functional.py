@@ -8,16 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from gradcache import RandContext
 from gradcache.functional import cached, cat_input_tensor
 from gradcache.loss import SimpleContrastiveLoss
-
-
-def tower(seed: int = 0, dropout: float = 0.0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 6))
+from tests.gradcache.towers import tower
 
 
 @cat_input_tensor
@@ -45,24 +40,6 @@ def test_loop_over_small_batches_gives_the_gradient_of_all_of_them_together(asse
     assert_same_gradients(bare, ours)
 
 
-def test_second_pass_draws_the_masks_of_the_first() -> None:
-    model = tower(dropout=0.5)
-    outputs: list[Tensor] = []
-
-    @cached
-    def encode(x: Tensor) -> Tensor:
-        outputs.append(F.dropout(model(x), 0.5).detach())
-        return F.dropout(model(x), 0.5)
-
-    (leaf, again), (other, _) = encode(torch.ones(4, 8)), encode(torch.ones(4, 8))
-    (leaf.sum() + other.sum()).backward()
-    before = torch.get_rng_state()
-    again(leaf)
-    assert torch.equal(outputs[0], outputs[2])
-    assert not torch.equal(outputs[0], outputs[1])
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("kind", ["tuple", "list", "dict"])
 def test_functions_of_several_representations(kind: str, assert_same_gradients: Any) -> None:
     def heads(model: nn.Module, x: Tensor) -> Any:
@@ -79,17 +56,6 @@ def test_functions_of_several_representations(kind: str, assert_same_gradients: 
     (a.sum() + b.square().sum()).backward()
     again(*leaves) if kind == "dict" else again(tuple(leaves))
     assert_same_gradients([bare], [ours])
-
-
-def test_buffers_of_modules_in_the_closure_are_counted_once() -> None:
-    norm, once = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
-    x = torch.randn(4, 8) + 1
-    once(x)
-    leaf, again = cached(lambda batch: norm(batch))(x)
-    (leaf * leaf.detach().exp()).sum().backward()
-    again(leaf)
-    torch.testing.assert_close(norm.running_mean, once.running_mean)
-    assert int(norm.num_batches_tracked) == 1
 
 
 def test_autocast_around_the_first_pass_is_seen_by_the_second(assert_same_gradients: Any) -> None:

@@ -42,7 +42,11 @@ def offloaded(layers: list[nn.Module], home: Path) -> nn.Module:
     )
 
 
-@pytest.mark.parametrize("make", [in_memory, offloaded])
+def wrapped(layers: list[nn.Module], home: Path) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), offloaded(layers, home), nn.LayerNorm(8))
+
+
+@pytest.mark.parametrize("make", [in_memory, offloaded, wrapped])
 @pytest.mark.parametrize("steps_before", [0, 1], ids=["first step", "second step"])
 def test_a_step_leaves_no_tensor_and_nothing_of_ours_to_the_garbage_collector(
     make: Any, steps_before: int, tmp_path: Path

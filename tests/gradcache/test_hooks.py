@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradcache import Accumulation, GradCache
-from gradcache.functional import cached
+from gradcache import GradCache
 from gradcache.loss import SimpleContrastiveLoss
 from offload import OffloadModel
+from tests.gradcache.towers import WAYS
 
 LOSS = SimpleContrastiveLoss()
 
@@ -75,26 +75,6 @@ def plain(model: Tower, x: Tensor, y: Tensor) -> None:
     LOSS(model(x), model(y)).backward()
 
 
-def by_step(model: Tower, x: Tensor, y: Tensor) -> None:
-    GradCache([model, model], 3, LOSS)(x, y)
-
-
-def by_encode(model: Tower, x: Tensor, y: Tensor) -> None:
-    LOSS(*GradCache([model, model], 3, LOSS).encode(x, y)).backward()
-
-
-def by_cached_calls(model: Tower, x: Tensor, y: Tensor) -> None:
-    calls = [[cached(model)(part) for part in side.split(3)] for side in (x, y)]
-    LOSS(*(torch.cat([leaf for leaf, _ in side]) for side in calls)).backward()
-    with Accumulation(model.parameters()) as accumulation:
-        for leaf, again in calls[0] + calls[1]:
-            again(leaf)
-        accumulation.commit()
-
-
-WAYS = {"step": by_step, "encode": by_encode, "cached": by_cached_calls}
-
-
 @pytest.mark.parametrize("hooks", HOOKS)
 @pytest.mark.parametrize("way", WAYS)
 def test_hooks_run_once_on_the_sum_of_chunks_and_of_towers_that_share_a_parameter(
@@ -110,30 +90,24 @@ def test_hooks_run_once_on_the_sum_of_chunks_and_of_towers_that_share_a_paramete
     for _ in range(2):
         x, y = torch.randn(2, 8, 8, dtype=torch.float64)
         plain(expected, x, y)
-        WAYS[way](ours, x, y)
+        WAYS[way]([ours] * 2, 3, LOSS, x, y)
         for a, b in zip(expected.parameters(), ours.parameters(), strict=True):
             torch.testing.assert_close(b, a)
             torch.testing.assert_close(b.grad, a.grad)
     assert sorted(found) == sorted(wanted)
 
 
-@pytest.mark.parametrize("execution", ["plain", "model inside"])
-def test_hooks_run_once_however_the_tower_runs(execution: str) -> None:
+def test_hooks_run_once_where_a_model_inside_of_the_tower_is_offloaded() -> None:
     expected, ours = net(torch.float32), net(torch.float32)
     wanted: list[str] = []
     found: list[str] = []
     clamp(expected, wanted)
-    tower: nn.Module = nn.Sequential(ours.inner, ours.head)
-    if execution == "plain":
-        clamp(ours, found)
-    else:
-        clamp(ours.head, found)
-        ours.inner = OffloadModel(ours.inner, "cpu", num_slices=2, checkpoint_activation=True)
-        clamp(ours.inner, found)
-        tower = ours
+    clamp(ours.head, found)
+    ours.inner = OffloadModel(ours.inner, "cpu", num_slices=2, checkpoint_activation=True)
+    clamp(ours.inner, found)
     x, y = torch.randn(2, 8, 8)
     plain(expected, x, y)
-    GradCache([tower, tower], 3, LOSS)(x, y)
+    GradCache([ours, ours], 3, LOSS)(x, y)
     assert len(found) == len(wanted)
     for a, b in zip(expected.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(b.grad, a.grad)
@@ -158,27 +132,14 @@ def test_hooks_see_the_sum_of_encode_and_of_the_callers_own_graph(part: str) -> 
 
 
 def test_a_hook_is_not_called_for_a_parameter_without_a_gradient() -> None:
-    for way in (by_step, by_encode):
+    for way in ("step", "encode"):
         model, calls = net(), []
         model.unused = nn.Linear(3, 3)  # type: ignore[assignment]
         model.unused.weight.register_hook(calls.append)
         model.unused.weight.register_post_accumulate_grad_hook(calls.append)
-        way(model, *torch.randn(2, 8, 8, dtype=torch.float64))
+        WAYS[way]([model] * 2, 3, LOSS, *torch.randn(2, 8, 8, dtype=torch.float64))
         assert calls == []
         assert model.unused.weight.grad is None
-
-
-def test_hooks_see_narrow_gradients_summed_in_32_bits_in_the_type_of_the_parameter() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(16, 8, bias=False).bfloat16()
-    x = torch.rand(512, 16).bfloat16()
-    seen: list[Tensor] = []
-    model.weight.register_hook(seen.append)
-    GradCache([model], 1, lambda r: r.float().sum())(x)
-    (gradient,) = seen
-    exact = x.double().sum(0).expand(8, 16)
-    assert gradient.dtype == torch.bfloat16
-    assert float((gradient.double() - exact).norm() / exact.norm()) < 0.01
 
 
 def test_no_hook_runs_in_a_step_that_fails_and_hooks_are_there_afterwards() -> None:
@@ -194,11 +155,11 @@ def test_no_hook_runs_in_a_step_that_fails_and_hooks_are_there_afterwards() -> N
     handle = model.register_forward_hook(fails)
     x, y = torch.randn(2, 8, 8, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="out of memory"):
-        by_step(model, x, y)
+        GradCache([model, model], 3, LOSS)(x, y)
     assert calls == []
     assert all(parameter.grad is None for parameter in model.parameters())
     handle.remove()
-    by_step(model, x, y)
+    GradCache([model, model], 3, LOSS)(x, y)
     assert len(calls) == 6
 
 
@@ -218,5 +179,5 @@ def test_an_optimizer_hooked_into_the_graph_is_refused_before_a_gradient_is_writ
     model = copy.deepcopy(net())
     model.head.weight._in_backward_optimizers = [object()]  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="_apply_optimizer_in_backward"):
-        by_step(model, *torch.randn(2, 8, 8, dtype=torch.float64))
+        GradCache([model, model], 3, LOSS)(*torch.randn(2, 8, 8, dtype=torch.float64))
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,9 @@ from torch.utils import _pytree as pytree
 from gradcache import GradCache
 from gradcache.functional import cached
 from gradcache.loss import SimpleContrastiveLoss
-from offload import OffloadModel
+from offload import MemoryPolicy
 from pipe.nested import map_tensors, tensors_in
+from tests.gradcache.towers import WAYS, Calls, offloaded
 
 
 class Overwriting(nn.Module):
@@ -51,22 +52,6 @@ def test_a_model_that_writes_over_a_tokenizer_s_mapping_meets_a_copy_in_both_pas
     GradCache([model, model], 3, SimpleContrastiveLoss(), split_input_fn=cut)(*inputs)
     assert_same_gradients([bare], [model])
     assert all(torch.equal(each["x"], old) for each, old in zip(inputs, before, strict=True))
-
-
-def test_inputs_in_a_mapping_of_any_type_take_gradients() -> None:
-    torch.manual_seed(0)
-    encoder = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-    given = torch.randn(2, 6, 8, dtype=torch.float64)
-    expected, actual = given.clone().requires_grad_(), given.clone().requires_grad_()
-    SimpleContrastiveLoss()(encoder(expected[0]), encoder(expected[1])).backward()
-    encoder.zero_grad()
-    GradCache(
-        [encoder, encoder],
-        4,
-        SimpleContrastiveLoss(),
-        split_input_fn=lambda x, size: [UserDict({"input": x["input"][i : i + size]}) for i in range(0, 6, size)],
-    )(UserDict({"input": actual[0] * 1}), UserDict({"input": actual[1] * 1}))
-    torch.testing.assert_close(actual.grad, expected.grad)
 
 
 def test_rows_that_a_split_function_drops_from_a_mapping_are_noticed() -> None:
@@ -200,28 +185,36 @@ pytree.register_pytree_node(
 
 
 class Fields(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pooler = nn.Linear(6, 6)
+
     def forward(self, x: Tensor) -> Output:
-        return Output(hidden=x * 2, pooled=x.tanh(), absent=None)
+        return Output(hidden=x * 2, pooled=self.pooler(x), absent=None)
 
 
-@pytest.mark.parametrize("execution", ["chunks", "shards", "encode"])
-def test_an_output_with_a_field_that_the_loss_ignores(execution: str, assert_same_gradients: Any) -> None:
+@pytest.mark.parametrize("ignored", ["hidden", "pooled"])
+@pytest.mark.parametrize("way", ["step", "encode", "shards", "shards together", "wrapped"])
+def test_an_output_with_a_field_that_the_loss_ignores(way: str, ignored: str, assert_same_gradients: Any) -> None:
+    """It has no gradient, which is not that it is absent."""
     torch.manual_seed(0)
     bare = nn.Sequential(nn.Linear(8, 6), Fields())
-    model: nn.Module = copy.deepcopy(bare)
-    if execution == "shards":
-        model = OffloadModel(model, "cpu", num_slices=2, checkpoint_activation=True)
-
-    def loss(a: Output, b: Output) -> Tensor:
-        return SimpleContrastiveLoss()(a["pooled"], b["pooled"])
-
+    model: Any = copy.deepcopy(bare)
+    used = {"hidden": "pooled", "pooled": "hidden"}[ignored]
+    choose: Callable[[Any], Tensor] = lambda output: output[used]  # noqa: E731
+    if way.startswith("shards") or way == "wrapped":
+        memory = MemoryPolicy.fixed(activation_bytes="1MiB", join_chunks=True) if way == "shards together" else None
+        model = offloaded(model, memory=memory)
+    towers = [Calls(lambda self, x: choose(self.members[0](x)), model) if way == "wrapped" else model] * 2
     x, y = torch.randn(2, 6, 8)
-    loss(bare(x), bare(y)).backward()
-    cache = GradCache([model, model], 2, loss)
-    if execution == "encode":
-        loss(*cache.encode(x, y)).backward()
-    else:
-        cache(x, y)
+    SimpleContrastiveLoss()(choose(bare(x)), choose(bare(y))).backward()
+
+    def loss(*reps: Any) -> Tensor:
+        return SimpleContrastiveLoss()(*(reps if way == "wrapped" else map(choose, reps)))
+
+    for _ in range(2 if way == "shards together" else 1):  # once their memory is known
+        model.zero_grad()
+        WAYS["encode" if way == "encode" else "step"](towers, 2, loss, x, y)
     assert_same_gradients([bare], [model])
 
 
@@ -243,30 +236,18 @@ def test_a_cached_method_of_a_plain_object_counts_buffers_once() -> None:
     assert trainer.parts["model"][1].num_batches_tracked == 1
 
 
-EXECUTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "chunks": (lambda net: net.forward, {}),
-    "processed": (lambda net: net, {"process_fn": lambda x: x * 1}),
-    "shards": (lambda net: OffloadModel(net, "cpu", num_slices=2, checkpoint_activation=True), {}),
-    "shards, graphs kept": (lambda net: OffloadModel(net, "cpu", num_slices=2, checkpoint_activation=False), {}),
-}
-
-
-@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("given", ["plain", "inference"])
 def test_inference_mode_returns_the_loss_as_no_grad_does(
-    execution: str, given: str, assert_same_gradients: Any
+    streamed: bool, given: str, assert_same_gradients: Any
 ) -> None:
-    def model(how: Any) -> tuple[nn.Sequential, Any]:
-        torch.manual_seed(0)
-        net = nn.Sequential(InPlace(), nn.Linear(8, 8), nn.BatchNorm1d(8), InPlace(), nn.Dropout(0.2), nn.Linear(8, 4))
-        return net, how(net)
-
-    wrap, options = EXECUTIONS[execution]
     x, y = torch.randn(2, 8, 8)
     losses, nets = [], []
     for mode in (torch.no_grad(), torch.inference_mode()):
-        net, tower = model(wrap)
-        cache = GradCache([tower, tower], 3, SimpleContrastiveLoss(), **options)
+        torch.manual_seed(0)
+        net = nn.Sequential(InPlace(), nn.Linear(8, 8), nn.BatchNorm1d(8), InPlace(), nn.Dropout(0.2), nn.Linear(8, 4))
+        tower = offloaded(net) if streamed else net
+        cache = GradCache([tower, tower], 3, SimpleContrastiveLoss(), process_fn=None if streamed else lambda x: x * 1)
         torch.manual_seed(1)
         with mode:
             inputs = (x.clone(), y.clone()) if given == "inference" else (x, y)
@@ -278,7 +259,7 @@ def test_inference_mode_returns_the_loss_as_no_grad_does(
         torch.manual_seed(2)
         cache(x, y)  # and a step after it trains
         losses.append(loss.item())
-        nets.append(tower if isinstance(tower, nn.Module) else net)
+        nets.append(tower)
     assert losses[0] == losses[1]
     assert_same_gradients([nets[0]], [nets[1]])
     for a, b in zip(nets[0].buffers(), nets[1].buffers(), strict=True):
@@ -288,30 +269,3 @@ def test_inference_mode_returns_the_loss_as_no_grad_does(
 class InPlace(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(0.5)
-
-
-class OwnNoise(nn.Module):
-    """Draws from a generator that it holds itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.generator = torch.Generator().manual_seed(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * torch.rand(x.shape, generator=self.generator)
-
-
-@pytest.mark.parametrize("how", ["two-pass", "streamed"])
-def test_a_generator_that_a_layer_holds_draws_the_same_in_the_second_pass(how: str) -> None:
-    torch.manual_seed(0)
-    bare = nn.Sequential(OwnNoise(), nn.Tanh(), OwnNoise())
-    ours: nn.Module = copy.deepcopy(bare)
-    if how == "streamed":
-        ours = OffloadModel(ours, "cpu", num_slices=3, checkpoint_activation=True)
-    for _ in range(2):
-        x = torch.randn(6, 8)
-        bare(x).pow(2).sum().backward()
-        GradCache([ours], 6, lambda r: r.pow(2).sum())(x)
-    for p, q in zip(bare.parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(q.grad, p.grad)

@@ -15,11 +15,9 @@ from jax import numpy as jnp  # noqa: E402
 from gradcache.jax import (  # noqa: E402
     cache_grad,
     cache_train_step,
-    chunk_encode,
     grad_cached,
     tree_chunk,
     tree_unchunk,
-    unchunk_args,
 )
 
 
@@ -99,22 +97,6 @@ def test_step_averages_over_the_devices_of_a_named_axis() -> None:
     assert_same(losses, jnp.stack([loss, loss]))
     expected = jax.tree_util.tree_map(lambda p, g: jnp.stack([p - g] * 2), params, grads)
     assert_same(new, expected)
-
-
-def test_key_per_chunk_gives_the_same_mask_in_both_passes() -> None:
-    params, ss = parameters(), batch(8, 1)
-    keys = jax.random.split(jax.random.key(5), 4)
-    chunks = tree_chunk(ss, 4)
-
-    def whole(p: Any) -> Any:
-        reps = [encode(p, chunks["x"][i], keys[i]) for i in range(4)]
-        return jnp.square(jnp.concatenate(reps)).sum()
-
-    reps = chunk_encode(partial(encode, params))(**chunks, rng=keys)
-    loss = unchunk_args(0, (0,))(lambda r: jnp.square(r).sum())
-    cache = jax.grad(loss)(reps)
-    zeros = jax.tree_util.tree_map(jnp.zeros_like, params)
-    assert_same(cache_grad(encode)(params, zeros, cache, **chunks, rng=keys), jax.grad(whole)(params))
 
 
 def test_gradients_add_to_what_the_accumulator_holds() -> None:

@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import random
-import warnings
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from gradcache import GradCache
 from gradcache.functional import cached, cat_input_tensor
 from gradcache.loss import SimpleContrastiveLoss
 from gradcache.two_pass import devices_in_use
-
-
-def tower(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 6))
-
-
-def energy(*reps: Tensor) -> Tensor:
-    return torch.stack([rep.square().sum() for rep in reps]).sum()
+from tests.gradcache.towers import energy, offloaded, tower
 
 
 class Named(nn.Module):
@@ -104,61 +89,19 @@ def test_member_that_can_not_be_cut_is_refused_until_it_is_declared() -> None:
 
 
 def test_cache_follows_a_split_function_that_does_not_follow_the_chunk_size(
-    assert_same_gradients: Any, streamed: Any
+    assert_same_gradients: Any,
 ) -> None:
     x = torch.randn(10, 8)
     bare, ours, shards = tower(), tower(), tower()
     weight = torch.randn(10, 6)
     (bare(x) * weight).sum().backward()
-    for model in (ours, streamed(shards)):
+    for model in (ours, offloaded(shards)):
         GradCache([model], 4, lambda r: (r * weight).sum(), split_input_fn=lambda x, size: list(x.split([1, 6, 3])))(x)
     assert_same_gradients([bare], [ours])
     assert_same_gradients([bare], [shards])
 
 
 # -- 3: generators -------------------------------------------------------------------------------------------------
-
-
-class Notes:
-    """What both passes note. A list that an object holds would be put back, so that it tells of one forward a chunk."""
-
-    def __init__(self) -> None:
-        made: list[Any] = []
-        # Of functions, nothing is put back.
-        self.append, self.made = lambda value: made.append(value), lambda: made
-
-
-class Fickle(nn.Module):
-    """Draws from three generators, in the model and (through ``rep``) behind it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = tower()
-        self.seen = Notes()
-
-    def forward(self, x: Tensor) -> Tensor:
-        draw = random.random() + float(np.random.rand()) + float(torch.rand(()))
-        self.seen.append(draw)
-        return self.inner(x) * draw
-
-
-def test_python_and_numpy_generators_are_replayed_and_go_on_after_the_step() -> None:
-    model = Fickle()
-    step = GradCache([model], 2, energy)
-    step(torch.randn(6, 8))
-    assert model.seen.made()[:3] == model.seen.made()[3:]
-    assert len(set(model.seen.made())) == 3
-    after = random.random() + float(np.random.rand()) + float(torch.rand(()))
-    assert after not in model.seen.made()
-
-
-def test_cached_replays_python_and_numpy_generators() -> None:
-    model = Fickle()
-    leaf, again = cached(lambda m, batch: m(batch))(model, torch.randn(2, 8))
-    energy(leaf).backward()
-    random.random(), np.random.rand(), torch.rand(())
-    again(leaf)
-    assert model.seen.made()[0] == model.seen.made()[1]
 
 
 def test_generators_of_devices_that_no_input_lives_on_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,90 +167,24 @@ def test_dropout_on_the_device_is_replayed_although_the_inputs_are_on_the_host()
     assert all(map(torch.equal, masks[:3], masks[3:]))
 
 
-# -- 4: buffers and inputs -----------------------------------------------------------------------------------------
-
-
-class ByFunction(nn.Module):
-    """Its statistics are written by torch's kernel, without a new version of the tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = tower()
-        self.register_buffer("mean", torch.zeros(6))
-        self.register_buffer("var", torch.ones(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.batch_norm(self.inner(x), self.mean, self.var, training=True)
-
-
-class Moving(ByFunction):
-    """Replaces a buffer by another tensor."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x) * (self.mean + 1)
-        self.mean = 0.5 * self.mean + 0.5 * out.detach().mean(0)
-        return out
-
-
-class Greedy(ByFunction):
-    """Writes over its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x.mul_(2.0))
-        return out
-
-
-WRITERS: dict[str, Callable[[], nn.Module]] = {
-    "batch norm": lambda: nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)),
-    "its average": lambda: nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6, momentum=None), nn.Linear(6, 6)),
-    "spectral norm": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 6)), nn.Linear(6, 6)),
-    "a function": ByFunction,
-    "a replaced buffer": Moving,
-    "its input": Greedy,
-}
-
-
-@pytest.mark.parametrize("what", WRITERS)
-def test_what_a_forward_writes_is_met_as_it_was_by_the_second_pass_and_written_once(what: str) -> None:
-    bare, ours = WRITERS[what](), WRITERS[what]()
-    ours.load_state_dict(bare.state_dict())
-    x = torch.randn(9, 8)
-    kept = x.clone()
-
-    def loss(r: Tensor) -> Tensor:
-        return (r * r.detach().exp()).sum()
-
-    expected = torch.cat([bare(part.clone()) for part in x.split(3)])
-    loss(expected).backward()
-    step = GradCache([ours], 3, loss)
-    step(x)
-    assert torch.equal(x, kept)
-    assert step.step_result is not None
-    torch.testing.assert_close(step.step_result.representations[0], expected.detach())
-    for (_, mine), (_, theirs) in zip(ours.named_buffers(), bare.named_buffers(), strict=True):
-        torch.testing.assert_close(mine, theirs)
-    for mine, theirs in zip(ours.parameters(), bare.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad)
-
-
 # -- 7: validation before gradients --------------------------------------------------------------------------------
 
 
 def test_loss_that_ignores_a_tower_leaves_that_tower_alone_and_runs_it_once() -> None:
-    ignored = Fickle()
-    model = tower()
+    model, ignored, calls = tower(), tower(1), []
+    ignored.register_forward_hook(lambda *_: calls.append(1))
     GradCache([model, ignored], 2, lambda a, b: a.square().sum())(torch.randn(4, 8), torch.randn(4, 8))
     assert all(parameter.grad is None for parameter in ignored.parameters())
-    assert len(ignored.seen.made()) == 2
+    assert len(calls) == 2
     assert model[0].weight.grad is not None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_frozen_tower_is_encoded_once(streamed: Any, stream: bool) -> None:
+def test_frozen_tower_is_encoded_once(stream: bool) -> None:
     calls: list[int] = []
     layers = tower().requires_grad_(False)
     layers[0].register_forward_hook(lambda *_: calls.append(1))
-    frozen = streamed(layers) if stream else layers
+    frozen = offloaded(layers) if stream else layers
     model = tower(1)
     GradCache([model, frozen], 2, SimpleContrastiveLoss())(torch.randn(6, 8), torch.randn(6, 8))
     assert len(calls) == 3
@@ -325,7 +202,7 @@ def test_unreduced_loss_is_refused_before_any_gradient_is_written() -> None:
     assert torch.equal(before, torch.ones_like(before))
 
 
-def test_tuple_and_dict_representations_reach_the_loss_as_they_are(assert_same_gradients: Any, streamed: Any) -> None:
+def test_tuple_and_dict_representations_reach_the_loss_as_they_are(assert_same_gradients: Any) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -342,7 +219,7 @@ def test_tuple_and_dict_representations_reach_the_loss_as_they_are(assert_same_g
     x = torch.randn(5, 8)
     bare, ours, shards = Two(), Two(), Two()
     loss(bare(x)).backward()
-    for model in (ours, streamed(nn.Sequential(shards))):
+    for model in (ours, offloaded(nn.Sequential(shards))):
         GradCache([model], 2, loss)(x)
     assert_same_gradients([bare], [ours])
     assert_same_gradients([bare], [shards])
@@ -413,34 +290,6 @@ def test_fp16_needs_a_scaler_and_scales_the_gradients(assert_same_gradients: Any
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-2, atol=1e-2)
     scaler.unscale_(optimizer)
     assert_same_gradients([bare], [ours], tolerance=5e-2)
-
-
-def test_no_warning_is_given_in_a_step() -> None:
-    with warnings.catch_warnings(record=True) as given:
-        warnings.simplefilter("always")
-        scaler = torch.amp.GradScaler("cpu")
-        GradCache([tower()], 2, energy, fp16=True, scaler=scaler)(torch.randn(4, 8))
-    assert not given
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_towers_that_checkpoint_inside_take_part(reentrant: bool, assert_same_gradients: Any) -> None:
-    class Saving(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.inner = nn.Linear(8, 8), tower()
-
-        def forward(self, x: Tensor) -> Any:
-            return checkpoint(self.inner, self.first(x), use_reentrant=reentrant)
-
-    torch.manual_seed(0)
-    bare = Saving()
-    ours = copy.deepcopy(bare)
-    x = torch.randn(6, 8)
-    energy(bare(x)).backward()
-    GradCache([ours], 2, energy)(x)
-    assert_same_gradients([bare], [ours])
 
 
 def test_gradient_of_another_type_than_the_output_needs_no_surrogate(assert_same_gradients: Any) -> None:

@@ -161,30 +161,3 @@ def test_a_memory_changes_no_bit_of_a_training_of_plain_towers(memory: Any) -> N
         for each, given in ((plain, None), (ours, memory))
     ]
     assert all(map(torch.equal, *results))
-
-
-def test_whether_chunks_run_together_does_not_depend_on_what_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layers = nn.Sequential(*wide_tower(), nn.Dropout(0.5))
-    model = OffloadModel(layers, "cpu", tmp_path, memory=MemoryPolicy("8MiB", activation_bytes="1MiB"))
-    planner = model._homes.steps.planner
-    assert planner is not None
-    planner._memory.on_host = False  # what a device's allocator tells is a margin
-    step = GradCache([model], 4, energy)
-    rows: list[int] = []
-    model.get_submodule("1").register_forward_pre_hook(lambda _m, x: rows.append(len(x[0])))
-
-    def sizes_run() -> set[int]:
-        rows.clear()
-        step(torch.randn(24, WIDE))
-        return set(rows)
-
-    assert [sizes_run() for _ in range(3)] == [{4}] * 3  # masks would be others together
-    with monkeypatch.context() as patch:
-        patch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: 9 << 20)
-        sizes_run()
-    model.eval()
-    with pytest.warns(RuntimeWarning, match="takes at least"):
-        assert sizes_run() == {4, 24}  # a trial forward of one chunk, and all of them together
-    assert sizes_run() == {24}

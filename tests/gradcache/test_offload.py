@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gradcache import GradCache
 from gradcache.loss import SimpleContrastiveLoss
-from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
-from offload.streaming.streamer import Streamer
+from offload import MemoryPolicy, OffloadModel
 
 
 def tower(seed: int = 0, depth: int = 4, dropout: float = 0.0) -> nn.Sequential:
@@ -27,29 +24,6 @@ def tower(seed: int = 0, depth: int = 4, dropout: float = 0.0) -> nn.Sequential:
 def offloaded(layers: nn.Sequential, home: str = "cpu", **options: Any) -> OffloadModel:
     options = {"num_slices": 4, "checkpoint_activation": True, **options}
     return OffloadModel(layers, "cpu", home, **options)
-
-
-@settings(max_examples=15)
-@given(
-    rows=st.integers(1, 9),
-    sizes=st.lists(st.integers(1, 10), min_size=2, max_size=2),
-    kind=st.sampled_from(["tied", "both", "one"]),
-    slices=st.integers(1, 4),
-    recompute=st.booleans(),
-)
-def test_step_over_offloaded_towers_equals_the_whole_batch(
-    assert_same_gradients: Any, rows: int, sizes: list[int], kind: str, slices: int, recompute: bool
-) -> None:
-    bare = [tower(1)] * 2 if kind == "tied" else [tower(1), tower(2)]
-    ours = copy.deepcopy(bare)
-    for model in dict.fromkeys(ours[:1] if kind == "one" else ours):
-        offloaded(model, num_slices=slices, checkpoint_activation=recompute)
-    x, y = torch.randn(rows, 8), torch.randn(rows, 8)
-    expected = SimpleContrastiveLoss()(bare[0](x), bare[1](y))
-    expected.backward()
-    loss = GradCache(ours, sizes, SimpleContrastiveLoss())(x, y)
-    torch.testing.assert_close(loss, expected.detach())
-    assert_same_gradients(bare, ours)
 
 
 @pytest.mark.parametrize("chunks", [1, 64])
@@ -109,19 +83,6 @@ def test_evaluation_under_no_grad_loads_each_shard_once_and_writes_no_gradient()
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_hooks_of_a_subclass_win_over_streaming(assert_same_gradients: Any) -> None:
-    class Doubled(GradCache):
-        def model_call(self, model: nn.Module, model_input: Any) -> Any:
-            return 2 * super().model_call(model, model_input)
-
-    bare = tower()
-    ours = offloaded(copy.deepcopy(bare))
-    x = torch.randn(4, 8)
-    (2 * bare(x)).square().sum().backward()
-    Doubled([ours], 2, lambda r: r.square().sum())(x)
-    assert_same_gradients([bare], [ours])
-
-
 @pytest.mark.parametrize("how", ["streamed", "plain"])
 def test_bfloat16_gradients_of_a_thousand_chunks_add_up_within_one_percent(how: str) -> None:
     """Offloaded, with masters of 32 bits at home; in memory, with parameters of 16."""
@@ -151,21 +112,3 @@ def test_chunks_that_the_engine_runs_together_give_the_same_gradient_in_every_st
         SimpleContrastiveLoss()(rep(bare(x)), rep(bare(y))).backward()
         step(x, y)
     assert_same_gradients([bare], [ours])
-
-
-def test_updates_that_are_pending_run_beside_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step asks which modules and parameters there are; it reads no values before a shard is loaded."""
-    model = offloaded(tower(), f"{tmp_path}/")
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
-    cache = GradCache([model, model], 3, SimpleContrastiveLoss())
-    x, y = torch.randn(6, 8), torch.randn(6, 8)
-    cache(x, y)
-    optimizer.step()
-    optimizer.zero_grad()
-    assert all(shard.pending is not None for shard in model._homes.shards)
-    finished: list[int] = []
-    monkeypatch.setattr(Streamer, "apply_pending_updates", lambda self: finished.append(1))
-    cache(x, y)
-    assert finished == []
-    monkeypatch.undo()
-    assert all(shard.pending is None for shard in model._homes.shards)

@@ -58,7 +58,9 @@ def test_loss_and_gradients_are_the_whole_batch_s(columns: int, size: int, asser
     batch = [features(7, 4 + k, k) for k in range(columns)]
     expected = whole_batch(bare, batch)
     (expected * 0.5).backward()
-    loss = CachedMultipleNegativesRankingLoss(ours, mini_batch_size=size)(batch, torch.zeros(7))
+    loss = CachedMultipleNegativesRankingLoss(ours, mini_batch_size=size, gather_across_devices=columns == 3)(
+        batch, torch.zeros(7)
+    )
     (loss * 0.5).backward()
     torch.testing.assert_close(loss, expected)
     assert_same_gradients([bare], [ours])
@@ -116,17 +118,6 @@ def test_another_similarity_is_used_and_misuse_is_named() -> None:
         CachedMultipleNegativesRankingLoss(model, mini_batch_num_tokens=8)([{"input_ids": flat["input_ids"]}] * 2)
 
 
-def test_several_processes_are_asked_for_where_there_is_one(assert_same_gradients: Any) -> None:
-    bare, ours = Encoder(), Encoder()
-    batch = [features(5, 4, 0), features(5, 3, 1)]
-    expected = whole_batch(bare, batch)
-    expected.backward()
-    loss = CachedMultipleNegativesRankingLoss(ours, mini_batch_size=2, gather_across_devices=True)(batch)
-    loss.backward()
-    torch.testing.assert_close(loss, expected)
-    assert_same_gradients([bare], [ours])
-
-
 class Widths(Encoder):
     """Notes the shape of what it encodes, and keeps what it computes in the dict that it got."""
 
@@ -171,20 +162,6 @@ def test_mini_batches_are_as_wide_as_their_longest_row_and_hold_so_many_tokens(
     assert ours.shapes.made() == shapes[tokens] * 2
     assert "sentence_embedding" not in ours.keys
     assert all("sentence_embedding" not in column for column in batch)
-
-
-def pair(**options: Any) -> tuple[Any, Any, Any, Any, Any]:
-    package = pytest.importorskip("sentence_transformers.sentence_transformer.losses", reason="needs the extra")
-    transformer = pytest.importorskip("sentence_transformers").SentenceTransformer
-    theirs, ours = (transformer(modules=[Encoder()], device="cpu") for _ in range(2))
-    options = {"mini_batch_size": 3, **options}
-    return (
-        package,
-        theirs,
-        package.CachedMultipleNegativesRankingLoss(theirs, **options),
-        ours,
-        CachedMultipleNegativesRankingLoss(ours, **options),
-    )
 
 
 def test_a_wrapper_that_weighs_gradients_of_representations_alone_refuses_a_similarity_that_trains() -> None:
