@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload import OffloadModel, load_checkpoint, save_checkpoint
+from offload import load_checkpoint, save_checkpoint
 from offload.files.tensor_file import TensorFile, write_tensors
 from tests.offload.files.test_checkpoint import assert_same_state, make, state_of, train
-from tests.offload.zoo import build
 
 
 def flip(path: Path, at: int) -> None:
@@ -67,46 +66,18 @@ def test_a_checkpoint_that_memory_cannot_hold_is_verified_while_it_is_read(
     assert changed <= set(named.split(", "))
 
 
-def test_pretrained_weights_with_a_flipped_byte_are_refused(tmp_path: Path) -> None:
-    source = build(("linear", "linear"), seed=1)
-    save_checkpoint(tmp_path / "c", source)
-    damaged(tmp_path / "c", "weights")
-    with pytest.raises(ValueError, match="are not those that were written"):
-        OffloadModel(
-            build(("linear", "linear"), seed=2),
-            "cpu",
-            num_slices=2,
-            pretrained=tmp_path / "c",
-            checkpoint_activation=False,
-        )
-
-
-@pytest.mark.parametrize("position", range(8, 260))
-def test_no_flipped_bit_of_a_header_makes_another_tensor(tmp_path: Path, position: int) -> None:
+def test_no_flipped_bit_of_a_header_makes_another_tensor(tmp_path: Path) -> None:
     """In types, shapes, places or sums: each is either not understood, or changes a checksum."""
-    path = tmp_path / "x"
     tensors = {"aa": torch.arange(10.0), "bb": torch.arange(4, dtype=torch.int32)}
-    write_tensors(path, tensors)
-    flip(path, position)
-    try:
-        file = TensorFile(path)
-        file.verify()
-    except ValueError:
-        return
-    for name in set(file) & set(tensors):
-        assert file.dtype(name) == tensors[name].dtype
-        assert torch.equal(file.tensor(name), tensors[name])
-
-
-def test_files_without_checksums_are_loaded_as_before(tmp_path: Path, home: str) -> None:
-    """Of other tools."""
-    from safetensors.torch import load_file, save_file
-
-    model, optimizer, schedule = make(home)
-    train(model, optimizer, schedule, range(2))
-    save_checkpoint(tmp_path / "c", model, optimizer)
-    for path in (tmp_path / "c").rglob("*.safetensors"):
-        save_file(load_file(path), path, TensorFile(path).metadata)
-    other, its_optimizer, _ = make("cpu", slices=2)
-    assert load_checkpoint(tmp_path / "c", other, its_optimizer).step == 2
-    torch.testing.assert_close(dict(other.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+    for position in range(8, 260):
+        path = tmp_path / f"{position}"
+        write_tensors(path, tensors)
+        flip(path, position)
+        try:
+            file = TensorFile(path)
+            file.verify()
+        except ValueError:
+            continue
+        for name in set(file) & set(tensors):
+            assert file.dtype(name) == tensors[name].dtype
+            assert torch.equal(file.tensor(name), tensors[name])
