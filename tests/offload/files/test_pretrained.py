@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from offload import OffloadModel, Pretrained, load_pretrained, save_checkpoint
 from offload.files.tensor_file import TensorFile, write_tensors
 from tests.offload.zoo import WIDTH
-from tests.programs import run_program
 
 INDEX = "model.safetensors.index.json"
 
@@ -114,50 +113,6 @@ def test_every_supported_form_of_weights_is_read(home: str, form: str, tmp_path:
         assert torch.equal(model.eval()(x), expected)
 
 
-def test_a_plain_module_is_loaded_too(tmp_path: Path) -> None:
-    tensors = layers(1).state_dict()
-    write_sharded(tmp_path / "weights", tensors)
-    plain = layers(2, tied=False)
-    load_pretrained(plain, tmp_path / "weights")
-    assert_equal(plain, tensors)
-
-
-def test_a_resident_copy_is_stale_after_a_load(tmp_path: Path) -> None:
-    write_sharded(tmp_path / "weights", saved(model_of(1)))
-    model = model_of(2)
-    loss = model(torch.randn(5, WIDTH)).sum()
-    load_pretrained(model, tmp_path / "weights")
-    with pytest.raises(RuntimeError, match="changed in place between the forward and its backward"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
-def test_types_become_those_of_the_home(home: str, stored: torch.dtype, tmp_path: Path) -> None:
-    tensors = {
-        name: tensor.to(stored) if tensor.is_floating_point() else tensor for name, tensor in saved(model_of(1)).items()
-    }
-    write_sharded(tmp_path / "weights", tensors)
-    model = OffloadModel(
-        on_meta(), "cpu", home, num_slices=4, pretrained=tmp_path / "weights", checkpoint_activation=False
-    )
-    assert all(p.dtype is torch.float32 for p in model.parameters())
-    assert_equal(model, tensors)
-
-
-def test_weights_in_another_memory_format_keep_it(home: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    tensors = nn.Conv2d(3, 5, 3).state_dict()
-    safetensors.torch.save_file({f"0.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "a.safetensors")
-    with torch.device("meta"):
-        bare = nn.Sequential(nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last))
-    model = OffloadModel(
-        bare, "cpu", home, num_slices=1, pretrained=tmp_path / "a.safetensors", checkpoint_activation=False
-    )
-    weight = next(model.parameters())
-    assert weight.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(weight, tensors["weight"])
-
-
 class Counted(nn.Linear):
     """Counts how often it initialises itself."""
 
@@ -221,22 +176,6 @@ def test_initial_values_that_a_layer_assigns_are_stored(home: str) -> None:
     assert bare[0].weight is bare[1].weight
     assert len(list(model.parameters())) == 3
     assert torch.equal(model(torch.ones(1, WIDTH)), torch.full((1, WIDTH), 2.0 * WIDTH * (2 * WIDTH + 3) + 3))
-
-
-class Table(nn.Module):
-    """Has a buffer that no file holds and nothing to initialise it with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.arange(4.0), persistent=False)
-
-
-def test_a_buffer_that_no_file_can_hold_is_named(tmp_path: Path) -> None:
-    safetensors.torch.save_file({"0.weight": torch.ones(1, 1), "0.bias": torch.ones(1)}, tmp_path / "a.safetensors")
-    with torch.device("meta"):
-        bare = nn.Sequential(nn.Linear(1, 1), Table())
-    with pytest.raises(ValueError, match=r"Table '1' is on the meta device and has no reset_parameters"):
-        OffloadModel(bare, "cpu", num_slices=1, pretrained=tmp_path, checkpoint_activation=False)
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -388,15 +327,6 @@ def test_of_several_indices_the_one_of_the_model_is_read(tmp_path: Path) -> None
     assert_equal(model, tensors)
 
 
-def test_a_file_cut_while_it_is_read_is_an_error_and_not_zeros(tmp_path: Path) -> None:
-    path = tmp_path / "a.safetensors"
-    safetensors.torch.save_file({"a": torch.ones(400)}, path)
-    file = TensorFile(path)
-    os.truncate(path, 1000)
-    with pytest.raises(OSError, match=r"a\.safetensors: the file ends after 1,000 bytes"):
-        file.read_into("a", torch.empty(400))
-
-
 def test_a_model_without_memory_is_told_how(tmp_path: Path) -> None:
     write_sharded(tmp_path / "weights", saved(model_of(1)))
     with pytest.raises(ValueError, match=r"on the meta device, .*pretrained="):
@@ -421,53 +351,3 @@ def test_any_tensor_is_read_into_any_other_through_any_window(data: st.DataObjec
     TensorFile(path).read_into("a", destination, window_bytes=window_bytes)
     assert torch.equal(destination, tensor.to(to))
     assert destination._version > version or not destination.numel()
-
-
-WATCHED = """
-import sys, torch
-from torch import nn
-from offload import OffloadModel
-
-def anonymous():
-    fields = dict(line.split(":") for line in open("/proc/self/status"))
-    return (int(fields["RssAnon"].split()[0]) + int(fields["RssShmem"].split()[0])) * 1024
-
-class Layer(nn.Linear):
-    def reset_parameters(self):
-        nn.init.constant_(self.weight, 15)
-
-held = []
-
-def watched(module, *arguments, **more):
-    held.append(anonymous())
-    return named_modules(module, *arguments, **more)
-
-torch.set_num_threads(1)
-with torch.device("meta"):
-    first = [Layer(1, 1, bias=False)]
-OffloadModel(first, "cpu", sys.argv[1] + "/first/")
-with torch.device("meta"):
-    layers = [Layer(2048, 512, bias=False) for _ in range(16)]
-named_modules, Layer.named_modules = Layer.named_modules, watched
-model = OffloadModel(layers, "cpu", sys.argv[1] + "/home/", pretrained=sys.argv[2] or None)
-held.append(anonymous())
-weights = list(model.parameters())
-second_half = held[len(held) // 2:]  # the first layer brings modules of torch along
-print(sum(p.numel() * 4 for p in weights), max(second_half) - second_half[0], float(weights[15][-1, -1]))
-"""
-
-
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, None])
-def test_a_model_from_nothing_is_never_in_memory(stored: torch.dtype | None, tmp_path: Path) -> None:
-    """Anonymous memory while 64 MiB are read or initialise themselves in files."""
-    if stored is not None:
-        write_tensors(
-            tmp_path / "model.safetensors",
-            {f"{k}.weight": torch.full((512, 2048), float(k), dtype=stored) for k in range(16)},
-        )
-    ended = run_program(WATCHED, tmp_path, "" if stored is None else tmp_path)
-    assert ended.status == 0, ended.errors
-    whole, grown, last = map(float, ended.output.split())
-    assert whole == 64 << 20
-    assert last == 15
-    assert grown < 6 << 20  # one layer of 4 MiB, or a window; not half of all

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from offload import MemoryPolicy, OffloadOptimizer
 from offload.engine.plans.measured import step_model
 from offload.memory import memory_of
-from tests.offload.mesh.blocks_claims import Large, a_limit_of_memory_is_planned_for_by_all_ranks_alike, batch, loss_of
+from tests.offload.mesh.blocks_claims import a_limit_of_memory_is_planned_for_by_all_ranks_alike
+from tests.offload.mesh.late import LateLane
+from tests.offload.mesh.models import Large, batch, loss_of
 from tests.offload.mesh.world import World
 from tests.offload.planning.test_peak_memory import Living
 
@@ -35,8 +37,6 @@ def stack() -> nn.Sequential:
 
 def a_step_on_a_device_holds_no_more_than_is_predicted(world: World) -> None:
     """Collectives run when they are waited for, so all that may be held at once is."""
-    from tests.offload.mesh.mesh_worker import LateLane  # which has these claims
-
     cases: list[tuple[nn.Module, Tensor, dict[str, Any]]] = [
         (stack(), torch.randn(8, 256), {"slices": 4}),
         (Large(), batch(0), {"slices": None, "blocks": "layers"}),  # nearly all of it is stored whole by each rank

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 from offload import OffloadModel, OffloadOptimizer
 from tests.offload.mesh.forked import check_claims
-from tests.offload.mesh.mesh_worker import batches, build, loss_of
+from tests.offload.mesh.models import batches, build, loss_of
 from tests.offload.mesh.world import whole
 
 Pair = tuple[nn.Module, Any]
@@ -123,14 +123,11 @@ def claims(folder: Path) -> list[tuple[int, dict[str, Callable[[], None]]]]:
     by_two = {
         "two ranks": lambda: write(folder, "two", ours(1, 4)),
         "two ranks, with an optimizer of torch": lambda: write(folder, "torch", with_torch(1)),
-        "two ranks, in the background": lambda: write(folder, "hurried", ours(1, 4), hurried=True),
-        "two ranks, in the background, from files": lambda: write(
-            folder, "hurried-disk", ours(1, 2, folder), hurried=True
-        ),
+        "two ranks, in the background": lambda: write(folder, "hurried", ours(1, 2, folder), hurried=True),
         "FSDP2": lambda: write(folder, "fsdp", fsdp(1)),
         "safetensors": lambda: written_as_safetensors(folder),
     }
-    names = ("one", "two", "torch", "hurried", "hurried-disk", "fsdp")
+    names = ("one", "two", "torch", "hurried", "fsdp")
     by_three = {f"{name}, read by three": partial(_read_by_ours, folder, name, 2) for name in names}
     by_three |= {f"{name}, read by FSDP2": partial(_read_by_fsdp, folder, name) for name in names}
     alone = {f"{name}, read by one process": partial(_read_by_ours, folder, name, 5) for name in names}

@@ -19,10 +19,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from offload import OffloadModel
+from offload.mesh import notices
 from tests.offload.mesh.forked import fork
 
 #: Number of ranks, and which one fails, by the way in which it does.
-WAYS = {"ends": (2, 0), "goes on": (2, 0), "killed": (3, 1), "late": (2, 0), "all": (2, -1), "backward": (2, 0)}
+WAYS = {
+    "ends": (2, 0),
+    "goes on": (2, 0),
+    "killed": (3, 1),
+    "late": (2, 0),
+    "all": (2, -1),
+    "backward": (2, 0),
+    "outside": (2, 0),
+}
 
 
 class FailsOnce(nn.Linear):
@@ -55,6 +64,10 @@ def run(rank: int, way: str, folder: Path, others_end: int) -> list[str]:
     model(x)
     if way == "late" and rank == failing:
         os.read(others_end, 1)  # returns once the others have ended
+        return []
+    if way == "outside" and rank == failing:  # what a process does at exit that is not forked
+        sys.last_value = KeyError("rows")
+        notices._at_exit()
         return []
     if failing in (rank, -1):
         FailsOnce.failure = die if way == "killed" else fail

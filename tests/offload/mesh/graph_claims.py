@@ -1,4 +1,4 @@
-"""Claims of ``mesh_worker`` about graphs that autograd runs otherwise than once, from the last block to the first."""
+"""Claims of ``mesh_worker`` about graphs that autograd runs otherwise than once, and about ``accumulate()``."""
 
 from __future__ import annotations
 
@@ -8,25 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.offload.mesh.blocks_claims import WIDTH, WORDS, Encoder, batch, loss_of, offloaded
-from tests.offload.mesh.world import World, greatest_error
-
-
-class Twice(Encoder):
-    """Calls its first block again at the end, and has a recurrent layer between blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.recurrent = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, ids: Tensor, skips: bool = False) -> Tensor:
-        x = self.words(ids)
-        for j in (0, 1, 2, 0):
-            x = self.layers[j](x, self.scale)
-            if j == 1:
-                x = self.recurrent(x)[0]
-        found: Tensor = self.head(x).mean(1)
-        return found
+from offload import OffloadOptimizer
+from tests.offload.mesh.models import WIDTH, WORDS, Encoder, batch, build, loss_of, rows
+from tests.offload.mesh.world import World, difference, greatest_error
 
 
 class Recurrent(nn.Module):
@@ -40,28 +24,14 @@ class Recurrent(nn.Module):
         return x + scale * self.recurrent(x)[0]
 
 
-class RecurrentBlocks(Encoder):
+class Twice(Encoder):
+    """Calls its first block again at the end; its second one is recurrent."""
+
+    order = (0, 1, 2, 0)
+
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Recurrent() for _ in range(3))
-
-
-class Stops(Encoder):
-    """Chosen ranks pass no gradient from the last block to those before, or leave the last one out of the loss."""
-
-    def forward(self, ids: Tensor, skips: bool = False, how: str = "") -> Tensor:
-        x = self.words(ids)
-        for j, layer in enumerate(self.layers):
-            after = layer(x.detach() if how == "detached" and j == 2 else x, self.scale)
-            x = x if how == "unused" and j == 2 else after
-        found: Tensor = self.head(x).mean(1)
-        return found
-
-
-def summed(run: Callable[[Any, Tensor], Tensor], bare: nn.Module, world: World) -> None:
-    """Runs the backward of the mean loss of all ranks in one process; each has a part of the rows."""
-    total = sum((run(bare, batch().chunk(world.ranks)[rank]) for rank in range(world.ranks)), torch.zeros(()))
-    (total / world.ranks).backward()
+        self.layers[1] = Recurrent()
 
 
 def graphs_of_two_forwards_used_twice_or_with_a_block_called_twice_have_the_gradients_of_one_process(
@@ -71,21 +41,22 @@ def graphs_of_two_forwards_used_twice_or_with_a_block_called_twice_have_the_grad
         return loss_of(model(ids)) + 2 * loss_of(model(ids.flip(0)))
 
     def dependent(model: Any, ids: Tensor) -> Tensor:
-        first = model(ids)
-        return loss_of(first) * loss_of(model(ids.flip(1)))
+        return loss_of(model(ids)) * loss_of(model(ids.flip(1)))
 
-    cases = [(Twice, two, True), (Twice, dependent, False), (RecurrentBlocks, dependent, True), (Encoder, two, False)]
-    for kind, run, recomputes in cases:
+    def summed(run: Callable[[Any, Tensor], Tensor], bare: nn.Module) -> None:
+        """The backward of the mean loss of all ranks in one process; each has a part of the rows."""
+        total = sum((run(bare, part) for part in batch().chunk(world.ranks)), torch.zeros(()))
+        (total / world.ranks).backward()
+
+    for kind, run, recomputes in ((Twice, two, True), (Twice, dependent, False), (Encoder, dependent, True)):
         bare = kind()
-        model = offloaded(world, bare, checkpoint_activation=recomputes)
-        for _ in range(2):
-            run(model, world.part(batch())).backward()
-            summed(run, bare, world)
+        model = world.model(bare, blocks="layers", checkpoint_activation=recomputes)
+        run(model, world.part(batch())).backward()
         loss = run(model, world.part(batch()))
         loss.backward(retain_graph=True)
         loss.backward()
-        for _ in range(2):
-            summed(run, bare, world)
+        for _ in range(3):
+            summed(run, bare)
         assert greatest_error(model, bare) < 1e-6, (kind, run, recomputes)
         model.close()
 
@@ -93,8 +64,8 @@ def graphs_of_two_forwards_used_twice_or_with_a_block_called_twice_have_the_grad
 def a_rank_whose_graph_leaves_out_blocks_counts_as_zeros(world: World) -> None:
     for how in ("detached", "unused"):
         for recomputes in (True, False):
-            bare = Stops()
-            model = offloaded(world, bare, home=world.folder / "homes", checkpoint_activation=recomputes)
+            bare = Encoder()
+            model = world.model(bare, world.home, blocks="layers", checkpoint_activation=recomputes)
             for seed in range(2):
                 ways = [how if rank == seed else "" for rank in range(world.ranks)]
                 loss_of(model(world.part(batch(seed)), how=ways[world.rank])).backward()
@@ -106,10 +77,9 @@ def a_rank_whose_graph_leaves_out_blocks_counts_as_zeros(world: World) -> None:
 
 
 def gradients_of_inputs_are_returned_and_of_other_ways_to_parameters_refused(world: World) -> None:
-    torch.manual_seed(0)
-    bare = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    bare = build()
     model = world.model(bare, slices=3)
-    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(world.rank)).requires_grad_()
+    x = rows(world.rank).requires_grad_()
     found, expected = (torch.autograd.grad(loss_of(one(x)), x)[0] for one in (model, bare))
     assert torch.equal(found, expected)
     assert all(p.grad is None for p in model.parameters())
@@ -119,39 +89,93 @@ def gradients_of_inputs_are_returned_and_of_other_ways_to_parameters_refused(wor
             super().__init__()
             self.hidden = [self.between.weight]
 
-        def forward(self, ids: Tensor, skips: bool = False) -> Tensor:
+        def forward(self, ids: Tensor, how: str = "") -> Tensor:
             return super().forward(ids) @ torch.ones(WORDS, WIDTH) @ self.hidden[0]
 
-    hiding = offloaded(world, Hidden())
+    hiding = world.model(Hidden(), blocks="layers")
     world.raises(RuntimeError, loss_of(hiding(batch())).backward, "another way than its module")
-    model = offloaded(world, Encoder())
-    handle = model.layers[0].linear.weight
-    world.raises(RuntimeError, lambda: torch.autograd.grad(loss_of(model(batch())), [handle]), "layers.0", "mesh=")
-    world.raises(
-        RuntimeError, lambda: torch.autograd.grad(loss_of(model(batch())), [model.between.weight]), "between.weight"
-    )
-    loss_of(model(world.part(batch()))).backward()
-    plain = Encoder()
-    loss_of(plain(batch())).backward()
-    assert greatest_error(model, plain) < 1e-6
-
-
-def blocks_that_are_called_by_themselves_train_as_in_one_process(world: World) -> None:
+    model = world.model(Encoder(), blocks="layers")
+    for name, words in (("layers.0.linear.weight", ("layers.0", "mesh=")), ("between.weight", ("between.weight",))):
+        asked = [model.get_parameter(name)]
+        world.raises(RuntimeError, lambda: torch.autograd.grad(loss_of(model(batch())), asked), *words)  # noqa: B023
     bare = Encoder()
-    model = offloaded(world, bare)
     x = torch.randn(4 * world.ranks, 3, WIDTH, generator=torch.Generator().manual_seed(1))
     for _ in range(2):
-        for one, rows in ((model, world.part(x)), (bare, x)):
-            y = one.layers[1](one.layers[2](rows, torch.ones(())), torch.ones(()))
-            loss_of(y).backward()
+        for one, part in ((model, world.part(x)), (bare, x)):  # blocks by themselves
+            loss_of(one.layers[1](one.layers[2](part, torch.ones(())), torch.ones(()))).backward()
         loss_of(model(world.part(batch()))).backward()
         loss_of(bare(batch())).backward()
         assert greatest_error(model, bare) < 1e-6
+
+
+def backwards_in_accumulate_send_nothing_and_the_next_one_reduces_their_sums(world: World) -> None:
+    """Also sums of blocks to which the last backward brings no gradient, and gradients of 16 bits."""
+    cases: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (build, rows, {"home": world.home, "slices": 3}, ""),
+        (build, rows, {"checkpoint_activation": False, "num_microbatches": 2}, ""),
+        (build, rows, {"gradient_dtype": torch.bfloat16}, ""),
+        (Encoder, batch, {"blocks": "layers"}, ""),
+        (Encoder, batch, {"blocks": "layers"}, "detached"),
+    ]
+    for make, inputs, how, last in cases:
+        bare, model = make(), world.model(make(), **how)
+        more = {"how": last} if last else {}
+        loss_of(model(world.part(inputs(2)), **more)).backward()
+        once = model.statistics().bytes_reduced
+        model.zero_grad()
+        for k in range(3):
+            loss_of(bare(inputs(k), **(more if k == 2 else {}))).backward()
+        with model.accumulate():
+            for k in range(2):
+                loss_of(model(world.part(inputs(k)))).backward()
+        assert model.statistics().bytes_reduced == once, how
+        assert all(p.grad is None for p in model.parameters())
+        loss_of(model(world.part(inputs(2)), **more)).backward()
+        assert last or model.statistics().bytes_reduced == 2 * once, how
+        assert greatest_error(model, bare) < (5e-3 if "gradient_dtype" in how else 1e-6), how
+        model.close()
+
+
+def steps_wait_for_the_reduction_and_zero_grad_drops_the_sums(world: World) -> None:
+    bare, model = build(), world.model(build(), slices=2)
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, lr=0.1)
+    plain = torch.optim.AdamW(bare.parameters(), lr=0.1)
+    for clear in (optimizer.zero_grad, model.zero_grad):
+        with model.accumulate():
+            loss_of(model(world.part(rows(0)))).backward()
+        world.raises(RuntimeError, optimizer.step, "accumulate()", "zero_grad()")
+        model[0].weight.requires_grad_(False)
+        world.raises(RuntimeError, lambda: loss_of(model(world.part(rows(0)))).backward(), "0.weight", "zero_grad")
+        model[0].weight.requires_grad_(True)
+        clear()
+        for one, kind, x in ((bare, plain, rows(1)), (model, optimizer, world.part(rows(1)))):
+            loss_of(one(x)).backward()
+            kind.step()
+            kind.zero_grad()
+        assert difference(model, bare) < 1e-5
+
+
+def updates_in_backward_wait_for_the_last_one(world: World) -> None:
+    bare, model = build(), world.model(build(), home=world.home, slices=3)
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
+    for k in range(3):
+        loss_of(bare(rows(k))).backward()
+    torch.optim.SGD(bare.parameters(), lr=0.1).step()
+    with model.accumulate(), optimizer.accumulate():
+        for k in range(2):
+            loss_of(model(world.part(rows(k)))).backward()
+    loss_of(model(world.part(rows(2)))).backward()
+    optimizer.step()
+    assert difference(model, bare) < 1e-6
+    with model.accumulate():
+        world.raises(RuntimeError, lambda: loss_of(model(world.part(rows(0)))).backward(), "optimizer's")
 
 
 CLAIMS = [
     graphs_of_two_forwards_used_twice_or_with_a_block_called_twice_have_the_gradients_of_one_process,
     a_rank_whose_graph_leaves_out_blocks_counts_as_zeros,
     gradients_of_inputs_are_returned_and_of_other_ways_to_parameters_refused,
-    blocks_that_are_called_by_themselves_train_as_in_one_process,
+    backwards_in_accumulate_send_nothing_and_the_next_one_reduces_their_sums,
+    steps_wait_for_the_reduction_and_zero_grad_drops_the_sums,
+    updates_in_backward_wait_for_the_last_one,
 ]

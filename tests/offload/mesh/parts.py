@@ -20,7 +20,6 @@ PARTS = {
     "exchange_worker": (),
     "pipeline_worker": (),
     "rows_worker": (),
-    "peak_worker": (),
     "restart_worker": ("--kills", "2", "--seed", "1"),
 }
 

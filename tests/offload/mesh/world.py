@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from offload import OffloadModel
 
@@ -40,13 +40,20 @@ class World:
     def __init__(self, mesh: DeviceMesh, folder: Path) -> None:
         self.mesh, self.folder = mesh, folder
         self.rank, self.ranks = mesh.get_local_rank(), mesh.size()
+        self.home = folder / "homes"
 
     def part(self, batch: Tensor) -> Tensor:
         return batch.chunk(self.ranks)[self.rank]
 
-    def model(self, bare: Any, home: Any = "cpu", slices: int = 4, **how: Any) -> OffloadModel:
+    def model(self, bare: Any, home: Any = "cpu", slices: int | None = None, **how: Any) -> Any:
         how = {"checkpoint_activation": True, "mesh": self.mesh, **how}
+        slices = 4 if slices is None and "blocks" not in how else slices
         return OffloadModel(copy.deepcopy(bare), "cpu", home, slices, **how)
+
+    @staticmethod
+    def is_whole(p: Any) -> bool:
+        """Whether each rank stores a parameter as a whole."""
+        return isinstance(p, DTensor) and p.placements == (Replicate(),)
 
     def raises(self, kind: type[BaseException], call: Callable[[], Any], *words: str) -> None:
         with pytest.raises(kind) as raised:

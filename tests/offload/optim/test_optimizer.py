@@ -1,27 +1,48 @@
-"""An OffloadOptimizer trains like the plain optimizer after clip_grad_norm_, whatever the loop does in between."""
+"""An OffloadOptimizer trains like the plain optimizer after clip_grad_norm_: whatever the loop does, when it runs."""
 
 from __future__ import annotations
 
+import copy
+import functools
+import gc
+import pickle
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import offload.optim.state_forms
 import offload.optim.update_blocks
-from tests.offload.pair import CLASSES, Pair
+from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
+from offload.planning.plan import Kind
+from pipe.recompute.phase import is_recomputing
+from tests.offload.late import LateLane, run_late
+from tests.offload.pair import CLASSES, Pair, pending
+from tests.offload.parameters_outside import ActNorm
+from tests.offload.planning.proof import validate
+from tests.offload.prompt import PromptLane
+from tests.offload.zoo import WIDTH, build
 
 ACTIONS = [
     *("backward", "backward", "accumulate", "step", "step", "skip"),
     *("zero", "zero in place", "model.zero", "eval", "schedule", "look"),
 ]
+#: Of a loop whose backward updates.
+WITH_UPDATES = ["zero", "model.zero", "eval", "schedule"]
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100)
 @given(
     name=st.sampled_from(sorted(CLASSES)),
     max_norm=st.sampled_from([None, 0.2, 1e3]),
+    states=st.sampled_from([None, None, torch.bfloat16, "8bit"]),
     on_disk=st.booleans(),
     tied=st.booleans(),
     grouped=st.booleans(),
@@ -29,12 +50,15 @@ ACTIONS = [
     update_block_bytes=st.sampled_from([64, 300, 16 << 20]),
     recompute=st.booleans(),
     half=st.booleans(),
+    late=st.none() | st.integers(0, 10_000),
+    backwards=st.none() | st.lists(st.integers(1, 3), min_size=1, max_size=4),
     actions=st.lists(st.sampled_from(ACTIONS), min_size=3, max_size=14),
 )
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_any_sequence_trains_like_the_plain_optimizer(
     name: str,
     max_norm: float | None,
+    states: Any,
     on_disk: bool,
     tied: bool,
     grouped: bool,
@@ -42,27 +66,344 @@ def test_any_sequence_trains_like_the_plain_optimizer(
     update_block_bytes: int,
     recompute: bool,
     half: bool,
+    late: int | None,
+    backwards: list[int] | None,
     actions: list[str],
 ) -> None:
+    """``late``: copies and updates run in an order of this seed. ``backwards``: before each step, which update."""
+    if backwards is not None:
+        max_norm = None
+        actions = [a for count in backwards for a in (*["accumulate"] * (count - 1), "backward", "step", "zero")]
+    if states is not None:  # clipping rounds a last digit in another way, which rounding of states magnifies
+        max_norm, name, tied = None, "adamw" if name == "adafactor" else name, False
     # A digit that an update rounds in another way than the plain one becomes a difference of 16-bit numbers, so both
     # must be exact. And a tied parameter is cast once in the bare model, whose gradient is then summed in 16 bits.
-    half = half and name in ("sgd", "momentum") and max_norm is None and not tied
-    if name in ("adafactor", "asgd", "sgd", "adagrad") and grouped:
+    half = half and name in ("sgd", "momentum") and max_norm is None and not tied and states is None
+    if name in ("adafactor", "asgd", "sgd", "adagrad"):
         grouped = False  # they take no weight_decay of this form, or need none
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload.optim.update_blocks, "MAX_BLOCK_BYTES", update_block_bytes)
-        home = folder if on_disk else "cpu"
+        patch.setattr(offload.optim.state_forms, "LEAST_ELEMENTS", 32)
+        if late is not None:
+            run_late(patch, late)
+            patch.setattr("offload.optim.optimizer.open_update_lane", lambda device: LateLane(late + 7))
         pair = Pair(
             name,
-            home,
+            folder if on_disk else "cpu",
             max_norm=max_norm,
             tied=tied,
             grouped=grouped,
             slices=slices,
             recompute=recompute,
             param_dtype=torch.bfloat16 if half else None,
+            states=states,
+            update_in_backward=backwards is not None,
         )
-        for action in ["backward", "step", *actions]:
+        for action in ["backward", "step", *actions] if backwards is None else actions:
             pair.do(action)
         pair.assert_equal()
         pair.assert_equal_states()
+
+
+# --- when updates run -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Updates run only when they are waited for; returns the tokens of those that ran."""
+    lane = LateLane()
+    monkeypatch.setattr("offload.optim.optimizer.open_update_lane", lambda device: lane)
+    return lane.log
+
+
+def test_step_returns_before_anything_is_updated(home: str, held: list[str]) -> None:
+    pair = Pair("adamw", home)
+    for action in ("backward", "step", "zero", "model.zero"):
+        pair.do(action)
+    assert held == []
+    assert pending(pair.model) == [0, 1, 2, 3]
+    pair.eval()
+    assert sorted(held) == ["U0", "U1", "U2", "U3"]
+    assert pending(pair.model) == []
+    pair.assert_equal()
+
+
+def test_a_learning_rate_in_a_tensor_is_that_of_its_step(home: str, held: list[str]) -> None:
+    """Schedules write into such a tensor in place."""
+    bare = build(["linear"])
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=2, checkpoint_activation=False)
+    plain = torch.optim.SGD(bare.parameters(), lr=torch.tensor(0.1))
+    ours = OffloadOptimizer(model, torch.optim.SGD, lr=torch.tensor(0.1))
+    for run, optimizer in ((bare, plain), (model, ours)):
+        run(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"].fill_(1e6)
+    assert all(map(torch.equal, bare.parameters(), model.parameters()))
+
+
+def _copied(found: Any) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in dict(found).items()}
+
+
+def _names(net: nn.Module) -> list[str]:
+    return [".".join(filter(None, (path, key))) for path, m in net.named_modules() for key in m._parameters]
+
+
+#: How code reads the weights of ``net``.
+READS: dict[str, Callable[[nn.Module], dict[str, torch.Tensor]]] = {
+    "state_dict": lambda net: _copied(net.state_dict()),
+    "named_parameters": lambda net: _copied(net.named_parameters()),
+    "parameters": lambda net: _copied(zip(dict(net.state_dict()), net.parameters(), strict=True)),
+    "attributes": lambda net: _copied((n, functools.reduce(getattr, n.split("."), net)) for n in _names(net)),
+    "pickle": lambda net: _copied(pickle.loads(pickle.dumps(net)).state_dict()),
+    "parts": lambda net: {f"{k}.{n}": v for k, m in net.named_children() for n, v in _copied(m.state_dict()).items()},
+    "copied parts": lambda net: {
+        f"{k}.{n}": v for k, m in net.named_children() for n, v in copy.deepcopy(m).state_dict().items()
+    },
+    "registers": lambda net: {
+        ".".join(filter(None, (path, k))): v
+        for path, m in net.named_modules()
+        for k, v in _copied(m._parameters).items()
+    },
+    "loaded in part": lambda net: (net.load_state_dict({}, strict=False), _copied(net.state_dict()))[1],
+    "in a thread": lambda net: ThreadPoolExecutor(1).submit(lambda: _copied(net.state_dict())).result(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("of", ["an optimizer", "a collected optimizer"])
+def test_whatever_reads_weights_finds_those_of_the_last_step(read: str, of: str, home: str, held: list[str]) -> None:
+    bare = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)])
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, checkpoint_activation=True)
+    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.5)
+    for run, step in ((bare, torch.optim.SGD(bare.parameters(), lr=0.5).step), (model, optimizer.step)):
+        run(torch.ones(2, WIDTH)).sum().backward()
+        step()
+    assert pending(model)
+    if of == "a collected optimizer":
+        del run, step, optimizer
+    torch.testing.assert_close(READS[read](model), dict(bare.state_dict()), rtol=0, atol=0)
+
+
+def test_what_a_collected_model_left_pending_ends_with_the_layers(tmp_path: Path) -> None:
+    """Its files are there until then, and no longer."""
+    pair = Pair("adamw", f"{tmp_path}/")
+    pair.backward()
+    pair.step()
+    layers = nn.ModuleList(pair.model)
+    pair.schedules.clear()
+    del pair.ours, pair.model
+    assert [*tmp_path.rglob("*weights*")]
+    for expected, got in zip(pair.bare.parameters(), layers.parameters(), strict=True):
+        pair.assert_close(got, expected)
+    assert not [*tmp_path.rglob("*")]
+    pair = Pair("adamw", f"{tmp_path}/")
+    pair.backward()
+    pair.step()
+    del pair
+    gc.collect()
+    assert not [*tmp_path.rglob("*")]
+
+
+HOLDERS: dict[str, Callable[[OffloadModel], Any]] = {
+    "a list": lambda model: list(model.parameters()),
+    "a gradient": lambda model: next(p.grad for p in model.parameters()),
+    "a view": lambda model: next(model.parameters()).detach(),
+    "an array": lambda model: next(model.parameters()).detach().numpy(),
+    "a plain optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
+}
+
+
+@pytest.mark.parametrize("holder", list(HOLDERS))
+def test_a_step_finishes_at_once_as_long_as_others_hold_parameters(holder: str, tmp_path: Path) -> None:
+    pair = Pair("adamw", f"{tmp_path}/")
+    for _ in range(2):
+        pair.backward()
+        kept = HOLDERS[holder](pair.model)
+        pair.step()
+        assert pending(pair.model) == []
+        del kept
+        for action in ("zero", "backward", "step"):
+            pair.do(action)
+        assert pending(pair.model) == [0, 1, 2, 3]
+        pair.zero()
+
+
+@pytest.mark.parametrize("loop", ["item", "schedule", "scaler", "clip", "rates", "max_norm", "accumulation", "closure"])
+def test_ordinary_loops_keep_updates_pending(loop: str, tmp_path: Path) -> None:
+    model = OffloadModel(build(["linear", "linear"]), "cpu", tmp_path, num_slices=4, checkpoint_activation=True)
+    ours = OffloadOptimizer(model, torch.optim.AdamW, max_norm=0.1 if loop == "max_norm" else None)
+    schedule = torch.optim.lr_scheduler.LambdaLR(ours, lambda step: 1 / (step + 1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=loop == "scaler")
+
+    def backward() -> Any:
+        loss = model(torch.randn(3, WIDTH)).pow(2).mean()
+        scaler.scale(loss).backward()
+        return loss.item() if loop == "item" else loss
+
+    for step in range(4):
+        ours.zero_grad()
+        for _ in range({"accumulation": 2, "closure": 0}.get(loop, 1)):
+            loss = backward()  # noqa: F841, which is kept
+        if loop == "clip":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if loop == "rates":
+            ours.param_groups[0]["lr"] = 0.1 / (step + 1)
+        scaler.step(ours, *([backward] if loop == "closure" else []))
+        scaler.update()
+        if loop == "schedule":
+            schedule.step()
+        assert pending(model) == [0, 1, 2, 3], step
+
+
+# --- order and bytes --------------------------------------------------------------------------------------------------
+
+
+def test_updates_follow_the_order_of_loads_and_stay_ahead_by_the_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A home on disk is updated in the slot that it is about to fill: just before its load, not all at once."""
+    lane = PromptLane()
+    monkeypatch.setattr("offload.optim.optimizer.open_update_lane", lambda device: lane)
+    pair = Pair("adamw", f"{tmp_path}/")
+    for action in ("backward", "step", "zero"):
+        pair.do(action)
+    assert lane.log == []
+    seen: list[list[str]] = []
+    for layer in pair.model.children():
+        layer.register_forward_pre_hook(lambda *_: seen.append(list(lane.log)))
+    pair.eval()
+    assert seen[0] == ["U0", "U1"]
+    assert seen[-1] == ["U0", "U1", "U2", "U3"]
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_updates_run_in_the_order_of_the_plan(home: str, tmp_path: Path, in_backward: bool) -> None:
+    model = OffloadModel(build(["linear", "linear"]), "cpu", home, num_slices=4, checkpoint_activation=True)
+    optimizer = OffloadOptimizer(model, torch.optim.AdamW, update_in_backward=in_backward)
+
+    def step() -> None:
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plan = model.plan()
+    validate(plan)
+    kind = Kind.UPDATE_IN_BACKWARD if in_backward else Kind.UPDATE
+    step()
+    with model.trace(tmp_path / "trace.json") as events:
+        step()
+        optimizer.synchronize()
+    ran = [event.token for event in sorted(events, key=lambda e: e.begin) if event.track == "update lane"]
+    # In host memory, updates begin at once at step(), so this trace also holds those that its own step decided.
+    assert ran[-4:] == [str(action) for action in plan.actions if action.kind is kind]
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_an_update_in_backward_reads_no_weights_that_are_in_a_slot(tmp_path: Path, slots: int) -> None:
+    """16 bytes are read and 12 written for each parameter, less what slots keep between the passes."""
+    policy = MemoryPolicy.fixed(slots=slots)
+    pair = Pair("adamw", f"{tmp_path}/", kinds=("linear", "linear"), memory=policy, update_in_backward=True)
+    for _ in range(3):
+        before = pair.model.statistics()
+        for action in ("backward", "step", "zero"):
+            pair.do(action)
+    after = pair.model.statistics()
+    count = sum(p.numel() for p in pair.model.parameters())
+    cached = sum(s.parameter.numel() for shard in pair.model._homes.shards[-slots:] for s in shard.own)
+    assert after.bytes_moved - before.bytes_moved == 28 * count - 4 * cached
+    assert after.update_bytes_read - before.update_bytes_read == 8 * count
+    pair.assert_equal()
+
+
+@pytest.mark.parametrize("waiting", [2, 4])
+def test_gradients_that_wait_in_memory_are_neither_written_nor_read(tmp_path: Path, waiting: int) -> None:
+    shard_bytes = (WIDTH * WIDTH + WIDTH) * 4
+    pair = Pair(
+        "adamw", f"{tmp_path}/", kinds=("linear", "linear"), max_norm=0.1, gradient_bytes=waiting * shard_bytes + 3
+    )
+    for action in ("backward", "step", "zero", "backward", "backward", "step", "zero"):
+        pair.do(action)
+    pair.ours.synchronize()
+    before = pair.model.statistics()
+    for action in ("backward", "step", "look", "zero"):
+        pair.do(action)
+    after = pair.model.statistics()
+    assert after.bytes_stored - before.bytes_stored == (4 - waiting) * shard_bytes
+    # Nothing loads these updates' weights: those are read for the update itself.
+    assert after.update_bytes_read - before.update_bytes_read == 4 * 3 * shard_bytes + (4 - waiting) * shard_bytes
+    pair.assert_equal_states()
+
+
+# --- updates in backward ----------------------------------------------------------------------------------------------
+
+
+def test_no_gradient_is_stored_and_shards_are_updated_before_backward_ends(tmp_path: Path) -> None:
+    pair = Pair("adamw", f"{tmp_path}/", update_in_backward=True)
+    order: list[str] = []
+    original: Any = pair.ours.in_backward.complete
+
+    def complete(shard: Any, kept: Any, slot: Any, after: Any) -> Any:
+        order.append(f"U{shard.index}")
+        arrival = original(shard, kept, slot, after)
+        assert all(p.grad is None for p in shard.parameters)
+        return arrival
+
+    pair.ours.in_backward.complete = complete
+    first = next(iter(pair.model.children()))
+    first.register_forward_pre_hook(lambda *_: order.append("B0") if is_recomputing() else None)
+    pair.backward()
+    assert order == ["U3", "U2", "U1", "B0", "U0"]
+    assert not any(shard.gradient_regions for shard in pair.model._homes.shards)
+
+
+@pytest.mark.parametrize("how", ["a second backward", "two forwards"])
+def test_what_would_update_twice_is_refused_before_anything_changes(home: str, how: str) -> None:
+    pair = Pair("sgd", home, update_in_backward=True)
+    loss = pair.model(pair.batch()).sum()
+    if how == "two forwards":
+        loss, words = loss + pair.model(pair.batch()).sum(), "more forwards of this model still need"
+    else:
+        del loss
+        pair.backward()
+        loss, words = pair.model(pair.batch()).sum(), "a second backward before step"
+    with pytest.raises(RuntimeError, match=words):
+        loss.backward()
+    del loss
+    gc.collect()
+    for action in (*(["step", "zero"] if how == "a second backward" else []), "backward", "step", "zero"):
+        pair.do(action)
+    pair.assert_equal()
+
+
+def test_a_backward_that_fails_half_way_leaves_an_optimizer_that_says_so(home: str) -> None:
+    pair = Pair("sgd", home, update_in_backward=True)
+    handle = next(iter(pair.model.children())).register_full_backward_pre_hook(lambda *_: 1 / 0)
+    loss = pair.model(pair.batch()).sum()
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    handle.remove()
+    loss = pair.model(pair.batch()).sum()
+    with pytest.raises(RuntimeError, match=r"updated the shards \[3, 2, 1\]"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="load the last checkpoint"):
+        pair.ours.step()
+
+
+@pytest.mark.parametrize("repeat", range(10))
+def test_an_update_in_backward_waits_for_the_load_of_a_shard_whose_backward_needs_no_weights(
+    tmp_path: Path, repeat: int
+) -> None:
+    """Nothing else waits for it: the gradient of ``x + shift`` needs none. A thread loads, so it is tried often."""
+    bare = nn.Sequential(ActNorm(WIDTH), nn.Linear(WIDTH, WIDTH), ActNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    policy = MemoryPolicy.fixed(slots=3, graph_bytes=1 << 20)
+    model = OffloadModel(copy.deepcopy(bare), "cpu", tmp_path, 4, True, memory=policy)
+    ours = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
+    plain = torch.optim.SGD(bare.parameters(), lr=0.1)
+    x = torch.randn(4, WIDTH)
+    for _ in range(3):
+        for run, optimizer in ((model, ours), (bare, plain)):
+            run(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(map(torch.equal, model.parameters(), bare.parameters()))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer
 from tests.offload.pair import CLASSES, Pair
@@ -67,27 +67,72 @@ def test_a_group_added_later_is_trained(home: str) -> None:
         assert torch.equal(b, c)
 
 
-class Own(torch.optim.Optimizer):
-    """A class that is not of torch, and does something with the closure."""
+class Simple(torch.optim.Optimizer):
+    """What the classes below share: a loop over groups and parameters with a gradient."""
 
-    def __init__(self, params: Any, calls: Any = None) -> None:
-        super().__init__(params, {"lr": 0.1})
-        self.calls = calls
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            scale = self.begin(group)
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p.grad, self.state[p], group["lr"] * scale)
+
+    def begin(self, group: dict[str, Any]) -> float:
+        return 1.0
+
+    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], lr: float) -> None:
+        p.add_(gradient, alpha=-lr)
+
+
+class Coupling(Simple):
+    """The rate comes from all parameters of a group together."""
+
+    def begin(self, group: dict[str, Any]) -> float:
+        norms = [float(p.grad.norm()) for p in group["params"] if p.grad is not None]
+        group["d"] = group.get("d", 0.0) + sum(norms)
+        return 1 / max(group["d"], 1e-3)
+
+
+class Packed(Tensor):
+    """Stands for a tensor whose memory is not what its type says."""
+
+
+class Packing(Simple):
+    """A state that no file can hold."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], lr: float) -> None:
+        state["memory"] = gradient.clone().as_subclass(Packed)
+        p.add_(gradient, alpha=-lr)
+
+
+class Shared(Simple):
+    """Keeps a state that belongs to no parameter."""
+
+    def begin(self, group: dict[str, Any]) -> float:
+        self.state["all"] = {"steps": 1}
+        return 1.0
+
+
+class Own(Simple):
+    """Does something with the closure."""
+
+    def __init__(self, params: Any, calls: Any = None) -> None:
+        super().__init__(params, lr=0.1)
+        self.calls = calls
+
     def step(self, closure: Any = None) -> Any:
         if closure is not None and self.calls == "after":
-            self._update()
+            super().step()
         loss = None
         for _ in range(0 if closure is None else {"twice": 2, "never": 0}.get(self.calls, 1)):
             with torch.enable_grad():
                 loss = closure()
-        self._update()
+        super().step()
         return loss
-
-    def _update(self) -> None:
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            p.sub_(p.grad, alpha=0.1)
 
 
 def closure_of(model: Any, optimizer: Any, seed: int, *, fails: bool = False) -> Callable[[], torch.Tensor]:
@@ -191,3 +236,58 @@ def test_arguments_that_cannot_be_used_are_named(arguments: Any, error: type[Exc
 def test_an_optimizer_is_not_copied_away_from_its_model() -> None:
     with pytest.raises(TypeError, match="use state_dict"):
         copy.deepcopy(Pair().ours)
+
+
+# --- classes that are not of torch ------------------------------------------------------------------------------------
+
+
+def pair_of(home: str, kind: type[torch.optim.Optimizer], dtype: torch.dtype = torch.float32, **arguments: Any) -> Any:
+    """(bare model, its optimizer, the offloaded model, ours), with two groups, one of which is frozen."""
+    torch.manual_seed(0)
+    bare = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))).to(dtype)
+    bare[3][0].bias.requires_grad_(False)
+    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=4, checkpoint_activation=True)
+    plain = kind([{"params": [bare[3][0].bias]}, {"params": list(bare.parameters())[:-1]}], **arguments)
+    ours = OffloadOptimizer(model, kind, params=[{"params": "3.0.bias"}, {"params": "*"}], **arguments)
+    return bare, plain, model, ours
+
+
+def backward(step: int, dtype: torch.dtype, *models: nn.Module) -> None:
+    for model in models:
+        x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(step))
+        model(x.to(dtype)).float().pow(2).mean().backward()
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "match"),
+    [
+        (Coupling, RuntimeError, r"Coupling computes \['d'\] of group 1 from all parameters"),
+        (Shared, RuntimeError, "Shared keeps states that belong to no parameter"),
+        (Packing, TypeError, "Packing keeps state 'memory' of parameter"),
+    ],
+)
+def test_what_no_home_or_no_order_of_updates_can_do_is_refused(home: str, kind: Any, error: Any, match: str) -> None:
+    _, _, model, ours = pair_of(home, kind)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    backward(0, torch.float32, model)
+    if kind is Packing and home == "cpu":  # a state that no file can hold
+        ours.step()
+        return
+    with pytest.raises(error, match=match):
+        ours.step()
+    if kind is Packing:
+        for name, parameter in zip(before, [p for s in model._homes.shards for p in s.parameters], strict=True):
+            assert torch.equal(parameter, before[name])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+def test_sixteen_bit_parameters_are_updated_as_the_plain_class_does(
+    home: str, kind: type[torch.optim.Optimizer]
+) -> None:
+    bare, plain, model, ours = pair_of(home, kind, torch.bfloat16, lr=0.05)
+    for step in range(6):
+        backward(step, torch.bfloat16, bare, model)
+        for optimizer in (plain, ours):
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(dict(model.state_dict()), dict(bare.state_dict()), rtol=0, atol=0)
