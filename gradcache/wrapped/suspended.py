@@ -345,7 +345,7 @@ class SuspendedForward:
         self._modes = self.tower.layers.training
         try:
             with (
-                self._thread_state.again(recomputation=True),
+                self._thread_state.again(),
                 enable_recomputing(),
                 torch.enable_grad(),
             ):
@@ -354,7 +354,7 @@ class SuspendedForward:
                     output, self._entering = self._entering, []
                 # Backward may read buffers, or repeat code that writes them: the earliest segments are restored last.
                 for segment in reversed(self._segments):
-                    self._segment.enter_context(Rewound(segment, generators=False))
+                    self._segment.enter_context(Rewound(segment, generators=False, settings=False))
                 yield output
         finally:
             self._stop_at, self._in_backward, self._entering = None, False, []

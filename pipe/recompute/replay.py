@@ -212,7 +212,7 @@ class Layers:
         self, call: Callable[[Any], Any], value: Any, replay: Replay, *, until: contextlib.ExitStack | None = None
     ) -> Any:
         """``call(value)`` again; ``value`` is not changed. ``until``: see :meth:`Replay.again`."""
-        with replay.again(until=until, settings=False):
+        with replay.again(until=until):
             return replay.settings.run(call, self.inputs.copy(value) if replay.copies_input else value)
 
 
@@ -387,29 +387,31 @@ class Replay:
 
         Args:
             until: restores modes, buffers and attributes instead of this context, for a backward that reads them.
-            settings: False if the run has the settings that it should have.
+            settings: False for a part of a run, which has the settings that the parts before it have left.
         """
         if until is not None:
-            until.enter_context(Rewound(self, generators=False))
-        with self.lock, Rewound(self, contents=until is None), self.settings.again() if settings else _NOTHING:
+            until.enter_context(Rewound(self, generators=False, settings=False))
+        with self.lock, Rewound(self, contents=until is None, settings=settings):
             yield
 
 
 class Rewound:
-    """A context in which generators, modules and objects are as before the first run.
+    """A context in which settings, generators, modules and objects are as before the first run.
 
     It can be left again where an interrupt kept it from being left.
     """
 
     __slots__ = ("_replay", "_undo", "_which")
 
-    def __init__(self, replay: Replay, *, generators: bool = True, contents: bool = True) -> None:
-        self._replay, self._which = replay, (generators, contents)
+    def __init__(
+        self, replay: Replay, *, generators: bool = True, contents: bool = True, settings: bool = True
+    ) -> None:
+        self._replay, self._which = replay, (generators, contents, settings)
         self._undo: list[tuple[Callable[[Any], Any], Any]] = []
 
     def __enter__(self) -> None:
         replay, layers = self._replay, self._replay._layers
-        generators, contents = self._which
+        generators, contents, settings = self._which
         held, objects = replay._contents, replay._objects if contents else []
         states = replay._states if generators else []
         undo: list[tuple[Callable[[Any], Any], Any]] = [(generator.set, generator.get()) for generator, _ in states]
@@ -421,7 +423,12 @@ class Rewound:
         undo += [(Contents.put, each.present()) for each in objects]
         for each in objects:
             each.check("by other code since the forward")
+        before = replay.settings.to_restore() if settings else None
+        if before is not None:
+            undo.append((replay.settings.restore, before))
         self._undo = undo
+        if before is not None:
+            replay.settings.apply(before)
         if generators:
             phase.flags = False, True
         for each in objects:

@@ -18,7 +18,7 @@ import functools
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType, MethodType
 from typing import Any, ParamSpec, TypeVar
 
@@ -115,7 +115,7 @@ class ThreadState:
             dispatch_modes=tuple(DISPATCH_MODES.active()) if modes else (),
             phase=phase.flags,
             holds_generators=holds_generators(),
-            autocast_depth=int(torch.autocast_increment_nesting() and torch.autocast_decrement_nesting()),
+            autocast_depth=_autocast_depth(),
             variables=contextvars.copy_context(),
         )
 
@@ -125,33 +125,36 @@ class ThreadState:
             return self.variables.copy().run(function, *args, **kwargs)
 
     @contextlib.contextmanager
-    def again(self, *, recomputation: bool = False) -> Iterator[None]:
-        """A context with the saved settings in this thread, but for context variables.
-
-        ``recomputation``: whether this is a second forward, not the first in another thread. Grad mode is then kept.
-        Autocast has no cache then: it is keyed by parameter and outlives a recomputation inside an enclosing autocast,
-        and a cast in it that was made under ``no_grad`` would lose the gradient.
-        """
+    def again(self) -> Iterator[None]:
+        """A context with the saved settings in this thread, but for context variables."""
         before = ThreadState.capture([kind for kind, _, _ in self.autocasts])
-        changes = self.inference != before.inference and not recomputation
+        changes = self.inference != before.inference
         with torch.inference_mode(self.inference) if changes else contextlib.nullcontext():
             try:
-                if not recomputation:
-                    torch.set_grad_enabled(self.grad)
-                    phase.flags = self.phase
-                torch.autocast_increment_nesting()
-                _set_autocasts(self.autocasts, self.cache_casts and not recomputation)
-                hooks = None if recomputation and self.hooks and _ends_with_its_forward(self.hooks) else self.hooks
-                if hooks is not None and hooks != before.hooks:
-                    push_saved_tensor_hooks(hooks)
-                for kind, modes in ((FUNCTION_MODES, self.function_modes), (DISPATCH_MODES, self.dispatch_modes)):
-                    active = set(map(id, kind.active())) if modes else set()
-                    for mode in modes:
-                        if id(mode) not in active:
-                            kind.push(mode)
+                torch.set_grad_enabled(self.grad)
+                phase.flags = self.phase
+                self.apply()
                 yield
             finally:
                 before.restore(pushed=self.dispatch_modes)
+
+    def apply(self, *, recomputation: bool = False) -> None:
+        """Gives this thread the saved settings, but for grad mode, phase and context variables.
+
+        ``recomputation``: whether this is a second forward, not the first in another thread. Autocast has no cache
+        then: it is keyed by parameter and outlives a recomputation inside an enclosing autocast, and a cast in it that
+        was made under ``no_grad`` would lose the gradient.
+        """
+        torch.autocast_increment_nesting()
+        _set_autocasts(self.autocasts, self.cache_casts and not recomputation)
+        hooks = None if recomputation and self.hooks and _ends_with_its_forward(self.hooks) else self.hooks
+        if hooks is not None and hooks != saved_tensor_hooks():
+            push_saved_tensor_hooks(hooks)
+        for kind, modes in ((FUNCTION_MODES, self.function_modes), (DISPATCH_MODES, self.dispatch_modes)):
+            active = set(map(id, kind.active())) if modes else set()
+            for mode in modes:
+                if id(mode) not in active:
+                    kind.push(mode)
 
     def restore(self, *, pushed: tuple[Any, ...] = ()) -> None:
         """Restores the saved settings in this thread, also if an exception prevented a context from doing so.
@@ -171,15 +174,17 @@ class ThreadState:
             FUNCTION_MODES.pop()
         _set_autocasts(self.autocasts, self.cache_casts)
         # Without this, casts of weights are kept for ever, and later steps compute with them.
-        while torch.autocast_increment_nesting() > self.autocast_depth + 1:
-            torch.autocast_decrement_nesting()
+        while _autocast_depth() > self.autocast_depth:
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
-        torch.autocast_decrement_nesting()
         torch.set_grad_enabled(self.grad)
         phase.flags = self.phase
         if not self.holds_generators:
             release_generators()
+
+
+def _autocast_depth() -> int:
+    return int(torch.autocast_increment_nesting() and torch.autocast_decrement_nesting())
 
 
 def _autocasts(device_types: Iterable[str]) -> tuple[tuple[str, bool, torch.dtype], ...]:
@@ -227,18 +232,21 @@ class Settings:
         return modes_active() or any(map(torch.is_autocast_enabled, self._kinds))
 
     def run(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-        """``function(*args, **kwargs)`` with these settings; grad mode is the caller's."""
-        with self.again():
-            return self._variables.copy().run(function, *args, **kwargs)
+        """``function(*args, **kwargs)`` with the context variables that there were."""
+        return self._variables.copy().run(function, *args, **kwargs)
 
-    def again(self) -> contextlib.AbstractContextManager[Any]:
-        """A context with these settings, but for context variables."""
-        if self._then is None and not self._any_set():
-            return contextlib.nullcontext()
-        then = self._then or ThreadState.capture(self._kinds)
-        if self._then is None:
-            then.autocasts = tuple([(kind, False, dtype) for kind, _, dtype in then.autocasts])
-        return then.again(recomputation=True)
+    def to_restore(self) -> ThreadState | None:
+        """The present settings, if :meth:`apply` would change them."""
+        return None if self._then is None and not self._any_set() else ThreadState.capture(self._kinds)
+
+    def apply(self, present: ThreadState) -> None:
+        """Gives this thread the settings of the first run, but for grad mode, which is the caller's, and variables."""
+        off = tuple([(kind, False, dtype) for kind, _, dtype in present.autocasts])
+        (self._then or replace(present, autocasts=off)).apply(recomputation=True)
+
+    def restore(self, before: ThreadState) -> None:
+        """Ends :meth:`apply`. May be called again."""
+        before.restore(pushed=() if self._then is None else self._then.dispatch_modes)
 
 
 @functools.cache

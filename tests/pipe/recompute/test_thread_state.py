@@ -190,8 +190,10 @@ def test_hooks_of_torch_checkpoint_reach_a_thread_but_not_a_recomputation() -> N
     top = torch._C._autograd._top_saved_tensors_default_hooks
     with noted[0].again():
         assert top(False) is not None
-    with noted[0].again(recomputation=True):
-        assert top(False) is None
+    before = ThreadState.capture()
+    noted[0].apply(recomputation=True)
+    assert top(False) is None
+    before.restore()
 
 
 def interrupt(*_: Any) -> None:
