@@ -232,7 +232,7 @@ class TrainPipelineBase:
             record_stream(batch.batch, torch.cuda.current_stream(self._device))
         batch.begun = True
         batch.trains = self._window.trains()
-        batch.closes = self._window.open(self._is_last()) if batch.trains else True
+        batch.closes = self._window.open(self._is_last) if batch.trains else True
         with self._window.synchronization(batch.closes), self._autocast():
             batch.losses, batch.output = checked_pair(self._call_model(batch))
 
@@ -363,11 +363,10 @@ class TrainPipelineBase:
 
     def _is_last(self) -> bool | None:
         """Whether the loader ends after the first batch in flight; None if the next read failed or may not begin."""
-        first, source = self._flight[0], self._source
-        if not self._window.must_know_the_end or first.last:
+        if self._flight[0].last:
             return True
-        if self._ahead["load"] and source is not None and not source.in_turn:
-            self._submit("load", 1, source)
+        if self._source is not None and self._ahead["load"] and not self._source.in_turn:
+            self._submit("load", 1, self._source)
         if len(self._flight) == 1:
             return None
         following = self._flight[1]
@@ -428,13 +427,9 @@ class TrainPipelineBase:
 
     def statistics(self) -> Statistics:
         """Counts since construction, among them whether and why overlap is missing."""
+        waited, reasons = dict(self._wait_seconds), dict(self._undistributed)
         return Statistics(
-            batches=self._batches,
-            steps=self._window.steps,
-            wait_seconds=dict(self._wait_seconds),
-            pageable_bytes=self._pageable_bytes,
-            undistributed=dict(self._undistributed),
-            batches_in_turn=self._batches_in_turn,
+            self._batches, self._window.steps, waited, self._pageable_bytes, reasons, self._batches_in_turn
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -239,11 +239,9 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist):
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
         device: torch.device | str,
-        *,
-        enable_amp: bool = False,
         **options: Any,
     ) -> None:
         unwanted = sorted({"grad_accum", "enable_grad_scaling", "execute_all_batches"} & options.keys())
         if unwanted:
             raise TypeError(f"EvalPipelineSparseDist trains nothing and runs every batch: it takes no {unwanted}")
-        super().__init__(model, (), device, enable_amp, False, **options)
+        super().__init__(model, (), device, enable_grad_scaling=False, **options)

@@ -21,7 +21,7 @@ import contextlib
 import functools
 import inspect
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -100,21 +100,17 @@ class Window:
         """Whether a batch that is run now is trained on."""
         return not self._forward_only and self.model.training and torch.is_grad_enabled()
 
-    @property
-    def must_know_the_end(self) -> bool:
-        """Whether the next batch closes the window only if it is the loader's last."""
-        return self.position + 1 < self.size
-
-    def open(self, last: bool | None) -> bool | None:
+    def open(self, is_last: Callable[[], bool | None]) -> bool | None:
         """Zeroes the gradients if the next batch is the first of its window; returns whether that batch ``closes`` it.
 
-        ``last``: whether it is the last batch of its loader; None if that is not known yet.
+        ``is_last`` is called if it may be the last batch of its loader and must close the window then; it returns None
+        if that is not known yet.
         """
         self._refuse_updates_in_backward(self.model)  # hooks may have been added since construction
         if self.position == 0:
             for optimizer in self.optimizers:
                 optimizer.zero_grad(set_to_none=True)
-        return last if self.must_know_the_end else True
+        return is_last() if self.position + 1 < self.size else True
 
     @contextlib.contextmanager
     def synchronization(self, closes: bool | None) -> Iterator[None]:
@@ -194,25 +190,22 @@ class Window:
         """Position, gradients accumulated so far (in the order of the optimizer's parameters), steps and scaler."""
         grads = [p.grad for p in self._parameters()] if self.position else []
         return {
+            "kind": self._kind(),
             "position": self.position,
-            "size": self.size,
             "steps": self.steps,
             "gradients": [None if grad is None else grad.detach().clone() for grad in grads],
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
 
+    def _kind(self) -> dict[str, Any]:
+        parameters = len(self._parameters())
+        return {"grad_accum": self.size, "parameters": parameters, "gradient scaling": self.scaler is not None}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues the window of a :meth:`state_dict`; refuses one of another size, parameters, or scaling."""
         parameters = self._parameters()
-        wrong = []
-        if state["size"] != self.size:
-            wrong.append(f"grad_accum {self.size}, got {state['size']}")
-        if state["position"] and len(state["gradients"]) != len(parameters):
-            wrong.append(f"gradients of {len(parameters)} parameters, got {len(state['gradients'])}")
-        if (state["scaler"] is None) != (self.scaler is None):
-            wrong.append(f"{'no ' if self.scaler is None else ''}gradient scaling, got the opposite")
-        if wrong:
-            raise ValueError(f"expected the state of a pipeline with {'; and '.join(wrong)}")
+        if state["kind"] != self._kind():
+            raise ValueError(f"expected the state of a pipeline with {self._kind()}, got {state['kind']}")
         if state["position"]:
             for parameter, grad in zip(parameters, state["gradients"], strict=True):
                 parameter.grad = None if grad is None else grad.to(parameter.device, copy=True)
@@ -226,20 +219,15 @@ class Window:
 
 def _refuse_closure(optimizer: Any) -> None:
     """Refuses an optimizer whose ``step`` cannot be called without a closure, also in a wrapper as accelerate's."""
-    while optimizer is not None:
-        # Of the class: a scheduler wraps the method of the instance.
-        _, *step = inspect.signature(type(optimizer).step).parameters.values()
-        required = [
-            p.name for p in step if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        ]
-        if required:
-            raise TypeError(
-                f"expected an optimizer whose step() can be called without a closure, got {type(optimizer).__name__}, "
-                f"whose step needs {', '.join(required)}: a train pipeline runs each batch once, so it cannot compute "
-                f"the loss of a batch again; take a first-order optimizer, or train with this one in a plain loop"
-            )
-        inner = getattr(optimizer, "optimizer", None)
-        optimizer = inner if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer else None
+    kind = type(getattr(optimizer, "optimizer", optimizer))
+    try:
+        inspect.signature(kind.step).bind(optimizer)  # of the class: a scheduler wraps the method of the instance
+    except TypeError as error:
+        raise TypeError(
+            f"expected an optimizer whose step() can be called without a closure, got {kind.__name__}, whose step has "
+            f"a {error}: a train pipeline runs each batch once, so it cannot compute the loss of a batch again; take a "
+            f"first-order optimizer, or train with this one in a plain loop"
+        ) from None
 
 
 def check_count(name: str, count: Any) -> None:
