@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -91,15 +92,13 @@ def _children(value: Any) -> Iterator[tuple[Callable[[Any], Any], Any]]:
 def walk(batch: Any) -> Iterator[tuple[Path, Any]]:
     """Every object that the batch reaches, with its path, outermost first; each object once."""
     seen: set[int] = set()  # ids are safe here: everything seen is kept alive by the batch while this runs
-    level: list[tuple[Path, Any]] = [((), batch)]
-    for _ in range(_DEEPEST):
-        below: list[tuple[Path, Any]] = []
-        for path, value in level:
-            if id(value) not in seen:
-                seen.add(id(value))
-                yield path, value
-                below.extend(((*path, step), child) for step, child in _children(value))
-        level = below
+    found: deque[tuple[Path, Any]] = deque([((), batch)])
+    while found:
+        path, value = found.popleft()
+        if id(value) not in seen and len(path) < _DEEPEST:
+            seen.add(id(value))
+            yield path, value
+            found.extend(((*path, step), child) for step, child in _children(value))
 
 
 def follow(batch: Any, path: Path) -> Any:
@@ -120,11 +119,6 @@ def record_stream(batch: Any, stream: torch.cuda.Stream | None) -> None:
 
     Without this, memory allocated on a copy stream could be reused by the next copy while kernels still read it.
     """
-    if stream is None:
-        return
-    for _, value in walk(batch):
-        if isinstance(value, Tensor):
-            if value.is_cuda:
-                value.record_stream(stream)
-        elif callable(getattr(value, "record_stream", None)):
+    for _, value in walk(batch) if stream is not None else ():
+        if callable(getattr(value, "record_stream", None)) and getattr(value, "is_cuda", True):
             value.record_stream(stream)

@@ -48,7 +48,7 @@ class Window:
         model: trained in ``train`` mode. Its replicas do not communicate before the last backward of a window.
         optimizer: one, or several that are zeroed and stepped together.
         size: batches per optimizer step; None means 1.
-        scaler: scales losses and steps the optimizer (fp16 only), or None.
+        scaler: scales losses and steps the optimizers, if it is enabled (fp16 only).
         forward_only: whether nothing is trained, whatever the model's mode; there may be no optimizer.
     """
 
@@ -59,8 +59,8 @@ class Window:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        size: int | None = None,
-        scaler: torch.amp.GradScaler | None = None,
+        size: int | None,
+        scaler: torch.amp.GradScaler,
         *,
         forward_only: bool = False,
     ) -> None:
@@ -92,7 +92,7 @@ class Window:
             # Those that can be deferred are deferred.
             eager = [optimizer for optimizer in self.optimizers if not hasattr(optimizer, "accumulate")]
             refuse_updates_in_backward(model, eager, f"accumulates {self.size} batches (grad_accum={self.size})")
-        if self.scaler is not None:
+        if self.scaler.is_enabled():
             because = "scales its loss for fp16 (enable_grad_scaling=True)"
             refuse_updates_in_backward(model, self.optimizers, because)
 
@@ -113,14 +113,20 @@ class Window:
         return is_last() if self.position + 1 < self.size else True
 
     @contextlib.contextmanager
-    def synchronization(self, closes: bool | None) -> Iterator[None]:
-        """A context for forward or backward of one batch: ``no_sync`` of replicas, unless the batch may be the last."""
+    def accumulation(self, closes: bool | None) -> Iterator[None]:
+        """A context for forward or backward of one batch: ``no_sync`` of replicas, unless the batch may be the last.
+
+        Optimizers that can defer updates inside backward defer them, unless the batch closes the window.
+        """
         with contextlib.ExitStack() as stack:
             for module in _replicated(self.model) if closes is False else ():
                 # DDP with a static graph records it in its first backward, which must not run in no_sync. The
                 # additional all-reduce changes nothing: a mean over replicas is not changed by the next one.
                 if self._static_graphs_known or not getattr(module, "static_graph", False):
                     stack.enter_context(module.no_sync())
+            for optimizer in () if closes else self.optimizers:
+                if hasattr(optimizer, "accumulate"):
+                    stack.enter_context(optimizer.accumulate())
             yield
 
     def backward(self, closes: bool | None, losses: Any) -> None:
@@ -135,12 +141,8 @@ class Window:
         loss = _total(losses)
         if weight != 1.0:
             loss = loss * weight
-        with contextlib.ExitStack() as stack:
-            for optimizer in () if closes else self.optimizers:
-                if hasattr(optimizer, "accumulate"):  # defers updates inside backward
-                    stack.enter_context(optimizer.accumulate())
-            stack.enter_context(self.synchronization(closes))
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        with self.accumulation(closes):
+            self.scaler.scale(loss).backward()
         self._static_graphs_known = True
         self.position = batches
         self._reduced = closes is not False
@@ -169,12 +171,8 @@ class Window:
         if collection and self.table_interval is not None and self.steps % self.table_interval == 0:
             self.model.sync()  # type: ignore[operator]  # a collective call
         for optimizer in self.optimizers:
-            if self.scaler is None:
-                optimizer.step()
-            else:
-                self.scaler.step(optimizer)
-        if self.scaler is not None:
-            self.scaler.update()
+            self.scaler.step(optimizer)
+        self.scaler.update()
         self.position = 0
         self.steps += 1
 
@@ -194,12 +192,12 @@ class Window:
             "position": self.position,
             "steps": self.steps,
             "gradients": [None if grad is None else grad.detach().clone() for grad in grads],
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "scaler": self.scaler.state_dict(),
         }
 
     def _kind(self) -> dict[str, Any]:
         parameters = len(self._parameters())
-        return {"grad_accum": self.size, "parameters": parameters, "gradient scaling": self.scaler is not None}
+        return {"grad_accum": self.size, "parameters": parameters, "gradient scaling": self.scaler.is_enabled()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues the window of a :meth:`state_dict`; refuses one of another size, parameters, or scaling."""
@@ -209,11 +207,10 @@ class Window:
         if state["position"]:
             for parameter, grad in zip(parameters, state["gradients"], strict=True):
                 parameter.grad = None if grad is None else grad.to(parameter.device, copy=True)
-        if self.scaler is not None:
-            self.scaler.load_state_dict(state["scaler"])
-            if state["position"]:
-                # A scaler initializes its scale tensor with the first loss; finish() may step before any loss.
-                self.scaler.scale(torch.zeros((), device=parameters[0].device))
+        self.scaler.load_state_dict(state["scaler"])
+        if state["position"]:
+            # A scaler initializes its scale tensor with the first loss; finish() may step before any loss.
+            self.scaler.scale(torch.zeros((), device=parameters[0].device))
         self.position, self.steps = state["position"], state["steps"]
 
 
