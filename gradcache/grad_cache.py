@@ -27,7 +27,6 @@ from gradcache import chunks as chunking
 from gradcache import representations
 from gradcache.chunk_size import StepMemory, kept_by_a_shard, kept_bytes
 from gradcache.distributed import check_equal_chunks, unwrapped, watch
-from gradcache.loss import SimpleContrastiveLoss
 from gradcache.step import Step
 from gradcache.streamed import StreamedModel, Tower
 from gradcache.two_pass import ChunkState, InputGradients, device_of, first_pass, is_trainable, repeatable
@@ -130,8 +129,6 @@ class GradCache:
         self.step_result: StepResult | None = None
         self._inputs = InputGradients()
         self._wants_gradient: list[bool] = []
-        #: Whether the loss of the current step takes nothing but tensors.
-        self._only_tensors = False
         self._auxiliary: tuple[Any, ...] = ()
         #: Checks a graph of the current step, see ``distributed.Reduction.check``.
         self._check: Callable[[Any, Any], None] | None = None
@@ -237,8 +234,6 @@ class GradCache:
         Returns:
             The loss of the whole batch, detached. :attr:`step_result` holds it with the representations.
         """
-        own_loss = getattr(self.loss_fn, "__module__", "") == SimpleContrastiveLoss.__module__
-        self._only_tensors = own_loss and not self.replaced("compute_loss")
         heads = self._heads("get_reps", "processed", "compute_loss", given=loss_kwargs)
         step = self._step(model_inputs, heads, no_sync_except_last)
         self._check = step.check
@@ -264,7 +259,6 @@ class GradCache:
         """
         outer = [tensor for tensor in tensors_in(list(model_inputs)) if tensor.requires_grad]
         leaves = {id(tensor): tensor.detach().requires_grad_() for tensor in outer}
-        self._only_tensors = False  # the caller may select members
         given = map_tensors(lambda tensor: leaves.get(id(tensor), tensor), list(model_inputs))
         step = self._step(given, self._heads("get_reps", "processed"))
         hooked = step.hooked()
@@ -406,7 +400,7 @@ class GradCache:
         """Joins the representations of these chunks."""
         given = [self.rows_in_input(chunk) for chunk in chunks] if len(chunks) > 1 else [None] * len(chunks)
         exactly = self.split_input_fn is None and not self.replaced("split_inputs")
-        return representations.Joined(given, exactly=exactly, only_tensors=self._only_tensors)
+        return representations.Joined(given, exactly=exactly)
 
     def processed(self, chunk: Any) -> Any:
         """The model's input: ``process_fn`` of the chunk."""

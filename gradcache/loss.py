@@ -1,8 +1,8 @@
-"""Contrastive losses (InfoNCE, supervised, sigmoid) over representations, whole or in tiles, on one or many processes.
+"""Contrastive losses (InfoNCE) over representations, whole or in tiles, on one or many processes; tiles of any loss.
 
 ``x`` holds queries, (queries, width); ``y`` holds targets, (targets, width). With ``tile_rows`` the scores of that many
-queries exist at a time; the value and the gradients stay the same. Where each query has one positive, torch computes
-scores in chunks itself (``linear_cross_entropy``, from torch 2.13 on); other losses are cut by :func:`tiled`.
+queries exist at a time; the value and the gradients stay the same. Other losses (supervised, sigmoid) are cut by
+:func:`tiled`.
 
 The scores of 65,536 queries against as many targets take 17 GB, and autograd would keep them twice. But the loss is a
 sum over queries. So :func:`tiled` computes it for a few queries at a time against all targets, and each tile's gradient
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from gradcache.autograd_node import Gradients, wide, with_backward
@@ -36,10 +36,7 @@ from pipe.nested import flatten, map_tensors, unflatten
 __all__ = [
     "ContrastiveLossWithQueryClosure",
     "DistributedContrastiveLoss",
-    "LabelContrastiveLoss",
-    "SigmoidContrastiveLoss",
     "SimpleContrastiveLoss",
-    "chunked_cross_entropy",
     "tiled",
     "with_known_gradients",
 ]
@@ -167,38 +164,13 @@ def with_known_gradients(value: Tensor, known: Sequence[tuple[Tensor, Tensor]]) 
     return with_backward([value], [tensor for tensor, _ in known], backward)[0]
 
 
-#: Whether torch computes a cross entropy of products in chunks; older ones do not.
-CHUNKED = hasattr(F, "linear_cross_entropy")
-#: Scores from which on it does so unasked. Fewer take little memory, and chunks take longer.
+#: Scores from which on a loss is cut into tiles unasked.
 LARGE = 1 << 20
-
-
-def _by_tiles(loss_fn: Callable[..., Tensor], tile_rows: int | None, **options: Any) -> Callable[..., Tensor]:
-    return loss_fn if tile_rows is None else tiled(loss_fn, tile_rows=tile_rows, **options)
 
 
 def _cross_entropy(x: Tensor, y: Tensor, target: Tensor, scale: float, reduction: str) -> Tensor:
     scores = x @ y.T
     return F.cross_entropy(scores if scale == 1.0 else scores * scale, target, reduction=reduction)
-
-
-def chunked_cross_entropy(
-    x: Tensor, y: Tensor, target: Tensor, *, scale: float = 1.0, tile_rows: int | None = None
-) -> Tensor:
-    """The sum over queries of the cross entropy of their scores, in chunks, in at least 32 bits.
-
-    In 16 bits torch would sum chunks in 16 bits. ``tile_rows``: None: as many as representations have bytes for.
-    Not differentiable twice.
-    """
-
-    def whole(x: Tensor, y: Tensor) -> Tensor:
-        options = nn.LinearCrossEntropyOptions(batch_chunk_size=tile_rows)
-        with torch.autocast(x.device.type, enabled=False):
-            queries, targets = (each.to(wide(each.dtype)) for each in (x, y))
-            queries = queries if scale == 1.0 else queries * scale
-            return F.linear_cross_entropy(queries, targets, target, reduction="sum", options=options)
-
-    return tiled(whole, tile_rows=max(x.size(0), 1), reduction="sum")(x, y)
 
 
 class SimpleContrastiveLoss:
@@ -247,7 +219,7 @@ class SimpleContrastiveLoss:
         return 0.5 * (self._one_way(x, y, own, reduction) + self._one_way(y, x, own, reduction))
 
     def _one_way(self, x: Tensor, y: Tensor, target: Tensor, reduction: str) -> Tensor:
-        if reduction == "none" or not (self.tile_rows or self._in_chunks(x, y, target)):
+        if reduction == "none" or self._rows_of_tile(x, y) is None:
             return _cross_entropy(x, y, target, self.scale, reduction)
         total, dtype = self._total(x, y, target)
         return (total / (target >= 0).sum() if reduction == "mean" else total).to(dtype)
@@ -255,10 +227,6 @@ class SimpleContrastiveLoss:
     def _total(self, x: Tensor, y: Tensor, target: Tensor) -> tuple[Tensor, torch.dtype]:
         """The sum over queries, in at least 32 bits, and the dtype of the loss."""
         dtype = x.dtype
-        if self._in_chunks(x, y, target):
-            of_one = _cross_entropy(x.detach()[:1], y.detach()[:1], torch.zeros_like(target[:1]), self.scale, "none")
-            total = chunked_cross_entropy(x, y, target, scale=self.scale, tile_rows=self.tile_rows)
-            return total, of_one.dtype
 
         def tile(x: Tensor, y: Tensor, target: Tensor) -> Tensor:
             nonlocal dtype
@@ -267,14 +235,16 @@ class SimpleContrastiveLoss:
             return per_query.sum(dtype=wide(dtype))
 
         # Summed, not averaged, per tile: cross_entropy excludes ignored rows (target -100) from its mean.
-        total = _by_tiles(tile, self.tile_rows, cut=(2,), reduction="sum")(x, y, target)
-        return total, dtype
+        rows = self._rows_of_tile(x, y)
+        by_tiles = tile if rows is None else tiled(tile, tile_rows=rows, cut=(2,), reduction="sum")
+        return by_tiles(x, y, target), dtype
 
-    def _in_chunks(self, x: Tensor, y: Tensor, target: Tensor) -> bool:
-        """Whether torch computes the scores in chunks."""
-        scores = x.size(0) * y.size(0)
-        large = scores >= LARGE and scores > x.numel() + y.numel() and not torch.compiler.is_compiling()
-        return CHUNKED and (large or bool(self.tile_rows)) and target.dtype == torch.int64 and len(target) > 0
+    def _rows_of_tile(self, x: Tensor, y: Tensor) -> int | None:
+        """Queries whose scores exist at a time; None: all."""
+        scores, given = x.size(0) * y.size(0), x.numel() + y.numel()
+        if self.tile_rows is not None or scores < max(LARGE, given) or torch.compiler.is_compiling():
+            return self.tile_rows
+        return max(given // y.size(0), 1)
 
     def _target(self, x: Tensor, y: Tensor, target: Tensor | None) -> Tensor:
         if target is not None:
@@ -313,55 +283,6 @@ class ContrastiveLossWithQueryClosure(SimpleContrastiveLoss):
             f"expected 2 representations, or 1 and a query_closure, got {len(reps)} and "
             f"query_closure={'None' if query_closure is None else 'a function'}"
         )
-
-
-class LabelContrastiveLoss:
-    """Supervised contrastive loss: every target with the query's label is a positive.
-
-    The mean over queries of the mean over their positives of the cross entropy; a query without a positive counts 0.
-
-    Source: Khosla et al., "Supervised Contrastive Learning" (2020), equation 2.
-    """
-
-    def __init__(self, *, tile_rows: int | None = None, temperature: float = 1.0) -> None:
-        self.tile_rows = tile_rows
-        self._scale = 1.0 / temperature
-
-    def __call__(self, x: Tensor, y: Tensor, *, x_labels: Tensor, y_labels: Tensor) -> Tensor:
-        """``x_labels``: (queries,), ``y_labels``: (targets,), compared for equality."""
-        by_tiles = _by_tiles(self._tile, self.tile_rows, cut=("x_labels",))
-        return by_tiles(x, y, x_labels=x_labels, y_labels=y_labels)
-
-    def _tile(self, x: Tensor, y: Tensor, x_labels: Tensor, y_labels: Tensor) -> Tensor:
-        log_probability = F.log_softmax(x @ y.T * self._scale, dim=1)
-        positive = x_labels[:, None] == y_labels[None, :]
-        per_query = log_probability.masked_fill(~positive, 0).sum(1) / positive.sum(1).clamp(min=1)
-        return -per_query.mean()
-
-
-class SigmoidContrastiveLoss(nn.Module):
-    """SigLIP loss: each pair of a query and a target is a binary classification; scale and bias are learned.
-
-    Source: Zhai et al., "Sigmoid Loss for Language Image Pre-Training" (2023), algorithm 1.
-    """
-
-    def __init__(self, *, tile_rows: int | None = None, temperature: float = 0.1, bias: float = -10.0) -> None:
-        super().__init__()
-        self.log_scale = nn.Parameter(torch.tensor(1.0 / temperature).log())
-        self.bias = nn.Parameter(torch.tensor(bias))
-        self.tile_rows = tile_rows
-
-    def forward(self, x: Tensor, y: Tensor, target: Tensor | None = None) -> Tensor:
-        """``target``: (queries,) indices of each query's target, by default its own row number."""
-        if target is None:
-            target = torch.arange(x.size(0), device=x.device)
-        return _by_tiles(self._tile, self.tile_rows, cut=("target",))(x, y, target=target)
-
-    def _tile(self, x: Tensor, y: Tensor, target: Tensor) -> Tensor:
-        scores = x @ y.T * self.log_scale.exp() + self.bias
-        own = scores.gather(1, target[:, None])
-        # softplus(score) over all pairs treats the query's own pair as negative; the second term makes it positive.
-        return (F.softplus(scores).sum() - own.sum()) / max(x.size(0), 1)
 
 
 class DistributedContrastiveLoss(SimpleContrastiveLoss):

@@ -112,13 +112,11 @@ class Joined:
         exactly: raise ValueError for a chunk that returns another number of rows than it was given. Joined chunk after
             chunk, such rows may be in another order than those of the whole batch (views of all rows, one after the
             other), or others (pooled over a chunk). If False, only if each chunk returns the same multiple.
-        only_tensors: raise TypeError for a representation that is no tensor.
     """
 
-    def __init__(self, given: Sequence[int | None], *, exactly: bool = True, only_tensors: bool = False) -> None:
+    def __init__(self, given: Sequence[int | None], *, exactly: bool = True) -> None:
         self._given = list(given)
         self._exactly = exactly
-        self._only_tensors = only_tensors
         self._values: list[Any] = []
         #: Rows of each chunk's representation.
         self.rows: list[int] = []
@@ -126,12 +124,6 @@ class Joined:
     def add(self, representation: Any) -> None:
         """Adds the representation of the next chunk, detached."""
         rows, given = rows_in(representation), self._given[len(self.rows)]
-        if self._only_tensors and not isinstance(representation, Tensor):
-            raise TypeError(
-                f"expected a representation that is a tensor for this loss, got {type(representation).__name__} with "
-                f"{', '.join(name for name, _ in _named(representation))}; pass get_rep_fn to select it from the "
-                f"model's output"
-            )
         if self._values:
             self._compare(representation)
         if self._exactly and len(self._given) > 1 and given is not None and rows != given:

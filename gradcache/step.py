@@ -15,13 +15,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from gradcache import representations
 from gradcache.accumulation import Accumulation
+from gradcache.contract import StepOwner
 from gradcache.distributed import Reduction, after_backward, broadcast_buffers
 from gradcache.streamed import StreamedModel, StreamedTowers, Tower
 from gradcache.two_pass import InputGradients
@@ -31,9 +32,6 @@ from offload.identities import identities_only
 from pipe.microbatch import rows_of
 from pipe.nested import tensors_in
 from pipe.torch_private.autograd import has_hooks
-
-if TYPE_CHECKING:
-    from gradcache.contract import StepOwner
 
 __all__ = ["Step"]
 

@@ -18,18 +18,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from gradcache import representations
 from gradcache.chunks import call_arguments
+from gradcache.contract import StepOwner
 from gradcache.two_pass import InputGradients, is_trainable
 from pipe.nested import tensors_in
-
-if TYPE_CHECKING:
-    from gradcache.contract import StepOwner
 
 __all__ = ["StreamedModel", "StreamedTowers", "Tower"]
 

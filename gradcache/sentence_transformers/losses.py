@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from gradcache.autograd_node import wide
 from gradcache.distributed import RowsOfAll, unwrapped
-from gradcache.loss import CHUNKED, chunked_cross_entropy, tiled
+from gradcache.loss import tiled
 from gradcache.sentence_transformers.cached_loss import (
     CachedLoss,
     Columns,
@@ -138,12 +138,7 @@ class CachedMultipleNegativesRankingLoss(CachedLoss):
         self, queries: Tensor, own: Tensor, positives: Tensor, every_query: Tensor, documents: Tensor
     ) -> tuple[Tensor, torch.dtype]:
         """The sum over queries, in at least 32 bits, and the dtype of the loss."""
-        dtype, plain = queries.dtype, not self._weighs and set(self.directions) == {"query_to_doc"}
-        if CHUNKED and self.similarity_fct is cos_sim and plain and len(queries):
-            with torch.autocast(queries.device.type, enabled=False):
-                x, y = (F.normalize(each.to(wide(each.dtype)), dim=1) for each in (queries, documents))
-            total = chunked_cross_entropy(x, y, own, scale=self.scale, tile_rows=self.mini_batch_size)
-            return total, total.dtype if torch.is_autocast_enabled(queries.device.type) else dtype
+        dtype = queries.dtype
 
         def tile(*parts: Tensor) -> Tensor:
             nonlocal dtype

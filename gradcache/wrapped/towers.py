@@ -23,20 +23,18 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from gradcache import representations
+from gradcache.contract import StepOwner
 from gradcache.streamed import Tower
 from gradcache.two_pass import InputGradients, devices_in_use, is_trainable
 from gradcache.wrapped.suspended import Call, Observer, SuspendedForward, TowerState
 from offload.identities import identities_only
 from pipe.nested import tensors_in
-
-if TYPE_CHECKING:
-    from gradcache.contract import StepOwner
 
 __all__ = ["WrappedTowers", "streamed_inside", "warn_once"]
 

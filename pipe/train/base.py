@@ -154,6 +154,7 @@ class TrainPipelineBase:
     #: Those that a call of ``progress`` runs ahead before its forward, and between forward and backward.
     _around_forward: tuple[Sequence[str], Sequence[str]] = (("load", "copy"), ())
     _forward_only = False
+    _forward_stream: torch.cuda.Stream | None = None  # of the latest call
 
     def __init__(
         self,
@@ -173,8 +174,7 @@ class TrainPipelineBase:
         enqueue_batch_after_forward: bool = False,
     ) -> None:
         self._device = normalize_device(device)
-        scaled = amp_dtype is torch.float16 and grad_scaling
-        scaler = torch.amp.GradScaler(self._device.type) if scaled else None
+        scaler = torch.amp.GradScaler(self._device.type, enabled=amp_dtype is torch.float16 and grad_scaling)
         self._window = Window(model, optimizer, grad_accum, scaler, forward_only=self._forward_only)
         if custom_model_fwd is not None and not callable(custom_model_fwd):
             kind = type(custom_model_fwd).__name__
@@ -182,12 +182,10 @@ class TrainPipelineBase:
         self._custom_model_fwd = custom_model_fwd
         self._amp_dtype = amp_dtype
         self._execute_all_batches = execute_all_batches
-        unknown = sorted(set(ahead or ()) - set(self.default_ahead))
-        if unknown:
-            raise ValueError(f"expected stages of {sorted(self.default_ahead)} in ahead, got {unknown} (ahead={ahead})")
+        wrong = {name: depth for name, depth in (ahead or {}).items() if name not in self.default_ahead or depth < 0}
+        if wrong:
+            raise ValueError(f"expected ahead >= 0 for stages of {sorted(self.default_ahead)}, got {wrong}")
         self._ahead = {**self.default_ahead, **(ahead or {})}
-        if negative := [f"{name}={depth}" for name, depth in self._ahead.items() if depth < 0]:
-            raise ValueError(f"expected ahead >= 0, got {', '.join(negative)}")
         self._lanes = lanes or Lanes.for_device(self._device)
         self._lane: dict[str, Lane] = {**vars(self._lanes), "exchange": self._lanes.distribute}
         #: For each stage, the one that it waits for.
@@ -227,13 +225,11 @@ class TrainPipelineBase:
         batch.batch = move(batch.host, self._device)
 
     def _forward(self, batch: InFlight) -> None:
-        if self._lanes.copy.stream is not None:
-            # The current stream uses memory that was allocated on the copy stream.
-            record_stream(batch.batch, torch.cuda.current_stream(self._device))
+        record_stream(batch.batch, self._forward_stream)  # it uses memory that was allocated on the copy stream
         batch.begun = True
         batch.trains = self._window.trains()
-        batch.closes = self._window.open(self._is_last()) if batch.trains else True
-        with self._window.synchronization(batch.closes), self._autocast():
+        batch.closes = self._window.open(self._is_last) if batch.trains else True
+        with self._window.accumulation(batch.closes), self._autocast():
             batch.losses, batch.output = checked_pair(self._call_model(batch))
 
     def _call_model(self, batch: InFlight) -> Any:
@@ -260,6 +256,7 @@ class TrainPipelineBase:
             Exception: an exception of the loader, after the batches that it yielded before; an exception of the model.
         """
         self._thread = threading.get_ident()
+        self._forward_stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         source = self._connect(dataloader_iter)
         in_turn = source.in_turn
         try:
@@ -363,11 +360,10 @@ class TrainPipelineBase:
 
     def _is_last(self) -> bool | None:
         """Whether the loader ends after the first batch in flight; None if the next read failed or may not begin."""
-        first, source = self._flight[0], self._source
-        if not self._window.must_know_the_end or first.last:
+        if self._flight[0].last:
             return True
-        if self._ahead["load"] and source is not None and not source.in_turn:
-            self._submit("load", 1, source)
+        if self._source is not None and self._ahead["load"] and not self._source.in_turn:
+            self._submit("load", 1, self._source)
         if len(self._flight) == 1:
             return None
         following = self._flight[1]
@@ -405,8 +401,9 @@ class TrainPipelineBase:
                     self._flight[-1].last = True
             draws = Draws(iterator, self._device) if self._beside_compute else None
             agreement = self._agreement if self._agreement.needed(self._window.model, trains) else None
+            # One that is read on in another mode is not read ahead before it has been observed.
             in_turn = same and draws is not None
-            source = self._source = Source(iterator, self._restored, agreement, draws, in_turn=in_turn)
+            source = self._source = Source(iterator, self._restored, agreement, draws, in_turn)
         self._trains = trains
         return source
 
@@ -428,13 +425,9 @@ class TrainPipelineBase:
 
     def statistics(self) -> Statistics:
         """Counts since construction, among them whether and why overlap is missing."""
+        waited, reasons = dict(self._wait_seconds), dict(self._undistributed)
         return Statistics(
-            batches=self._batches,
-            steps=self._window.steps,
-            wait_seconds=dict(self._wait_seconds),
-            pageable_bytes=self._pageable_bytes,
-            undistributed=dict(self._undistributed),
-            batches_in_turn=self._batches_in_turn,
+            self._batches, self._window.steps, waited, self._pageable_bytes, reasons, self._batches_in_turn
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from operator import is_
-from typing import Any, NamedTuple
+from operator import attrgetter, is_, itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from torch import Tensor
 from pipe.nested import attributes_of
 from pipe.torch_private.data import pytree
 
-__all__ = ["PathStep", "follow", "move", "pageable_bytes", "record_stream", "walk"]
+__all__ = ["follow", "move", "pageable_bytes", "record_stream", "walk"]
 
 
 def _takes_non_blocking(to: Callable[..., Any]) -> bool:
@@ -49,70 +51,59 @@ def _moved(value: Any, device: torch.device) -> Any:
         quick = isinstance(value, Tensor) or _takes_non_blocking(value.to)
         return value.to(device, non_blocking=True) if quick else value.to(device)
     if isinstance(value, Mapping):
-        items = {key: move(item, device) for key, item in value.items()}
-        if any(items[key] is not item for key, item in value.items()):
-            if not isinstance(value, MutableMapping):
-                return items
-            value = copy.copy(value)  # keeps the type
-            value.update(items)
+        items = dict(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+    else:
         return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
-        new = {name: move(item, device) for name, item in fields.items()}
-        if any(new[name] is not item for name, item in fields.items()):
-            # Not dataclasses.replace: it calls __init__ again, which refuses init=False fields and may compute values.
-            value = copy.copy(value)
-            for name, item in new.items():
-                object.__setattr__(value, name, item)
+    moved = {name: move(item, device) for name, item in items.items()}
+    if all(map(is_, moved.values(), items.values())):
+        return value
+    if isinstance(value, Mapping):
+        if not isinstance(value, MutableMapping):
+            return moved
+        value = copy.copy(value)  # keeps the type
+        value.update(moved)
+        return value
+    # Not dataclasses.replace: it calls __init__ again, which refuses init=False fields and may compute values.
+    value = copy.copy(value)
+    for name, item in moved.items():
+        object.__setattr__(value, name, item)
     return value
 
 
-class PathStep(NamedTuple):
-    """One step of a path into a batch: ``.key`` of an object, or ``[key]`` of a container."""
-
-    attribute: bool
-    key: Any
-
-    def __str__(self) -> str:
-        return f".{self.key}" if self.attribute else f"[{self.key!r}]"
-
+#: Steps from a batch to an object inside it: functions of what was reached.
+Path = tuple[Callable[[Any], Any], ...]
 
 _OPAQUE = (str, bytes, int, float, complex, bool, type(None), type, torch.device, torch.dtype, torch.nn.Module)
 _DEEPEST = 8  # levels of containers that are walked; deeper values are taken for object graphs, not for a batch
 
 
-def _children(value: Any) -> Iterator[tuple[PathStep, Any]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield PathStep(False, key), item
-    elif isinstance(value, (list, tuple)):
-        for k, item in enumerate(value):
-            yield PathStep(False, k), item
+def _children(value: Any) -> Iterator[tuple[Callable[[Any], Any], Any]]:
+    if isinstance(value, (Mapping, list, tuple)):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield itemgetter(key), item
     elif not isinstance(value, (Tensor, *_OPAQUE)) and not callable(value):
         for name, item in attributes_of(value):
             if item is not None:
-                yield PathStep(True, name), item
+                yield attrgetter(name), item
 
 
-def walk(batch: Any) -> Iterator[tuple[tuple[PathStep, ...], Any]]:
+def walk(batch: Any) -> Iterator[tuple[Path, Any]]:
     """Every object that the batch reaches, with its path, outermost first; each object once."""
     seen: set[int] = set()  # ids are safe here: everything seen is kept alive by the batch while this runs
-    level: list[tuple[tuple[PathStep, ...], Any]] = [((), batch)]
-    for _ in range(_DEEPEST):
-        below: list[tuple[tuple[PathStep, ...], Any]] = []
-        for path, value in level:
-            if id(value) not in seen:
-                seen.add(id(value))
-                yield path, value
-                below.extend(((*path, step), child) for step, child in _children(value))
-        level = below
+    found: deque[tuple[Path, Any]] = deque([((), batch)])
+    while found:
+        path, value = found.popleft()
+        if id(value) not in seen and len(path) < _DEEPEST:
+            seen.add(id(value))
+            yield path, value
+            found.extend(((*path, step), child) for step, child in _children(value))
 
 
-def follow(batch: Any, path: tuple[PathStep, ...]) -> Any:
+def follow(batch: Any, path: Path) -> Any:
     """The object at ``path``; LookupError or AttributeError if this batch has no such path."""
-    for step in path:
-        batch = getattr(batch, step.key) if step.attribute else batch[step.key]
-    return batch
+    return functools.reduce(lambda value, step: step(value), path, batch)
 
 
 def pageable_bytes(batch: Any, device: torch.device) -> int:
@@ -128,11 +119,6 @@ def record_stream(batch: Any, stream: torch.cuda.Stream | None) -> None:
 
     Without this, memory allocated on a copy stream could be reused by the next copy while kernels still read it.
     """
-    if stream is None:
-        return
-    for _, value in walk(batch):
-        if isinstance(value, Tensor):
-            if value.is_cuda:
-                value.record_stream(stream)
-        elif callable(getattr(value, "record_stream", None)):
+    for _, value in walk(batch) if stream is not None else ():
+        if callable(getattr(value, "record_stream", None)) and getattr(value, "is_cuda", True):
             value.record_stream(stream)

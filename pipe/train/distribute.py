@@ -20,8 +20,9 @@ Assumes
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -29,7 +30,7 @@ from torch import nn
 
 from pipe.torch_private.data import pytree
 from pipe.train.batch import follow, record_stream, walk
-from pipe.train.lane import Lane
+from pipe.train.lane import Lane, Ticket
 
 __all__ = ["Distributes", "Distribution", "Request", "children_of"]
 
@@ -70,9 +71,7 @@ class Request:
     context: Any
     awaitable: Any
     exchanging: bool = False  # whether the first wait has returned
-    distributed: bool = False  # whether the second wait has returned as well
-    dist_input: Any = None  # the result of the second wait
-    prefetched: bool = False  # whether the module's prefetch was called for it
+    dist_input: Ticket[Any] | None = None  # of the second wait: of a forward, or of a prefetch before it
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether these are the same objects that were distributed."""
@@ -107,8 +106,7 @@ class Distribution:
 
     def serves(self, model: nn.Module) -> bool:
         """Whether the participating modules of ``model`` are those of this distribution."""
-        modules = dict(_outermost(model))
-        return modules.keys() == self._modules.keys() and all(modules[k] is self._modules[k] for k in modules)
+        return dict(_outermost(model)) == self._modules
 
     @property
     def observed(self) -> bool:
@@ -132,9 +130,8 @@ class Distribution:
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Calls ``check_optimizer`` of each module that has it; a module raises there to refuse the optimizer."""
         for module in self._modules.values():
-            check = getattr(module, "check_optimizer", None)
-            if callable(check):
-                check(optimizer)
+            if hasattr(module, "check_optimizer"):
+                module.check_optimizer(optimizer)
 
     def start(self, batch: Any) -> list[Request]:
         """Starts the distributions of a batch, in the order in which the first forward called the modules."""
@@ -164,68 +161,60 @@ class Distribution:
         ``forward_stream`` will use the rows; it is None on the CPU.
         """
         for request in requests:
-            prefetch = getattr(self._modules[request.name], "prefetch", None)
-            if not callable(prefetch):
-                continue
-            dist_input = self._distributed(request)
-            if forward_stream is not None:
-                record_stream((dist_input, request.context), forward_stream)
-            prefetch(ctx=request.context, dist_input=dist_input, forward_stream=forward_stream)
-            request.prefetched = True
+            module = self._modules[request.name]
+            if hasattr(module, "prefetch"):
+                dist_input = self._distributed(request)
+                if forward_stream is not None:
+                    record_stream((dist_input, request.context), forward_stream)
+                module.prefetch(ctx=request.context, dist_input=dist_input, forward_stream=forward_stream)
 
     @contextlib.contextmanager
-    def serving(self, requests: list[Request] | None, batch: Any) -> Iterator[None]:
+    def serving(self, requests: Sequence[Request], batch: Any) -> Iterator[None]:
         """A context in which participating modules use ``requests``; the first one records their arguments."""
-        waiting = list(requests or ())
-        seen: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-        with contextlib.ExitStack() as stack:
+        waiting, seen = list(requests), list[tuple[str, Any, Any]]()
+        # Instance attributes that were set by other code; those of the class are none of them.
+        replaced = {
+            name: vars(module)["forward"] for name, module in self._modules.items() if "forward" in vars(module)
+        }
+        try:
             for name, module in self._modules.items():
-                stack.enter_context(self._served(name, module, waiting, seen))
+                module.forward = partial(self._forward, name, module.forward, waiting, seen)
             yield
+        finally:
+            for name, module in self._modules.items():
+                vars(module).pop("forward", None)
+                if name in replaced:
+                    module.forward = replaced[name]
         if not self.observed:
             self._calls = self._learn(seen, batch)
 
-    @contextlib.contextmanager
-    def _served(self, name: str, module: Any, waiting: list[Request], seen: list[Any]) -> Iterator[None]:
-        plain = module.forward
-        replaced = vars(module).get("forward")  # an instance attribute set by other code, or None for the class's
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            request = next((r for r in waiting if r.name == name and r.fits(args, kwargs)), None)
-            if request is None:
-                if any(r.name == name and r.prefetched for r in waiting):
-                    raise RuntimeError(
-                        f"module {name!r} has prefetched rows for other objects than it is called with, and would "
-                        f"compute with those rows; call it with the same part of every batch, or use "
-                        f"TrainPipelineSparseDist, which prefetches nothing"
-                    )
-                if self.observed:
-                    self.undistributed.setdefault(name, "it was called with other objects than in the first forward")
-                seen.append((name, args, kwargs))
-                return plain(*args, **kwargs)
+    def _forward(
+        self, name: str, plain: Any, waiting: list[Request], seen: list[Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        request = next((r for r in waiting if r.name == name and r.fits(args, kwargs)), None)
+        if request is not None:
             waiting.remove(request)
-            return module.compute_and_output_dist(request.context, self._distributed(request))
-
-        module.forward = forward
-        try:
-            yield
-        finally:
-            if replaced is None:
-                del module.forward
-            else:
-                module.forward = replaced
+            return self._modules[name].compute_and_output_dist(request.context, self._distributed(request))
+        if any(r.name == name and r.dist_input is not None for r in waiting):
+            raise RuntimeError(
+                f"module {name!r} has prefetched rows for other objects than it is called with, and would compute with "
+                f"those rows; call it with the same part of every batch, or use TrainPipelineSparseDist, which "
+                f"prefetches nothing"
+            )
+        if self.observed:
+            self.undistributed.setdefault(name, "it was called with other objects than in the first forward")
+        seen.append((name, args, kwargs))
+        return plain(*args, **kwargs)
 
     def _distributed(self, request: Request) -> Any:
         """Waits for the distributed input; the result is safe to use on the current stream."""
-        if not request.distributed:
-            # Without this wait, the lookup would read indices (or rows) before they are received.
-            request.dist_input = self._lane.submit(request.awaitable.wait).wait()
-            request.distributed = True
+        if request.dist_input is None:
+            request.dist_input = self._lane.submit(request.awaitable.wait)
+        # Without this wait, the lookup would read indices (or rows) before they are received.
+        dist_input = request.dist_input.wait()
         if self._lane.stream is not None:
-            stream = torch.cuda.current_stream(self._lane.stream.device)
-            record_stream(request.dist_input, stream)
-            record_stream(request.context, stream)
-        return request.dist_input
+            record_stream((dist_input, request.context), torch.cuda.current_stream(self._lane.stream.device))
+        return dist_input
 
     def _learn(self, seen: list[tuple[str, tuple[Any, ...], dict[str, Any]]], batch: Any) -> list[_Call]:
         paths = {id(value): path for path, value in walk(batch)}  # ids of objects that the batch keeps alive

@@ -15,6 +15,7 @@ import contextlib
 import enum
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -116,38 +117,28 @@ def _group_of(module: nn.Module) -> dist.ProcessGroup | None:
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
+@dataclass(eq=False)
 class Source:
-    """The iterator of one loader, whether it may still be read, and whether it may be read ahead.
+    """The iterator of one loader, whether it may still be read, and whether it may be read ahead."""
 
-    Args:
-        iterator: of the loader.
-        restored: reads of an earlier run, which come before those of the iterator, and are taken from here.
-        agreement: with other ranks, or None.
-        draws: decides which reads may run ahead; None where reads never run beside the compute.
-        in_turn: whether no batch may be read before it is needed until a read has been observed.
-    """
-
-    def __init__(
-        self,
-        iterator: Iterator[Any],
-        restored: deque[Read],
-        agreement: Agreement | None,
-        draws: Draws | None,
-        *,
-        in_turn: bool,
-    ) -> None:
-        self.iterator = iterator
-        self.in_turn = in_turn
-        self.stopped = False
-        self._restored, self._agreement, self._draws = restored, agreement, draws
-        self._observed = False
-        self._reads = 0
-        self._at_end: dict[str, Any] | None = None
+    iterator: Iterator[Any]
+    #: Reads of an earlier run, which come before those of the iterator, and are taken from here.
+    restored: deque[Read]
+    agreement: Agreement | None
+    #: Decides which reads may run ahead; None where reads never run beside the compute.
+    draws: Draws | None
+    #: Whether no batch may be read before it is needed.
+    in_turn: bool
+    #: Whether it has ended or failed.
+    stopped: bool = False
+    _observed: bool = False
+    _reads: int = 0
+    _at_end: dict[str, Any] | None = None
 
     @property
     def reads_alone(self) -> bool:
         """Whether the next read must run while nothing else does."""
-        return self._draws is not None and not self.stopped and (self.in_turn or not self._observed)
+        return self.draws is not None and not self.stopped and (self.in_turn or not self._observed)
 
     def was_reset(self) -> bool:
         """Whether the iterator began another epoch after its end was read.
@@ -165,10 +156,10 @@ class Source:
         read: Read | None = None
         try:
             try:
-                read = self._restored.popleft() if self._restored else self._next()
+                read = self.restored.popleft() if self.restored else self._next()
             finally:
-                if self._agreement is not None:
-                    read, self.in_turn = self._agreement.agree(read, self.in_turn, self._reads)
+                if self.agreement is not None:
+                    read, self.in_turn = self.agreement.agree(read, self.in_turn, self._reads)
         except BaseException:
             self.stopped = True
             raise
@@ -178,7 +169,7 @@ class Source:
         return read
 
     def _next(self) -> Read:
-        draws = self._draws if self.reads_alone else None
+        draws = self.draws if self.reads_alone else None
         with contextlib.nullcontext() if draws is None else draws.observing():
             try:
                 read = Read(Kind.BATCH, next(self.iterator))

@@ -19,7 +19,7 @@ so the features of batch i+1 are exchanged during the forward of batch i, and it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -114,6 +114,8 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         distribution = Distribution(model, self._lanes.distribute)
         for one in self._window.optimizers:
             distribution.check_optimizer(one)
+        if "prefetch" in self._stages:
+            distribution.check_caches()
         return distribution
 
     def _use(self, distribution: Distribution) -> None:
@@ -194,22 +196,9 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
     default_ahead: Mapping[str, int] = {"load": 2, "copy": 2, "distribute": 2, "prefetch": 1}
     _stages = ("load", "copy", "distribute", "exchange", "prefetch")
     _around_forward = (("load", "copy", "exchange"), ("prefetch", "distribute"))
-    _forward_stream: torch.cuda.Stream | None = None
-
-    def _distribution_of(self, model: nn.Module) -> Distribution:
-        distribution = super()._distribution_of(model)
-        distribution.check_caches()
-        return distribution
 
     def _prefetch(self, batch: InFlight) -> None:
         self._distribution.prefetch(batch.requests, self._forward_stream)
-
-    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """As that of :class:`~pipe.train.base.TrainPipelineBase`."""
-        if self._device.type == "cuda":
-            # Outside of every lane: the stream that the forward will run on.
-            self._forward_stream = torch.cuda.current_stream(self._device)
-        return super().progress(dataloader_iter)
 
 
 class EvalPipelineSparseDist(TrainPipelineSparseDist):
@@ -239,11 +228,9 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist):
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
         device: torch.device | str,
-        *,
-        enable_amp: bool = False,
         **options: Any,
     ) -> None:
         unwanted = sorted({"grad_accum", "enable_grad_scaling", "execute_all_batches"} & options.keys())
         if unwanted:
             raise TypeError(f"EvalPipelineSparseDist trains nothing and runs every batch: it takes no {unwanted}")
-        super().__init__(model, (), device, enable_amp, False, **options)
+        super().__init__(model, (), device, enable_grad_scaling=False, **options)

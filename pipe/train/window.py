@@ -21,7 +21,7 @@ import contextlib
 import functools
 import inspect
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class Window:
         model: trained in ``train`` mode. Its replicas do not communicate before the last backward of a window.
         optimizer: one, or several that are zeroed and stepped together.
         size: batches per optimizer step; None means 1.
-        scaler: scales losses and steps the optimizer (fp16 only), or None.
+        scaler: scales losses and steps the optimizers, if it is enabled (fp16 only).
         forward_only: whether nothing is trained, whatever the model's mode; there may be no optimizer.
     """
 
@@ -59,8 +59,8 @@ class Window:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        size: int | None = None,
-        scaler: torch.amp.GradScaler | None = None,
+        size: int | None,
+        scaler: torch.amp.GradScaler,
         *,
         forward_only: bool = False,
     ) -> None:
@@ -92,7 +92,7 @@ class Window:
             # Those that can be deferred are deferred.
             eager = [optimizer for optimizer in self.optimizers if not hasattr(optimizer, "accumulate")]
             refuse_updates_in_backward(model, eager, f"accumulates {self.size} batches (grad_accum={self.size})")
-        if self.scaler is not None:
+        if self.scaler.is_enabled():
             because = "scales its loss for fp16 (enable_grad_scaling=True)"
             refuse_updates_in_backward(model, self.optimizers, because)
 
@@ -100,31 +100,33 @@ class Window:
         """Whether a batch that is run now is trained on."""
         return not self._forward_only and self.model.training and torch.is_grad_enabled()
 
-    @property
-    def must_know_the_end(self) -> bool:
-        """Whether the next batch closes the window only if it is the loader's last."""
-        return self.position + 1 < self.size
-
-    def open(self, last: bool | None) -> bool | None:
+    def open(self, is_last: Callable[[], bool | None]) -> bool | None:
         """Zeroes the gradients if the next batch is the first of its window; returns whether that batch ``closes`` it.
 
-        ``last``: whether it is the last batch of its loader; None if that is not known yet.
+        ``is_last`` is called if it may be the last batch of its loader and must close the window then; it returns None
+        if that is not known yet.
         """
         self._refuse_updates_in_backward(self.model)  # hooks may have been added since construction
         if self.position == 0:
             for optimizer in self.optimizers:
                 optimizer.zero_grad(set_to_none=True)
-        return last if self.must_know_the_end else True
+        return is_last() if self.position + 1 < self.size else True
 
     @contextlib.contextmanager
-    def synchronization(self, closes: bool | None) -> Iterator[None]:
-        """A context for forward or backward of one batch: ``no_sync`` of replicas, unless the batch may be the last."""
+    def accumulation(self, closes: bool | None) -> Iterator[None]:
+        """A context for forward or backward of one batch: ``no_sync`` of replicas, unless the batch may be the last.
+
+        Optimizers that can defer updates inside backward defer them, unless the batch closes the window.
+        """
         with contextlib.ExitStack() as stack:
             for module in _replicated(self.model) if closes is False else ():
                 # DDP with a static graph records it in its first backward, which must not run in no_sync. The
                 # additional all-reduce changes nothing: a mean over replicas is not changed by the next one.
                 if self._static_graphs_known or not getattr(module, "static_graph", False):
                     stack.enter_context(module.no_sync())
+            for optimizer in () if closes else self.optimizers:
+                if hasattr(optimizer, "accumulate"):
+                    stack.enter_context(optimizer.accumulate())
             yield
 
     def backward(self, closes: bool | None, losses: Any) -> None:
@@ -139,12 +141,8 @@ class Window:
         loss = _total(losses)
         if weight != 1.0:
             loss = loss * weight
-        with contextlib.ExitStack() as stack:
-            for optimizer in () if closes else self.optimizers:
-                if hasattr(optimizer, "accumulate"):  # defers updates inside backward
-                    stack.enter_context(optimizer.accumulate())
-            stack.enter_context(self.synchronization(closes))
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        with self.accumulation(closes):
+            self.scaler.scale(loss).backward()
         self._static_graphs_known = True
         self.position = batches
         self._reduced = closes is not False
@@ -173,12 +171,8 @@ class Window:
         if collection and self.table_interval is not None and self.steps % self.table_interval == 0:
             self.model.sync()  # type: ignore[operator]  # a collective call
         for optimizer in self.optimizers:
-            if self.scaler is None:
-                optimizer.step()
-            else:
-                self.scaler.step(optimizer)
-        if self.scaler is not None:
-            self.scaler.update()
+            self.scaler.step(optimizer)
+        self.scaler.update()
         self.position = 0
         self.steps += 1
 
@@ -194,52 +188,43 @@ class Window:
         """Position, gradients accumulated so far (in the order of the optimizer's parameters), steps and scaler."""
         grads = [p.grad for p in self._parameters()] if self.position else []
         return {
+            "kind": self._kind(),
             "position": self.position,
-            "size": self.size,
             "steps": self.steps,
             "gradients": [None if grad is None else grad.detach().clone() for grad in grads],
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "scaler": self.scaler.state_dict(),
         }
+
+    def _kind(self) -> dict[str, Any]:
+        parameters = len(self._parameters())
+        return {"grad_accum": self.size, "parameters": parameters, "gradient scaling": self.scaler.is_enabled()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues the window of a :meth:`state_dict`; refuses one of another size, parameters, or scaling."""
         parameters = self._parameters()
-        wrong = []
-        if state["size"] != self.size:
-            wrong.append(f"grad_accum {self.size}, got {state['size']}")
-        if state["position"] and len(state["gradients"]) != len(parameters):
-            wrong.append(f"gradients of {len(parameters)} parameters, got {len(state['gradients'])}")
-        if (state["scaler"] is None) != (self.scaler is None):
-            wrong.append(f"{'no ' if self.scaler is None else ''}gradient scaling, got the opposite")
-        if wrong:
-            raise ValueError(f"expected the state of a pipeline with {'; and '.join(wrong)}")
+        if state["kind"] != self._kind():
+            raise ValueError(f"expected the state of a pipeline with {self._kind()}, got {state['kind']}")
         if state["position"]:
             for parameter, grad in zip(parameters, state["gradients"], strict=True):
                 parameter.grad = None if grad is None else grad.to(parameter.device, copy=True)
-        if self.scaler is not None:
-            self.scaler.load_state_dict(state["scaler"])
-            if state["position"]:
-                # A scaler initializes its scale tensor with the first loss; finish() may step before any loss.
-                self.scaler.scale(torch.zeros((), device=parameters[0].device))
+        self.scaler.load_state_dict(state["scaler"])
+        if state["position"]:
+            # A scaler initializes its scale tensor with the first loss; finish() may step before any loss.
+            self.scaler.scale(torch.zeros((), device=parameters[0].device))
         self.position, self.steps = state["position"], state["steps"]
 
 
 def _refuse_closure(optimizer: Any) -> None:
     """Refuses an optimizer whose ``step`` cannot be called without a closure, also in a wrapper as accelerate's."""
-    while optimizer is not None:
-        # Of the class: a scheduler wraps the method of the instance.
-        _, *step = inspect.signature(type(optimizer).step).parameters.values()
-        required = [
-            p.name for p in step if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        ]
-        if required:
-            raise TypeError(
-                f"expected an optimizer whose step() can be called without a closure, got {type(optimizer).__name__}, "
-                f"whose step needs {', '.join(required)}: a train pipeline runs each batch once, so it cannot compute "
-                f"the loss of a batch again; take a first-order optimizer, or train with this one in a plain loop"
-            )
-        inner = getattr(optimizer, "optimizer", None)
-        optimizer = inner if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer else None
+    kind = type(getattr(optimizer, "optimizer", optimizer))
+    try:
+        inspect.signature(kind.step).bind(optimizer)  # of the class: a scheduler wraps the method of the instance
+    except TypeError as error:
+        raise TypeError(
+            f"expected an optimizer whose step() can be called without a closure, got {kind.__name__}, whose step has "
+            f"a {error}: a train pipeline runs each batch once, so it cannot compute the loss of a batch again; take a "
+            f"first-order optimizer, or train with this one in a plain loop"
+        ) from None
 
 
 def check_count(name: str, count: Any) -> None:

@@ -173,21 +173,6 @@ def test_a_layer_that_counts_its_calls_counts_every_chunk_once(shards: bool) -> 
     assert [layer.calls for layer in counted] == [3, 3]
 
 
-class LargeCopies(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten.clone.default and args[0].numel() == 4096 * 8
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_large_buffer_that_is_only_read_is_not_copied() -> None:
-    model, _ = kind_of("a large buffer")
-    with LargeCopies() as copies:
-        GradCache([model[1]], 3, energy)(-torch.rand(12, 8))  # which it does not write for
-    assert copies.count == 0
-
-
 # --- what subclasses and losses of the peer do -----------------------------------------------------------------------
 
 

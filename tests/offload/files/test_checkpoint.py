@@ -9,6 +9,7 @@ import json
 import os
 import random
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
-from offload.files.save_folder import SAVE, Save
+from offload.files.save_folder import SAVE
 from offload.files.tensor_file import TensorFile, write_tensors
 from tests.offload.checkpoint_worker import STATES
 from tests.offload.pair import Pair

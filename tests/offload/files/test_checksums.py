@@ -11,6 +11,7 @@ from offload import OffloadModel, load_checkpoint, save_checkpoint
 from offload.files.save_folder import INDEX
 from offload.files.tensor_file import TensorFile, write_tensors
 from tests.offload.files.test_checkpoint import assert_same_state, make, state_of, train
+from tests.offload.zoo import build
 
 
 def flip(path: Path, at: int) -> None:

@@ -193,7 +193,6 @@ class Lab:
     LateLane = LateLane
     FakeSparse = FakeSparse
     FakeCached = FakeCached
-    kinds = tuple(KINDS)
 
     def __init__(self) -> None:
         self._plain: dict[Any, Any] = {}

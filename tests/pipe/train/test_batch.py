@@ -62,8 +62,8 @@ def ones() -> Tensor:
 def test_a_moved_batch_has_its_type_and_all_its_tensors_moved(batch: Any) -> None:
     moved = move(batch, META)
     assert type(moved) is type(batch)
-    for (path, old), (new_path, new) in zip(walk(batch), walk(moved), strict=False):
-        assert path == new_path
+    for path, old in walk(batch):
+        new = follow(moved, path)
         assert type(new) is type(old)
         if isinstance(new, Tensor):
             assert new.device == META or type(batch).__name__ == "PackedSequence"
@@ -96,5 +96,5 @@ def test_every_object_of_a_batch_is_found_once_and_its_path_leads_to_it() -> Non
     found = list(walk(batch))
     assert sum(value is shared for _, value in found) == 1
     assert all(follow(batch, path) is value for path, value in found)
-    names = {"".join(map(str, path)) for path, value in found if isinstance(value, Tensor)}
-    assert names == {"['f'].values", "['list'][0]", "[3].x"}
+    tensors = [value for _, value in found if isinstance(value, Tensor)]
+    assert len(tensors) == 3

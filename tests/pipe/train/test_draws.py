@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipe.train import InlineLane, Lane, Lanes, Ticket, TrainPipelineBase, TrainPipelineSparseDist
-from pipe.train.draws import Draws
 
 BOTH = pytest.mark.parametrize("make", [TrainPipelineBase, TrainPipelineSparseDist])
 
@@ -261,20 +260,3 @@ def test_with_nothing_ahead_a_batch_may_depend_on_what_became_of_the_one_before(
     torch.testing.assert_close(torch.stack(outputs), torch.stack(seen))
     torch.testing.assert_close(model.weight, reference.weight)
     assert pipeline.statistics().steps == -(-7 // size)
-
-
-def test_reads_are_observed_until_both_sides_are_known() -> None:
-    draws = Draws(iter(()), torch.device("cpu"))
-    assert not draws.shared()
-    with draws.observing():
-        draw("torch")
-        draw("python")
-    assert draws.shared(), "what the caller draws is not known yet"
-    draw("numpy")
-    with draws.observing():
-        pass
-    assert not draws.shared()
-    draw("python")
-    with draws.observing():
-        pass
-    assert draws.shared()

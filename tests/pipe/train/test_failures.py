@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipe.train import InlineLane, Lanes, TrainPipelineBase, TrainPipelineSparseDist
+from pipe.train import (
+    InlineLane,
+    Lanes,
+    PrefetchTrainPipelineSparseDist,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+)
 
 
 class Fragile(nn.Module):
@@ -66,37 +72,33 @@ def test_a_stop_iteration_inside_the_model_does_not_pass_for_the_end_of_the_load
     assert lab.run(pipeline, batches) == [2, 3]
 
 
-def test_a_batch_that_cannot_be_copied_fails_in_its_turn(lab: Any) -> None:
-    class Unmovable:
-        def to(self, device: Any) -> None:
-            raise OSError("no such batch")
-
-    model = Fragile()
-    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters()), "cpu")
-    batches = iter([torch.tensor(0), torch.tensor(1), Unmovable(), torch.tensor(3)])
-    assert [pipeline.progress(batches) for _ in range(2)] == [0, 1]
-    with pytest.raises(OSError, match="no such batch"):
-        pipeline.progress(batches)
-    assert lab.run(pipeline, batches) == [3]
+class Unmovable:
+    def to(self, device: Any) -> None:
+        raise OSError("no such batch")
 
 
-def test_a_distribution_that_fails_fails_in_its_turn(lab: Any) -> None:
-    model = lab.sparse_model()
-    sparse = model.inner["sparse"]
-    batches = lab.batches(6)
-    plain = sparse.input_dist
+@pytest.mark.parametrize("stage", ["copy", "input_dist", "prefetch"])
+def test_a_stage_that_fails_fails_in_its_turn(lab: Any, stage: Any) -> None:
+    model, batches = lab.cached_model(), lab.batches(6)
+    bad = batches[3]["x"]
 
-    def input_dist(ctx: Any, features: Any, flip: Any = False) -> Any:
-        if features is batches[3]["x"]:
-            raise OSError("link down")
-        return plain(ctx, features, flip)
+    def fails_once(plain: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if (args and args[-1] is bad) or kwargs.get("dist_input", (None,))[0] is bad:
+                raise OSError("link down")
+            return plain(*args, **kwargs)
 
-    sparse.input_dist = input_dist
-    pipeline = TrainPipelineSparseDist(model, lab.optimizer(model), "cpu")
-    iterator = iter(batches)
+        return call
+
+    if stage == "copy":
+        batches[3] = Unmovable()
+    else:
+        sparse = model.inner["sparse"]
+        setattr(sparse, stage, fails_once(getattr(sparse, stage)))
+    pipeline, iterator = PrefetchTrainPipelineSparseDist(model, lab.optimizer(model), "cpu"), iter(batches)
     for _ in range(3):
         pipeline.progress(iterator)
-    with pytest.raises(OSError, match="link down"):
+    with pytest.raises(OSError, match="no such batch" if stage == "copy" else "link down"):
         pipeline.progress(iterator)
     assert len(lab.run(pipeline, iterator)) == 2
 
@@ -184,7 +186,7 @@ class Wrapped(torch.optim.Optimizer):
 @pytest.mark.parametrize("make", [TrainPipelineBase, TrainPipelineSparseDist])
 def test_an_optimizer_that_needs_a_closure_is_refused_at_construction(lab: Any, make: Any, wrap: Any) -> None:
     model = lab.model()
-    with pytest.raises(TypeError, match=r"without a closure, got LBFGS, whose step needs closure: a train pipeline"):
+    with pytest.raises(TypeError, match=r"without a closure, got LBFGS, whose step has a missing .*'closure': a train"):
         make(model, wrap(torch.optim.LBFGS(model.parameters())), "cpu")
 
 

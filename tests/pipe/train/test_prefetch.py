@@ -74,25 +74,6 @@ def test_a_module_that_is_called_with_other_objects_than_were_prefetched_is_refu
         pipeline.progress(batches)
 
 
-def test_a_prefetch_that_fails_fails_in_its_turn(lab: Any) -> None:
-    model = lab.cached_model()
-    sparse, batches = model.inner["sparse"], lab.batches(6)
-    plain = sparse.prefetch
-
-    def prefetch(dist_input: Any, **options: Any) -> None:
-        if dist_input[0] is batches[3]["x"]:
-            raise OSError("disk")
-        plain(dist_input, **options)
-
-    sparse.prefetch = prefetch
-    pipeline, iterator = prefetching(lab, model), iter(batches)
-    for _ in range(3):
-        pipeline.progress(iterator)
-    with pytest.raises(OSError, match="disk"):
-        pipeline.progress(iterator)
-    assert len(lab.run(pipeline, iterator)) == 2
-
-
 class Table(nn.Module):
     """As fbgemm's tables look from outside."""
 

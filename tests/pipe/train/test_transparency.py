@@ -12,23 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipe.train import Lanes, PrefetchTrainPipelineSparseDist, TrainPipelineBase, TrainPipelineSparseDist
-
-KINDS = [
-    "tensor",
-    "dict",
-    "nested_dict",
-    "list",
-    "tuple",
-    "named_tuple",
-    "dataclass",
-    "frozen_dataclass",
-    "with_to",
-    "with_plain_to",
-]
-
-
-def test_all_kinds_of_batches_are_covered(lab: Any) -> None:
-    assert tuple(KINDS) == lab.kinds
+from tests.pipe.train.conftest import KINDS
 
 
 def check_counts(lab: Any, counts: Any, kind: Any, grad_accum: Any) -> None:
@@ -48,15 +32,6 @@ def test_final_weights_equal_a_plain_loop_for_1_to_20_batches(lab: Any, grad_acc
 @pytest.mark.parametrize("kind", KINDS)
 def test_final_weights_equal_a_plain_loop_for_every_kind_of_batch(lab: Any, kind: Any, grad_accum: Any) -> None:
     check_counts(lab, [1, 2, 7], kind, grad_accum)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("grad_accum", [None, 1, 2, 3, 4, 5])
-@pytest.mark.parametrize("kind", KINDS)
-def test_final_weights_equal_a_plain_loop_for_1_to_20_batches_of_every_kind(
-    lab: Any, kind: Any, grad_accum: Any
-) -> None:
-    check_counts(lab, range(1, 21), kind, grad_accum)
 
 
 @settings(max_examples=60)
@@ -140,22 +115,6 @@ def test_a_model_in_eval_mode_only_runs_forward(lab: Any) -> None:
     torch.testing.assert_close(outputs, [model(batch)[1] for batch in lab.batches(5)])
     torch.testing.assert_close(model.state_dict(), before)
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_evaluation_by_a_second_pipeline_does_not_touch_an_open_window(lab: Any) -> None:
-    reference, model = lab.model(), lab.model()
-    torch.manual_seed(2)
-    lab.plain_loop(reference, [lab.batches(6)], 3)
-    torch.manual_seed(2)
-    training = TrainPipelineBase(model, lab.optimizer(model), "cpu", grad_accum=3)
-    evaluation = TrainPipelineBase(model, lab.optimizer(model), "cpu")
-    batches = iter(lab.batches(6))
-    for _ in range(6):
-        training.progress(batches)
-        model.eval()
-        lab.run(evaluation, iter(lab.batches(2, seed=9)))
-        model.train()
-    lab.assert_same(model, reference)
 
 
 @pytest.mark.parametrize(
