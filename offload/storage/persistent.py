@@ -4,7 +4,8 @@
 
     directory/model.home      weights of all layers, buffers, and a manifest (offload.storage.persistent)
     directory/home.lock       locked by the model that uses the home
-    directory/gradstream-*    removed with the model: gradients, optimizer states, boundaries
+
+Gradients, optimizer states and boundaries are in files without names.
 
 With a mesh of processes each rank has such a directory of its own below the one that is given, ``rank0-of-2``. What it
 has opened is compared with what its peers have.
@@ -43,7 +44,7 @@ from offload.storage.buffer import PAGE_BYTES, whole_pages
 from offload.storage.contract import Block
 from offload.storage.disk import DiskBlock, DiskTier, reserve
 from offload.storage.home import DiskHome
-from offload.storage.transfer import StoredFile, move_all
+from offload.storage.transfer import move_all
 from pipe.process import finalize_here
 
 __all__ = ["RANKS", "HomeError", "Manifest", "PersistentTier", "digest", "homes_in", "read_manifest", "write_manifest"]
@@ -148,18 +149,14 @@ def _open_regular(path: Path, flags: int) -> int:
     raise HomeError(f"{path}: expected a regular file, got {reason}. {RESTORE}")
 
 
-def write_manifest(file: StoredFile, manifest: Manifest, description: bytes | None = None) -> None:
+def write_manifest(fd: int, path: Path, manifest: Manifest, description: bytes | None = None) -> None:
     """Writes the manifest of a file (and the description of a new one); returns once it is on the disk."""
-    path, fd = file.path, file.open()
-    try:
-        if description is not None:
-            move_all(os.pwritev, fd, memoryview(description), whole_pages(manifest.contents_bytes), path)
-        # Contents -> manifest. Without this, a power cut leaves a clean manifest of contents that were never written.
-        os.fsync(fd)
-        move_all(os.pwritev, fd, memoryview(manifest.pack()), manifest.file_bytes - PAGE_BYTES, path)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    if description is not None:
+        move_all(os.pwritev, fd, memoryview(description), whole_pages(manifest.contents_bytes), path)
+    # Contents -> manifest. Without this, a power cut leaves a clean manifest of contents that were never written.
+    os.fsync(fd)
+    move_all(os.pwritev, fd, memoryview(manifest.pack()), manifest.file_bytes - PAGE_BYTES, path)
+    os.fsync(fd)
 
 
 _FILE = "model.home"
@@ -229,11 +226,11 @@ class PersistentTier(DiskTier):
         self._home = home
         self.recovers = home.recover
         self._exchange = exchange
-        self._file = StoredFile(self._root / _FILE)
+        self._path = self._root / _FILE
         self._manifest: Manifest | None = None
         self._new = True
         self._description = b""
-        self._contents: Block | None = None
+        self._contents: DiskBlock | None = None
         lock = _open_regular(self._root / "home.lock", os.O_RDWR | os.O_CREAT)
         self._usage = _Usage(self._root, lock)
         self._release_home = finalize_here(self, _Usage.release, self._usage)
@@ -274,7 +271,7 @@ class PersistentTier(DiskTier):
 
     def _checked(self, nbytes: int, *, blank: bool) -> Manifest | None:
         """The manifest of the file in the directory, which fits the model; None if there is no home."""
-        root, path = self._root, self._file.path
+        root, path = self._root, self._path
         if self._home.overwrite:
             for each in homes_in(root):
                 each.unlink()
@@ -346,12 +343,16 @@ class PersistentTier(DiskTier):
         manifest = self._manifest
         assert manifest is not None
         if self._contents is None:
-            if self._new:
-                self._usage.created = self._file.path
-                reserve(self._file.path, manifest.file_bytes, manifest.contents_bytes)
-                write_manifest(self._file, manifest, self._description)
-            self._file = self._file.as_it_is()
-            self._contents = DiskBlock(self._file, manifest.contents_bytes, self.transfers)
+            fd = _open_regular(self._path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if self._new else 0))
+            try:
+                if self._new:
+                    self._usage.created = self._path
+                    reserve(fd, self._path, manifest.file_bytes, manifest.contents_bytes)
+                    write_manifest(fd, self._path, manifest, self._description)
+            except BaseException:
+                os.close(fd)
+                raise
+            self._contents = DiskBlock(fd, self._path, manifest.contents_bytes, self.transfers)
         return self._contents
 
     def weights(self, nbytes: int) -> Block:
@@ -363,7 +364,7 @@ class PersistentTier(DiskTier):
         assert self._manifest is not None
         if self._contents is not None and not self._new:
             self._manifest = replace(self._manifest, clean=False, generation=self._manifest.generation + 1)
-            write_manifest(self._file, self._manifest)
+            write_manifest(self._contents.fd, self._path, self._manifest)
         self._usage.created, self._usage.open = None, True
 
     def mark_closed(self) -> None:
@@ -375,13 +376,12 @@ class PersistentTier(DiskTier):
             return
         assert self._manifest is not None
         if self._contents is not None:
-            write_manifest(self._file, replace(self._manifest, clean=True))
+            write_manifest(self._contents.fd, self._path, replace(self._manifest, clean=True))
         self._usage.open = False
         self._release_home()
 
     def close(self) -> None:
         """Unlocks the home, with or without a clean manifest."""
-        super().close()
         self._release_home()
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from offload import OffloadModel, OffloadOptimizer
+from tests.offload.open_files import open_files
 from tests.offload.pair import Pair, pending
 from tests.offload.zoo import WIDTH, build
 
@@ -95,16 +96,17 @@ def test_what_a_collected_model_left_pending_ends_with_the_layers(tmp_path: Path
     layers = nn.ModuleList(pair.model)
     pair.schedules.clear()
     del pair.ours, pair.model
-    assert [*tmp_path.rglob("*weights*")]
+    assert open_files(tmp_path, "weights")
     for expected, got in zip(pair.bare.parameters(), layers.parameters(), strict=True):
         pair.assert_close(got, expected)
-    assert not [*tmp_path.rglob("*")]
+    gc.collect()
+    assert not open_files(tmp_path)
     pair = Pair("adamw", f"{tmp_path}/")
     pair.backward()
     pair.step()
     del pair
     gc.collect()
-    assert not [*tmp_path.rglob("*")]
+    assert not open_files(tmp_path)
 
 
 def test_layers_that_are_wrapped_again_keep_the_updates_of_both_models(home: str, held: list[str]) -> None:

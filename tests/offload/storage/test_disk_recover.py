@@ -15,7 +15,6 @@ import torch
 
 from offload import DiskHome, HomeError
 from offload.storage.persistent import read_manifest, write_manifest
-from offload.storage.transfer import StoredFile
 from tests.offload.persistent import everything, layers, offloaded, train
 from tests.programs import run_program
 
@@ -97,7 +96,8 @@ def test_a_process_that_ended_while_it_opened_a_home_leaves_it_recoverable(tmp_p
     model.close()
     path = tmp_path / "model.home"
     manifest, _ = read_manifest(path)
-    write_manifest(StoredFile(path), replace(manifest, clean=False, generation=manifest.generation + 1))
+    with path.open("r+b") as file:
+        write_manifest(file.fileno(), path, replace(manifest, clean=False, generation=manifest.generation + 1))
     with pytest.warns(RuntimeWarning, match="its contents cannot be verified"):
         model = offloaded(layers("meta"), tmp_path, recover=True)
     assert all(torch.equal(value, left[name]) for name, value in everything(model).items())
