@@ -196,16 +196,9 @@ class _Usage:
             )
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What one process found in its directory."""
-
-    #: Why the home cannot be used; None if it can.
-    error: str | None
-    #: That of the file; None if there is none.
-    manifest: Manifest | None
-    #: The identity of a new home.
-    home: str
+#: What one process found in its directory: why the home cannot be used, if it cannot; the manifest, if there is a home;
+#: and the identity of a new home.
+_Found = tuple[str | None, Manifest | None, str]
 
 
 class PersistentTier(DiskTier):
@@ -256,16 +249,16 @@ class PersistentTier(DiskTier):
             manifest = self._checked(nbytes, blank=blank)
         except HomeError as found:
             error = found
-        mine = _Found(None if error is None else str(error), manifest, secrets.token_hex(16))
-        everybody = self._exchange(mine)
+        mine: _Found = None if error is None else str(error), manifest, secrets.token_hex(16)
+        everybody: list[_Found] = self._exchange(mine)
         if error is not None:
             raise error
-        self._compare(mine, everybody)
+        self._compare(manifest, everybody)
         if manifest is None:
             kind = self._description
-            self._manifest = Manifest(False, nbytes, len(kind), 1, everybody[0].home, digest(kind))
+            self._manifest = Manifest(False, nbytes, len(kind), 1, everybody[0][2], digest(kind))
             return False
-        last = max(found.manifest.generation for found in everybody if found.manifest is not None)
+        last = max(other.generation for _, other, _ in everybody if other is not None)
         self._manifest, self._new = replace(manifest, generation=last), False
         return True
 
@@ -312,18 +305,18 @@ class PersistentTier(DiskTier):
         )
         return manifest
 
-    def _compare(self, mine: _Found, everybody: Sequence[_Found]) -> None:
+    def _compare(self, mine: Manifest | None, everybody: Sequence[_Found]) -> None:
         """Raises HomeError if the directories do not hold parts of one home and generation. All processes raise."""
-        for rank, other in enumerate(everybody):
-            if other.error is not None:
-                raise HomeError(f"rank {rank} of the mesh cannot use its part of the home: {other.error}")
-            if (other.manifest is None) != (mine.manifest is None):
-                some, none = ("this rank", f"rank {rank}") if mine.manifest else (f"rank {rank}", "this rank")
+        for rank, (error, other, _) in enumerate(everybody):
+            if error is not None:
+                raise HomeError(f"rank {rank} of the mesh cannot use its part of the home: {error}")
+            if (other is None) != (mine is None):
+                some, none = ("this rank", f"rank {rank}") if mine else (f"rank {rank}", "this rank")
                 raise HomeError(
                     f"expected a home on all ranks of the mesh or on none, but {some} has its part and {none} has none "
                     f"(in {self._root} for this rank). {RESTORE}"
                 )
-        files = [found.manifest for found in everybody if found.manifest is not None]
+        files = [other for _, other, _ in everybody if other is not None]
         if not files:
             return
         shut, opened = ({m.generation for m in files if m.clean is state} for state in (True, False))

@@ -57,52 +57,42 @@ __all__ = [
 
 #: Blocks the host until a copy is done.
 Fence = Callable[[], None]
+#: Enqueues a copy to the first tensor from the second one; the fence waits for it.
+Copy = Callable[[Tensor, Tensor], Fence]
 
 
 class Link:
     """Copies between host buffers and the compute device. This one is for the CPU, where no tensor is on a device."""
 
-    def is_on_device(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is on the device, where system calls cannot reach it."""
-        return False
-
     def prepare(self, buffer: Tensor) -> None:
         """Prepares a new buffer for copies."""
 
-    def on_stream_of(self, tensor: Tensor) -> Link:
-        """The link whose copies come after what this thread has queued for a tensor, whichever thread makes them."""
-        return self
-
-    def copy(self, destination: Tensor, source: Tensor) -> Fence:
-        """Enqueues a copy; the fence waits for it."""
-        raise AssertionError("no tensor is on a device")
+    def copier(self, tensor: Tensor) -> Copy | None:
+        """What copies between buffers and ``tensor``, in any thread, after what this one has queued; or None."""
+        return None
 
 
 class CudaLink(Link):
-    """Page-locked buffers, copied on a stream."""
-
-    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
-        self._stream = stream
-
-    def is_on_device(self, tensor: Tensor) -> bool:
-        """Whether it is on an accelerator."""
-        return tensor.device.type != "cpu"
+    """Page-locked buffers, copied on the current stream."""
 
     def prepare(self, buffer: Tensor) -> None:
         """Page-locks it, or warns."""
         page_lock(buffer, "staging between disk and device")
 
-    def on_stream_of(self, tensor: Tensor) -> Link:
-        """See :meth:`Link.on_stream_of`."""
-        return CudaLink(torch.cuda.current_stream(tensor.device))
+    def copier(self, tensor: Tensor) -> Copy | None:
+        """See :meth:`Link.copier`."""
+        if tensor.device.type == "cpu":
+            return None
+        stream = torch.cuda.current_stream(tensor.device)
 
-    def copy(self, destination: Tensor, source: Tensor) -> Fence:
-        """Enqueues the copy and an event after it."""
-        event = torch.cuda.Event()
-        with torch.cuda.stream(self._stream):
-            destination.copy_(source, non_blocking=True)
-        event.record(self._stream)
-        return event.synchronize
+        def copy(destination: Tensor, source: Tensor) -> Fence:
+            event = torch.cuda.Event()
+            with torch.cuda.stream(stream):
+                destination.copy_(source, non_blocking=True)
+            event.record(stream)
+            return event.synchronize
+
+        return copy
 
 
 def open_link(device: torch.device) -> Link:
@@ -235,9 +225,8 @@ class Transfers:
         nbytes, end = tensor.numel(), offset + tensor.numel()
         if not nbytes:
             return
-        link, on_device = None, self.staging.link.is_on_device(tensor)
-        if on_device:
-            link = self.staging.link.on_stream_of(tensor)
+        copy = self.staging.link.copier(tensor)
+        on_device = copy is not None
         direct = nbytes >= DIRECT_LEAST_BYTES and self.cache.direct(usage)
         staged = on_device or (direct and (tensor.data_ptr() - offset) % PAGE_BYTES != 0)
         limits = self._staged if staged else UNSTAGED
@@ -257,7 +246,7 @@ class Transfers:
             call = partial(_move_piece, fd, bypass if direct else fd, begin, path, write)
             try:
                 if on_device or (staged and direct):
-                    self._move_staged(part, call, link, write=write)
+                    self._move_staged(part, call, copy, write=write)
                 else:
                     call(view_memory(part))
             except BaseException:
@@ -283,19 +272,19 @@ class Transfers:
                 os.close(bypass)
         self.cache.count(nbytes)
 
-    def _move_staged(self, part: Tensor, call: Callable[[memoryview], None], link: Link | None, *, write: bool) -> None:
-        """Moves a piece through a buffer. ``link``: to the device that the piece is on, or None for host memory."""
+    def _move_staged(self, part: Tensor, call: Callable[[memoryview], None], copy: Copy | None, *, write: bool) -> None:
+        """Moves a piece through a buffer. ``copy``: see :meth:`Link.copier`."""
         buffer, fence = self.staging.acquire_buffer(), None
         try:
             piece = buffer[: part.numel()]
             if not write:
                 call(view_memory(piece))
             destination, source = (piece, part) if write else (part, piece)
-            if link is None:
+            if copy is None:
                 # Without the interpreter lock and torch's threads.
                 ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.numel())
             else:
-                fence = link.copy(destination, source)
+                fence = copy(destination, source)
             if write:
                 if fence is not None:
                     # Device -> buffer. Without this, the buffer's previous contents are written to the file.

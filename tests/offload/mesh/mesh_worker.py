@@ -650,7 +650,7 @@ def checkpoints_of_all_ranks_are_read_by_any_number(world: World) -> None:
         world.raises(RuntimeError, lambda: save_checkpoint(path, model, optimizer), f"rank {world.ranks - 1}", "space")
         patch.undo()
         if world.rank == 0:
-            patch.setattr("offload.files.checkpoint._commit", fails)
+            patch.setattr("offload.files.save_folder.Save.commit", fails)
         kind = OSError if world.rank == 0 else RuntimeError
         world.raises(kind, lambda: save_checkpoint(path, model, optimizer), "no space")
     dist.barrier()

@@ -205,8 +205,8 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("helpers.pop().cancel()", files.a_transfer_that_failed_goes_on_nowhere),
         ],
         "Transfers._move_staged": [("fence()", files.a_write_comes_after_the_copy_from_the_device)],
-        "CudaLink.copy": [
-            ("event.record(self._stream)", lanes.a_fence_is_passed_after_its_copy),
+        "CudaLink.copier": [
+            ("event.record(stream)", lanes.a_fence_is_passed_after_its_copy),
             ("event.synchronize", lanes.a_fence_is_passed_after_its_copy),
         ],
         "Staging.nbytes": [("with self._changed", files.a_lane_waits_for_a_buffer_of_another)],
