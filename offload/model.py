@@ -496,7 +496,7 @@ def offload(
             Layers on the meta device get memory and values shard by shard: the whole model need not fit in memory.
         device: the compute device, which may be ``"cpu"``.
         offload_device: storage of the shards: ``"cpu"`` for host memory, or a directory (an ``os.PathLike``, or a
-            string with a path separator), for files that are removed with the model. A :class:`~offload.DiskHome` is a
+            string with a path separator), for files that end with the model. A :class:`~offload.DiskHome` is a
             directory with more options, among them files that are kept and adopted by the next model.
         num_slices: number of shards, balanced by bytes; from 1 to the number of layers. None: one for each of
             ``blocks``; else with ``memory`` one for each layer, or for neighbours that are small; else 3.

@@ -95,21 +95,11 @@ class MemoryPolicy:
         update_on: str | None = None,
         keep: str | Collection[Any] = (),
     ) -> None:
-        given: dict[str, tuple[Any, Callable[[Any, str], Any]]] = {
-            "memory": (memory, _memory),
-            "slots": (slots, _slots),
-            "boundary_bytes": (boundary_bytes, _size),
-            "activation_bytes": (activation_bytes, _size),
-            "graph_bytes": (graph_bytes, _size),
-            "gradient_bytes": (gradient_bytes, _size),
-            "resident_bytes": (resident_bytes, _size),
-            "join_chunks": (join_chunks, _flag),
-            "update_on": (update_on, _place),
-            "keep": (keep, _operations),
-        }
+        given = {name: value for name, value in locals().items() if name != "self"}
         wrong: list[Exception] = []
-        for name, (value, check) in given.items():
+        for name, value in given.items():
             try:
+                check: Callable[[Any, str], Any] = _CHECKS.get(name, _size)
                 object.__setattr__(self, name, check(value, name))
             except (TypeError, ValueError) as error:
                 wrong.append(error)
@@ -196,6 +186,15 @@ def _operations(value: Any, name: str) -> str | tuple[Any, ...]:
 
 def _size(value: Any, name: str) -> int | None:
     return None if value is None else parse_bytes(value, name, least=_LEAST.get(name, 0))
+
+
+_CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
+    "memory": _memory,
+    "slots": _slots,
+    "join_chunks": _flag,
+    "update_on": _place,
+    "keep": _operations,
+}
 
 
 def policy_of(memory: Any) -> MemoryPolicy | None:

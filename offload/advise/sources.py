@@ -56,52 +56,46 @@ def source_of(what: str, dtype: torch.dtype) -> Source:
     path, (module, colon, function) = Path(what), what.partition(":")
     with failing(f"WHAT: {what!r}"):
         if path.exists():
-            return _of_path(path, dtype)
+            return _of_files(path, dtype)
         if colon and re.fullmatch(r"[\w.]+", module) and re.fullmatch(r"[\w.]+", function):
             return _of_function(module, function)
         raise ValueError(f"expected {_KINDS}, got what does not exist")
 
 
-def _of_path(path: Path, dtype: torch.dtype) -> Source:
+def _of_files(path: Path, dtype: torch.dtype) -> Source:
+    """A model of transformers, on the meta device with its buffers."""
     folder = path if path.is_dir() else path.parent
     if not (folder / "config.json").is_file():
         raise ValueError(f"expected {_KINDS}, got one without a config.json; pass module:function")
-    return _of_class(folder, dtype, has_files=path.name != "config.json" and any(folder.glob("*.safetensors")))
-
-
-def _of_class(folder: Path, dtype: torch.dtype, *, has_files: bool) -> Source:
-    """A model of transformers, on the meta device with its buffers."""
     with failing("cannot be built by transformers on the meta device"), torch.device("meta"):
         model = build_model(folder, None, dtype)
-    source = _of_module(model)
-    source.assumptions.append(f"parameters are stored as {_name(dtype)} (--stored-dtype)")
-    kind, where = type(model).__name__, os.fspath(folder)
-    if has_files:
-        source.made_by, source.given = "OffloadModel.from_pretrained", repr(where)
-        source.named += f", dtype=torch.{_name(dtype)}"
-        return source
-    call = f"{kind}._from_config(AutoConfig.from_pretrained({where!r}), dtype=torch.{_name(dtype)})"
-    source.lines = _lines(f"from transformers import AutoConfig, {kind}", call)
+    source, shown = _of_module(model), str(dtype)
+    source.assumptions.append(f"parameters are stored as {shown.removeprefix('torch.')} (--stored-dtype)")
+    kind, where = type(model).__name__, repr(os.fspath(folder))
+    if path.name != "config.json" and any(folder.glob("*.safetensors")):
+        source.made_by, source.given = "OffloadModel.from_pretrained", where
+        source.named += f", dtype={shown}"
+    else:
+        call = f"{kind}._from_config(AutoConfig.from_pretrained({where}), dtype={shown})"
+        source.lines = _lines(f"from transformers import AutoConfig, {kind}", call)
     return source
 
 
 def _blocks(module: nn.Module) -> dict[str, str]:
     """The blocks of a model, and what ``blocks=`` calls them: members of its lists, and what is beside these."""
     lists = {name for name, _ in lists_of_blocks(module)}
-
-    def walk(parent: nn.Module, path: str, within: str | None) -> Iterator[tuple[str, str]]:
-        for key, child in parent.named_children():
-            name = path + key
-            if name in lists or any(each.startswith(f"{name}.") for each in lists):
-                yield from walk(child, f"{name}.", name if name in lists else None)
-            elif any(True for _ in child.parameters()):
-                yield name, within or name
-
     if not lists:
         raise ValueError(
             f"expected layers, or a model with a list of blocks, got a {type(module).__name__} without one"
         )
-    return dict(walk(module, "", None))
+    around = {name[:end] for name in lists for end in range(len(name)) if name[end] == "."}
+    found = {}
+    for name, block in module.named_modules(remove_duplicate=False):
+        parent = name.rpartition(".")[0]
+        inside = parent in {"", *lists, *around} and name not in {"", *lists, *around}
+        if inside and any(True for _ in block.parameters()):
+            found[name] = parent if parent in lists else name
+    return found
 
 
 def _of_function(module_name: str, function_name: str) -> Source:
@@ -151,7 +145,3 @@ def failing(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise ValueError(f"{what}: {next(iter(str(error).splitlines()), type(error).__name__)}") from error
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

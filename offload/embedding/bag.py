@@ -44,13 +44,7 @@ from pipe.train.lane import ThreadLane, Ticket, fence
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["OffloadEmbeddingBag", "RowReader", "RowRequest", "Rows"]
-
-
-# --- Reads the rows of an embedding table that a batch needs, in a thread, and again those that have changed since ---
-#
-# A read may begin while batches before still compute. Rows that get a gradient between the beginning of a read and the
-# use of the rows are read again right before that use.
+__all__ = ["OffloadEmbeddingBag", "RowRequest", "Rows"]
 
 
 @dataclass(frozen=True)
@@ -80,134 +74,6 @@ class RowRequest:
         """Waits for the rows. (The protocol's first wait does nothing.)"""
         self.ticket.wait()
         return self
-
-
-class RowReader:
-    """Reads rows of one table of ``num_embeddings`` rows; with a mesh, the part that this rank stores, for all."""
-
-    def __init__(
-        self, num_embeddings: int, padding_idx: int | None, owners: RowOwners | None, device: torch.device
-    ) -> None:
-        self._num_embeddings = num_embeddings
-        self._padding_idx = padding_idx
-        self._owners = owners
-        self._outstanding: weakref.WeakSet[RowRequest] = weakref.WeakSet()
-        self._unapplied: list[tuple[int, Tensor]] = []  # (version of the table, rows) of gradients
-        self._refreshes = 0
-        #: Rows copied to the device, and those of them that were read again.
-        self.rows_read = self.rows_refreshed = 0
-        self.read_to(device)
-
-    def read_to(self, device: torch.device) -> None:
-        """Copies rows to this device from now on."""
-        self._device = device
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.lane = ThreadLane("embedding-rows", stream)
-
-    def refresh(self) -> None:
-        """All rows of batches in flight are read again."""
-        self._refreshes += 1
-
-    def begin(
-        self, weight: Tensor, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
-    ) -> RowRequest:
-        """Starts to read the rows of ``input`` from the table ``weight``, in the I/O thread."""
-        version = weight._version
-        # A gradient older than the table's last change has been applied, so the read below includes it.
-        self._unapplied = [(seen, rows) for seen, rows in self._unapplied if seen >= version]
-        before = fence(self._device)
-        request = RowRequest(
-            offsets,
-            per_sample_weights,
-            self.lane.submit(lambda: self._read(weight, input, before)),
-            version,
-            self._refreshes,
-            [rows for _, rows in self._unapplied],
-        )
-        self._outstanding.add(request)
-        return request
-
-    def _read(self, weight: Tensor, input: Tensor, before: Ticket[None]) -> Rows:
-        """In the I/O thread: gathers the distinct rows of a batch and copies them to the device."""
-        # Without this wait, the indices are read before the copy that writes them has run.
-        before.wait()
-        record_stream(input, self.lane.stream)
-        distinct, positions = torch.unique(input, return_inverse=True)
-        rows = distinct.to("cpu", torch.int64)
-        used = rows.numel()
-        error = None
-        if used and (int(rows[0]) < 0 or int(rows[-1]) >= self._num_embeddings):
-            error = IndexError(
-                f"expected indices from 0 to {self._num_embeddings - 1}, got {int(rows[0])} to {int(rows[-1])}"
-            )
-        asked = None if self._owners is None else self._owners.ask(rows, error)
-        if error is not None:
-            raise error
-        padding = None
-        if self._padding_idx is not None:
-            found = int(torch.searchsorted(rows, self._padding_idx))
-            padding = found if found < len(rows) and int(rows[found]) == self._padding_idx else None
-        if asked is not None:
-            return Rows(asked.rows, used, self._gather(weight, asked.rows), positions, padding, asked)
-        if not used:
-            rows = torch.zeros(1, dtype=torch.int64)  # a lookup needs a table with at least one row
-        values = self._gather(weight, rows).to(self._device, non_blocking=True)
-        return Rows(rows, used, values, positions.to(self._device), padding)
-
-    def _gather(self, weight: Tensor, rows: Tensor) -> Tensor:
-        """Rows of the table, in page-locked host memory if the device is an accelerator."""
-        table = weight.detach()
-        staging = torch.empty(len(rows), table.shape[1], dtype=table.dtype, pin_memory=self._device.type == "cuda")
-        torch.index_select(table, 0, rows, out=staging)
-        return staging
-
-    def collect(self, weight: Tensor, request: RowRequest) -> tuple[Rows, Tensor]:
-        """Waits for the rows of a batch: what was read, and the values of the rows that the batch looks up."""
-        self._outstanding.discard(request)
-        batch = request.ticket.wait()
-        if self.lane.stream is not None:
-            record_stream([batch.values, batch.positions], torch.cuda.current_stream(self._device))
-        self.rows_read += len(batch.rows)
-        self.refresh_stale(weight, request, batch)
-        values = batch.values
-        if self._owners is not None and batch.asked is not None:
-            values = self._owners.fetch(batch.asked, values)
-        return batch, values
-
-    def refresh_stale(self, weight: Tensor, request: RowRequest, batch: Rows) -> None:
-        """Reads rows again that changed during or after the read."""
-        if request.refreshes != self._refreshes:
-            stale = torch.arange(len(batch.rows))
-        elif weight._version != request.version and request.touched:
-            stale = torch.isin(batch.rows, torch.cat(request.touched)).nonzero().squeeze(1)
-        else:
-            return
-        if len(stale):
-            fresh = self._gather(weight, batch.rows[stale])
-            self.rows_read += len(stale)
-            self.rows_refreshed += len(stale)
-            batch.values.index_copy_(0, stale.to(self._device), fresh.to(self._device, non_blocking=True))
-
-    def take_gradient(
-        self, weight: Tensor, rows: Tensor, used: int, asked: AskedRows | None, gradient: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The rows of the stored table that get a gradient, sorted and distinct, and these gradients.
-
-        Args:
-            weight: the table.
-            rows, used, asked: see :class:`Rows`.
-            gradient: of the values that :meth:`collect` returned.
-        """
-        values = gradient[:used].to("cpu")
-        if self._owners is not None and asked is not None:
-            values = self._owners.sum_gradients(asked, values)
-        else:
-            rows = rows[:used]
-        # An update may follow at any time.
-        self._unapplied.append((weight._version, rows))
-        for request in list(self._outstanding):
-            request.touched.append(rows)
-        return rows, values
 
 
 @dataclass(frozen=True)
@@ -284,6 +150,7 @@ class OffloadEmbeddingBag(nn.Module):
         mesh: DeviceMesh | None = None,
         gradient_divide_factor: float | None = None,
     ) -> None:
+        made_with = {name: given for name, given in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         wrong = []
         if num_embeddings < 1 or embedding_dim < 1:
@@ -298,13 +165,13 @@ class OffloadEmbeddingBag(nn.Module):
         self.include_last_offset = include_last_offset
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.offload_device = absolute_home(offload_device)
+        self._made_with = {**made_with, "offload_device": self.offload_device}
         self.device = torch.device(device)
         if self.device.type == "cuda":
             complete_copies_of_grad_scalers()  # gradients are in host memory
         if mesh is None:
             check_alone()
         shared = check_mesh(mesh, gradient_divide_factor, self.device, {})
-        self._mesh, self._divide_factor = mesh, gradient_divide_factor
         self._owners: RowOwners | None = None
         rows = num_embeddings
         if shared is not None and self.device.type != "cpu":
@@ -325,8 +192,15 @@ class OffloadEmbeddingBag(nn.Module):
             self._followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
             follow_optimizers(self.weight, self.check_optimizer)
         self._made_in = os.getpid()
-        self._reader = RowReader(num_embeddings, self.padding_idx, self._owners, self.device)
+        self._outstanding: weakref.WeakSet[RowRequest] = weakref.WeakSet()
+        self._unapplied: list[tuple[int, Tensor]] = []  # (version of the table, rows) of gradients
+        self._refreshes = self._rows_read = self._rows_refreshed = 0
+        self._open_lane()
         self.reset_parameters()
+
+    def _open_lane(self) -> None:
+        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.lane = ThreadLane("embedding-rows", stream)
 
     @property
     def is_shared(self) -> bool:
@@ -347,7 +221,7 @@ class OffloadEmbeddingBag(nn.Module):
 
     def refresh(self) -> None:
         """Declares that ``weight`` was written to: rows of batches in flight are read again."""
-        self._reader.refresh()
+        self._refreshes += 1
 
     def create_context(self) -> None:
         """Returns None: the request holds all state of one forward."""
@@ -362,13 +236,29 @@ class OffloadEmbeddingBag(nn.Module):
                 f"{input.dtype}"
             )
         check_process(self._made_in, "this OffloadEmbeddingBag")
-        return _Started(self._reader.begin(self.weight, input, offsets, per_sample_weights))
+        version = self.weight._version
+        # A gradient older than the table's last change has been applied, so the read below includes it.
+        self._unapplied = [(seen, rows) for seen, rows in self._unapplied if seen >= version]
+        before = fence(self.device)
+        ticket = self.lane.submit(lambda: self._read(input, before))
+        touched = [rows for _, rows in self._unapplied]
+        request = RowRequest(offsets, per_sample_weights, ticket, version, self._refreshes, touched)
+        self._outstanding.add(request)
+        return _Started(request)
 
     def compute_and_output_dist(self, ctx: None, dist_input: RowRequest) -> Tensor:
         """Waits for the rows and looks up."""
         request = dist_input
-        batch, values = self._reader.collect(self.weight, request)
-        take = partial(self._reader.take_gradient, self.weight, batch.rows, batch.used, batch.asked)
+        self._outstanding.discard(request)
+        batch = request.ticket.wait()
+        if self.lane.stream is not None:
+            record_stream([batch.values, batch.positions], torch.cuda.current_stream(self.device))
+        self._rows_read += len(batch.rows)
+        self._refresh_stale(request, batch)
+        values = batch.values
+        if self._owners is not None and batch.asked is not None:
+            values = self._owners.fetch(batch.asked, values)
+        take = partial(self._take_gradient, batch.rows, batch.used, batch.asked)
         table: Tensor = _Lookup.apply(self.weight, values, take)  # type: ignore[no-untyped-call]
         return F.embedding_bag(
             batch.positions,
@@ -379,6 +269,69 @@ class OffloadEmbeddingBag(nn.Module):
             include_last_offset=self.include_last_offset,
             padding_idx=batch.padding,
         )
+
+    def _read(self, input: Tensor, before: Ticket[None]) -> Rows:
+        """In the I/O thread: gathers the distinct rows of a batch and copies them to the device."""
+        # Without this wait, the indices are read before the copy that writes them has run.
+        before.wait()
+        record_stream(input, self.lane.stream)
+        distinct, positions = torch.unique(input, return_inverse=True)
+        rows = distinct.to("cpu", torch.int64)
+        used = rows.numel()
+        error = None
+        if used and (int(rows[0]) < 0 or int(rows[-1]) >= self.num_embeddings):
+            error = IndexError(
+                f"expected indices from 0 to {self.num_embeddings - 1}, got {int(rows[0])} to {int(rows[-1])}"
+            )
+        asked = None if self._owners is None else self._owners.ask(rows, error)
+        if error is not None:
+            raise error
+        padding = None
+        if self.padding_idx is not None:
+            found = int(torch.searchsorted(rows, self.padding_idx))
+            padding = found if found < len(rows) and int(rows[found]) == self.padding_idx else None
+        if asked is not None:
+            return Rows(asked.rows, used, self._gather(asked.rows), positions, padding, asked)
+        if not used:
+            rows = torch.zeros(1, dtype=torch.int64)  # a lookup needs a table with at least one row
+        values = self._gather(rows).to(self.device, non_blocking=True)
+        return Rows(rows, used, values, positions.to(self.device), padding)
+
+    def _gather(self, rows: Tensor) -> Tensor:
+        """Rows of the table, in page-locked host memory if the device is an accelerator."""
+        table = self.weight.detach()
+        staging = torch.empty(len(rows), table.shape[1], dtype=table.dtype, pin_memory=self.device.type == "cuda")
+        torch.index_select(table, 0, rows, out=staging)
+        return staging
+
+    def _refresh_stale(self, request: RowRequest, batch: Rows) -> None:
+        """Reads rows again that changed during or after the read."""
+        if request.refreshes != self._refreshes:
+            stale = torch.arange(len(batch.rows))
+        elif self.weight._version != request.version and request.touched:
+            stale = torch.isin(batch.rows, torch.cat(request.touched)).nonzero().squeeze(1)
+        else:
+            return
+        if len(stale):
+            fresh = self._gather(batch.rows[stale])
+            self._rows_read += len(stale)
+            self._rows_refreshed += len(stale)
+            batch.values.index_copy_(0, stale.to(self.device), fresh.to(self.device, non_blocking=True))
+
+    def _take_gradient(
+        self, rows: Tensor, used: int, asked: AskedRows | None, gradient: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The rows of the stored table that get a gradient of the looked up values, sorted and distinct; and these."""
+        values = gradient[:used].to("cpu")
+        if self._owners is not None and asked is not None:
+            values = self._owners.sum_gradients(asked, values)
+        else:
+            rows = rows[:used]
+        # An update may follow at any time.
+        self._unapplied.append((self.weight._version, rows))
+        for request in list(self._outstanding):
+            request.touched.append(rows)
+        return rows, values
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Looks up bags of rows; see ``torch.nn.EmbeddingBag``."""
@@ -410,8 +363,8 @@ class OffloadEmbeddingBag(nn.Module):
     def statistics(self) -> EmbeddingStatistics:
         """Rows and bytes copied to the device."""
         received = 0 if self._owners is None else self._owners.bytes_received
-        rows_read, row_bytes = self._reader.rows_read, self.embedding_dim * self.weight.element_size()
-        return EmbeddingStatistics(rows_read, self._reader.rows_refreshed, rows_read * row_bytes, received)
+        nbytes = self._rows_read * self.embedding_dim * self.weight.element_size()
+        return EmbeddingStatistics(self._rows_read, self._rows_refreshed, nbytes, received)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -437,7 +390,7 @@ class OffloadEmbeddingBag(nn.Module):
             if self._owners is not None:
                 raise ValueError(f"mesh= computes on the CPU only as yet, got device={str(probe.device)!r}")
             self.device = probe.device
-            self._reader.read_to(self.device)
+            self._open_lane()
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadEmbeddingBag:
@@ -445,19 +398,7 @@ class OffloadEmbeddingBag(nn.Module):
         clone = OffloadEmbeddingBag.__new__(type(self))
         memo[id(self)] = clone
         with torch.random.fork_rng(devices=()):  # a copy draws no numbers
-            OffloadEmbeddingBag.__init__(
-                clone,
-                self.num_embeddings,
-                self.embedding_dim,
-                self.mode,
-                include_last_offset=self.include_last_offset,
-                padding_idx=self.padding_idx,
-                offload_device=self.offload_device,
-                device=self.device,
-                dtype=self.weight.dtype,
-                mesh=self._mesh,
-                gradient_divide_factor=self._divide_factor,
-            )
+            OffloadEmbeddingBag.__init__(clone, **{**self._made_with, "device": self.device})
         with torch.no_grad():
             clone.weight.copy_(self.weight)
         clone.weight.requires_grad_(self.weight.requires_grad)

@@ -1,7 +1,7 @@
 """Reads and writes safetensors files, one tensor at a time.
 
-The format is a length, a header in JSON and the bytes. The ``safetensors`` package verifies headers; to write, it needs
-all tensors of a file on the host at once, so files are written here.
+The format is a length, a header in JSON and the bytes. The ``safetensors`` package needs all tensors at
+once to write them, and maps whole files privately to read them; the tests exchange files with it.
 
 Guarantees
     * Writing needs memory for one tensor at most, and for one window if it is dense and on the host.
@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from offload.files.untrusted import WINDOW_BYTES, new_file, open_regular, sum_of
+from offload.files.untrusted import MOST_BYTES, WINDOW_BYTES, new_file, open_regular, sum_of
 from offload.progress import progress
 from offload.storage.buffer import empty_on_host, view_memory
 from offload.storage.contract import bytes_of
@@ -141,19 +140,26 @@ class TensorFile:
         self.path, self._expected = path, expected
         self._fd = open_regular(path)
         weakref.finalize(self, os.close, self._fd)
-        # Without the descriptor, another file could have the name by now.
-        self._own = f"/proc/self/fd/{self._fd}"
+        size = os.fstat(self._fd).st_size
+        #: Shape and type of each tensor, and where it begins.
+        self._entries: dict[str, tuple[Tensor, int]] = {}
         try:
-            with safe_open(self._own, framework="np"):
-                length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
-                header = json.loads(os.pread(self._fd, length, 8))
-        except (SafetensorError, RecursionError) as error:
-            raise ValueError(f"{path}: expected a safetensors file, got what cannot be understood: {error}") from error
-        self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
-        if unknown := [name for name, entry in header.items() if entry["dtype"] not in _TYPES]:
-            raise ValueError(f"{path}: expected types of torch, got {header[unknown[0]]['dtype']} ({unknown[0]})")
-        self._entries: dict[str, Any] = header
-        self._begin = 8 + length
+            length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
+            if length > min(size, MOST_BYTES):
+                raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
+            header = json.loads(os.pread(self._fd, length, 8))
+            self.metadata: dict[str, str] = header.pop("__metadata__", {})
+            end = 8 + length
+            for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+                tensor = torch.empty(entry["shape"], dtype=_TYPES[entry["dtype"]], device="meta")
+                places = [end - 8 - length, end - 8 - length + tensor.nbytes]
+                if entry["data_offsets"] != places:
+                    raise ValueError(f"{name} at {entry['data_offsets']}, expected {places}")
+                self._entries[name], end = (tensor, end), end + tensor.nbytes
+            if size != end:
+                raise ValueError(f"{size:,} bytes, expected {end:,}")
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"{path}: expected a complete safetensors file, got a damaged one: {error}") from error
         self._bytes: Tensor | None = None
 
     def __iter__(self) -> Iterator[str]:
@@ -164,11 +170,11 @@ class TensorFile:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
-        return tuple(self._entries[name]["shape"])
+        return tuple(self._entries[name][0].shape)
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of a tensor."""
-        return _TYPES[self._entries[name]["dtype"]]
+        return self._entries[name][0].dtype
 
     def verify(self) -> None:
         """Reads the file once and compares its checksum; later calls do nothing. Raises ChecksumError."""
@@ -195,7 +201,7 @@ class TensorFile:
             stored.read_from(partial(self.read_into, name))
             return
         destination = destination.detach()
-        dtype, position = self.dtype(name), self._begin + self._entries[name]["data_offsets"][0]
+        dtype, position = self.dtype(name), self._entries[name][1]
         if destination.device.type == "cpu" and destination.dtype == dtype and destination.is_contiguous():
             try:
                 self._read(bytes_of(destination), position)
@@ -220,11 +226,11 @@ class TensorFile:
     def tensor(self, name: str) -> Tensor:
         """A tensor as a private mapping; its checksum is not compared, and writes to it do not reach the file."""
         if self._bytes is None:
-            size = os.fstat(self._fd).st_size
-            self._bytes = torch.from_file(self._own, shared=False, size=size, dtype=torch.uint8)
-        begin, end = (self._begin + offset for offset in self._entries[name]["data_offsets"])
-        dtype = self.dtype(name)
-        part = self._bytes[begin:end]
-        if begin % dtype.itemsize:
+            # Without the descriptor, another file could have the name by now.
+            own, size = f"/proc/self/fd/{self._fd}", os.fstat(self._fd).st_size
+            self._bytes = torch.from_file(own, shared=False, size=size, dtype=torch.uint8)
+        like, begin = self._entries[name]
+        part = self._bytes[begin : begin + like.nbytes]
+        if begin % like.itemsize:
             part = part.clone()  # a file of another tool
-        return part.view(dtype).view(self.shape(name))
+        return part.view(like.dtype).view(like.shape)

@@ -6,23 +6,16 @@ read and write calls in large pieces on a lane, since a page fault during a matr
 calls bypass the page cache where that is faster (:mod:`offload.storage.page_cache`).
 
 Guarantees
-    * Every file is new, under an unused name; no file that was in the directory before is ever read.
+    * Every file is new and has no name; no file that was in the directory before is ever read.
     * All bytes of a file are reserved at creation, so a full disk is an error of the constructor, not a lost page.
-    * Files are removed with the model, or at interpreter exit. Files of a killed process are removed when the next
-      model is made in the same directory.
-    * A block outlives its file: its mapping stays valid.
+    * The system frees a file with its last user, however the process ends.
+    * A block outlives its file's descriptor: its mapping stays valid.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import itertools
 import os
-import re
-import shutil
 import tempfile
-import uuid
 import warnings
 import weakref
 from collections.abc import Callable
@@ -37,14 +30,24 @@ from offload.machine import file_system
 from offload.storage.buffer import host_buffer, on_own_storage, view_memory, whole_pages
 from offload.storage.contract import Block, Scratch, Tier, bytes_of
 from offload.storage.page_cache import PageCache
-from offload.storage.transfer import Link, StoredFile, Transfers, move_all, open_link
+from offload.storage.transfer import Link, Transfers, move_all, open_link
 from pipe.freed import WhenFreed
-from pipe.process import finalize_here
 
 __all__ = ["DiskBlock", "DiskScratch", "DiskTier", "reserve"]
 
 
-# --- Stores boundaries on disk, in an unlinked file, which the system removes however the process ends ---------------
+def _new_file(folder: Path, label: str) -> int:
+    """The descriptor of a new file, which has no name any more; tools that list open files show the ``label``."""
+    fd, path = tempfile.mkstemp(prefix=f"gradstream-{label}-", dir=folder)
+    try:
+        os.unlink(path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+# --- Stores boundaries on disk --------------------------------------------------------------------------------------
 
 
 class _Ticket(NamedTuple):
@@ -62,12 +65,11 @@ class _Ticket(NamedTuple):
 
 
 class DiskScratch(Scratch):
-    """Boundaries in one unlinked file of a folder."""
+    """Boundaries in one file of a folder."""
 
-    def __init__(self, name: str, folder: Path, folder_owner: object, device: torch.device) -> None:
+    def __init__(self, name: str, folder: Path, device: torch.device) -> None:
         self.name = name
         self._folder = folder
-        self._folder_owner = folder_owner  # keeps the folder until the file is open
         self._device = device
         self._opened: int | None = None
         self._file_bytes = 0
@@ -75,10 +77,8 @@ class DiskScratch(Scratch):
 
     def _open(self) -> int:
         """Opens the file, at first use: most steps keep their boundaries in memory."""
-        fd, path = tempfile.mkstemp(prefix="boundaries-", dir=self._folder)
+        fd = self._opened = _new_file(self._folder, "boundaries")
         self._finalizer = WhenFreed(partial(os.close, fd))
-        os.unlink(path)
-        self._opened = fd
         return fd
 
     def _move(self, call: Callable[..., int], data: Tensor, offset: int) -> None:
@@ -119,30 +119,24 @@ class DiskScratch(Scratch):
             self._finalizer()
 
 
-_PREFIX = "gradstream-"
-_NAME = re.compile(_PREFIX + "[0-9a-f]{32}")
-
-
 class DiskBlock(Block):
-    """The first ``nbytes`` of a file, mapped."""
+    """The first ``nbytes`` of a file, mapped. It closes the descriptor; errors call the file ``path``."""
 
     #: Where it begins in the file.
     _begin = 0
 
-    def __init__(self, file: StoredFile, nbytes: int, transfers: Transfers, *, cyclic: bool = False) -> None:
-        self._file = file.as_it_is()
-        self._transfers = transfers
-        self.tensor = file.map(nbytes)
+    def __init__(self, fd: int, path: Path, nbytes: int, transfers: Transfers, *, cyclic: bool = False) -> None:
+        self.fd, self._path, self._transfers = fd, path, transfers
+        weakref.finalize(self, os.close, fd).atexit = False
+        # A shared mapping outlives the file. torch takes names in UTF-8 only.
+        self.tensor = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
         self._usage = transfers.cache.register(nbytes, cyclic=cyclic)
         weakref.finalize(self, transfers.cache.unregister, self._usage)
 
     def read_into(self, destination: Tensor, offset: int = 0) -> None:
         """Reads the file, without a copy if ``destination`` is host memory."""
         destination = destination[: self.nbytes - offset]
-        try:
-            self._transfers.read(self._file, destination, self._begin + offset, self._usage)
-        except FileNotFoundError:
-            destination.copy_(self.tensor[offset : offset + destination.numel()])
+        self._transfers.read(self.fd, destination, self._begin + offset, self._path, self._usage)
 
     def staged(self) -> Tensor:
         """A copy made by one large read, which is faster than page faults of the mapping."""
@@ -153,10 +147,7 @@ class DiskBlock(Block):
     def write(self, source: Tensor, offset: int) -> None:
         """Writes to the file."""
         assert offset + source.numel() <= self.nbytes
-        try:
-            self._transfers.write(self._file, source, self._begin + offset, self._usage)
-        except FileNotFoundError:
-            self.tensor[offset : offset + source.numel()].copy_(source)
+        self._transfers.write(self.fd, source, self._begin + offset, self._path, self._usage)
 
     def part(self, offset: int, nbytes: int) -> Block:
         """See :meth:`Block.part`."""
@@ -167,27 +158,23 @@ class _DiskPart(DiskBlock):
     """A range of a block in a file."""
 
     def __init__(self, whole: DiskBlock, begin: int, nbytes: int) -> None:
-        self._whole = whole  # the file goes with it
-        self._file, self._transfers, self._usage = whole._file, whole._transfers, whole._usage
+        self._whole = whole  # the descriptor goes with it
+        self.fd, self._path, self._transfers, self._usage = whole.fd, whole._path, whole._transfers, whole._usage
         self._begin = whole._begin + begin
         self.tensor = on_own_storage(whole.tensor[begin : begin + nbytes])
 
 
-def reserve(path: Path, file_bytes: int, wanted_bytes: int) -> None:
-    """Creates a file of zeros with all of its disk space allocated."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+def reserve(fd: int, path: Path, file_bytes: int, wanted_bytes: int) -> None:
+    """Allocates the disk space of a new file."""
     try:
         if file_bytes:
             os.posix_fallocate(fd, 0, file_bytes)
     except OSError as error:
-        os.unlink(path)
         raise OSError(error.errno, f"cannot reserve {wanted_bytes:,} bytes: {error.strerror}", str(path)) from error
-    finally:
-        os.close(fd)
 
 
 class DiskTier(Tier):
-    """Blocks as files in a new folder below ``directory``, which is created if it does not exist.
+    """Blocks as files in ``directory``, which is created if it does not exist.
 
     ``direct``: whether to bypass the page cache; None decides by size. ``link``: how bytes are copied to the compute
     device; tests pass one that delays copies.
@@ -205,7 +192,15 @@ class DiskTier(Tier):
     ) -> None:
         # Without links, which may lead elsewhere before the next file is made.
         self._root = Path(os.path.realpath(directory))
-        self.folder, self._lock = _new_folder(self._root)
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            os.close(_new_file(self._root, "probe"))
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"offload_device must be a directory that can be written to: {error.strerror}",
+                str(self._root),
+            ) from error
         self.name = f"disk ({self._root})"
         kind = file_system(self._root)
         if kind in ("tmpfs", "ramfs"):
@@ -216,9 +211,7 @@ class DiskTier(Tier):
                 stacklevel=5,
             )
         self._device = device
-        self._numbers = itertools.count()
-        self.transfers = Transfers(PageCache(self.folder, direct), link or open_link(device))
-        self._finalizer = finalize_here(self, _remove, self.folder, self._lock)
+        self.transfers = Transfers(PageCache(self._root, direct), link or open_link(device))
 
     @property
     def staging_bytes(self) -> int:
@@ -231,69 +224,15 @@ class DiskTier(Tier):
             self.transfers.limit_staging(nbytes)
 
     def allocate(self, nbytes: int, label: str, *, cyclic: bool = False) -> Block:
-        """A new file of ``nbytes``. It is unlinked with the block; its space is freed with its last mapping."""
-        path = self.folder / f"{next(self._numbers):04d}-{label}"
-        reserve(path, whole_pages(nbytes), nbytes)
+        """A new file of ``nbytes``; its space is freed with the block and its last mapping."""
+        path, fd = self._root / label, _new_file(self._root, label)
         try:
-            block = DiskBlock(StoredFile(path), nbytes, self.transfers, cyclic=cyclic)
+            reserve(fd, path, whole_pages(nbytes), nbytes)
         except BaseException:
-            path.unlink(missing_ok=True)
+            os.close(fd)
             raise
-        finalize_here(block, path.unlink, True)
-        return block
+        return DiskBlock(fd, path, nbytes, self.transfers, cyclic=cyclic)
 
     def scratch(self) -> Scratch | None:
-        """Storage of boundaries in an unlinked file."""
-        return DiskScratch(self.name, self.folder, self, self._device)
-
-    def close(self) -> None:
-        """Removes the files; their space is freed with their last mapping."""
-        self._finalizer()
-
-
-def _new_folder(root: Path) -> tuple[Path, int]:
-    """Makes a folder of this process, and locks it."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        _remove_stale(root)
-        folder = root / f"{_PREFIX}{uuid.uuid4().hex}"
-        unnamed, lock = root / f".{folder.name}", None
-        try:
-            unnamed.mkdir(mode=0o700)
-            lock = os.open(unnamed, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            with contextlib.suppress(OSError):  # where directories cannot be locked, those of killed processes stay
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Without this rename, another process could find the folder before it is locked, and remove it as that of
-            # an ended process.
-            os.rename(unnamed, folder)
-        except BaseException:
-            _remove(unnamed, lock)
-            raise
-        return folder, lock
-    except OSError as error:
-        raise OSError(
-            error.errno, f"offload_device must be a directory that can be written to: {error.strerror}", str(root)
-        ) from error
-
-
-def _remove(folder: Path, lock: int | None) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    if lock is not None:
-        with contextlib.suppress(OSError):
-            os.close(lock)
-
-
-def _remove_stale(root: Path) -> None:
-    """Removes the folders of ended processes: those with a name that only we give, and that can be locked."""
-    for folder in root.glob(f"{_PREFIX}*"):
-        if not _NAME.fullmatch(folder.name):
-            continue  # the user's
-        lock = None
-        try:
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            if lock is not None:
-                os.close(lock)
-        else:
-            _remove(folder, lock)
+        """Storage of boundaries in a file of their own."""
+        return DiskScratch(self.name, self._root, self._device)

@@ -4,7 +4,8 @@
 
     directory/model.home      weights of all layers, buffers, and a manifest (offload.storage.persistent)
     directory/home.lock       locked by the model that uses the home
-    directory/gradstream-*    removed with the model: gradients, optimizer states, boundaries
+
+Gradients, optimizer states and boundaries are in files without names.
 
 With a mesh of processes each rank has such a directory of its own below the one that is given, ``rank0-of-2``. What it
 has opened is compared with what its peers have.
@@ -43,7 +44,7 @@ from offload.storage.buffer import PAGE_BYTES, whole_pages
 from offload.storage.contract import Block
 from offload.storage.disk import DiskBlock, DiskTier, reserve
 from offload.storage.home import DiskHome
-from offload.storage.transfer import StoredFile, move_all
+from offload.storage.transfer import move_all
 from pipe.process import finalize_here
 
 __all__ = ["RANKS", "HomeError", "Manifest", "PersistentTier", "digest", "homes_in", "read_manifest", "write_manifest"]
@@ -148,18 +149,14 @@ def _open_regular(path: Path, flags: int) -> int:
     raise HomeError(f"{path}: expected a regular file, got {reason}. {RESTORE}")
 
 
-def write_manifest(file: StoredFile, manifest: Manifest, description: bytes | None = None) -> None:
+def write_manifest(fd: int, path: Path, manifest: Manifest, description: bytes | None = None) -> None:
     """Writes the manifest of a file (and the description of a new one); returns once it is on the disk."""
-    path, fd = file.path, file.open()
-    try:
-        if description is not None:
-            move_all(os.pwritev, fd, memoryview(description), whole_pages(manifest.contents_bytes), path)
-        # Contents -> manifest. Without this, a power cut leaves a clean manifest of contents that were never written.
-        os.fsync(fd)
-        move_all(os.pwritev, fd, memoryview(manifest.pack()), manifest.file_bytes - PAGE_BYTES, path)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    if description is not None:
+        move_all(os.pwritev, fd, memoryview(description), whole_pages(manifest.contents_bytes), path)
+    # Contents -> manifest. Without this, a power cut leaves a clean manifest of contents that were never written.
+    os.fsync(fd)
+    move_all(os.pwritev, fd, memoryview(manifest.pack()), manifest.file_bytes - PAGE_BYTES, path)
+    os.fsync(fd)
 
 
 _FILE = "model.home"
@@ -199,16 +196,9 @@ class _Usage:
             )
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What one process found in its directory."""
-
-    #: Why the home cannot be used; None if it can.
-    error: str | None
-    #: That of the file; None if there is none.
-    manifest: Manifest | None
-    #: The identity of a new home.
-    home: str
+#: What one process found in its directory: why the home cannot be used, if it cannot; the manifest, if there is a home;
+#: and the identity of a new home.
+_Found = tuple[str | None, Manifest | None, str]
 
 
 class PersistentTier(DiskTier):
@@ -229,11 +219,11 @@ class PersistentTier(DiskTier):
         self._home = home
         self.recovers = home.recover
         self._exchange = exchange
-        self._file = StoredFile(self._root / _FILE)
+        self._path = self._root / _FILE
         self._manifest: Manifest | None = None
         self._new = True
         self._description = b""
-        self._contents: Block | None = None
+        self._contents: DiskBlock | None = None
         lock = _open_regular(self._root / "home.lock", os.O_RDWR | os.O_CREAT)
         self._usage = _Usage(self._root, lock)
         self._release_home = finalize_here(self, _Usage.release, self._usage)
@@ -259,22 +249,22 @@ class PersistentTier(DiskTier):
             manifest = self._checked(nbytes, blank=blank)
         except HomeError as found:
             error = found
-        mine = _Found(None if error is None else str(error), manifest, secrets.token_hex(16))
-        everybody = self._exchange(mine)
+        mine: _Found = None if error is None else str(error), manifest, secrets.token_hex(16)
+        everybody: list[_Found] = self._exchange(mine)
         if error is not None:
             raise error
-        self._compare(mine, everybody)
+        self._compare(manifest, everybody)
         if manifest is None:
             kind = self._description
-            self._manifest = Manifest(False, nbytes, len(kind), 1, everybody[0].home, digest(kind))
+            self._manifest = Manifest(False, nbytes, len(kind), 1, everybody[0][2], digest(kind))
             return False
-        last = max(found.manifest.generation for found in everybody if found.manifest is not None)
+        last = max(other.generation for _, other, _ in everybody if other is not None)
         self._manifest, self._new = replace(manifest, generation=last), False
         return True
 
     def _checked(self, nbytes: int, *, blank: bool) -> Manifest | None:
         """The manifest of the file in the directory, which fits the model; None if there is no home."""
-        root, path = self._root, self._file.path
+        root, path = self._root, self._path
         if self._home.overwrite:
             for each in homes_in(root):
                 each.unlink()
@@ -315,18 +305,18 @@ class PersistentTier(DiskTier):
         )
         return manifest
 
-    def _compare(self, mine: _Found, everybody: Sequence[_Found]) -> None:
+    def _compare(self, mine: Manifest | None, everybody: Sequence[_Found]) -> None:
         """Raises HomeError if the directories do not hold parts of one home and generation. All processes raise."""
-        for rank, other in enumerate(everybody):
-            if other.error is not None:
-                raise HomeError(f"rank {rank} of the mesh cannot use its part of the home: {other.error}")
-            if (other.manifest is None) != (mine.manifest is None):
-                some, none = ("this rank", f"rank {rank}") if mine.manifest else (f"rank {rank}", "this rank")
+        for rank, (error, other, _) in enumerate(everybody):
+            if error is not None:
+                raise HomeError(f"rank {rank} of the mesh cannot use its part of the home: {error}")
+            if (other is None) != (mine is None):
+                some, none = ("this rank", f"rank {rank}") if mine else (f"rank {rank}", "this rank")
                 raise HomeError(
                     f"expected a home on all ranks of the mesh or on none, but {some} has its part and {none} has none "
                     f"(in {self._root} for this rank). {RESTORE}"
                 )
-        files = [found.manifest for found in everybody if found.manifest is not None]
+        files = [other for _, other, _ in everybody if other is not None]
         if not files:
             return
         shut, opened = ({m.generation for m in files if m.clean is state} for state in (True, False))
@@ -346,12 +336,16 @@ class PersistentTier(DiskTier):
         manifest = self._manifest
         assert manifest is not None
         if self._contents is None:
-            if self._new:
-                self._usage.created = self._file.path
-                reserve(self._file.path, manifest.file_bytes, manifest.contents_bytes)
-                write_manifest(self._file, manifest, self._description)
-            self._file = self._file.as_it_is()
-            self._contents = DiskBlock(self._file, manifest.contents_bytes, self.transfers)
+            fd = _open_regular(self._path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if self._new else 0))
+            try:
+                if self._new:
+                    self._usage.created = self._path
+                    reserve(fd, self._path, manifest.file_bytes, manifest.contents_bytes)
+                    write_manifest(fd, self._path, manifest, self._description)
+            except BaseException:
+                os.close(fd)
+                raise
+            self._contents = DiskBlock(fd, self._path, manifest.contents_bytes, self.transfers)
         return self._contents
 
     def weights(self, nbytes: int) -> Block:
@@ -363,7 +357,7 @@ class PersistentTier(DiskTier):
         assert self._manifest is not None
         if self._contents is not None and not self._new:
             self._manifest = replace(self._manifest, clean=False, generation=self._manifest.generation + 1)
-            write_manifest(self._file, self._manifest)
+            write_manifest(self._contents.fd, self._path, self._manifest)
         self._usage.created, self._usage.open = None, True
 
     def mark_closed(self) -> None:
@@ -375,13 +369,12 @@ class PersistentTier(DiskTier):
             return
         assert self._manifest is not None
         if self._contents is not None:
-            write_manifest(self._file, replace(self._manifest, clean=True))
+            write_manifest(self._contents.fd, self._path, replace(self._manifest, clean=True))
         self._usage.open = False
         self._release_home()
 
     def close(self) -> None:
         """Unlocks the home, with or without a clean manifest."""
-        super().close()
         self._release_home()
 
 

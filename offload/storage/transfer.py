@@ -11,20 +11,17 @@ Guarantees
     * When a transfer returns, its writes are in the file, and its reads are in memory, or queued on the calling
       thread's stream if the destination is on a device. When it raises, none of its pieces is still running.
     * System errors name the file. A file that is too short is an error, never zeros.
-    * No file stays open, so a model of thousands of blocks does not reach the limit of open files.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import errno
 import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -41,47 +38,11 @@ __all__ = [
     "CudaLink",
     "Link",
     "Staging",
-    "StoredFile",
     "TransferLimits",
     "Transfers",
     "move_all",
     "open_link",
 ]
-
-
-# --- A file that holds a block: which one it is, however its name changes --------------------------------------------
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    """A file, by its path and, once it exists, by its number."""
-
-    path: Path
-    #: Device and number of the file; None: any file of that name.
-    inode: tuple[int, int] | None = None
-
-    def as_it_is(self) -> StoredFile:
-        """This file, and no other that later takes its name."""
-        found = os.stat(self.path)
-        return replace(self, inode=(found.st_dev, found.st_ino))
-
-    def open(self, flags: int = 0) -> int:
-        """Opens the file. Raises FileNotFoundError if another one has its name, as if it was removed."""
-        fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
-        found = os.fstat(fd)
-        if self.inode is None or self.inode == (found.st_dev, found.st_ino):
-            return fd
-        os.close(fd)
-        raise FileNotFoundError(errno.ENOENT, "the file was moved, and another one has its name", str(self.path))
-
-    def map(self, nbytes: int) -> Tensor:
-        """A shared mapping of the first ``nbytes``, flat, uint8, which outlives the file. Raises OSError."""
-        fd = self.open()
-        try:
-            # torch takes names in UTF-8 only, and this one is that of the open file.
-            return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
-        finally:
-            os.close(fd)
 
 
 # --- A pool of page-locked host buffers between files and memory that direct I/O cannot reach ------------------------
@@ -96,52 +57,42 @@ class StoredFile:
 
 #: Blocks the host until a copy is done.
 Fence = Callable[[], None]
+#: Enqueues a copy to the first tensor from the second one; the fence waits for it.
+Copy = Callable[[Tensor, Tensor], Fence]
 
 
 class Link:
     """Copies between host buffers and the compute device. This one is for the CPU, where no tensor is on a device."""
 
-    def is_on_device(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is on the device, where system calls cannot reach it."""
-        return False
-
     def prepare(self, buffer: Tensor) -> None:
         """Prepares a new buffer for copies."""
 
-    def on_stream_of(self, tensor: Tensor) -> Link:
-        """The link whose copies come after what this thread has queued for a tensor, whichever thread makes them."""
-        return self
-
-    def copy(self, destination: Tensor, source: Tensor) -> Fence:
-        """Enqueues a copy; the fence waits for it."""
-        raise AssertionError("no tensor is on a device")
+    def copier(self, tensor: Tensor) -> Copy | None:
+        """What copies between buffers and ``tensor``, in any thread, after what this one has queued; or None."""
+        return None
 
 
 class CudaLink(Link):
-    """Page-locked buffers, copied on a stream."""
-
-    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
-        self._stream = stream
-
-    def is_on_device(self, tensor: Tensor) -> bool:
-        """Whether it is on an accelerator."""
-        return tensor.device.type != "cpu"
+    """Page-locked buffers, copied on the current stream."""
 
     def prepare(self, buffer: Tensor) -> None:
         """Page-locks it, or warns."""
         page_lock(buffer, "staging between disk and device")
 
-    def on_stream_of(self, tensor: Tensor) -> Link:
-        """See :meth:`Link.on_stream_of`."""
-        return CudaLink(torch.cuda.current_stream(tensor.device))
+    def copier(self, tensor: Tensor) -> Copy | None:
+        """See :meth:`Link.copier`."""
+        if tensor.device.type == "cpu":
+            return None
+        stream = torch.cuda.current_stream(tensor.device)
 
-    def copy(self, destination: Tensor, source: Tensor) -> Fence:
-        """Enqueues the copy and an event after it."""
-        event = torch.cuda.Event()
-        with torch.cuda.stream(self._stream):
-            destination.copy_(source, non_blocking=True)
-        event.record(self._stream)
-        return event.synchronize
+        def copy(destination: Tensor, source: Tensor) -> Fence:
+            event = torch.cuda.Event()
+            with torch.cuda.stream(stream):
+                destination.copy_(source, non_blocking=True)
+            event.record(stream)
+            return event.synchronize
+
+        return copy
 
 
 def open_link(device: torch.device) -> Link:
@@ -259,27 +210,23 @@ class Transfers:
         self._staged = TransferLimits(min(max(piece, DIRECT_LEAST_BYTES), STAGED.piece_bytes), STAGED.in_flight)
         self.staging = Staging(self.staging.link, STAGED.in_flight, self._staged.piece_bytes)
 
-    def read(self, file: Path | StoredFile, destination: Tensor, offset: int, usage: CacheUsage | None = None) -> None:
-        """Fills ``destination`` (flat, uint8) with the bytes of a file from ``offset`` on.
+    def read(self, fd: int, destination: Tensor, offset: int, path: Path, usage: CacheUsage | None = None) -> None:
+        """Fills ``destination`` (flat, uint8) with the bytes of an open file from ``offset`` on.
 
-        Raises FileNotFoundError if the file was removed, another OSError if it cannot be read or is too short.
+        Raises OSError, which calls it ``path``, if it cannot be read or is too short.
         """
-        self._move(file, destination, offset, usage, write=False)
+        self._move(fd, destination, offset, path, usage, write=False)
 
-    def write(self, file: Path | StoredFile, source: Tensor, offset: int, usage: CacheUsage | None = None) -> None:
-        """Writes ``source`` (flat, uint8) to a file, from ``offset`` on; raises as :meth:`read` does."""
-        self._move(file, source, offset, usage, write=True)
+    def write(self, fd: int, source: Tensor, offset: int, path: Path, usage: CacheUsage | None = None) -> None:
+        """Writes ``source`` (flat, uint8) to an open file, from ``offset`` on; raises as :meth:`read` does."""
+        self._move(fd, source, offset, path, usage, write=True)
 
-    def _move(
-        self, file: Path | StoredFile, tensor: Tensor, offset: int, usage: CacheUsage | None, *, write: bool
-    ) -> None:
+    def _move(self, fd: int, tensor: Tensor, offset: int, path: Path, usage: CacheUsage | None, *, write: bool) -> None:
         nbytes, end = tensor.numel(), offset + tensor.numel()
         if not nbytes:
             return
-        file = file if isinstance(file, StoredFile) else StoredFile(file)
-        link, on_device = None, self.staging.link.is_on_device(tensor)
-        if on_device:
-            link = self.staging.link.on_stream_of(tensor)
+        copy = self.staging.link.copier(tensor)
+        on_device = copy is not None
         direct = nbytes >= DIRECT_LEAST_BYTES and self.cache.direct(usage)
         staged = on_device or (direct and (tensor.data_ptr() - offset) % PAGE_BYTES != 0)
         limits = self._staged if staged else UNSTAGED
@@ -296,18 +243,19 @@ class Transfers:
 
         def move(begin: int, end: int, direct: bool) -> None:
             part = tensor[begin - offset : end - offset]
-            call = partial(_move_piece, file, descriptors, direct, begin, write)
+            call = partial(_move_piece, fd, bypass if direct else fd, begin, path, write)
             try:
                 if on_device or (staged and direct):
-                    self._move_staged(part, call, link, write=write)
+                    self._move_staged(part, call, copy, write=write)
                 else:
                     call(view_memory(part))
             except BaseException:
                 pieces.clear()
                 raise
 
-        with contextlib.ExitStack() as stack:
-            descriptors = {way: stack.enter_context(_opened(file, way)) for way in {piece[2] for piece in pieces}}
+        # The same file, past the page cache.
+        bypass = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC) if direct else fd
+        try:
             # The caller moves a single piece itself: waking a thread takes longer than reading the pages of a bias.
             helpers = [self._io_threads.offer(work) for _ in range(min(limits.in_flight, len(pieces)) - 1)]
             try:
@@ -319,21 +267,24 @@ class Transfers:
                 while helpers:
                     # Without this, threads go on with a failed transfer while its memory is reused.
                     helpers.pop().cancel()
+        finally:
+            if bypass != fd:
+                os.close(bypass)
         self.cache.count(nbytes)
 
-    def _move_staged(self, part: Tensor, call: Callable[[memoryview], None], link: Link | None, *, write: bool) -> None:
-        """Moves a piece through a buffer. ``link``: to the device that the piece is on, or None for host memory."""
+    def _move_staged(self, part: Tensor, call: Callable[[memoryview], None], copy: Copy | None, *, write: bool) -> None:
+        """Moves a piece through a buffer. ``copy``: see :meth:`Link.copier`."""
         buffer, fence = self.staging.acquire_buffer(), None
         try:
             piece = buffer[: part.numel()]
             if not write:
                 call(view_memory(piece))
             destination, source = (piece, part) if write else (part, piece)
-            if link is None:
+            if copy is None:
                 # Without the interpreter lock and torch's threads.
                 ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.numel())
             else:
-                fence = link.copy(destination, source)
+                fence = copy(destination, source)
             if write:
                 if fence is not None:
                     # Device -> buffer. Without this, the buffer's previous contents are written to the file.
@@ -344,22 +295,9 @@ class Transfers:
             self.staging.release(buffer, fence)
 
 
-def _move_piece(
-    file: StoredFile, descriptors: Mapping[bool, int], direct: bool, begin: int, write: bool, memory: memoryview
-) -> None:
-    fd, path, call = descriptors[direct], file.path, os.pwritev if write else os.preadv
-    if not direct:
-        move_all(call, fd, memory, begin, path)
-    elif (moved := _moved(call, fd, memory, begin, path)) < len(memory):
-        # A direct call moves less only at the end of the file, where move_all raises.
-        with _opened(file, direct=False) as cached:
-            move_all(call, cached, memory[moved:], begin + moved, path)
-
-
-@contextlib.contextmanager
-def _opened(file: StoredFile, direct: bool) -> Iterator[int]:
-    fd = file.open(os.O_DIRECT if direct else 0)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+def _move_piece(fd: int, used: int, begin: int, path: Path, write: bool, memory: memoryview) -> None:
+    """Moves a piece by the descriptor ``used``, which may be one for direct calls; by ``fd`` what that leaves."""
+    call = os.pwritev if write else os.preadv
+    # A direct call moves less only at the end of the file, where move_all raises.
+    moved = 0 if used == fd else _moved(call, used, memory, begin, path)
+    move_all(call, fd, memory[moved:], begin + moved, path)

@@ -83,25 +83,14 @@ class Tracer:
     def write(self, path: str | os.PathLike[str], events: list[Event]) -> None:
         """Writes events, and the bytes on the device and at home as counters, in the Trace Event Format."""
         tracks = {track: number for number, track in enumerate(dict.fromkeys(e.track for e in events))}
-        entries: list[dict[str, Any]] = [
-            {"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": track}}
-            for track, number in tracks.items()
-        ]
-        entries += [
-            {
-                "ph": "X",
-                "pid": 0,
-                "tid": tracks[event.track],
-                "name": event.token,
-                "ts": event.begin * 1e6,
-                "dur": (event.end - event.begin) * 1e6,
-            }
-            for event in sorted(events, key=lambda e: e.begin)
-        ]
-        entries += [
-            {"ph": "C", "pid": 0, "name": tier, "ts": when * 1e6, "args": {"bytes": nbytes}}
-            for tier, samples in self._samples.items()
-            for when, nbytes in samples
-        ]
+
+        def entry(kind: str, name: str, track: int = 0, **more: Any) -> dict[str, Any]:
+            return {"ph": kind, "pid": 0, "tid": track, "name": name, **more}
+
+        entries = [entry("M", "thread_name", number, args={"name": track}) for track, number in tracks.items()]
+        for e in sorted(events, key=lambda e: e.begin):
+            entries.append(entry("X", e.token, tracks[e.track], ts=e.begin * 1e6, dur=(e.end - e.begin) * 1e6))
+        for tier, samples in self._samples.items():
+            entries += [entry("C", tier, ts=when * 1e6, args={"bytes": nbytes}) for when, nbytes in samples]
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"traceEvents": entries, "displayTimeUnit": "ms"}, file)

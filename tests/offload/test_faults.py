@@ -13,6 +13,7 @@ from torch import nn
 
 from offload import MemoryPolicy, OffloadModel
 from offload.storage.disk import DiskBlock, DiskScratch
+from tests.offload.open_files import open_files
 from tests.offload.test_model import at_home, batch
 from tests.offload.zoo import build
 
@@ -101,7 +102,7 @@ def test_a_short_read_is_an_error_that_names_the_file(tmp_path: Path) -> None:
         num_slices=2,
         checkpoint_activation=False,
     )
-    (path,) = tmp_path.glob("*/*weights")
+    (path,) = open_files(tmp_path, "weights")
     os.truncate(path, 20_480)
     with pytest.raises(OSError, match=r"loading shard 1 from disk .*weights: the file ends after 20,480 bytes"):
         model(torch.zeros(1, 64))

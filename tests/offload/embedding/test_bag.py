@@ -183,7 +183,7 @@ def test_a_pipeline_that_prefetches_rows_trains_the_same_table(
 ) -> None:
     theirs, ours = pair(tmp_path_factory.mktemp("home") if disk else "cpu", mode="sum")
     reference, model = Model(theirs), Model(ours)
-    ours._reader.lane = LANES[lane]() or ours._reader.lane
+    ours.lane = LANES[lane]() or ours.lane
     train_plainly(reference, optimizers_of(reference, name), count, size)
     torch.manual_seed(4)
     depth = {"load": ahead, "copy": ahead, "distribute": ahead}
@@ -199,7 +199,7 @@ def test_a_pipeline_that_prefetches_rows_trains_the_same_table(
 
 
 def run(model: Any, lane: Any, count: Any = 8) -> Any:
-    model.bag._reader.lane = lane
+    model.bag.lane = lane
     pipeline = TrainPipelineSparseDist(model, optimizers_of(model, "sgd"), "cpu")
     iterator = iter(batches(count))
     torch.manual_seed(4)
@@ -212,7 +212,7 @@ def test_without_reading_updated_rows_again_a_read_that_is_early_trains_another_
     theirs, ours = pair(mode="sum")
     reference, model = Model(theirs), Model(ours)
     train_plainly(reference, optimizers_of(reference, "sgd"), 8, 1)
-    model.bag._reader.refresh_stale = lambda weight, request, batch: None
+    model.bag._refresh_stale = lambda request, batch: None
     run(model, InlineLane())
     assert not torch.allclose(model.bag.weight, reference.bag.weight, atol=1e-4)
 

@@ -278,7 +278,6 @@ def moved(name: str, by: int) -> Callable[[dict[str, Any]], object]:
         (lambda header: header["a"].update(shape=[1] * 99), b""),
         (lambda header: header["a"].update(data_offsets=[-4, 12]), b""),
         (lambda header: header.update(a=[]), b""),
-        (lambda header: header.update(__metadata__={"format": 1}), b""),
     ],
 )
 def test_a_header_is_refused_by_a_value_error_that_names_the_file(
@@ -288,7 +287,7 @@ def test_a_header_is_refused_by_a_value_error_that_names_the_file(
     save_file({"a": torch.ones(4), "b": torch.ones(4)}, path)
     rewritten(path, change, tail)
     for read in (TensorFile, Pretrained):
-        with pytest.raises(ValueError, match="expected a safetensors file") as caught:
+        with pytest.raises(ValueError, match="expected a complete safetensors file") as caught:
             read(path)
         assert str(path) in str(caught.value)
 
@@ -297,7 +296,7 @@ def test_a_header_of_more_than_100_mb_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes((40 << 30).to_bytes(8, "little"))
     os.truncate(path, 41 << 30)  # takes no room on the disk
-    with pytest.raises(ValueError, match=r"x\.safetensors: .*header too large"):
+    with pytest.raises(ValueError, match=r"x\.safetensors: .*a header of 42,949,672,960 bytes"):
         TensorFile(path)
 
 

@@ -46,6 +46,7 @@ from tests.offload.mesh.forked import check_claims
 from tests.offload.mesh.late import LateLane
 from tests.offload.mesh.models import Adapted, Encoder, batch, batches, build, loss_of, rows
 from tests.offload.mesh.world import World, difference, greatest_error, whole
+from tests.offload.open_files import open_files
 from tests.waits import find_sites, take_out
 
 # --- gradients and training -------------------------------------------------------------------------------------------
@@ -408,9 +409,11 @@ def bytes_are_those_of_the_formula(world: World) -> None:
     model = world.model(bare, folder, len(bare))
     optimizer = OffloadOptimizer(model, torch.optim.AdamW, max_norm=1.0)
     of_layers = [row_bytes(layer.parameters(), world.ranks) for layer in bare]
-    assert [0 if shard.home is None else shard.home.nbytes for shard in model._homes.shards] == of_layers
-    files = [path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name != "lock"]
-    assert files == [-(-sum(of_layers) // 4096) * 4096]  # all layers are in one file of whole pages
+    shards = model._homes.shards
+    assert [0 if shard.home is None else shard.home.nbytes for shard in shards] == of_layers
+    files = [path.stat().st_size for path in open_files(folder)]
+    # All layers are in one file of whole pages.
+    assert files == [-(-sum(of_layers) // 4096) * 4096]
     padding = 2 * 64 * len([*bare.parameters()]) + 5 * 64 * 4
     assert sum(of_layers) <= row_bytes(bare.parameters(), 1) / world.ranks + padding
     others = world.ranks - 1
@@ -553,7 +556,7 @@ def checkpoints_of_all_ranks_are_read_by_any_number(world: World) -> None:
         world.raises(RuntimeError, lambda: save_checkpoint(path, model, optimizer), f"rank {world.ranks - 1}", "space")
         patch.undo()
         if world.rank == 0:
-            patch.setattr("offload.files.checkpoint._commit", fails)
+            patch.setattr("offload.files.save_folder.Save.commit", fails)
         kind = OSError if world.rank == 0 else RuntimeError
         world.raises(kind, lambda: save_checkpoint(path, model, optimizer), "no space")
     dist.barrier()

@@ -24,6 +24,7 @@ from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.planning.plan import Kind
 from pipe.recompute.phase import is_recomputing
 from tests.offload.late import LateLane, run_late
+from tests.offload.open_files import open_files
 from tests.offload.pair import CLASSES, Pair, pending
 from tests.offload.parameters_outside import ActNorm
 from tests.offload.planning.proof import validate
@@ -193,16 +194,17 @@ def test_what_a_collected_model_left_pending_ends_with_the_layers(tmp_path: Path
     layers = nn.ModuleList(pair.model)
     pair.schedules.clear()
     del pair.ours, pair.model
-    assert [*tmp_path.rglob("*weights*")]
+    assert open_files(tmp_path, "weights")
     for expected, got in zip(pair.bare.parameters(), layers.parameters(), strict=True):
         pair.assert_close(got, expected)
-    assert not [*tmp_path.rglob("*")]
+    gc.collect()
+    assert not open_files(tmp_path)
     pair = Pair("adamw", f"{tmp_path}/")
     pair.backward()
     pair.step()
     del pair
     gc.collect()
-    assert not [*tmp_path.rglob("*")]
+    assert not open_files(tmp_path)
 
 
 HOLDERS: dict[str, Callable[[OffloadModel], Any]] = {

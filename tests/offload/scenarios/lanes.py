@@ -210,7 +210,9 @@ class OnDevice:
 def a_fence_is_passed_after_its_copy(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     cuda, buffer = LateCuda(monkeypatch), torch.full((4,), 7.0)
     slot = OnDevice(cuda, torch.zeros(4))
-    fence = CudaLink().on_stream_of(slot).copy(slot, buffer)  # type: ignore[arg-type]
+    copy = CudaLink().copier(slot)  # type: ignore[arg-type]
+    assert copy is not None
+    fence = copy(slot, buffer)  # type: ignore[arg-type]
     fence()
     buffer.fill_(9)  # the next piece
     cuda.synchronize()

@@ -45,7 +45,7 @@ def _bag() -> tuple[nn.EmbeddingBag, OffloadEmbeddingBag]:
     theirs = nn.EmbeddingBag(9, 4)
     torch.manual_seed(0)
     ours = OffloadEmbeddingBag(9, 4)
-    ours._reader.lane = _LateLane()  # type: ignore[assignment]
+    ours.lane = _LateLane()  # type: ignore[assignment]
     return theirs, ours
 
 
@@ -77,7 +77,7 @@ def indices_are_read_after_they_have_come(monkeypatch: pytest.MonkeyPatch, path:
 def what_crosses_streams_is_known_to_the_allocator(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     cuda, stream = LateCuda(monkeypatch), LateStream()
     _, ours = _bag()
-    ours._reader.lane = InlineLane(stream)  # type: ignore[arg-type, assignment]
+    ours.lane = InlineLane(stream)  # type: ignore[arg-type, assignment]
     log: list[tuple[int, object]] = []
     monkeypatch.setattr(
         "offload.embedding.bag.record_stream",

@@ -166,6 +166,7 @@ def test_a_home_that_is_in_use_is_refused(left: tuple[Path, dict[str, Tensor]]) 
 
 ENDS = """
 import sys, torch
+from tests.offload.open_files import open_files
 from tests.offload.persistent import layers, offloaded, train
 model = offloaded(layers(), sys.argv[1])
 train(model, range(2))

@@ -12,7 +12,7 @@ import torch
 
 from offload.storage import DiskTier, Tier
 from offload.storage.buffer import host_buffer
-from offload.storage.transfer import Link
+from offload.storage.transfer import Copy, Link
 from tests.offload.storage.test_tiers import MANY, STAGED, TierContract, noise
 
 CPU = torch.device("cpu")
@@ -26,8 +26,8 @@ class LateLink(Link):
         self.prepared = 0
         self.lock = threading.Lock()
 
-    def is_on_device(self, tensor: torch.Tensor) -> bool:
-        return True
+    def copier(self, tensor: torch.Tensor) -> Copy:
+        return self.copy
 
     def prepare(self, buffer: torch.Tensor) -> None:
         self.prepared += 1

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
-import gc
-import os
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload.storage import DiskTier, HostTier, Tier, disk, open_tier
+from offload.storage import DiskTier, HostTier, Tier, open_tier
 from offload.storage.buffer import host_buffer
 from offload.storage.transfer import TransferLimits
+from tests.offload.open_files import open_files
 
 CPU = torch.device("cpu")
 
@@ -129,7 +124,7 @@ class TestDiskTier(TierContract):
 
     def test_the_files_have_the_bytes_of_their_blocks_in_whole_pages(self, tier: Tier, tmp_path: Path) -> None:
         block = tier.allocate(5000, "weights")
-        (path,) = tmp_path.glob("*/*weights")
+        (path,) = open_files(tmp_path)
         assert block.nbytes == 5000
         assert path.stat().st_size == 8192
 
@@ -174,26 +169,22 @@ class TestDiskTier(TierContract):
                     scratch.release(kept.pop(0)[0])
                 for ticket, tensor in kept:
                     assert torch.equal(scratch.fetch(ticket), tensor)
-            open_files = {fd: str(fd.resolve()) for fd in list(Path("/proc/self/fd").iterdir())}
-            own = [fd for fd, path in open_files.items() if path.startswith(f"{folder}/") and "boundaries" in path]
-            assert sum(fd.stat().st_size for fd in own) <= 240 * most  # room for each size at most
+            own = open_files(folder, "boundaries")
+            assert sum(path.stat().st_size for path in own) <= 240 * most  # room for each size at most
             scratch.close()
 
-    def test_other_files_of_the_directory_are_neither_read_nor_lost(self, tmp_path: Path) -> None:
-        """A stale file with the right name is never trusted."""
-        (tmp_path / "0000-weights").write_bytes(b"stale")
+    def test_files_have_no_names_and_end_with_their_blocks(self, tmp_path: Path) -> None:
         tier = DiskTier(tmp_path, CPU)
-        assert not tier.allocate(5, "weights").tensor.any()
-        tier.close()
-        assert (tmp_path / "0000-weights").read_bytes() == b"stale"
-
-    def test_files_are_removed_with_the_tier(self, tmp_path: Path) -> None:
-        tier = DiskTier(tmp_path, CPU)
-        tier.allocate(100, "weights")
-        assert len(list(tmp_path.iterdir())) == 1
-        del tier
-        gc.collect()
+        block = tier.allocate(100, "weights")
+        part, tensor = block.part(0, 8), block.tensor.fill_(3)
         assert list(tmp_path.iterdir()) == []
+        assert len(open_files(tmp_path)) == 1
+        tier.close()
+        del tier, block
+        part.read_into(torch.empty(8, dtype=torch.uint8))
+        del part
+        assert open_files(tmp_path) == []
+        assert (tensor == 3).all()
 
 
 @pytest.mark.parametrize(
@@ -214,34 +205,3 @@ def test_a_directory_that_is_memory_warns(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("offload.storage.disk.file_system", lambda path: "tmpfs")
     with pytest.warns(RuntimeWarning, match=r"is memory \(tmpfs\)"):
         DiskTier(tmp_path, CPU)
-
-
-def test_a_folder_that_is_being_made_is_not_swept_by_another_process(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Whatever happens between the system calls of its making."""
-    calls = []
-    for module, name in ((os, "open"), (fcntl, "flock"), (os, "rename")):
-        original = getattr(module, name)
-
-        def swept(*args: Any, original: Callable[..., Any] = original, **more: Any) -> Any:
-            if threading.current_thread() in sweeping:
-                return original(*args, **more)
-            sweeping.add(threading.current_thread())
-            try:
-                calls.append(original.__name__)
-                disk._remove_stale(tmp_path)
-                result = original(*args, **more)
-                disk._remove_stale(tmp_path)
-                return result
-            finally:
-                sweeping.clear()
-
-        monkeypatch.setattr(module, name, swept)
-    sweeping: set[threading.Thread] = set()
-    tier = DiskTier(tmp_path, torch.device("cpu"))
-    assert {"open", "flock"} <= set(calls)
-    assert tier.folder.exists()
-    tier.allocate(8, "weights").write(torch.ones(8, dtype=torch.uint8), 0)
-    tier.close()
-    assert not tier.folder.exists()

@@ -205,8 +205,8 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("helpers.pop().cancel()", files.a_transfer_that_failed_goes_on_nowhere),
         ],
         "Transfers._move_staged": [("fence()", files.a_write_comes_after_the_copy_from_the_device)],
-        "CudaLink.copy": [
-            ("event.record(self._stream)", lanes.a_fence_is_passed_after_its_copy),
+        "CudaLink.copier": [
+            ("event.record(stream)", lanes.a_fence_is_passed_after_its_copy),
             ("event.synchronize", lanes.a_fence_is_passed_after_its_copy),
         ],
         "Staging.nbytes": [("with self._changed", files.a_lane_waits_for_a_buffer_of_another)],
@@ -252,15 +252,15 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
     },
     "offload.embedding.bag": {
         "RowRequest.wait": [("self.ticket.wait()", rows.a_read_that_failed_is_told_by_its_wait)],
-        "RowReader.begin": [("fence(self._device)", rows.indices_are_read_after_they_have_come)],
-        "RowReader._read": [
+        "OffloadEmbeddingBag.input_dist": [("fence(self.device)", rows.indices_are_read_after_they_have_come)],
+        "OffloadEmbeddingBag._read": [
             ("before.wait()", rows.indices_are_read_after_they_have_come),
             ("record_stream(input, self.lane.stream)", rows.what_crosses_streams_is_known_to_the_allocator),
         ],
-        "RowReader.collect": [
+        "OffloadEmbeddingBag.compute_and_output_dist": [
             ("request.ticket.wait()", rows.a_lookup_finds_its_rows),
             (
-                "record_stream([batch.values, batch.positions], torch.cuda.current_stream(self._device))",
+                "record_stream([batch.values, batch.positions], torch.cuda.current_stream(self.device))",
                 rows.what_crosses_streams_is_known_to_the_allocator,
             ),
         ],
@@ -269,8 +269,10 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
 
 #: Waits whose value is used, and what has that value without waiting.
 STAND_INS: dict[str, Callable[..., Any]] = {
-    "offload.embedding.bag RowReader.begin: fence(self._device)": (lambda device: InlineLane().submit(lambda: None)),
-    "offload.embedding.bag RowReader.collect: request.ticket.wait()": rows.unfilled,
+    "offload.embedding.bag OffloadEmbeddingBag.input_dist: fence(self.device)": (
+        lambda device: InlineLane().submit(lambda: None)
+    ),
+    "offload.embedding.bag OffloadEmbeddingBag.compute_and_output_dist: request.ticket.wait()": rows.unfilled,
     "offload.telemetry.clock Clock._wait_idle: end.query()": lambda event: True,
     "offload.streaming.lane ThreadCopyLane.submit: torch.cuda.current_stream(device).record_event()": (
         lambda stream: torch.cuda.Event()  # one that was never recorded

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from tests.offload.blocks.towers import assert_equal
+from tests.offload.open_files import open_files
 
 WIDTH, RANK = 64, 2
 
@@ -41,7 +42,8 @@ def adapted(folder: Path, layers: int = 4, **more: Any) -> tuple[nn.Sequential, 
 
 def gradient_files(folder: Path) -> list[int]:
     """Sizes of the files that hold gradients."""
-    return [path.stat().st_size for path in sorted(folder.rglob("*-gradients"))]
+    found = [open_files(folder, f"shard{j}-gradients") for j in range(9)]
+    return [path.stat().st_size for paths in found for path in paths]
 
 
 def backward(plain: nn.Module, model: nn.Module, seed: int) -> None:

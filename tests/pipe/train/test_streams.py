@@ -164,7 +164,7 @@ def test_a_lookup_is_issued_behind_the_rows_and_rows_behind_the_indices(
 ) -> None:
     torch.manual_seed(0)
     bag = OffloadEmbeddingBag(10, 2, "sum")
-    bag._reader.lane = ThreadLane("rows", Stream("rows"))
+    bag.lane = ThreadLane("rows", Stream("rows"))
 
     def fence(device: Any) -> Any:
         ticket = Ticket()
@@ -172,14 +172,14 @@ def test_a_lookup_is_issued_behind_the_rows_and_rows_behind_the_indices(
         return ticket
 
     monkeypatch.setattr("offload.embedding.bag.fence", fence)
-    read = bag._reader._read
+    read = bag._read
 
-    def noted(weight: Any, input: Any, before: Any) -> Any:
-        result = read(weight, input, before)
+    def noted(input: Any, before: Any) -> Any:
+        result = read(input, before)
         machine.issue("rows", 0)
         return result
 
-    bag._reader._read = noted
+    bag._read = noted
     machine.issue("indices", 0)
     request = bag.input_dist(None, torch.tensor([[1, 2]])).wait().wait()
     bag.compute_and_output_dist(None, request)
