@@ -22,23 +22,21 @@ from typing import Any
 
 from offload.engine.homes import ModelHomes
 from offload.engine.layouts import bytes_of_boundary
-from offload.engine.plans.gradients_held import gradients_there, unowned_gradients
+from offload.engine.plans.gradients_held import begins_with_gradients, unowned_gradients
 from offload.engine.plans.host_memory import bytes_left, in_host_memory, shards_that_fit
 from offload.engine.plans.least_limit import too_little
 from offload.engine.plans.measured import step_model
 from offload.engine.plans.other_states import states_of_others
 from offload.engine.plans.row_units import SIZES_REMEMBERED, shown, split
 from offload.engine.plans.step_memory import StepMemory, bound_of
-from offload.engine.plans.stored_form import stored_form
 from offload.limits import MemoryLimits
 from offload.planning.budget import GAPS_SHARE, shown_bytes
-from offload.planning.choose import NothingFitsError, choose, fill, least_bytes
-from offload.planning.explain import explain, fewer_bytes, moves, next_bytes
+from offload.planning.choose import NothingFitsError, Prediction, choose, fill, least_bytes, predict
 from offload.planning.residency import TooLargeError
-from offload.planning.step_model import Choice, Given, Prediction, StepModel, predict
+from offload.planning.step_model import Choice, Given, StepModel
 from offload.policy import MemoryPolicy
 from offload.streaming.moves import HomeInUseError
-from offload.telemetry.memory_report import MemoryReport, describe
+from offload.telemetry.memory_report import MemoryReport
 from pipe.nested import tensors_in
 
 __all__ = ["MemoryPlanner"]
@@ -48,7 +46,7 @@ _logger = logging.getLogger("offload")
 #: Of a limit of memory, where micro-batches are chosen, what steps take beside counted bytes: one part in so many.
 UNCOUNTED_SHARE = 4
 #: Of the sizes of a step, what depends on which cells have kept their graphs before.
-PROFILES = ("memory_profiles", "kept_profiles", "graph_bytes_per_row", "selected_bytes_per_row")
+PROFILES = ("recomputed", "kept", "selected_bytes_per_row")
 
 
 class MemoryPlanner:
@@ -144,9 +142,9 @@ class MemoryPlanner:
         A part of the limit is left to what steps take beside these, such as the graph of the loss.
         """
         model = self._model(split(units, count))
-        constant = model.sizes.constant_bytes - (self._homes.tier.staging_bytes if self._memory.on_host else 0)
-        sizes = replace(model.sizes, constant_bytes=constant, **self._first_profiles)
-        model = replace(model, margin_bytes=0, sizes=sizes)
+        staging = self._homes.tier.staging_bytes if self._memory.on_host else 0
+        transfers = model.transfer_bytes - staging
+        model = replace(model, margin_bytes=0, transfer_bytes=transfers, **self._first_profiles)
         return least_bytes(model, self._leanest(model)) <= self.limit_bytes - self.limit_bytes // UNCOUNTED_SHARE
 
     def _leanest(self, model: StepModel) -> Choice:
@@ -225,8 +223,8 @@ class MemoryPlanner:
         self._measured_seconds = time.perf_counter() - self._began
         predicted = self._prediction
         if self._steps_done == 1:
-            sizes = self._model(rows).sizes
-            self._first_profiles = {name: getattr(sizes, name) for name in PROFILES}
+            model = self._model(rows)
+            self._first_profiles = {name: getattr(model, name) for name in PROFILES}
         self.return_excess()
         margin = self._memory.margin_bytes
         changed = self._memory.end(predicted, probes=self._probes)
@@ -283,7 +281,7 @@ class MemoryPlanner:
             accumulates=self._accumulates,
             # Not where whole gradients are counted on a device, and parts of them would wait in host memory.
             gradients_wait=any(shard.blocking_io for shard in homes.shards)
-            and not (updates["updates"] or model.sizes.draining_bytes),
+            and not (updates["updates"] or model.draining_bytes),
             margin_bytes=self._memory.margin(sum(rows)),
             host_bytes=None if self._memory.on_host else bytes_left(homes, self._limits.host_bytes),
             in_host=frozenset() if self._memory.on_host else in_host_memory(homes),
@@ -309,7 +307,7 @@ class MemoryPlanner:
             choice = self._leanest(model)  # and :meth:`_choose` takes the leanest plan of these
         else:
             self._due = False
-            _logger.info("memory=%s: %s", shown_bytes(self.limit_bytes), describe(choice))
+            _logger.info("memory=%s: %s", shown_bytes(self.limit_bytes), choice)
         self._choices.clear()
         self._switch(choice)
 
@@ -352,11 +350,10 @@ class MemoryPlanner:
     def _choose(self, rows: Sequence[float], *, idle: bool) -> None:
         """The choice for micro-batches of so many rows, with the present slots and shards in memory if it fits so."""
         homes = self._homes
-        there, outside = self._gradients_there(), homes.outside_bytes().begins
-        key = (tuple(rows), *there.values(), outside)
+        begins = self._gradients_there()
+        key = tuple(rows), begins, homes.outside_bytes().begins
         if key not in self._choices:
-            known = self._model(rows)
-            model = replace(known, sizes=replace(known.sizes, **there))
+            model = replace(self._model(rows), begins=begins)
             present = Choice(self._streamer.slots, self._in_memory)
             least = replace(present, boundary_bytes=0)
             try:
@@ -381,12 +378,12 @@ class MemoryPlanner:
         self.choice = self._prediction.choice
         self._streamer.gradient_offload.waiting = self.choice.waiting
 
-    def _gradients_there(self) -> dict[str, Any]:
-        """See :func:`gradients_there`; on a device, whose shards are updated at once, what was accumulated."""
+    def _gradients_there(self) -> frozenset[int]:
+        """The shards whose gradients are there; on a device, whose shards are updated at once, what was accumulated."""
+        shards = self._streamer.shards
         if self._memory.on_host:
-            return gradients_there(self._streamer.shards)
-        held = frozenset(s.index for s in self._streamer.shards if s.in_place and unowned_gradients(s))
-        return {"held": held, "begins": held}
+            return frozenset(s.index for s in shards if begins_with_gradients(s))
+        return frozenset(s.index for s in shards if s.in_place and unowned_gradients(s))
 
     def _refuse(self, error: NothingFitsError, rows: Sequence[float]) -> None:
         """Raises ValueError for a batch that does not fit; warns for one no larger than one that ran, which goes on."""
@@ -466,30 +463,12 @@ class MemoryPlanner:
     def report(self) -> MemoryReport:
         """What the present plan takes and costs."""
         homes = self._homes
-        rows, predicted = self._rows, self._prediction
-        more_limit = self.limit_bytes + next_bytes(self.limit_bytes)
-        known = None if rows is None else self._model(rows)
-        parts, more = explain(known, predicted, more_limit)
+        in_files = any(shard.blocking_io or shard.file is not None for shard in homes.shards)
         return MemoryReport(
             device=str(self._device),
             limit_bytes=self.limit_bytes,
-            shards=len(self._streamer.shards),
-            cells=len(self._streamer.shards) * (1 if rows is None else len(rows)),
-            predicted=predicted,
+            predicted=self._prediction,
             measured_seconds=self._measured_seconds,
             measured_bytes=self._memory.peak_bytes,
-            margin_bytes=self._memory.margin_bytes,
-            outside=homes.outside_bytes(),
-            parts=parts,
-            moves=moves(known, predicted),
-            fewer_bytes=fewer_bytes(known, predicted, stored_form(homes)),
-            more=more,
-            more_limit_bytes=more_limit,
-            resting=self._resting(),
+            resting=len(in_host_memory(homes)) if in_files and not self._memory.on_host else None,
         )
-
-    def _resting(self) -> int | None:
-        """Beside a device: how many shards of files rest in host memory."""
-        homes = self._homes
-        in_files = any(shard.blocking_io or shard.file is not None for shard in homes.shards)
-        return len(in_host_memory(homes)) if in_files and not self._memory.on_host else None

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from offload.engine.plans.row_units import SIZES_REMEMBERED
-from offload.planning.peak_memory import graphs_that_fit
 from offload.planning.plan import Plan
-from offload.planning.planner import Sizes, Updates, plan_step
-from offload.planning.residency import Residency
+from offload.planning.planner import Sizes
 from offload.planning.step_model import Choice
 from offload.policy import MemoryPolicy
 from offload.streaming.shard import Shard
@@ -83,8 +82,10 @@ class Steps:
         if not self._graph_bytes:
             return frozenset()
         measured = self.graph_bytes_per_row()
-        known = [measured.get(shard.index) for shard in self._shards]
-        return frozenset(graphs_that_fit(known, rows, first=first, budget_bytes=self._graph_bytes))
+        cells = [(j, i) for j in range(len(self._shards) - 1, first - 1, -1) for i in everything]
+        total = itertools.accumulate(measured.get(j, math.inf) * rows[i] for j, i in cells)
+        # Backward frees kept graphs before it recomputes a cell.
+        return frozenset(cells[: sum(nbytes <= self._graph_bytes for nbytes in total)])
 
     @property
     def boundary_budget_bytes(self) -> float:
@@ -127,10 +128,6 @@ class Steps:
         blocks = [len(shard.layers) if self._apart else 1 for shard in self._shards]
         return {j: sum(each.values()) for j, each in known.items() if len(each) == blocks[j]}
 
-    def selected_bytes_per_row(self) -> dict[int, float]:
-        """Bytes that a recomputed cell of each shard keeps for each row."""
-        return {j: sum(each.values()) for j, each in self.selected_per_row.items()}
-
     def record_boundary(self, j: int, rows: float, nbytes: int) -> None:
         """Records the size of a boundary or of the output."""
         self._remember(self.boundary_bytes, (j, rows), nbytes)
@@ -153,33 +150,6 @@ class Steps:
         if training and self.planner is not None:
             self.planner.end(planned)
         self._last_steps[training] = plan, sum(rows)
-
-    def plan(
-        self,
-        rows: Sequence[float],
-        updates: Updates,
-        *,
-        slots: int,
-        training: bool,
-        in_memory: Collection[int] = frozenset(),
-    ) -> Plan:
-        """The plan of a step that did not run yet, from empty slots, on micro-batches that need no gradient."""
-        trainable = (shard.index for shard in self._shards if shard.trainable)
-        first = next(trainable, len(self._shards))
-        return plan_step(
-            len(self._shards),
-            slots=slots,
-            microbatches=len(rows),
-            training=training and first < len(self._shards),
-            first=first,
-            kept=self.kept_cells(rows, first),
-            in_memory=in_memory,
-            # Without recomputation boundaries are kept by the graphs.
-            boundaries=Residency(self.boundary_budget_bytes if self._recompute else math.inf),
-            boundary_sizes=self.sizes(rows),
-            grows=self.boundaries_grow,
-            **updates,
-        )
 
     def last(self, rows: float | None, *, training: bool) -> Plan | None:
         """The plan of the last step, if its batch had so many rows; any for None."""
