@@ -154,7 +154,7 @@ def test_boundaries_beyond_a_budget_leave_and_return_ahead_of_use(
     )
     validate(plan)
     assert Plan.parse(str(plan), 2) == plan
-    simulate(plan, Costs(*[[1.0] * shards] * 4, (), [1.0] * 6), Choice(2))
+    simulate(plan, Costs(*[[1.0] * shards] * 4, boundary=[1.0] * 6), Choice(2))
     for position, action in enumerate(plan.actions):
         if action.kind is Kind.PREFETCH:
             # No other cell than the one before its use comes in between, of those that read boundaries.
