@@ -39,8 +39,8 @@ def step_model(homes: ModelHomes, rows: Sequence[float]) -> StepModel:
         own_slots=streamer.own_slots,
         gradient_bytes=gradients if exchange is None else exchange.gradients,
         draining_bytes=() if exchange is None else exchange.draining,
-        boundaries=steps.sizes(rows),
-        gradients=steps.sizes(rows, gradients=True),
+        boundaries=steps.boundaries.of(rows),
+        gradients=steps.gradients.of(rows),
         spills=tier.scratch() is not None,
         grows=steps.boundaries_grow,
         recomputed=recomputed,
@@ -67,7 +67,11 @@ def step_model(homes: ModelHomes, rows: Sequence[float]) -> StepModel:
 
 def _costs(homes: ModelHomes, rows: Sequence[float], loads: Sequence[int], gradients: Sequence[int]) -> Costs:
     shards, meter, tier = homes.shards, homes.meter, homes.tier
-    on_host, mean_rows, boundaries = not has_own_memory(homes.device), sum(rows) / len(rows), homes.steps.sizes(rows)
+    on_host, mean_rows, boundaries = (
+        not has_own_memory(homes.device),
+        sum(rows) / len(rows),
+        homes.steps.boundaries.of(rows),
+    )
     load, drain, update, boundary, reduction = map(
         meter.copy_seconds_per_byte, ("load", "drain", "update", "boundary", REDUCTION)
     )

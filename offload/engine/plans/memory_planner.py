@@ -10,24 +10,31 @@ before begin with the least memory, since theirs may grow faster than they do.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
+import operator
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 from offload.engine.homes import ModelHomes
 from offload.engine.layouts import bytes_of_boundary
-from offload.engine.plans.gradients_held import begins_with_gradients, unowned_gradients
-from offload.engine.plans.host_memory import bytes_left, in_host_memory, shards_that_fit
+from offload.engine.plans.between_steps import (
+    bytes_left,
+    holds_gradients,
+    in_host_memory,
+    shards_that_fit,
+    states_of_others,
+    unowned_gradients,
+)
 from offload.engine.plans.least_limit import too_little
 from offload.engine.plans.measured import step_model
-from offload.engine.plans.other_states import states_of_others
-from offload.engine.plans.row_units import SIZES_REMEMBERED, shown, split
+from offload.engine.plans.row_units import SIZES_REMEMBERED, remember, shown, split
 from offload.engine.plans.step_memory import StepMemory, bound_of
 from offload.limits import MemoryLimits
 from offload.planning.budget import GAPS_SHARE, shown_bytes
@@ -54,9 +61,7 @@ class MemoryPlanner:
 
     def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes) -> None:
         self._limits = limits
-        self._given = Given(
-            policy.slots, policy.resident_bytes, policy.graph_bytes, policy.boundary_bytes, policy.gradient_bytes
-        )
+        self._given = Given(**{each.name: getattr(policy, each.name) for each in fields(Given)})
         #: Whether the policy lets layers draw other random numbers than they would for the whole batch.
         self.may_draw_otherwise = policy.join_chunks is True
         #: Rows of a batch, as how many they count, and what is held beside steps -> its micro-batches.
@@ -64,8 +69,7 @@ class MemoryPlanner:
         #: What the first step, whose plan is the same in every process, has measured of cells.
         self._first_profiles: dict[str, Any] = {}
         self._model_planned = weakref.ref(homes)  # without it, a cycle with its steps
-        self._streamer = homes.streamer
-        self._meter = homes.meter
+        self._streamer, self._optimizers = homes.streamer, homes.streamer.gradient_offload.optimizers
         self._device = homes.device
         self._steps_done = 0
         self._due = False
@@ -121,19 +125,12 @@ class MemoryPlanner:
         """
         if not self._steps_done:
             return 1
-        key = (
-            rows,
-            units,
-            self._homes.outside_bytes().begins,
-            self._streamer.gradient_offload.optimizers.awaits_states(),
-        )
+        key = rows, units, self._homes.outside_bytes().begins, self._optimizers.awaits_states()
         if key not in self._counts:
             count = 1
             while count < rows and not self._fits_in_parts(units, count):
                 count = min(2 * count, rows)
-            if len(self._counts) >= SIZES_REMEMBERED:
-                self._counts.clear()
-            self._counts[key] = count
+            remember(self._counts, key, count)
         return self._counts[key]
 
     def _fits_in_parts(self, units: float, count: int) -> bool:
@@ -142,35 +139,19 @@ class MemoryPlanner:
         A part of the limit is left to what steps take beside these, such as the graph of the loss.
         """
         model = self._model(split(units, count))
-        staging = self._homes.tier.staging_bytes if self._memory.on_host else 0
-        transfers = model.transfer_bytes - staging
+        transfers = model.transfer_bytes - (self._homes.tier.staging_bytes if self._memory.on_host else 0)
         model = replace(model, margin_bytes=0, transfer_bytes=transfers, **self._first_profiles)
         return least_bytes(model, self._leanest(model)) <= self.limit_bytes - self.limit_bytes // UNCOUNTED_SHARE
 
     def _leanest(self, model: StepModel) -> Choice:
         return Choice(min(self._given.slots or model.least_slots, model.shards))
 
-    def begin_rounded(
-        self, rows: Sequence[float], rounded: Sequence[float], *, samples: int, idle: bool
-    ) -> Sequence[float]:
-        """Begins a training step with the sizes ``rounded`` up, or with ``rows`` where only these fit; returns them.
-
-        See :meth:`begin`.
-        """
-        try:
-            self.begin(rounded, samples=samples, idle=idle)
-        except ValueError:
-            if [*rows] == [*rounded]:
-                raise
-            self.begin(rows, samples=samples, idle=idle)
-            return rows
-        return rounded
-
-    def begin(self, rows: Sequence[float], *, samples: int, idle: bool) -> None:
-        """Begins a training step.
+    def begin(self, rows: Sequence[float], rounded: Sequence[float], *, samples: int, idle: bool) -> Sequence[float]:
+        """Begins a training step; returns the sizes for which it is planned.
 
         Args:
             rows: of each micro-batch, as those of the first batch.
+            rounded: the same rounded up, for which it is planned if that fits.
             samples: of the batch, however long each is.
             idle: no earlier forward waits for its backward.
 
@@ -178,7 +159,17 @@ class MemoryPlanner:
             ValueError: if no plan of this step fits, before anything has moved.
         """
         self._samples = samples
-        awaited, self._awaited = self._awaited, self._streamer.gradient_offload.optimizers.awaits_states()
+        try:
+            self._begin(rounded, idle=idle)
+        except ValueError:
+            if [*rows] == [*rounded]:
+                raise
+            self._begin(rows, idle=idle)
+            return rows
+        return rounded
+
+    def _begin(self, rows: Sequence[float], *, idle: bool) -> None:
+        awaited, self._awaited = self._awaited, self._optimizers.awaits_states()
         if awaited != self._awaited:
             self._due, self._in_vain = True, None
         self._accumulates |= any(map(unowned_gradients, self._streamer.shards))
@@ -225,6 +216,7 @@ class MemoryPlanner:
         if self._steps_done == 1:
             model = self._model(rows)
             self._first_profiles = {name: getattr(model, name) for name in PROFILES}
+            self._due, self._in_vain = True, None
         self.return_excess()
         margin = self._memory.margin_bytes
         changed = self._memory.end(predicted, probes=self._probes)
@@ -236,36 +228,29 @@ class MemoryPlanner:
             self._due |= self._memory.margin_bytes < margin
             self._due |= predicted.memory_bytes > self.limit_bytes - self._memory.margin_bytes
             self._choices.clear()
-        if self._steps_done == 1:
-            self._due, self._in_vain = True, None
 
     def all_stays(self, rows: Sequence[float]) -> bool:
         """Whether nothing moves or is recomputed in a step of these sizes: one as large has run so since all rests."""
-        known = any(
-            len(ran) == len(rows) and all(most >= count for most, count in zip(ran, rows, strict=True))
-            for ran in self._stayed
-        )
         return (
-            known
+            any(len(ran) == len(rows) and all(map(operator.ge, ran, rows)) for ran in self._stayed)
             and not self._due
             and len(self._in_memory) == len(self._streamer.shards)
-            and self._awaited == self._streamer.gradient_offload.optimizers.awaits_states()
+            and self._awaited == self._optimizers.awaits_states()
         )
 
     def _all_stayed(self) -> bool:
-        choice, homes = self.choice, self._homes
-        return choice is not None and all(
-            shard.index in choice.in_memory
-            and (not shard.trainable or all((shard.index, i) in choice.kept for i in range(len(self._rows or ()))))
-            for shard in homes.shards
-        )
+        choice, shards = self.choice, self._streamer.shards
+        if choice is None or len(choice.in_memory) < len(shards):
+            return False
+        cells = itertools.product([s.index for s in shards if s.trainable], range(len(self._rows or ())))
+        return choice.kept.issuperset(cells)
 
     def _model(self, rows: Sequence[float]) -> StepModel:
         homes = self._homes
         model = step_model(homes, rows)
-        updates = self._streamer.gradient_offload.optimizers.planned()
+        updates = self._optimizers.planned()
         resting, given = model.resting_bytes, self._given
-        if self._streamer.gradient_offload.optimizers.awaits_states():
+        if self._optimizers.awaits_states():
             # Their states, of unknown size, would come into memory with them.
             trained = {shard.index for shard in self._streamer.shards if shard.trainable} - self._in_memory
             resting = {j: nbytes for j, nbytes in resting.items() if j not in trained}
@@ -368,11 +353,9 @@ class MemoryPlanner:
             # What longer rows take may grow faster than they do: the first time they have the least memory.
             self._probes = homes.row_units.differ and not self._has_run(rows)
             choice = least if self._probes else choice
-            if len(self._choices) >= SIZES_REMEMBERED:
-                self._choices.clear()
             self._prediction = predict(replace(model, accumulates=False), choice)
             if not self._probes:
-                self._choices[key] = self._prediction
+                remember(self._choices, key, self._prediction)
         else:
             self._prediction, self._probes = self._choices[key], False
         self.choice = self._prediction.choice
@@ -382,7 +365,7 @@ class MemoryPlanner:
         """The shards whose gradients are there; on a device, whose shards are updated at once, what was accumulated."""
         shards = self._streamer.shards
         if self._memory.on_host:
-            return frozenset(s.index for s in shards if begins_with_gradients(s))
+            return frozenset(s.index for s in shards if holds_gradients(s))
         return frozenset(s.index for s in shards if s.in_place and unowned_gradients(s))
 
     def _refuse(self, error: NothingFitsError, rows: Sequence[float]) -> None:
@@ -443,7 +426,7 @@ class MemoryPlanner:
 
     def _warn_of_others(self) -> None:
         """Warns if the process has outgrown the limit between two steps by states of an optimizer that is not ours."""
-        steps, ours = self._steps_done, any(self._streamer.gradient_offload.optimizers)
+        steps, ours = self._steps_done, any(self._optimizers)
         grown = 0 if ours or steps & (steps - 1) else self._memory.grown_bytes()  # a search takes a while
         if grown > bound_of(self.limit_bytes, self._device):
             for name, nbytes in states_of_others(self._streamer.shards):
