@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeVar
 
 from offload.planning.plan import Action, Kind, Plan
@@ -80,6 +81,13 @@ class Prediction:
     def memory_bytes(self) -> int:
         """In the memory that layers compute in, with what measured steps took more."""
         return self.peak.memory + self.model.margin_bytes
+
+    @cached_property
+    def all_stays(self) -> bool:
+        """Whether nothing moves, and nothing is recomputed."""
+        model, choice = self.model, self.choice
+        cells = (model.shards - model.first) * len(model.rows)
+        return len(choice.in_memory) == model.shards and len(choice.kept) == cells
 
     @property
     def uses(self) -> list[tuple[str, int]]:

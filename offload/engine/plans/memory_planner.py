@@ -10,7 +10,6 @@ before begin with the least memory, since theirs may grow faster than they do.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
 import operator
@@ -34,7 +33,7 @@ from offload.engine.plans.between_steps import (
 )
 from offload.engine.plans.least_limit import too_little
 from offload.engine.plans.measured import step_model
-from offload.engine.plans.row_units import SIZES_REMEMBERED, remember, shown, split
+from offload.engine.plans.row_units import remember, shown, split
 from offload.engine.plans.step_memory import StepMemory, bound_of
 from offload.limits import MemoryLimits
 from offload.planning.budget import GAPS_SHARE, shown_bytes
@@ -90,8 +89,6 @@ class MemoryPlanner:
         self._counts_only = False
         #: Rows of the micro-batches of the last step.
         self._rows: tuple[float, ...] | None = None
-        #: Rows of batches of which nothing moved and nothing was recomputed, since shards have moved.
-        self._stayed: list[tuple[float, ...]] = []
         #: Samples and rows of batches that ran: these, and smaller ones, are never refused later.
         self._ran: set[tuple[int, tuple[float, ...]]] = set()
         #: Of the batch of the present step.
@@ -209,8 +206,6 @@ class MemoryPlanner:
         self._steps_done += 1
         self._rows = tuple(rows)
         self._ran.add((self._samples, self._rows))
-        if self._rows not in self._stayed and self._all_stayed():
-            self._stayed = [*self._stayed[1 - SIZES_REMEMBERED :], self._rows]
         self._measured_seconds = time.perf_counter() - self._began
         predicted = self._prediction
         if self._steps_done == 1:
@@ -230,20 +225,16 @@ class MemoryPlanner:
             self._choices.clear()
 
     def all_stays(self, rows: Sequence[float]) -> bool:
-        """Whether nothing moves or is recomputed in a step of these sizes: one as large has run so since all rests."""
+        """Whether nothing moves or is recomputed in a step of these sizes, as in one that is as large."""
         return (
-            any(len(ran) == len(rows) and all(map(operator.ge, ran, rows)) for ran in self._stayed)
-            and not self._due
+            not self._due
             and len(self._in_memory) == len(self._streamer.shards)
             and self._awaited == self._optimizers.awaits_states()
+            and any(
+                known.all_stays and len(known.model.rows) == len(rows) and all(map(operator.ge, known.model.rows, rows))
+                for known in self._choices.values()
+            )
         )
-
-    def _all_stayed(self) -> bool:
-        choice, shards = self.choice, self._streamer.shards
-        if choice is None or len(choice.in_memory) < len(shards):
-            return False
-        cells = itertools.product([s.index for s in shards if s.trainable], range(len(self._rows or ())))
-        return choice.kept.issuperset(cells)
 
     def _model(self, rows: Sequence[float]) -> StepModel:
         homes = self._homes
@@ -311,7 +302,6 @@ class MemoryPlanner:
         if choice.slots == self._streamer.slots and choice.in_memory == self._in_memory:
             return
         self._memory.fresh = True
-        self._stayed.clear()
         homes = self._homes
         # Those that leave go first: in one call both would be in memory for a moment.
         for wanted in (self._in_memory & choice.in_memory, choice.in_memory):
