@@ -21,7 +21,7 @@ from offload.planning.budget import shown_bytes
 from offload.policy import MemoryPolicy
 from offload.storage.buffer import has_own_memory
 
-__all__ = ["HOST", "Grant", "MemoryLimits", "cell_bytes", "check_place", "grant", "limits_of", "numbers_of"]
+__all__ = ["HOST", "Grant", "MemoryLimits", "cell_bytes", "check_place", "limits_of", "numbers_of"]
 
 #: Part of the free memory that ``"auto"`` may use.
 AUTO_SHARE = 0.9
@@ -36,18 +36,24 @@ _warned: set[torch.device] = set()
 
 
 class Grant:
-    """The bytes that one model may hold in the memory of one device."""
+    """The bytes that one model may hold in the memory of one device, until this is released or collected.
 
-    def __init__(self, place: torch.device, asked: int | None, least: int, held: Callable[[], int]) -> None:
-        #: The device whose memory this is.
-        self.place = place
-        #: The number that was given; None for ``"auto"``.
-        self.asked = asked
-        self._least = least
-        self._held = held
+    Args:
+        place: the device whose memory it is.
+        asked: the number; None for ``"auto"``, which is at least ``least``.
+        held: returns the bytes that the model uses at present; must not refer to the result.
+    """
+
+    def __init__(self, place: torch.device, asked: int | None, *, least: int, held: Callable[[], int]) -> None:
+        self.place, self.asked = place, asked
+        self._least, self._held = least, held
         self._serial = next(_serials)
         self._shared_with: list[int] = []
         self._nbytes = 0
+        for serial, reference in list(_living.items()):
+            if reference() is None:
+                _living.pop(serial, None)
+        _living[self._serial] = weakref.ref(self)
 
     @property
     def nbytes(self) -> int:
@@ -81,22 +87,6 @@ def _ranks() -> int:
     """Processes of one distributed run on this host."""
     value = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(int(value), 1) if value.isdigit() else 1
-
-
-def grant(place: torch.device, asked: int | None, *, least: int, held: Callable[[], int]) -> Grant:
-    """Registers a model's bytes until the result is released or collected.
-
-    Args:
-        place: the device whose memory it is.
-        asked: the number; None for ``"auto"``, which is at least ``least``.
-        held: returns the bytes that the model uses at present; must not refer to the result.
-    """
-    made = Grant(place, asked, least, held)
-    for serial, reference in list(_living.items()):
-        if reference() is None:
-            _living.pop(serial, None)
-    _living[made._serial] = weakref.ref(made)
-    return made
 
 
 def check_place(place: torch.device, asked: int | None, needs: int, advice: str) -> None:
@@ -160,13 +150,9 @@ def limits_of(
     held: tuple[Callable[[], int], Callable[[], int]],
 ) -> MemoryLimits:
     """Grants a model its memory; ``least`` and ``held`` are of the compute device and of host memory."""
-    if not has_own_memory(device):
-        one = grant(HOST, numbers_of(policy, device)[0], least=least[0], held=held[0])
-        return MemoryLimits(one, one)
-    asked = numbers_of(policy, device)
-    return MemoryLimits(
-        grant(device, asked[0], least=least[0], held=held[0]), grant(HOST, asked[1], least=least[1], held=held[1])
-    )
+    on_device, on_host = numbers_of(policy, device)
+    one = Grant(device if has_own_memory(device) else HOST, on_device, least=least[0], held=held[0])
+    return MemoryLimits(one, Grant(HOST, on_host, least=least[1], held=held[1]) if has_own_memory(device) else one)
 
 
 def numbers_of(policy: MemoryPolicy, device: torch.device) -> tuple[int | None, int | None]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from offload.engine.homes import ModelHomes
-from offload.engine.plans.prediction import predict_step
+from offload.engine.plans.prediction import next_plan, predict_step
 from offload.engine.plans.row_units import largest_rows
 from offload.planning.estimate import Estimate
 from offload.planning.plan import Plan
@@ -49,12 +49,11 @@ class Reports:
     def plan(self, batch_rows: int | None, *, training: bool) -> Plan:
         """See :meth:`offload.OffloadModel.plan`."""
         ran = self._homes.steps.last(batch_rows, training=training)
-        return ran or self._homes.next_plan(self._micro_batches.rows(batch_rows), training=training)
+        return ran or next_plan(self._homes, self._micro_batches.rows(batch_rows), training=training)
 
     def estimate(self, batch_rows: int) -> Estimate:
         """See :meth:`offload.OffloadModel.estimate`."""
-        rows = self._micro_batches.rows(batch_rows)
-        return predict_step(self._homes.next_plan(rows, training=True), rows, self._homes)
+        return predict_step(self._homes, self._micro_batches.rows(batch_rows))
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[list[Event]]:

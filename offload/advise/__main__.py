@@ -20,7 +20,7 @@ from offload.arguments import compute_device
 from offload.limits import AUTO_SHARE
 from offload.machine import free_bytes, free_host_bytes
 from offload.planning.budget import parse_bytes
-from offload.planning.peak_memory import OutsideBytes
+from offload.planning.step_model import OutsideBytes
 
 __all__ = ["main", "report_of"]
 

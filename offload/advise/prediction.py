@@ -16,14 +16,11 @@ from offload.advise.rates import Rates
 from offload.engine.plans.least_limit import least_limit
 from offload.engine.plans.steps import BUFFERS_SHARE
 from offload.optim.update_blocks import StoredStates, update_block_bytes_of
-from offload.planning.choose import NothingFitsError, choose
-from offload.planning.explain import moves
+from offload.planning.choose import NothingFitsError, Prediction, choose, moves, predict
 from offload.planning.memory_profile import MemoryProfile
 from offload.planning.partition import aligned
-from offload.planning.peak_memory import OutsideBytes, StepBytes
 from offload.planning.planner import Updates
-from offload.planning.simulate import Costs
-from offload.planning.step_model import Prediction, StepModel, predict
+from offload.planning.step_model import Costs, OutsideBytes, StepModel
 
 __all__ = ["ShardBytes", "Situation", "advise", "bound_of", "shard_bytes"]
 
@@ -143,16 +140,13 @@ class Situation:
             shards=count,
             first=first,
             costs=costs,
-            sizes=StepBytes(
-                slot_bytes=max(s.slot for s in shards),
-                gradient_bytes=gradients,
-                rows=self.rows,
-                boundaries=size,
-                gradients=size,
-                memory_profiles={j: MemoryProfile(self.rows[0], w.saved) for j, w in enumerate(self.works)},
-                kept_profiles={j: MemoryProfile(self.rows[0], w.kept) for j, w in enumerate(self.works)},
-                outside=self.outside,
-            ),
+            gradient_bytes=gradients,
+            rows=self.rows,
+            boundaries=size,
+            gradients=size,
+            recomputed={j: MemoryProfile(self.rows[0], w.saved) for j, w in enumerate(self.works)},
+            kept={j: MemoryProfile(self.rows[0], w.kept) for j, w in enumerate(self.works)},
+            outside=self.outside,
             slot_bytes=[s.slot for s in shards],
             own_slots=self.apart,
             loaded_bytes=[s.loaded for s in shards],
@@ -207,6 +201,6 @@ def advise(situation: Situation, limit_bytes: int) -> dict[str, tuple[int, Predi
 
 def bound_of(prediction: Prediction) -> str:
     """What takes longest in a step: compute, or what lanes do beside it."""
-    found = {"compute": prediction.compute_seconds}
-    found |= {each.what: each.seconds for each in moves(prediction.model, prediction)}
+    found = {"compute": prediction.forecast.compute_seconds}
+    found |= {each.what: each.seconds for each in moves(prediction)}
     return max(found, key=lambda what: found[what])

@@ -12,15 +12,17 @@ import torch
 from offload.advise.prediction import Situation, bound_of
 from offload.advise.sources import Source
 from offload.planning.budget import shown_bytes
-from offload.planning.byte_forms import ByteForm
-from offload.planning.explain import Stored, explain, fewer_bytes, moves, next_bytes
+from offload.planning.choose import Prediction
 from offload.planning.shown import table
-from offload.planning.step_model import Prediction
-from offload.telemetry.memory_report import MemoryReport, describe
+from offload.telemetry.memory_report import MemoryReport
 
 __all__ = ["Report"]
 
 _NAMES = {"given": "--memory", "least": "the least", "double": "twice --memory", "all": "all of use"}
+
+
+#: Arguments of ``OffloadOptimizer`` for the form of its states.
+_STATES = {"full": "", "bfloat16": "states=torch.bfloat16, ", "8bit": 'states="8bit", '}
 
 
 @dataclass(frozen=True)
@@ -43,25 +45,8 @@ class Report:
     def memory_report(self) -> MemoryReport:
         """Of the given memory, or of the least where that is too small."""
         limit, predicted = next(advice for advice in self.advices.values() if advice[1] is not None)
-        assert predicted is not None
-        model, situation, more_limit = predicted.model, self.situation, limit + next_bytes(limit)
-        parts, more = explain(model, predicted, more_limit)
-        form = ByteForm(states=self.given.states)
-        full = all(p.dtype is torch.float32 for p in self.source.model.parameters())
-        return MemoryReport(
-            device=self.device,
-            limit_bytes=limit,
-            shards=model.shards,
-            cells=model.shards * len(situation.rows),
-            predicted=predicted,
-            more=more,
-            more_limit_bytes=more_limit,
-            parts=parts,
-            moves=moves(model, predicted),
-            fewer_bytes=fewer_bytes(model, predicted, Stored(form, situation.rates.states, full)),
-            outside=situation.outside,
-            resting=None if situation.host_bytes is None else len(situation.resting),
-        )
+        resting = None if self.situation.host_bytes is None else len(self.situation.resting)
+        return MemoryReport(device=self.device, limit_bytes=limit, predicted=predicted, resting=resting)
 
     @property
     def lines(self) -> list[str]:
@@ -74,12 +59,12 @@ class Report:
             arguments += f", num_microbatches={given.microbatches}"
         if self.param_dtype is not None:
             arguments += f", param_dtype={self.param_dtype}"
-        states = ByteForm(states=given.states).optimizer_arguments
+        states = _STATES[given.states]
         return [
             *source.lines,
             *([] if fits else [f"# {given.memory} is too little: this is the least"]),
             f"model = {source.made_by}({arguments})",
-            f"optimizer = OffloadOptimizer(model, torch.optim.{given.optimizer}, {states and f'{states}, '}lr=1e-3)",
+            f"optimizer = OffloadOptimizer(model, torch.optim.{given.optimizer}, {states}lr=1e-3)",
         ]
 
     def __str__(self) -> str:
@@ -109,7 +94,7 @@ class Report:
                 plan = f"does not fit; {shown_bytes(self.advices['least'][0] - limit)} short of the least"
                 rows.append((shown_bytes(limit), _NAMES[name], "-", "-", "-", plan))
                 continue
-            plan = describe(predicted.choice)
+            plan = str(predicted.choice)
             if limit > self.free_bytes:
                 plan += f"; only {shown_bytes(self.free_bytes)} are free here"
             seconds, speed = f"{predicted.seconds:.3g}", f"{self.given.tokens / predicted.seconds:,.4g}"

@@ -25,8 +25,7 @@ from offload.engine.structure import Structure
 from offload.engine.weight_writes import AssignedData
 from offload.mesh.public import PublicParameters
 from offload.mesh.sharding import Sharding
-from offload.planning.peak_memory import OutsideBytes
-from offload.planning.plan import Plan
+from offload.planning.step_model import OutsideBytes
 from offload.policy import MemoryPolicy
 from offload.storage import Tier
 from offload.storage.buffer import has_own_memory
@@ -405,12 +404,3 @@ class ModelHomes:
         blocks = (block for shard in self.shards for block in (shard.home, shard.lower))
         homes = [block for block in blocks if block is not None]
         return sum(block.nbytes for block in (*homes, *(region.block for region in regions_of(self.shards))))
-
-    def next_plan(self, rows: Sequence[float], *, training: bool) -> Plan:
-        """The plan of the next step from empty slots, on micro-batches of so many rows."""
-        streamer = self.streamer
-        updates = streamer.gradient_offload.optimizers.planned()
-        if streamer.updates_at_once:
-            updates["pending"] = frozenset()
-        in_memory: Collection[int] = streamer.in_place()
-        return self.steps.plan(rows, updates, slots=streamer.slots, training=training, in_memory=in_memory)

@@ -133,7 +133,7 @@ class ObservedStep:
             self._meter.begin_step()
             if (planner := self._steps.planner) is not None:
                 planner.check_first(leaves)
-                rounded = [*planner.begin_rounded(self.rows, rounded, samples=sum(samples), idle=idle)]
+                rounded = [*planner.begin(self.rows, rounded, samples=sum(samples), idle=idle)]
         #: The sizes for which it is planned.
         self.planned = rounded
         first = homes.first_trainable()
@@ -178,9 +178,9 @@ class ObservedStep:
         else:
             self._boundary_bytes += new
         if j or k:
-            self._steps.record_boundary(j, self.rows[i], self._boundary_bytes)
+            self._steps.boundaries.record(j, self.rows[i], self._boundary_bytes)
         if j and k == 0:
-            self._steps.record_gradient(j, self.rows[i], new)
+            self._steps.gradients.record(j, self.rows[i], new)
         self._code_before(block, value)
 
     def _code_before(self, block: int, value: Any) -> None:
@@ -222,8 +222,8 @@ class ObservedStep:
         j = len(self._homes.shards)
         if cell.j == j - 1 and cell.k == cell.blocks - 1:
             nbytes = sum({id(x): bytes_of_boundary(x) for x in tensors}.values())
-            self._steps.record_boundary(j, self.rows[cell.i], nbytes)
-            self._steps.record_gradient(j, self.rows[cell.i], nbytes)
+            self._steps.boundaries.record(j, self.rows[cell.i], nbytes)
+            self._steps.gradients.record(j, self.rows[cell.i], nbytes)
 
     def recorder(self, shard: Shard, i: int, memory: Tensor | None, kept: bool) -> Recorder | None:
         """Records what a cell saves, in the first steps of its size."""

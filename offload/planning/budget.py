@@ -1,7 +1,6 @@
 """Sizes as users write them, the layout of a model in shards and slots, and the least bytes that it needs.
 
-Slots and gradients take what :func:`~offload.planning.peak_memory.peak_memory` computes from the plan of a step. Memory
-that the layers of one cell allocate while they run is not included.
+Memory that the layers of one cell allocate while they run is not included.
 
 This module knows nothing of tensors or torch.
 """
@@ -15,10 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
-from offload.planning.peak_memory import StepBytes, peak_memory
-from offload.planning.planner import plan_step
 from offload.planning.residency import MOVING
-from offload.planning.slot_sizes import slot_sizes
+from offload.planning.slot_sizes import slots_in_use
 
 __all__ = ["GAPS_SHARE", "Layout", "parse_bytes", "requirement", "shown_bytes"]
 
@@ -78,8 +75,8 @@ def requirement(
     """
     ends = [0, *itertools.accumulate(cuts)]
     parts = [slice(*ends_of_shard) for ends_of_shard in itertools.pairwise(ends)]
-    shards, count = [sum(slot_bytes[part]) for part in parts], min(slots, len(cuts))
-    slot, own = slot_sizes(shards, count, apart=apart)
-    gradients = [sum(gradient_bytes[part]) for part in parts]
-    sizes = StepBytes(slot_bytes=slot, own_slots=own, gradient_bytes=gradients)
-    return peak_memory(plan_step(len(cuts), slots=count), sizes).device_bytes + SMALLEST_BOUNDARIES
+    shards, gradients = ([sum(sizes[part]) for part in parts] for sizes in (slot_bytes, gradient_bytes))
+    # Those of a shard are stored while the next ones are computed.
+    pairs = map(sum, itertools.pairwise([0, *gradients]))
+    forward, backward = slots_in_use(shards, min(slots, len(cuts)), apart=apart)
+    return max(*forward, *map(sum, zip(backward, pairs, strict=True))) + SMALLEST_BOUNDARIES

@@ -5,8 +5,8 @@ and an update in files. What is left goes to graphs, which save a recomputation,
 The rest goes to another slot, to gradients that wait for their update, and to boundaries that stay, in the order of the
 seconds that each saves for a byte.
 
-How many of each fit is found by bisection over replays of the step (:func:`predicted_bytes`), so bytes that one use has
-freed serve the next. Times change nothing but the last kinds, and none of them changes a result.
+How many of each fit is found by bisection over the bytes of a step, so bytes that one use has freed serve the next.
+Times change nothing but the last kinds, and none of them changes a result.
 
 This module knows nothing of tensors or torch.
 """
@@ -15,13 +15,30 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TypeVar
 
-from offload.planning.residency import MOVING
-from offload.planning.step_model import Choice, StepModel, predicted_bytes, predicted_seconds
+from offload.planning.plan import Action, Kind, Plan
+from offload.planning.planner import plan_step
+from offload.planning.residency import MOVING, Residency
+from offload.planning.simulate import Forecast, simulate
+from offload.planning.step_bytes import StepBytes, step_bytes
+from offload.planning.step_model import Choice, StepModel
 
-__all__ = ["NothingFitsError", "choose", "fill", "least_bytes"]
+__all__ = [
+    "Moved",
+    "NothingFitsError",
+    "Prediction",
+    "choose",
+    "fill",
+    "least_bytes",
+    "moves",
+    "plan_of",
+    "predict",
+    "seconds_saved",
+]
 
 #: Numbers of bytes for boundaries that are tried at most.
 LEVELS = 32
@@ -30,8 +47,10 @@ LEAST_GAIN = 5e-3
 #: Part of a step by which sums of the same seconds in other orders differ at most.
 ROUNDING = 1e-9
 
-#: Adds one use of memory to a choice as far as it fits.
-_Use = Callable[[StepModel, Choice, Callable[[Choice], bool]], Choice]
+_T = TypeVar("_T")
+#: Whether a choice fits; and what adds one use of memory to a choice as far as it fits.
+_Fits = Callable[[Choice], bool]
+_Use = Callable[[StepModel, Choice, _Fits], Choice]
 
 
 class NothingFitsError(ValueError):
@@ -42,12 +61,76 @@ class NothingFitsError(ValueError):
         self.least_bytes = least_bytes
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """What a choice is predicted to cost."""
+
+    choice: Choice
+    plan: Plan
+    forecast: Forecast
+    peak: StepBytes
+    #: From which it was made.
+    model: StepModel = field(repr=False, compare=False)
+
+    @property
+    def seconds(self) -> float:
+        """Until compute and all copies are done."""
+        return self.forecast.seconds
+
+    @property
+    def memory_bytes(self) -> int:
+        """In the memory that layers compute in, with what measured steps took more."""
+        return self.peak.memory + self.model.margin_bytes
+
+    @cached_property
+    def all_stays(self) -> bool:
+        """Whether nothing moves, and nothing is recomputed."""
+        model, choice = self.model, self.choice
+        cells = (model.shards - model.first) * len(model.rows)
+        return len(choice.in_memory) == model.shards and len(choice.kept) == cells
+
+    @property
+    def uses(self) -> list[tuple[str, int]]:
+        """The uses of memory at the peak, the largest first; together they are :attr:`memory_bytes`."""
+        found = {**self.peak.uses, "earlier steps": self.model.margin_bytes}
+        return sorted(((use, nbytes) for use, nbytes in found.items() if nbytes), key=lambda each: -each[1])
+
+
+def predict(model: StepModel, choice: Choice) -> Prediction:
+    """Plans, simulates and counts one choice."""
+    plan = plan_of(model, choice)
+    return Prediction(choice, plan, simulate(plan, model.costs, choice), step_bytes(model, choice), model)
+
+
+def plan_of(model: StepModel, choice: Choice) -> Plan:
+    """The plan that follows a choice."""
+    return plan_step(
+        model.shards,
+        slots=choice.slots,
+        microbatches=len(model.rows),
+        training=model.first < model.shards,
+        first=model.first,
+        kept=choice.kept,
+        in_memory=choice.in_memory,
+        boundaries=Residency(choice.boundary_bytes) if model.spills and choice.boundary_bytes < math.inf else None,
+        boundary_sizes=model.boundaries,
+        grows=model.grows,
+        **model.updates,
+    )
+
+
+def _bytes(model: StepModel, choice: Choice) -> int:
+    return step_bytes(model, choice).memory + model.margin_bytes
+
+
+def _seconds(model: StepModel, choice: Choice) -> float:
+    return simulate(plan_of(model, choice), model.costs, choice).seconds
+
+
 def choose(model: StepModel, limit_bytes: int) -> Choice:
     """Slots, shards in memory and what else fits in ``limit_bytes``. Raises NothingFitsError if nothing does."""
     movable, given = sorted(model.resting_bytes), model.given
-    if given.resident_bytes is not None:
-        total = itertools.accumulate(model.resting_bytes[j] + model.sizes.gradient_bytes[j] for j in movable)
-        movable = movable[: sum(nbytes <= given.resident_bytes for nbytes in total)]
+    movable = _first_within(movable, lambda j: model.resting_bytes[j] + model.gradient_bytes[j], given.resident_bytes)
     slots = given.slots or model.least_slots
 
     def resting(count: int) -> Choice:
@@ -57,9 +140,9 @@ def choose(model: StepModel, limit_bytes: int) -> Choice:
     def fits(count: int) -> bool:
         return least_bytes(model, resting(count), limit_bytes) <= limit_bytes
 
-    if fits(len(movable)):  # without slots and buffers it may take less than with one shard fewer
-        return fill(model, resting(len(movable)), limit_bytes, resizes=True)
-    return fill(model, resting(_most(fits, len(movable) - 1)), limit_bytes, resizes=True)
+    # With all of them, without slots and buffers, it may take less than with one shard fewer.
+    count = len(movable) if fits(len(movable)) else _most(fits, len(movable) - 1)
+    return fill(model, resting(count), limit_bytes, resizes=True)
 
 
 def fill(model: StepModel, choice: Choice, limit_bytes: int, *, resizes: bool = False) -> Choice:
@@ -67,27 +150,25 @@ def fill(model: StepModel, choice: Choice, limit_bytes: int, *, resizes: bool = 
 
     Raises NothingFitsError if the step does not fit without any of it.
     """
-    bare = replace(choice, kept=frozenset(), waiting=frozenset())
-    now = _least(model, bare, limit_bytes)
-    if predicted_bytes(model, now) > limit_bytes:
-        raise NothingFitsError(predicted_bytes(model, now), limit_bytes)
+    now = _least(model, replace(choice, kept=frozenset(), waiting=frozenset()), limit_bytes)
+    if (least := _bytes(model, now)) > limit_bytes:
+        raise NothingFitsError(least, limit_bytes)
 
     def fits(tried: Choice) -> bool:
-        return predicted_bytes(model, tried) <= limit_bytes
+        return _bytes(model, tried) <= limit_bytes
 
     now = _with_graphs(model, now, fits)
     uses: list[_Use] = [_with_waiting, _with_boundaries]
     if resizes and model.given.slots is None:
         uses.append(_with_a_slot)
     while uses:
-        before, seconds = predicted_bytes(model, now), predicted_seconds(model, now)
-        tried = [(use, use(model, now, fits)) for use in uses]
+        before, seconds = _bytes(model, now), _seconds(model, now)
         ranked: list[tuple[float, int, _Use, Choice]] = []
-        for use, other in tried:
-            saved = seconds - predicted_seconds(model, other)
-            least = (LEAST_GAIN if use is _with_a_slot else -ROUNDING) * seconds
-            if other != now and saved >= least:
-                ranked.append((saved / max(1, predicted_bytes(model, other) - before), -len(ranked), use, other))
+        for use in uses:
+            other = use(model, now, fits)
+            saved = seconds - _seconds(model, other) if other != now else -math.inf
+            if saved >= (LEAST_GAIN if use is _with_a_slot else -ROUNDING) * seconds:
+                ranked.append((saved / max(1, _bytes(model, other) - before), -len(ranked), use, other))
         if not ranked:
             break
         _, _, used, now = max(ranked, key=lambda each: each[:2])
@@ -100,7 +181,7 @@ def least_bytes(model: StepModel, choice: Choice, enough: float = 0) -> int:
 
     Large ones are in motion in fours, so spilling them all is not always less, nor is spilling none.
     """
-    return predicted_bytes(model, _least(model, choice, enough))
+    return _bytes(model, _least(model, choice, enough))
 
 
 def _least(model: StepModel, choice: Choice, enough: float) -> Choice:
@@ -108,7 +189,7 @@ def _least(model: StepModel, choice: Choice, enough: float) -> Choice:
     tried = (*_levels(model)[: 1 + MOVING], math.inf) if given is None else (given / 2,)  # as much for their gradients
     for nbytes in tried:
         other = replace(choice, boundary_bytes=nbytes)
-        if (taken := predicted_bytes(model, other)) < least:
+        if (taken := _bytes(model, other)) < least:
             found, least = other, taken
         if least <= enough:
             break
@@ -119,8 +200,7 @@ def _levels(model: StepModel) -> list[float]:
     """Bytes for boundaries, ascending: all are spilled; then those in motion and one after the other stay."""
     if not model.spills:
         return [math.inf]
-    sizes = model.sizes
-    each = [sizes.boundaries((j, i)) for j in range(1, model.shards) for i in range(len(sizes.rows))]
+    each = [cell.enters for cells in model.cells[1:] for cell in cells]
     total, moving = sum(each), MOVING * max(each, default=0)
     step = max(min((nbytes for nbytes in each if nbytes), default=1), math.ceil(total / LEVELS))
     return [0.0, *(float(moving + nbytes) for nbytes in range(step, total + step, step)), math.inf]
@@ -135,46 +215,88 @@ def _most(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _with_graphs(model: StepModel, choice: Choice, fits: Callable[[Choice], bool]) -> Choice:
-    cells = [(j, i) for j in range(model.shards - 1, model.first - 1, -1) for i in range(len(model.sizes.rows))]
-    if model.given.graph_bytes is not None:
-        total = itertools.accumulate(map(model.sizes.bytes_of_graph, cells))
-        cells = cells[: sum(nbytes <= model.given.graph_bytes for nbytes in total)]
-
-    def keeping(count: int) -> Choice:
-        return replace(choice, kept=frozenset(cells[:count]))
-
-    return keeping(_most(lambda count: fits(keeping(count)), len(cells)))
+def _first_within(items: list[_T], nbytes: Callable[[_T], int], most: int | None) -> list[_T]:
+    """The first items, together of no more bytes than ``most``."""
+    if most is None:
+        return items
+    return items[: sum(total <= most for total in itertools.accumulate(map(nbytes, items)))]
 
 
-def _with_waiting(model: StepModel, choice: Choice, fits: Callable[[Choice], bool]) -> Choice:
+def _with_graphs(model: StepModel, choice: Choice, fits: _Fits) -> Choice:
+    cells = [(j, i) for j in range(model.shards - 1, model.first - 1, -1) for i in range(len(model.rows))]
+    cells = _first_within(cells, lambda cell: model.cells[cell[0]][cell[1]].graph, model.given.graph_bytes)
+    return _with_most(lambda count: replace(choice, kept=frozenset(cells[:count])), len(cells), fits)
+
+
+def _with_waiting(model: StepModel, choice: Choice, fits: _Fits) -> Choice:
     """The gradients of the first shards wait, which are updated first."""
     if not model.gradients_wait:
         return choice
     away = [j for j in range(model.first, model.shards) if j not in choice.in_memory | model.in_host]
     for most in (model.given.gradient_bytes, model.host_bytes):
-        if most is not None:
-            total = itertools.accumulate(model.sizes.gradient_bytes[j] for j in away)
-            away = away[: sum(nbytes <= most for nbytes in total)]
-
-    def waiting(count: int) -> Choice:
-        return replace(choice, waiting=frozenset(away[:count]))
-
-    return waiting(_most(lambda count: fits(waiting(count)), len(away)))
+        away = _first_within(away, model.gradient_bytes.__getitem__, most)
+    return _with_most(lambda count: replace(choice, waiting=frozenset(away[:count])), len(away), fits)
 
 
-def _with_boundaries(model: StepModel, choice: Choice, fits: Callable[[Choice], bool]) -> Choice:
+def _with_most(choice: Callable[[int], Choice], most: int, fits: _Fits) -> Choice:
+    return choice(_most(lambda count: fits(choice(count)), most))
+
+
+def _with_boundaries(model: StepModel, choice: Choice, fits: _Fits) -> Choice:
     if model.given.boundary_bytes is not None or not model.spills:
         return choice
-
-    def staying() -> Iterator[Choice]:
-        for nbytes in reversed(_levels(model)):
-            if nbytes > choice.boundary_bytes:
-                yield replace(choice, boundary_bytes=nbytes)
-
-    return next(filter(fits, staying()), choice)
+    more = [replace(choice, boundary_bytes=b) for b in reversed(_levels(model)) if b > choice.boundary_bytes]
+    return next(filter(fits, more), choice)
 
 
-def _with_a_slot(model: StepModel, choice: Choice, fits: Callable[[Choice], bool]) -> Choice:
+def _with_a_slot(model: StepModel, choice: Choice, fits: _Fits) -> Choice:
     more = replace(choice, slots=min(choice.slots + 1, model.shards - len(choice.in_memory)))
     return more if more != choice and fits(more) else choice
+
+
+# --- what a choice saves, and what lanes do ---------------------------------------------------------------------------
+
+
+def seconds_saved(predicted: Prediction) -> Mapping[str, float]:
+    """Predicted seconds that a step would take more without each use of memory, all else unchanged."""
+    model, choice = predicted.model, predicted.choice
+    least = min(model.least_slots, model.shards)
+    without = {
+        "slots": replace(choice, slots=min(least, choice.slots)),
+        "homes": replace(choice, in_memory=frozenset(), slots=max(choice.slots, least)) if choice.in_memory else choice,
+        "graphs": replace(choice, kept=frozenset()),
+        "gradients": replace(choice, waiting=frozenset()),
+        "boundaries": replace(choice, boundary_bytes=0.0 if model.spills else choice.boundary_bytes),
+    }
+    return {use: _seconds(model, other) - predicted.seconds for use, other in without.items() if other != choice}
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one lane does in a step. Lanes run side by side, and beside layers."""
+
+    what: str
+    #: Different ones.
+    shards: int
+    #: Bytes that are copied; of updates, those of their gradients.
+    nbytes: int
+    #: Predicted.
+    seconds: float
+
+
+def moves(predicted: Prediction) -> Iterator[Moved]:
+    """What lanes do in a step: loads, gradients, updates, boundaries written out and read back."""
+    model, choice = predicted.model, predicted.choice
+    seconds = model.costs.of(choice)
+    lanes: dict[str, tuple[set[Kind], Callable[[Action], int]]] = {
+        "loads": ({Kind.LOAD}, lambda a: model.loaded_bytes[a.shard]),
+        "gradients": ({Kind.DRAIN}, lambda a: model.gradient_bytes[a.shard]),
+        "updates": ({Kind.UPDATE, Kind.UPDATE_IN_BACKWARD}, lambda a: model.gradient_bytes[a.shard]),
+        "boundaries": ({Kind.SPILL, Kind.PREFETCH}, lambda a: model.boundaries((a.shard, a.microbatch or 0))),
+    }
+    for what, (kinds, nbytes) in lanes.items():
+        still = choice.in_memory | choice.waiting if what == "gradients" else ()
+        actions = [a for a in predicted.plan.actions if a.kind in kinds and a.shard not in still]
+        if actions:
+            taken = sum(seconds[a.kind][a.shard] for a in actions)
+            yield Moved(what, len({a.shard for a in actions}), sum(map(nbytes, actions)), taken)

@@ -48,6 +48,11 @@ class MemoryProfile:
         """Bytes that a cell keeps until its backward begins."""
         return int(self._freed_bytes * rows // (self.rows or 1))
 
+    def holding(self, bytes_per_row: float) -> MemoryProfile:
+        """That of a cell whose graph holds so much, with what enters it, which is freed last."""
+        more = SavedTensor(0, 0, max(0, int(bytes_per_row * self.rows) - self._freed_bytes))
+        return MemoryProfile(self.rows, [*self.saved_tensors, more])
+
     def peak_bytes(self, rows: float, gradient_bytes: int, *, adds: bool = False) -> int:
         """Peak bytes of its activations, their gradients and the gradients of its weights.
 

@@ -10,8 +10,7 @@ This module knows nothing of tensors or torch.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import TypedDict
@@ -103,38 +102,28 @@ def _loads(
     shards: int, slots: int, first: int, in_memory: frozenset[int], pending: frozenset[int]
 ) -> Sequence[Sequence[Action]]:
     """Updates, loads and evictions before each visit of a step. They are those of all plans that agree in these."""
-    uses = [*range(shards), *range(shards - 1, first - 1, -1)]
-    positions: dict[int, list[int]] = {}
-    for k, shard in enumerate(uses):
-        positions.setdefault(shard, []).append(k)
-
-    def next_use(shard: int, position: int) -> int:
-        mine = positions[shard]
-        k = bisect_left(mine, position)
-        return mine[k] if k < len(mine) else len(uses)
-
     there: set[int] = set()
     to_update = set(pending)
-    wanted = 0  # all shards that are used before it are there: no load that is wanted later evicts them
-
-    def ahead(position: int) -> Iterator[Action]:
-        """Loads the missing shards that will be used next, until no slot can be freed."""
-        nonlocal wanted
-        for k in range(max(position, wanted), len(uses)):
-            wanted, shard = k, uses[k]
-            if shard in there:
-                continue
-            if shard not in in_memory and len(there) >= slots:
-                victim = max(there, key=lambda other: (next_use(other, position), other))
-                if next_use(victim, position) <= k:
-                    break
-                there.discard(victim)
-                yield Action(Kind.EVICT, victim)
-            if shard in to_update:
-                to_update.discard(shard)
-                yield Action(Kind.UPDATE, shard)
-            if shard not in in_memory:
-                there.add(shard)
-                yield Action(Kind.LOAD, shard)
-
-    return [tuple(ahead(position)) for position in range(len(uses))]
+    visits: list[list[Action]] = []
+    # Of those that were used already, backward needs the first last, and the last never again.
+    for order, furthest in ((range(shards), min), (range(shards - 1, first - 1, -1), max)):
+        ahead, room = 0, slots  # loads run ahead of use until as many shards wait as there are slots
+        for j in order:
+            actions: list[Action] = []
+            while ahead < len(order) and (room or order[ahead] in in_memory):
+                k, ahead = order[ahead], ahead + 1
+                streams = k not in in_memory
+                room -= streams
+                if streams and k not in there and len(there) == slots:
+                    victim = furthest(there)
+                    there.discard(victim)
+                    actions.append(Action(Kind.EVICT, victim))
+                if k in to_update:
+                    to_update.discard(k)
+                    actions.append(Action(Kind.UPDATE, k))
+                if streams and k not in there:
+                    there.add(k)
+                    actions.append(Action(Kind.LOAD, k))
+            room += j not in in_memory
+            visits.append(actions)
+    return visits

@@ -68,11 +68,9 @@ class Residency:
         if self._bytes <= room:
             return []
         actions: list[Action] = []
-        for key, size in list(self._held.items()):
-            if self._bytes <= room:
-                break
-            if size and key != new:
+        for key in [key for key, size in self._held.items() if size and key != new]:
+            if self._bytes > room:
                 self._away[key] = self._held.pop(key)
-                self._bytes -= size
+                self._bytes -= self._away[key]
                 actions.append(Action(Kind.SPILL, *key))
         return actions

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-__all__ = ["slot_sizes"]
+__all__ = ["slot_sizes", "slots_in_use"]
 
 
 def slot_sizes(
@@ -28,13 +28,6 @@ def slot_sizes(
         in_memory: shards that need no slot.
         apart: whether shards may have buffers of their own; else all slots are as large as the largest shard.
     """
-    return _slot_sizes(tuple(sizes), slots, in_memory, apart)
-
-
-@lru_cache(maxsize=256)
-def _slot_sizes(
-    sizes: tuple[int, ...], slots: int, in_memory: frozenset[int], apart: bool
-) -> tuple[int, Mapping[int, int]]:
     loaded = [nbytes for j, nbytes in enumerate(sizes) if j not in in_memory]
     chosen = max(loaded, default=0)
     least = slots * chosen
@@ -44,3 +37,27 @@ def _slot_sizes(
         if slots * size + most < least:
             chosen, least = size, slots * size + most
     return chosen, {j: nbytes for j, nbytes in enumerate(sizes) if nbytes > chosen and j not in in_memory}
+
+
+def slots_in_use(
+    sizes: Sequence[int], slots: int, *, in_memory: frozenset[int] = frozenset(), apart: bool
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Bytes of slots and own buffers while each shard computes, forward and backward: see :func:`slot_sizes`."""
+    return _slots_in_use(tuple(sizes), slots, in_memory, apart)
+
+
+@lru_cache(maxsize=256)
+def _slots_in_use(
+    sizes: tuple[int, ...], slots: int, in_memory: frozenset[int], apart: bool
+) -> tuple[Sequence[int], Sequence[int]]:
+    slot, own = slot_sizes(sizes, slots, in_memory=in_memory, apart=apart)
+    streamed = [j for j in range(len(sizes)) if j not in in_memory]
+    forward, backward, at = [], [], 0
+    for j in range(len(sizes)):
+        # Loads run ahead of use: those that follow are there, too.
+        ahead = streamed[min(at, max(0, len(streamed) - slots)) :][:slots]
+        at += j not in in_memory
+        behind = streamed[max(0, at - slots) : max(slots, at)]
+        forward.append(slots * slot + sum(own.get(k, 0) for k in ahead))
+        backward.append(slots * slot + sum(own.get(k, 0) for k in behind))
+    return forward, backward

@@ -1,4 +1,4 @@
-"""What is known about the steps of a model, what decides a plan, and what a plan is predicted to cost.
+"""What is known about the steps of a model, and what decides the plan of one.
 
 This module knows nothing of tensors or torch.
 """
@@ -6,28 +6,16 @@ This module knows nothing of tensors or torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
-from offload.planning.peak_memory import Moment, PeakMemory, StepBytes, peak_memory
-from offload.planning.plan import Plan
-from offload.planning.planner import Updates, plan_step
-from offload.planning.residency import MOVING, Key, Residency
-from offload.planning.simulate import Costs, Forecast, simulate
-from offload.planning.slot_sizes import slot_sizes
+from offload.planning.memory_profile import MemoryProfile
+from offload.planning.plan import Kind
+from offload.planning.planner import Sizes, Updates
 
-__all__ = [
-    "Choice",
-    "Given",
-    "Prediction",
-    "StepModel",
-    "costs_of",
-    "predict",
-    "predict_plan",
-    "predicted_bytes",
-    "predicted_seconds",
-]
+__all__ = ["CellBytes", "Choice", "Costs", "Given", "OutsideBytes", "StepModel"]
 
 
 @dataclass(frozen=True)
@@ -37,12 +25,18 @@ class Choice:
     slots: int
     #: Shards that rest in the memory that layers compute in.
     in_memory: frozenset[int] = frozenset()
-    #: Cells that keep their graphs from forward to backward.
-    kept: frozenset[Key] = frozenset()
+    #: Cells (shard, micro-batch) that keep their graphs from forward to backward.
+    kept: frozenset[tuple[int, int]] = frozenset()
     #: For boundaries; their gradients get as many.
     boundary_bytes: float = math.inf
     #: Shards whose gradients wait in memory for their update.
     waiting: frozenset[int] = frozenset()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.slots} slots, {len(self.in_memory)} shards in memory, {len(self.kept)} graphs kept, gradients of "
+            f"{len(self.waiting)} shards waiting"
+        )
 
 
 @dataclass(frozen=True)
@@ -56,6 +50,110 @@ class Given:
     gradient_bytes: int | None = None
 
 
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of an action of each shard; of ``forward`` and ``backward``, of one cell.
+
+    ``backward`` includes the recomputation, ``kept_backward`` is that of a cell whose graph was kept. ``boundary``: of
+    a copy of a boundary or its gradient; the additional last entry is for the output.
+    """
+
+    load: Sequence[float]
+    forward: Sequence[float]
+    backward: Sequence[float]
+    drain: Sequence[float]
+    update: Sequence[float] = ()
+    boundary: Sequence[float] = ()
+    kept_backward: Sequence[float] = ()
+    #: Of copying gradients to host memory, where they wait for their update. Empty: they are not copied.
+    waiting_drain: Sequence[float] = ()
+    #: Of an update of a shard that rests in memory; as ``update`` where it is empty.
+    resting_update: Sequence[float] = ()
+    #: The shards whose homes are updated in place as soon as the optimizer steps, besides those that rest in memory.
+    updated_at_step: Set[int] = frozenset()
+    #: Whether an update of another shard reads its weights into the slot of the load that follows, and leaves the new
+    #: ones there.
+    updates_fill_slots: bool = False
+    #: With several ranks: a drain reduces before it stores, on the lane of loads.
+    reduce: Sequence[float] = ()
+
+    def of(self, choice: Choice) -> Mapping[Kind, Sequence[float]]:
+        """Seconds of each kind of action, by shard: what rests or waits in memory is not written to files."""
+        drain, update = list(self.drain), list(self.update)
+        for j in choice.in_memory | choice.waiting:
+            drain[j] = self.waiting_drain[j] if self.waiting_drain else 0.0
+        for j in choice.in_memory if self.resting_update else ():
+            update[j] = self.resting_update[j]
+        forward, kept = self.forward, self.kept_backward or self.backward
+        return {
+            Kind.LOAD: self.load, Kind.DRAIN: drain, Kind.UPDATE: update, Kind.UPDATE_IN_BACKWARD: update,
+            Kind.FORWARD: forward, Kind.FORWARD_KEPT: forward, Kind.BACKWARD: self.backward,
+            Kind.BACKWARD_KEPT: kept, Kind.SPILL: self.boundary, Kind.PREFETCH: self.boundary,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutsideBytes:
+    """Bytes of what stays on the compute device and belongs to no shard: parameters around blocks, and adapters."""
+
+    #: Parameters and buffers.
+    values: int = 0
+    #: Of optimizers; 0 before the first update.
+    states: int = 0
+    #: Shard -> gradients that the code before it makes in backward; shard ``shards``: the code after the last one.
+    made_before: Mapping[int, int] = field(default_factory=dict)
+    #: The same of gradients that are copied there, since code before another shard makes a part of them, too.
+    copied_before: Mapping[int, int] = field(default_factory=dict)
+    #: Shard -> gradients of adapters in it, which stay.
+    made_in: Mapping[int, int] = field(default_factory=dict)
+    #: Gradients that are there when a step begins.
+    held: int = 0
+    #: What code around blocks holds from its forward to its backward.
+    activations: int = 0
+    #: What ranks take at the end of a backward to reduce gradients.
+    reducing: int = 0
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of the gradients that one backward makes."""
+        return sum(self.made_before.values()) + sum(self.made_in.values())
+
+    def rise(self, j: int, *, several: bool) -> int:
+        """Most bytes that the code before shard ``j`` adds in backward; ``several``: micro-batches.
+
+        A second gradient of a parameter is there beside the first one and beside their sum, where autograd does not add
+        in place: not to a view, as that of a matrix that a head has transposed.
+        """
+        made, copied = self.made_before.get(j, 0), 2 * self.copied_before.get(j, 0)
+        return made + (max(made, copied) if several else copied)
+
+    @property
+    def begins(self) -> int:
+        """There when a step begins."""
+        return self.values + self.states + self.held
+
+
+class CellBytes(NamedTuple):
+    """Bytes of one cell."""
+
+    #: Of the boundary that enters it; of the gradient of that.
+    enters: int
+    gradient: int
+    #: What its forward saves if it is recomputed; the graph that it keeps; results that it keeps if recomputed.
+    saved: int
+    graph: int
+    selected: int
+    #: At the peak of its backward, recomputed or with its graph, with the gradients of its weights.
+    backward: int
+    kept_backward: int
+    #: The same without these.
+    activations: int
+    kept_activations: int
+
+
+_NOTHING = MemoryProfile(1, ())
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepModel:
     """What is known about the steps of a model: sizes, and measured seconds."""
@@ -64,28 +162,48 @@ class StepModel:
     #: The first shard that backward has to reach.
     first: int
     costs: Costs
-    #: Without graphs that are kept, waiting gradients and shards in memory.
-    sizes: StepBytes
     updates: Updates = field(default_factory=lambda: Updates(pending=frozenset(), updates=False, clips=False))
-    #: Bytes that a load of each shard reads.
+    #: Rows of each micro-batch.
+    rows: Sequence[float] = (1,)
+    #: Bytes of a slot for each shard, and of what a load of it reads.
+    slot_bytes: Sequence[int]
     loaded_bytes: Sequence[int] = ()
-    #: Among :attr:`sizes`, homes in the memory that layers compute in, whatever is chosen.
-    home_bytes: int = 0
-    #: Bytes of each shard that rests in memory: weights and optimizer states, without gradients. Missing where a shard
-    #: cannot rest there.
-    resting_bytes: Mapping[int, int] = field(default_factory=dict)
-    #: Of buffers of updates in files: there are none where all shards rest in memory.
-    buffer_bytes: int = 0
-    #: Of each shard, what autocast keeps of its weights in another type where they rest in memory.
-    cast_bytes: Mapping[int, int] = field(default_factory=dict)
-    #: Bytes of a slot for each shard: slots are as large as the largest that is loaded. Empty: as ``sizes`` say.
-    slot_bytes: Sequence[int] = ()
     #: Whether much larger shards have buffers of their own beside the slots.
     own_slots: bool = False
-    #: Whether boundaries can be spilled.
-    spills: bool = True
     #: Least slots, where there are so many shards; a third one is read while the update of a second runs.
     least_slots: int = 2
+    #: Of the gradients of each shard's weights, in the type of their home.
+    gradient_bytes: Sequence[int]
+    #: The same from their drain to the next one, where it is more: of ranks that reduce them first.
+    draining_bytes: Sequence[int] = ()
+    #: Of the input of a cell, and of its gradient. Shard ``shards`` stands for the output.
+    boundaries: Sizes = lambda key: 0
+    gradients: Sizes = lambda key: 0
+    #: Whether boundaries can be spilled, and whether cells add to the boundary that enters them, see :class:`.Plan`.
+    #: Bytes are those at their end.
+    spills: bool = True
+    grows: bool = False
+    #: Shard -> tensors that a recomputed cell saves for backward, without its input; and one that keeps its graph.
+    recomputed: Mapping[int, MemoryProfile] = field(default_factory=dict)
+    kept: Mapping[int, MemoryProfile] = field(default_factory=dict)
+    #: Shard -> bytes per row that a recomputed cell keeps until its backward: results of chosen operations.
+    selected_bytes_per_row: Mapping[int, float] = field(default_factory=dict)
+    #: Shard -> what autocast keeps of its weights in another type where they rest in memory.
+    cast_bytes: Mapping[int, int] = field(default_factory=dict)
+    #: Shard -> weights and optimizer states while it rests in memory, without gradients. Missing where it cannot.
+    resting_bytes: Mapping[int, int] = field(default_factory=dict)
+    #: Held all the time: homes in the memory that layers compute in, whatever is chosen; buffers of transfers; and of
+    #: updates in files: there are none where all shards rest in memory.
+    home_bytes: int = 0
+    transfer_bytes: int = 0
+    buffer_bytes: int = 0
+    outside: OutsideBytes = field(default_factory=OutsideBytes)
+    #: The shards whose gradients are stored in the memory that layers compute in, whatever is chosen.
+    gradients_stay: Set[int] = frozenset()
+    #: The shards whose gradients are there when the step begins; None: as after a step of the same plan.
+    begins: Set[int] | None = None
+    #: Whether gradients in memory stay there from one backward to the next: they are accumulated, or zeroed in place.
+    accumulates: bool = False
     #: Whether the gradients of a shard can wait in memory.
     gradients_wait: bool = False
     #: Bytes of host memory for these where layers compute on a device of its own; None: they wait in the memory that
@@ -93,127 +211,36 @@ class StepModel:
     host_bytes: int | None = None
     #: Beside a device: shards that rest in host memory, with their gradients.
     in_host: frozenset[int] = frozenset()
-    #: Whether gradients in memory stay there from one backward to the next: they are accumulated, or zeroed in place.
-    accumulates: bool = False
     #: Added to predicted bytes: what measured steps took more.
     margin_bytes: int = 0
     #: What is not chosen but given.
     given: Given = Given()
 
-    def slot_sizes(self, choice: Choice) -> tuple[int, Mapping[int, int]]:
-        """Bytes of a slot, and of each shard that has a buffer of its own."""
-        if not self.slot_bytes:
-            return self.sizes.slot_bytes, self.sizes.own_slots
-        return slot_sizes(self.slot_bytes, choice.slots, in_memory=choice.in_memory, apart=self.own_slots)
+    @cached_property
+    def cells(self) -> Sequence[Sequence[CellBytes]]:
+        """The bytes of each cell, by shard and micro-batch."""
+        return [
+            [self._cell(j, i, rows, self.recomputed.get(j, _NOTHING), self.kept.get(j, _NOTHING))
+             for i, rows in enumerate(self.rows)]
+            for j in range(self.shards)
+        ]  # fmt: skip
+
+    def _cell(self, j: int, i: int, rows: float, recomputed: MemoryProfile, kept: MemoryProfile) -> CellBytes:
+        own, adds = self.gradient_bytes[j], i + 1 < len(self.rows)  # autograd runs the last micro-batch first
+        return CellBytes(
+            self.boundaries((j, i)) if j or self.grows else 0,
+            self.gradients((j, i)) if j > self.first else 0,
+            recomputed.kept_bytes(rows),
+            kept.kept_bytes(rows),
+            int(self.selected_bytes_per_row.get(j, 0.0) * rows),
+            recomputed.peak_bytes(rows, own, adds=adds),
+            kept.peak_bytes(rows, own, adds=adds),
+            recomputed.peak_bytes(rows, 0),
+            kept.peak_bytes(rows, 0),
+        )
 
     @cached_property
-    def boundaries(self) -> tuple[int, int]:
-        """Bytes of all boundaries or of all their gradients, whichever are more; and the largest of them."""
-        cells = [(j, i) for j in range(self.shards + 1) for i in range(len(self.sizes.rows))]
-        each = [[size(cell) for cell in cells] for size in (self.sizes.boundaries, self.sizes.gradients)]
-        return max(map(sum, each)), max(map(max, each))
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a choice is predicted to cost."""
-
-    choice: Choice
-    plan: Plan
-    seconds: float
-    wait_seconds: float
-    compute_seconds: float
-    #: In the memory that layers compute in, with the margin.
-    memory_bytes: int
-    peak: PeakMemory
-    #: The memory at each moment of the step.
-    course: Sequence[Moment]
-    #: From which it was made.
-    model: StepModel = field(repr=False, compare=False)
-
-    @property
-    def margin_bytes(self) -> int:
-        """Of :attr:`memory_bytes`, what measured steps took more."""
-        return self.model.margin_bytes
-
-
-def predict_plan(
-    model: StepModel, plan: Plan, choice: Choice | None = None, course: list[Moment] | None = None
-) -> tuple[Forecast, PeakMemory]:
-    """Simulates a plan and replays its memory; ``course``: see :func:`.peak_memory`."""
-    chosen = Choice(plan.slots, plan.in_memory) if choice is None else choice
-    forecast = simulate(plan, costs_of(model, chosen))
-    return forecast, peak_memory(plan, _sizes(model, chosen), course)
-
-
-def predict(model: StepModel, choice: Choice) -> Prediction:
-    """Plans, simulates and replays one choice."""
-    plan = _plan(model, choice)
-    course: list[Moment] = []
-    forecast, peak = predict_plan(model, plan, choice, course)
-    return Prediction(
-        choice,
-        plan,
-        forecast.seconds,
-        forecast.wait_seconds,
-        forecast.compute_seconds,
-        peak.memory_bytes + model.margin_bytes,
-        peak,
-        course,
-        model,
-    )
-
-
-def _plan(model: StepModel, choice: Choice) -> Plan:
-    rows = model.sizes.rows
-    budget = choice.boundary_bytes if model.spills else math.inf
-    most, largest = model.boundaries
-    return plan_step(
-        model.shards,
-        slots=choice.slots,
-        microbatches=len(rows),
-        training=model.first < model.shards,
-        first=model.first,
-        kept=choice.kept,
-        in_memory=choice.in_memory,
-        boundaries=Residency(budget) if budget < most + MOVING * largest else None,
-        boundary_sizes=model.sizes.boundaries,
-        grows=model.sizes.grows,
-        **model.updates,
-    )
-
-
-def costs_of(model: StepModel, choice: Choice) -> Costs:
-    """The costs of a choice: gradients that wait in memory are not written to files, nor read by their updates."""
-    still = choice.in_memory | choice.waiting
-    if not still:
-        return model.costs
-    costs = model.costs
-    waiting = costs.waiting_drain or [0.0] * len(costs.drain)
-    return replace(costs, drain=[waiting[j] if j in still else seconds for j, seconds in enumerate(costs.drain)])
-
-
-def _sizes(model: StepModel, choice: Choice) -> StepBytes:
-    resting = sum(model.resting_bytes[j] + model.cast_bytes.get(j, 0) for j in choice.in_memory)
-    running = max(model.cast_bytes.values(), default=0)  # the same of a shard that streams, or of gradients
-    buffers = model.buffer_bytes if len(choice.in_memory) < model.shards else 0
-    waiting = choice.in_memory | (choice.waiting if model.host_bytes is None else frozenset())
-    slot, own = model.slot_sizes(choice)
-    return replace(
-        model.sizes,
-        slot_bytes=slot,
-        own_slots=own,
-        waiting=waiting,
-        held=model.sizes.held | (waiting | model.sizes.gradients_stay if model.accumulates else frozenset()),
-        constant_bytes=model.sizes.constant_bytes + resting + running + buffers,
-    )
-
-
-def predicted_bytes(model: StepModel, choice: Choice) -> int:
-    """Predicted bytes, without a simulation: gradients that are being stored count until the next drain."""
-    return peak_memory(_plan(model, choice), _sizes(model, choice)).memory_bytes + model.margin_bytes
-
-
-def predicted_seconds(model: StepModel, choice: Choice) -> float:
-    """Predicted seconds, without the memory."""
-    return simulate(_plan(model, choice), costs_of(model, choice)).seconds
+    def output_bytes(self) -> Sequence[tuple[int, int]]:
+        """Of the output of each micro-batch, and of its gradient."""
+        keys = [(self.shards, i) for i in range(len(self.rows))]
+        return [(self.boundaries(key), self.gradients(key)) for key in keys]

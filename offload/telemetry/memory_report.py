@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from offload.planning.budget import shown_bytes
-from offload.planning.explain import FewerBytes, Moved, Part, bytes_at_peak
-from offload.planning.peak_memory import OutsideBytes
+from offload.planning.choose import NothingFitsError, Prediction, choose, moves, predict, seconds_saved
 from offload.planning.shown import shown_seconds, table
-from offload.planning.step_model import Choice, Prediction
 
-__all__ = ["MemoryReport", "describe"]
+__all__ = ["MemoryReport"]
 
 #: Below this a time is none: those of two plans differ by as much.
 NO_SECONDS = 5e-5
+#: How much more memory is worth a look: a GiB, or a quarter of a small limit, which is a MiB at least.
+MORE_BYTES, LEAST_MORE_BYTES, MORE_SHARE = 1 << 30, 1 << 20, 4
+
+_Row = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -26,41 +27,47 @@ class MemoryReport:
     #: Where, and how many bytes.
     device: str
     limit_bytes: int
-    shards: int
-    cells: int
-    #: The prediction of the present plan, when it was chosen; None before the first step.
+    #: The prediction of the present plan; None before the first step.
     predicted: Prediction | None
     #: The last step, and the peak of its memory; None where the system does not measure it.
     measured_seconds: float | None = None
     measured_bytes: int | None = None
-    #: Of the prediction, what earlier steps took more than theirs.
-    margin_bytes: int = 0
-    #: What more memory would buy.
-    more: Prediction | None = None
-    more_limit_bytes: int = 0
-    #: What each choice of the present plan takes and saves.
-    parts: Sequence[Part] = ()
-    #: What lanes do beside the layers.
-    moves: Sequence[Moved] = ()
-    #: What storing fewer bytes would change, where a step waits for copies.
-    fewer_bytes: Sequence[FewerBytes] = ()
-    #: What stays on the compute device and belongs to no shard.
-    outside: OutsideBytes = field(default_factory=OutsideBytes)
     #: Beside a device, where homes are files: shards that rest in host memory; else None.
     resting: int | None = None
+
+    @property
+    def more_limit_bytes(self) -> int:
+        """The larger limit of :attr:`more`."""
+        return self.limit_bytes + min(MORE_BYTES, max(LEAST_MORE_BYTES, self.limit_bytes // MORE_SHARE))
+
+    @property
+    def more(self) -> Prediction | None:
+        """The fastest plan with more memory; None before the first step, or if even there no plan fits."""
+        if self.predicted is None:
+            return None
+        model = replace(self.predicted.model, begins=None)
+        try:
+            return predict(model, choose(model, self.more_limit_bytes))
+        except NothingFitsError:  # a size of batch that ran goes on although it takes more than memory
+            return None
 
     def __str__(self) -> str:
         p = self.predicted
         if p is None:
             limit = shown_bytes(self.limit_bytes)
             return f"memory: {limit} on {self.device}; the plan is chosen when one training step has been measured"
-        rows = [("at the peak", self._unit[0], "saves", ""), *self._uses(p)]
+        rows: list[_Row] = [("at the peak", self._unit[0], "saves", ""), *self._uses(p)]
         rows.append(("predicted", self._shown(p.memory_bytes), "", ""))
         if (peak := self.measured_bytes) is not None:
             more = f"{self._shown(max(0, peak - p.memory_bytes))} of it by the allocator and libraries"
             rows.append(("measured", self._shown(peak), "", more))
         rows.append(("limit", self._shown(self.limit_bytes), "", f"on {self.device}"))
-        return table([*rows, ("", "", "", ""), *self._step(p), *self._next(p)])
+        rows += [("", "", "", ""), *self._step(p)]
+        if (larger := self.more) is not None:
+            saved = _saved(max(0.0, p.seconds - larger.seconds))
+            rows += [("", "", "", ""), ("another plan", self._unit[0], "saves", "")]
+            rows.append(("more memory", self._shown(self.more_limit_bytes), saved, str(larger.choice)))
+        return table(rows)
 
     @property
     def _unit(self) -> tuple[str, int]:
@@ -70,29 +77,27 @@ class MemoryReport:
     def _shown(self, nbytes: float) -> str:
         return f"{nbytes / self._unit[1]:,.2f}"
 
-    def _uses(self, p: Prediction) -> list[tuple[str, str, str, str]]:
+    def _uses(self, p: Prediction) -> list[_Row]:
         """The rows of memory, the largest first."""
-        parts, words = {part.use: part for part in self.parts}, self._in_words(p.choice)
+        saved, words = seconds_saved(p), self._in_words(p)
         return [
-            (use, self._shown(nbytes), _saved(parts[use].seconds) if use in parts else "", words[use])
-            for use, nbytes in _by_size(p)
+            (use, self._shown(nbytes), _saved(saved[use]) if use in saved else "", words[use]) for use, nbytes in p.uses
         ]
 
-    def _in_words(self, choice: Choice) -> dict[str, str]:
-        shards, outside = self.shards, self.outside
-        there = len(choice.in_memory)
+    def _in_words(self, p: Prediction) -> dict[str, str]:
+        choice, model, outside = p.choice, p.model, p.model.outside
+        shards, there, waiting = model.shards, len(choice.in_memory), len(choice.waiting)
         beside = "" if self.resting is None else f"; {self.resting} of {shards} shards in host memory"
         where = "memory" if self.resting is None else "host memory"
         stay = f", at most {self._shown(choice.boundary_bytes)} of each" if math.isfinite(choice.boundary_bytes) else ""
         return {
             "homes": f"{there} of {shards} shards in memory: weights and optimizer states{beside}",
-            "slots": f"{choice.slots} slots, through which {shards - len(choice.in_memory)} of {shards} shards stream",
+            "casts": "of weights to the type of autocast, which keeps them",
+            "slots": f"{choice.slots} slots, through which {shards - there} of {shards} shards stream",
             "gradients": "being stored"
-            + (
-                f", or those of {len(choice.waiting)} shards wait in {where} for their update" if choice.waiting else ""
-            ),
+            + (f", or those of {waiting} shards wait in {where} for their update" if waiting else ""),
             "boundaries": f"inputs of cells, and their gradients{stay}",
-            "graphs": f"{len(choice.kept)} of {self.cells} cells keep theirs, the others are recomputed",
+            "graphs": f"{len(choice.kept)} of {shards * len(model.rows)} cells keep theirs, the others are recomputed",
             "running cell": "activations, and gradients of its weights",
             "outside": f"in no shard: {self._shown(outside.values)} of parameters and buffers, "
             f"{self._shown(outside.gradients)} of gradients, {self._shown(outside.states)} of optimizer states; "
@@ -103,34 +108,23 @@ class MemoryReport:
             "earlier steps": "by which earlier steps exceeded their prediction",
         }
 
-    def _step(self, p: Prediction) -> list[tuple[str, str, str, str]]:
+    def _step(self, p: Prediction) -> list[_Row]:
         """The rows of time: what layers and lanes do side by side."""
-        rows = [("in a step", self._unit[0], "takes", "")]
-        rows.append(("compute", "", shown_seconds(p.compute_seconds), "inside layers"))
-        for each in self.moves:
+        rows: list[_Row] = [("in a step", self._unit[0], "takes", "")]
+        rows.append(("compute", "", shown_seconds(p.forecast.compute_seconds), "inside layers"))
+        for each in moves(p):
             words = {
-                "loads": f"{each.shards} of {self.shards} shards stream from their homes",
+                "loads": f"{each.shards} of {p.model.shards} shards stream from their homes",
                 "gradients": f"of {each.shards} shards to their homes",
                 "updates": f"of {each.shards} shards, by so much of gradients",
                 "boundaries": "out of memory and back",
             }
             rows.append((each.what, self._shown(each.nbytes), shown_seconds(each.seconds), words[each.what]))
-        waits = f"{shown_seconds(p.wait_seconds)} of it waiting for copies"
+        waits = f"{shown_seconds(p.forecast.wait_seconds)} of it waiting for copies"
         rows.append(("predicted", "", shown_seconds(p.seconds), waits))
         if (seconds := self.measured_seconds) is not None:
             rows.append(("measured", "", shown_seconds(seconds), "with what runs between forward and backward"))
         return rows
-
-    def _next(self, p: Prediction) -> list[tuple[str, str, str, str]]:
-        """The rows of what would change: more memory, and fewer bytes."""
-        rows = [("", "", "", ""), ("another plan", self._unit[0], "saves", "")]
-        if self.more is not None:
-            saved = _saved(max(0.0, p.seconds - self.more.seconds))
-            rows.append(("more memory", self._shown(self.more_limit_bytes), saved, describe(self.more.choice)))
-        for each in self.fewer_bytes:
-            words = f"{each.what}: {each.then:.1f} bytes of a parameter in place of {each.now:.1f}, with rounding"
-            rows.append(("fewer bytes", "", _saved(each.seconds), words))
-        return rows if len(rows) > 2 else []
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the table as stacked bars of bytes against the limit, into a file of the type that its name ends with.
@@ -148,7 +142,7 @@ class MemoryReport:
         unit, factor = self._unit
         figure = Figure(figsize=(8, 5), layout="constrained")
         axes, below = figure.add_subplot(), 0.0
-        for use, nbytes in _by_size(self.predicted):
+        for use, nbytes in self.predicted.uses:
             axes.bar("predicted", nbytes / factor, bottom=below, label=f"{use}: {shown_bytes(nbytes)}")
             below += nbytes / factor
         if (peak := self.measured_bytes) is not None:
@@ -159,20 +153,6 @@ class MemoryReport:
         axes.set_ylabel(f"{unit} at the peak")
         figure.legend(loc="outside right upper", reverse=True)
         figure.savefig(os.fspath(path), dpi=150)
-
-
-def describe(choice: Choice) -> str:
-    """A choice in words."""
-    return (
-        f"{choice.slots} slots, {len(choice.in_memory)} shards in memory, {len(choice.kept)} graphs kept, gradients of "
-        f"{len(choice.waiting)} shards waiting"
-    )
-
-
-def _by_size(predicted: Prediction) -> list[tuple[str, int]]:
-    """The uses of memory at the peak that take any, the largest first."""
-    uses = ((use, nbytes) for use, nbytes in bytes_at_peak(predicted).items() if nbytes)
-    return sorted(uses, key=lambda item: -item[1])
 
 
 def _saved(seconds: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -168,6 +168,19 @@ class Meter:
         ``continues``: it is another step of the cell, whose backward comes first.
         """
         (self.kept_profiles if keeps else self.memory_profiles).add(shard, memory_profile, continues=continues)
+
+    def profiles(
+        self, rows: float, graph_bytes_per_row: Mapping[int, float]
+    ) -> tuple[Mapping[int, MemoryProfile], Mapping[int, MemoryProfile]]:
+        """By shard: the tensors that a cell of about so many rows saves if it is recomputed, and if it keeps its graph.
+
+        A graph that was measured only of fewer rows counts as a recomputed cell that holds ``graph_bytes_per_row``.
+        """
+        recomputed, kept = self.memory_profiles.nearest(rows), self.kept_profiles.nearest(rows)
+        for j, cell in recomputed.items():
+            if j not in kept or kept[j].rows < min(rows, cell.rows):
+                kept[j] = cell.holding(graph_bytes_per_row.get(j, 0.0))
+        return kept | recomputed, kept
 
     def hold(self, nbytes: int) -> None:
         """Counts bytes that were allocated on the compute device."""

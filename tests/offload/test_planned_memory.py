@@ -9,7 +9,6 @@ import tempfile
 import time
 import warnings
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +21,7 @@ from torch import Tensor, nn
 
 from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.engine.plans.memory_planner import MemoryPlanner
-from offload.engine.plans.stored_form import stored_form
-from offload.planning.byte_forms import ByteForm
-from offload.planning.explain import FewerBytes
+from offload.planning.choose import moves
 from offload.telemetry.peak import anonymous_bytes
 
 WIDTH, ROWS, DEPTH = 256, 64, 6
@@ -245,24 +242,12 @@ def test_the_report_is_a_table_that_adds_up_to_the_peak_and_says_what_more_memor
     words = str(report)
     assert f"{len(choice.in_memory)} of 6 shards in memory" in words
     assert f"{choice.slots} slots, through which {streaming} of 6 shards stream" in words
-    lanes = [each.what for each in report.moves]
+    lanes = [each.what for each in moves(report.predicted)]
     assert {"loads", "updates"} <= {*lanes}
     assert [row[0] for row in seconds] == ["in a step", "compute", *lanes, "predicted", "measured"]
     assert all(re.fullmatch(r"[\d.e+]+ m?s", row[1 if len(row) < 4 else 2]) for row in seconds[1:]), seconds
     assert others[1][:2] == ["more memory", "50.00"]
     assert "shards in memory" in others[1][3]
-    fewer = FewerBytes('states="8bit"', 36.0, 24.1, 0.5)
-    told = str(replace(report, fewer_bytes=[fewer]))
-    assert rows_of(told)[-1][:2] == ["fewer bytes", "500 ms"]
-    assert 'states="8bit": 24.1 bytes of a parameter in place of 36.0' in told
-    stored = stored_form(model._homes)
-    assert stored is not None
-    assert stored.form == ByteForm()
-    assert stored.states == pytest.approx(2.0, rel=0.01)
-    assert stored.takes_weights
-    bare = OffloadModel(stack(), "cpu", num_slices=3, checkpoint_activation=True, memory=MemoryPolicy.fixed())
-    with pytest.raises(RuntimeError, match="expected a model with memory"):
-        bare.memory_report()
 
 
 def test_the_picture_shows_the_uses_beside_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

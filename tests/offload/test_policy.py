@@ -18,7 +18,7 @@ from torch import nn
 import offload.limits
 import offload.memory
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
-from offload.limits import Grant, MemoryLimits, grant
+from offload.limits import Grant, MemoryLimits
 from offload.memory import Needs, layout_of, limits_for, memory_of
 from offload.planning.budget import shown_bytes
 from offload.telemetry.statistics import Meter
@@ -188,7 +188,7 @@ def test_activations_that_are_all_kept_have_no_bound() -> None:
 
 
 def granted(asked: int | None = None, *, least: int = 0, holds: int = 0) -> Grant:
-    return grant(CPU, asked, least=least, held=lambda: holds)
+    return Grant(CPU, asked, least=least, held=lambda: holds)
 
 
 def test_auto_is_a_part_of_what_is_free_shared_by_those_that_say_so(free: dict[torch.device, int]) -> None:
@@ -216,7 +216,7 @@ def test_ranks_of_one_host_share_what_is_free(free: dict[torch.device, int], mon
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert granted().nbytes == 225 * MIB
     free[GPU] = 1000 * MIB
-    assert grant(GPU, None, least=0, held=lambda: 0).nbytes == 900 * MIB  # each has its own
+    assert Grant(GPU, None, least=0, held=lambda: 0).nbytes == 900 * MIB  # each has its own
 
 
 @pytest.mark.parametrize("end", ["collected", "closed", "never made"])

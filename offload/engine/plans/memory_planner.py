@@ -12,33 +12,37 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import operator
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 from offload.engine.homes import ModelHomes
 from offload.engine.layouts import bytes_of_boundary
-from offload.engine.plans.gradients_held import gradients_there, unowned_gradients
-from offload.engine.plans.host_memory import bytes_left, in_host_memory, shards_that_fit
+from offload.engine.plans.between_steps import (
+    bytes_left,
+    holds_gradients,
+    in_host_memory,
+    shards_that_fit,
+    states_of_others,
+    unowned_gradients,
+)
 from offload.engine.plans.least_limit import too_little
 from offload.engine.plans.measured import step_model
-from offload.engine.plans.other_states import states_of_others
-from offload.engine.plans.row_units import SIZES_REMEMBERED, shown, split
+from offload.engine.plans.row_units import remember, shown, split
 from offload.engine.plans.step_memory import StepMemory, bound_of
-from offload.engine.plans.stored_form import stored_form
 from offload.limits import MemoryLimits
 from offload.planning.budget import GAPS_SHARE, shown_bytes
-from offload.planning.choose import NothingFitsError, choose, fill, least_bytes
-from offload.planning.explain import explain, fewer_bytes, moves, next_bytes
+from offload.planning.choose import NothingFitsError, Prediction, choose, fill, least_bytes, predict
 from offload.planning.residency import TooLargeError
-from offload.planning.step_model import Choice, Given, Prediction, StepModel, predict
+from offload.planning.step_model import Choice, Given, StepModel
 from offload.policy import MemoryPolicy
 from offload.streaming.moves import HomeInUseError
-from offload.telemetry.memory_report import MemoryReport, describe
+from offload.telemetry.memory_report import MemoryReport
 from pipe.nested import tensors_in
 
 __all__ = ["MemoryPlanner"]
@@ -48,7 +52,7 @@ _logger = logging.getLogger("offload")
 #: Of a limit of memory, where micro-batches are chosen, what steps take beside counted bytes: one part in so many.
 UNCOUNTED_SHARE = 4
 #: Of the sizes of a step, what depends on which cells have kept their graphs before.
-PROFILES = ("memory_profiles", "kept_profiles", "graph_bytes_per_row", "selected_bytes_per_row")
+PROFILES = ("recomputed", "kept", "selected_bytes_per_row")
 
 
 class MemoryPlanner:
@@ -56,9 +60,7 @@ class MemoryPlanner:
 
     def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes) -> None:
         self._limits = limits
-        self._given = Given(
-            policy.slots, policy.resident_bytes, policy.graph_bytes, policy.boundary_bytes, policy.gradient_bytes
-        )
+        self._given = Given(**{each.name: getattr(policy, each.name) for each in fields(Given)})
         #: Whether the policy lets layers draw other random numbers than they would for the whole batch.
         self.may_draw_otherwise = policy.join_chunks is True
         #: Rows of a batch, as how many they count, and what is held beside steps -> its micro-batches.
@@ -66,8 +68,7 @@ class MemoryPlanner:
         #: What the first step, whose plan is the same in every process, has measured of cells.
         self._first_profiles: dict[str, Any] = {}
         self._model_planned = weakref.ref(homes)  # without it, a cycle with its steps
-        self._streamer = homes.streamer
-        self._meter = homes.meter
+        self._streamer, self._optimizers = homes.streamer, homes.streamer.gradient_offload.optimizers
         self._device = homes.device
         self._steps_done = 0
         self._due = False
@@ -88,8 +89,6 @@ class MemoryPlanner:
         self._counts_only = False
         #: Rows of the micro-batches of the last step.
         self._rows: tuple[float, ...] | None = None
-        #: Rows of batches of which nothing moved and nothing was recomputed, since shards have moved.
-        self._stayed: list[tuple[float, ...]] = []
         #: Samples and rows of batches that ran: these, and smaller ones, are never refused later.
         self._ran: set[tuple[int, tuple[float, ...]]] = set()
         #: Of the batch of the present step.
@@ -123,19 +122,12 @@ class MemoryPlanner:
         """
         if not self._steps_done:
             return 1
-        key = (
-            rows,
-            units,
-            self._homes.outside_bytes().begins,
-            self._streamer.gradient_offload.optimizers.awaits_states(),
-        )
+        key = rows, units, self._homes.outside_bytes().begins, self._optimizers.awaits_states()
         if key not in self._counts:
             count = 1
             while count < rows and not self._fits_in_parts(units, count):
                 count = min(2 * count, rows)
-            if len(self._counts) >= SIZES_REMEMBERED:
-                self._counts.clear()
-            self._counts[key] = count
+            remember(self._counts, key, count)
         return self._counts[key]
 
     def _fits_in_parts(self, units: float, count: int) -> bool:
@@ -144,35 +136,19 @@ class MemoryPlanner:
         A part of the limit is left to what steps take beside these, such as the graph of the loss.
         """
         model = self._model(split(units, count))
-        constant = model.sizes.constant_bytes - (self._homes.tier.staging_bytes if self._memory.on_host else 0)
-        sizes = replace(model.sizes, constant_bytes=constant, **self._first_profiles)
-        model = replace(model, margin_bytes=0, sizes=sizes)
+        transfers = model.transfer_bytes - (self._homes.tier.staging_bytes if self._memory.on_host else 0)
+        model = replace(model, margin_bytes=0, transfer_bytes=transfers, **self._first_profiles)
         return least_bytes(model, self._leanest(model)) <= self.limit_bytes - self.limit_bytes // UNCOUNTED_SHARE
 
     def _leanest(self, model: StepModel) -> Choice:
         return Choice(min(self._given.slots or model.least_slots, model.shards))
 
-    def begin_rounded(
-        self, rows: Sequence[float], rounded: Sequence[float], *, samples: int, idle: bool
-    ) -> Sequence[float]:
-        """Begins a training step with the sizes ``rounded`` up, or with ``rows`` where only these fit; returns them.
-
-        See :meth:`begin`.
-        """
-        try:
-            self.begin(rounded, samples=samples, idle=idle)
-        except ValueError:
-            if [*rows] == [*rounded]:
-                raise
-            self.begin(rows, samples=samples, idle=idle)
-            return rows
-        return rounded
-
-    def begin(self, rows: Sequence[float], *, samples: int, idle: bool) -> None:
-        """Begins a training step.
+    def begin(self, rows: Sequence[float], rounded: Sequence[float], *, samples: int, idle: bool) -> Sequence[float]:
+        """Begins a training step; returns the sizes for which it is planned.
 
         Args:
             rows: of each micro-batch, as those of the first batch.
+            rounded: the same rounded up, for which it is planned if that fits.
             samples: of the batch, however long each is.
             idle: no earlier forward waits for its backward.
 
@@ -180,7 +156,17 @@ class MemoryPlanner:
             ValueError: if no plan of this step fits, before anything has moved.
         """
         self._samples = samples
-        awaited, self._awaited = self._awaited, self._streamer.gradient_offload.optimizers.awaits_states()
+        try:
+            self._begin(rounded, idle=idle)
+        except ValueError:
+            if [*rows] == [*rounded]:
+                raise
+            self._begin(rows, idle=idle)
+            return rows
+        return rounded
+
+    def _begin(self, rows: Sequence[float], *, idle: bool) -> None:
+        awaited, self._awaited = self._awaited, self._optimizers.awaits_states()
         if awaited != self._awaited:
             self._due, self._in_vain = True, None
         self._accumulates |= any(map(unowned_gradients, self._streamer.shards))
@@ -220,13 +206,12 @@ class MemoryPlanner:
         self._steps_done += 1
         self._rows = tuple(rows)
         self._ran.add((self._samples, self._rows))
-        if self._rows not in self._stayed and self._all_stayed():
-            self._stayed = [*self._stayed[1 - SIZES_REMEMBERED :], self._rows]
         self._measured_seconds = time.perf_counter() - self._began
         predicted = self._prediction
         if self._steps_done == 1:
-            sizes = self._model(rows).sizes
-            self._first_profiles = {name: getattr(sizes, name) for name in PROFILES}
+            model = self._model(rows)
+            self._first_profiles = {name: getattr(model, name) for name in PROFILES}
+            self._due, self._in_vain = True, None
         self.return_excess()
         margin = self._memory.margin_bytes
         changed = self._memory.end(predicted, probes=self._probes)
@@ -238,36 +223,25 @@ class MemoryPlanner:
             self._due |= self._memory.margin_bytes < margin
             self._due |= predicted.memory_bytes > self.limit_bytes - self._memory.margin_bytes
             self._choices.clear()
-        if self._steps_done == 1:
-            self._due, self._in_vain = True, None
 
     def all_stays(self, rows: Sequence[float]) -> bool:
-        """Whether nothing moves or is recomputed in a step of these sizes: one as large has run so since all rests."""
-        known = any(
-            len(ran) == len(rows) and all(most >= count for most, count in zip(ran, rows, strict=True))
-            for ran in self._stayed
-        )
+        """Whether nothing moves or is recomputed in a step of these sizes, as in one that is as large."""
         return (
-            known
-            and not self._due
+            not self._due
             and len(self._in_memory) == len(self._streamer.shards)
-            and self._awaited == self._streamer.gradient_offload.optimizers.awaits_states()
-        )
-
-    def _all_stayed(self) -> bool:
-        choice, homes = self.choice, self._homes
-        return choice is not None and all(
-            shard.index in choice.in_memory
-            and (not shard.trainable or all((shard.index, i) in choice.kept for i in range(len(self._rows or ()))))
-            for shard in homes.shards
+            and self._awaited == self._optimizers.awaits_states()
+            and any(
+                known.all_stays and len(known.model.rows) == len(rows) and all(map(operator.ge, known.model.rows, rows))
+                for known in self._choices.values()
+            )
         )
 
     def _model(self, rows: Sequence[float]) -> StepModel:
         homes = self._homes
         model = step_model(homes, rows)
-        updates = self._streamer.gradient_offload.optimizers.planned()
+        updates = self._optimizers.planned()
         resting, given = model.resting_bytes, self._given
-        if self._streamer.gradient_offload.optimizers.awaits_states():
+        if self._optimizers.awaits_states():
             # Their states, of unknown size, would come into memory with them.
             trained = {shard.index for shard in self._streamer.shards if shard.trainable} - self._in_memory
             resting = {j: nbytes for j, nbytes in resting.items() if j not in trained}
@@ -283,7 +257,7 @@ class MemoryPlanner:
             accumulates=self._accumulates,
             # Not where whole gradients are counted on a device, and parts of them would wait in host memory.
             gradients_wait=any(shard.blocking_io for shard in homes.shards)
-            and not (updates["updates"] or model.sizes.draining_bytes),
+            and not (updates["updates"] or model.draining_bytes),
             margin_bytes=self._memory.margin(sum(rows)),
             host_bytes=None if self._memory.on_host else bytes_left(homes, self._limits.host_bytes),
             in_host=frozenset() if self._memory.on_host else in_host_memory(homes),
@@ -309,7 +283,7 @@ class MemoryPlanner:
             choice = self._leanest(model)  # and :meth:`_choose` takes the leanest plan of these
         else:
             self._due = False
-            _logger.info("memory=%s: %s", shown_bytes(self.limit_bytes), describe(choice))
+            _logger.info("memory=%s: %s", shown_bytes(self.limit_bytes), choice)
         self._choices.clear()
         self._switch(choice)
 
@@ -328,7 +302,6 @@ class MemoryPlanner:
         if choice.slots == self._streamer.slots and choice.in_memory == self._in_memory:
             return
         self._memory.fresh = True
-        self._stayed.clear()
         homes = self._homes
         # Those that leave go first: in one call both would be in memory for a moment.
         for wanted in (self._in_memory & choice.in_memory, choice.in_memory):
@@ -352,11 +325,10 @@ class MemoryPlanner:
     def _choose(self, rows: Sequence[float], *, idle: bool) -> None:
         """The choice for micro-batches of so many rows, with the present slots and shards in memory if it fits so."""
         homes = self._homes
-        there, outside = self._gradients_there(), homes.outside_bytes().begins
-        key = (tuple(rows), *there.values(), outside)
+        begins = self._gradients_there()
+        key = tuple(rows), begins, homes.outside_bytes().begins
         if key not in self._choices:
-            known = self._model(rows)
-            model = replace(known, sizes=replace(known.sizes, **there))
+            model = replace(self._model(rows), begins=begins)
             present = Choice(self._streamer.slots, self._in_memory)
             least = replace(present, boundary_bytes=0)
             try:
@@ -371,22 +343,20 @@ class MemoryPlanner:
             # What longer rows take may grow faster than they do: the first time they have the least memory.
             self._probes = homes.row_units.differ and not self._has_run(rows)
             choice = least if self._probes else choice
-            if len(self._choices) >= SIZES_REMEMBERED:
-                self._choices.clear()
             self._prediction = predict(replace(model, accumulates=False), choice)
             if not self._probes:
-                self._choices[key] = self._prediction
+                remember(self._choices, key, self._prediction)
         else:
             self._prediction, self._probes = self._choices[key], False
         self.choice = self._prediction.choice
         self._streamer.gradient_offload.waiting = self.choice.waiting
 
-    def _gradients_there(self) -> dict[str, Any]:
-        """See :func:`gradients_there`; on a device, whose shards are updated at once, what was accumulated."""
+    def _gradients_there(self) -> frozenset[int]:
+        """The shards whose gradients are there; on a device, whose shards are updated at once, what was accumulated."""
+        shards = self._streamer.shards
         if self._memory.on_host:
-            return gradients_there(self._streamer.shards)
-        held = frozenset(s.index for s in self._streamer.shards if s.in_place and unowned_gradients(s))
-        return {"held": held, "begins": held}
+            return frozenset(s.index for s in shards if holds_gradients(s))
+        return frozenset(s.index for s in shards if s.in_place and unowned_gradients(s))
 
     def _refuse(self, error: NothingFitsError, rows: Sequence[float]) -> None:
         """Raises ValueError for a batch that does not fit; warns for one no larger than one that ran, which goes on."""
@@ -446,7 +416,7 @@ class MemoryPlanner:
 
     def _warn_of_others(self) -> None:
         """Warns if the process has outgrown the limit between two steps by states of an optimizer that is not ours."""
-        steps, ours = self._steps_done, any(self._streamer.gradient_offload.optimizers)
+        steps, ours = self._steps_done, any(self._optimizers)
         grown = 0 if ours or steps & (steps - 1) else self._memory.grown_bytes()  # a search takes a while
         if grown > bound_of(self.limit_bytes, self._device):
             for name, nbytes in states_of_others(self._streamer.shards):
@@ -466,30 +436,12 @@ class MemoryPlanner:
     def report(self) -> MemoryReport:
         """What the present plan takes and costs."""
         homes = self._homes
-        rows, predicted = self._rows, self._prediction
-        more_limit = self.limit_bytes + next_bytes(self.limit_bytes)
-        known = None if rows is None else self._model(rows)
-        parts, more = explain(known, predicted, more_limit)
+        in_files = any(shard.blocking_io or shard.file is not None for shard in homes.shards)
         return MemoryReport(
             device=str(self._device),
             limit_bytes=self.limit_bytes,
-            shards=len(self._streamer.shards),
-            cells=len(self._streamer.shards) * (1 if rows is None else len(rows)),
-            predicted=predicted,
+            predicted=self._prediction,
             measured_seconds=self._measured_seconds,
             measured_bytes=self._memory.peak_bytes,
-            margin_bytes=self._memory.margin_bytes,
-            outside=homes.outside_bytes(),
-            parts=parts,
-            moves=moves(known, predicted),
-            fewer_bytes=fewer_bytes(known, predicted, stored_form(homes)),
-            more=more,
-            more_limit_bytes=more_limit,
-            resting=self._resting(),
+            resting=len(in_host_memory(homes)) if in_files and not self._memory.on_host else None,
         )
-
-    def _resting(self) -> int | None:
-        """Beside a device: how many shards of files rest in host memory."""
-        homes = self._homes
-        in_files = any(shard.blocking_io or shard.file is not None for shard in homes.shards)
-        return len(in_host_memory(homes)) if in_files and not self._memory.on_host else None

@@ -46,25 +46,18 @@ class MeshMemoryPlanner(MemoryPlanner):
         #: What this rank chose.
         self._wanted = Choice(self._streamer.slots)
 
-    def begin_rounded(
-        self, rows: Sequence[float], rounded: Sequence[float], *, samples: int, idle: bool
-    ) -> Sequence[float]:
-        """Begins a training step on all ranks, which try no other sizes after one has refused."""
-        self.begin(rounded, samples=samples, idle=idle)
-        return rounded
-
-    def begin(self, rows: Sequence[float], *, samples: int, idle: bool) -> None:
-        """Begins a training step on all ranks.
+    def begin(self, rows: Sequence[float], rounded: Sequence[float], *, samples: int, idle: bool) -> Sequence[float]:
+        """Begins a training step on all ranks, which try no other sizes after one has refused.
 
         Raises:
             ValueError: if no plan of this rank's step fits; RuntimeError on the other ranks, with the rank.
         """
         self._samples = samples
-        statuses = self._public.compare("a step with memory=", self._status(rows) if idle else _BUSY)
+        statuses = self._public.compare("a step with memory=", self._status(rounded) if idle else _BUSY)
         self._due = _DUE in statuses and _BUSY not in statuses
         refused: ValueError | None = None
         try:
-            super().begin(rows, samples=samples, idle=_BUSY not in statuses)
+            super().begin(rounded, rounded, samples=samples, idle=_BUSY not in statuses)
         except ValueError as error:
             refused = error
         failed = self._public.compare("a step with memory=", float(refused is not None))
@@ -75,6 +68,7 @@ class MeshMemoryPlanner(MemoryPlanner):
                 f"rank {failed.index(1.0)} of the mesh refused its batch, which does not fit in its memory=; see its "
                 f"error"
             )
+        return rounded
 
     def all_stays(self, rows: Sequence[float]) -> bool:
         """No step is without a plan: all ranks begin each of them together."""

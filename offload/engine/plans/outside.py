@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from offload.planning.peak_memory import OutsideBytes
+from offload.planning.step_model import OutsideBytes
 from offload.streaming.shard import Shard
 from pipe.nested import parts_of
 

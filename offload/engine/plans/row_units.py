@@ -9,17 +9,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-__all__ = ["SIZES_REMEMBERED", "RowUnits", "largest_rows", "rounded_up"]
+__all__ = ["SIZES_REMEMBERED", "RowUnits", "largest_rows", "remember", "rounded_up", "shown", "split"]
 
 #: Sizes are rounded up by less than one part in so many: for each there is a plan, which is chosen when it comes.
 ROUNDING = 8
 
 #: Different sizes of batches of which something is remembered: their choices, and the bytes of their boundaries.
 SIZES_REMEMBERED = 64
+
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+def remember(table: dict[_Key, _Value], key: _Key, value: _Value, *, each: int = 1) -> _Value:
+    """Records a value as the last one; forgets the first where batches have very many sizes, of ``each`` so many."""
+    table.pop(key, None)
+    table[key] = value
+    if len(table) > SIZES_REMEMBERED * each:
+        del table[next(iter(table))]
+    return value
 
 
 class RowUnits:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from offload.planning.budget import GAPS_SHARE
-from offload.planning.step_model import Prediction
+from offload.planning.choose import Prediction
 from offload.storage.buffer import has_own_memory
 from offload.streaming.heap import return_freed_memory
 from offload.telemetry.peak import PeakMeter, anonymous_bytes
@@ -97,12 +97,12 @@ class StepMemory:
             return False
         # What is made in the first step of a plan is not there at its begin.
         fresh, self.fresh = self.fresh, False
-        peak = rise + (0 if fresh else predicted.peak.begin_bytes)
+        peak = rise + (0 if fresh else predicted.peak.begin)
         if not fresh:
             self.peak_bytes = peak
         if probes or self.on_host:
             return False
-        more = max(0, peak - (predicted.memory_bytes - predicted.margin_bytes))
+        more = max(0, peak - predicted.peak.memory)
         if not fresh and self._rows not in self._settled:
             self._settled.add(self._rows)
             self._margins[self._rows] = more

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from offload.engine.plans.row_units import SIZES_REMEMBERED
-from offload.planning.peak_memory import graphs_that_fit
+from offload.engine.plans.row_units import remember
 from offload.planning.plan import Plan
-from offload.planning.planner import Sizes, Updates, plan_step
-from offload.planning.residency import Residency
+from offload.planning.planner import Sizes
 from offload.planning.step_model import Choice
 from offload.policy import MemoryPolicy
 from offload.streaming.shard import Shard
@@ -23,6 +22,24 @@ __all__ = ["Steps"]
 BUFFERS_SHARE = 8
 #: Or this much, where it is at most half of the limit: less is too little for any update in files.
 SMALLEST_BUFFERS_BYTES = 256 << 10
+
+
+class SizesSeen:
+    """Bytes of the boundary of each shard, by the rows of a micro-batch."""
+
+    def __init__(self, shards: int) -> None:
+        self._shards = shards
+        self._seen: dict[tuple[int, float], int] = {}
+
+    def record(self, j: int, rows: float, nbytes: int) -> None:
+        """Records one."""
+        remember(self._seen, (j, rows), nbytes, each=self._shards)
+
+    def of(self, rows: Sequence[float]) -> Sizes:
+        """Those of micro-batches of so many rows, from those seen so far; 0 if unknown."""
+        seen = self._seen
+        per_row = {j: nbytes / (count or 1) for (j, count), nbytes in seen.items()}
+        return lambda key: seen.get((key[0], rows[key[1]]), round(per_row.get(key[0], 0.0) * rows[key[1]]))
 
 
 class Steps:
@@ -65,9 +82,8 @@ class Steps:
         self._on_host = on_host
         #: The :class:`.MemoryPlanner` of a model with a limit of memory, which knows this object.
         self.planner: Any = None
-        #: Bytes of a shard's boundary, and of its gradient, in the last step, by (shard, rows of the micro-batch).
-        self.boundary_bytes: dict[tuple[int, float], int] = {}
-        self.gradient_bytes: dict[tuple[int, float], int] = {}
+        #: Bytes of the boundaries of shards and of the output, and of their gradients.
+        self.boundaries, self.gradients = SizesSeen(len(shards) + 1), SizesSeen(len(shards) + 1)
         #: Of what enters the first block of a model, for each row: the code around blocks holds it until backward.
         self.around_per_row = 0.0
         #: The last step with a backward, the last one without, and the rows of their batches.
@@ -83,8 +99,10 @@ class Steps:
         if not self._graph_bytes:
             return frozenset()
         measured = self.graph_bytes_per_row()
-        known = [measured.get(shard.index) for shard in self._shards]
-        return frozenset(graphs_that_fit(known, rows, first=first, budget_bytes=self._graph_bytes))
+        cells = [(j, i) for j in range(len(self._shards) - 1, first - 1, -1) for i in everything]
+        total = itertools.accumulate(measured.get(j, math.inf) * rows[i] for j, i in cells)
+        # Backward frees kept graphs before it recomputes a cell.
+        return frozenset(cells[: sum(nbytes <= self._graph_bytes for nbytes in total)])
 
     @property
     def boundary_budget_bytes(self) -> float:
@@ -115,36 +133,11 @@ class Steps:
 
     # --- sizes --------------------------------------------------------------------------------------------------
 
-    def sizes(self, rows: Sequence[float], *, gradients: bool = False) -> Sizes:
-        """Bytes of boundaries for micro-batches of so many rows, from those seen so far; 0 if unknown."""
-        seen = self.gradient_bytes if gradients else self.boundary_bytes
-        per_row = {j: nbytes / (count or 1) for (j, count), nbytes in seen.items()}
-        return lambda key: seen.get((key[0], rows[key[1]]), round(per_row.get(key[0], 0.0) * rows[key[1]]))
-
     def graph_bytes_per_row(self) -> dict[int, float]:
         """Bytes of a kept graph of each shard for each row, where a recomputed cell measured it."""
         known = self.graph_per_row
         blocks = [len(shard.layers) if self._apart else 1 for shard in self._shards]
         return {j: sum(each.values()) for j, each in known.items() if len(each) == blocks[j]}
-
-    def selected_bytes_per_row(self) -> dict[int, float]:
-        """Bytes that a recomputed cell of each shard keeps for each row."""
-        return {j: sum(each.values()) for j, each in self.selected_per_row.items()}
-
-    def record_boundary(self, j: int, rows: float, nbytes: int) -> None:
-        """Records the size of a boundary or of the output."""
-        self._remember(self.boundary_bytes, (j, rows), nbytes)
-
-    def record_gradient(self, j: int, rows: float, nbytes: int) -> None:
-        """Records the size of the gradient of a boundary."""
-        self._remember(self.gradient_bytes, (j, rows), nbytes)
-
-    def _remember(self, sizes: dict[tuple[int, float], int], key: tuple[int, float], nbytes: int) -> None:
-        """Records a size as the last one, and forgets the first where batches have very many different ones."""
-        sizes.pop(key, None)
-        sizes[key] = nbytes
-        if len(sizes) > SIZES_REMEMBERED * (len(self._shards) + 1):
-            del sizes[next(iter(sizes))]
 
     # --- steps that ran ---------------------------------------------------------------------------------------------
 
@@ -153,33 +146,6 @@ class Steps:
         if training and self.planner is not None:
             self.planner.end(planned)
         self._last_steps[training] = plan, sum(rows)
-
-    def plan(
-        self,
-        rows: Sequence[float],
-        updates: Updates,
-        *,
-        slots: int,
-        training: bool,
-        in_memory: Collection[int] = frozenset(),
-    ) -> Plan:
-        """The plan of a step that did not run yet, from empty slots, on micro-batches that need no gradient."""
-        trainable = (shard.index for shard in self._shards if shard.trainable)
-        first = next(trainable, len(self._shards))
-        return plan_step(
-            len(self._shards),
-            slots=slots,
-            microbatches=len(rows),
-            training=training and first < len(self._shards),
-            first=first,
-            kept=self.kept_cells(rows, first),
-            in_memory=in_memory,
-            # Without recomputation boundaries are kept by the graphs.
-            boundaries=Residency(self.boundary_budget_bytes if self._recompute else math.inf),
-            boundary_sizes=self.sizes(rows),
-            grows=self.boundaries_grow,
-            **updates,
-        )
 
     def last(self, rows: float | None, *, training: bool) -> Plan | None:
         """The plan of the last step, if its batch had so many rows; any for None."""

@@ -21,9 +21,7 @@ def margins(monkeypatch: pytest.MonkeyPatch, *steps: tuple[float, int, bool]) ->
             memory.fresh = True
         memory.begin(rows)
         predicted: Any = SimpleNamespace(
-            peak=SimpleNamespace(begin_bytes=0),
-            memory_bytes=100 + memory.margin_bytes,
-            margin_bytes=memory.margin_bytes,
+            peak=SimpleNamespace(begin=0, memory=100), memory_bytes=100 + memory.margin_bytes
         )
         memory.end(predicted)
         found.append(memory.margin(rows))

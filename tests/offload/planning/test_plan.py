@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from offload.planning.plan import CELLS, Kind, Plan
 from offload.planning.planner import plan_step
 from offload.planning.residency import Residency
-from offload.planning.simulate import Costs, simulate
+from offload.planning.simulate import simulate
+from offload.planning.step_model import Choice, Costs
 from tests.offload.planning.proof import PlanError, validate
 
 
@@ -41,7 +42,7 @@ def test_every_plan_is_valid_prints_and_parses(
     validate(plan)
     assert Plan.parse(str(plan), slots, pending=pending, clips=not updates, in_memory=in_memory) == plan
     assert in_memory.isdisjoint(a.shard for a in plan.actions if a.kind in (Kind.LOAD, Kind.EVICT))
-    simulate(plan, costs(shards, load=1.0, cell=1.0, drain=1.0))
+    simulate(plan, costs(shards, load=1.0, cell=1.0, drain=1.0), Choice(slots, frozenset(in_memory)))
     updated = {kind: sorted(a.shard for a in plan.actions if a.kind is kind) for kind in Kind}
     assert updated[Kind.UPDATE] == sorted(pending)
     assert updated[Kind.UPDATE_IN_BACKWARD] == (list(range(shards)) if updates and training else [])
@@ -153,7 +154,7 @@ def test_boundaries_beyond_a_budget_leave_and_return_ahead_of_use(
     )
     validate(plan)
     assert Plan.parse(str(plan), 2) == plan
-    simulate(plan, Costs([1.0] * shards, [1.0] * shards, [1.0] * shards, [1.0] * shards, (), [1.0] * 6))
+    simulate(plan, Costs(*[[1.0] * shards] * 4, boundary=[1.0] * 6), Choice(2))
     for position, action in enumerate(plan.actions):
         if action.kind is Kind.PREFETCH:
             # No other cell than the one before its use comes in between, of those that read boundaries.

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from offload import MemoryPolicy, OffloadModel
+from offload.engine.plans.prediction import next_plan
 from offload.planning.plan import CELLS, Kind, Plan
 from tests.offload.planning.proof import validate
 
@@ -71,11 +72,10 @@ def test_a_step_does_what_its_plan_said_before_as_soon_as_sizes_are_known(
     model = OffloadModel(bare, "cpu", tmp_path / "home", num_slices=5, **{"checkpoint_activation": True, **settings})
     for training in (True, False):
         x = torch.randn(7, 8)
-        pieces, steps = model._offloaded.reports._micro_batches.rows(7), model._homes.steps
+        pieces = model._offloaded.reports._micro_batches.rows(7)
         assert model.plan(7, training=training).actions
         for _ in range(2):
-            updates = model._homes.streamer.gradient_offload.optimizers.planned()
-            planned = steps.plan(pieces, updates, slots=model._homes.streamer.slots, training=training)
+            planned = next_plan(model._homes, pieces, training=training)
             model._homes.streamer.release()
             with torch.set_grad_enabled(training):
                 output = model(x)
