@@ -97,6 +97,7 @@ def test_ranges_contiguous_in_memory_and_file_are_written_in_one_call() -> None:
     writes: list[Write] = [Write(memory[begin : begin + size], block, begin) for begin, size in places]
     writes.append(Write(memory[300:364], block, 256))  # next to the second in the file, and not in memory
     writes.append(Write(elsewhere, block, 320))  # next to the one before in the file, in other memory
+    buffer_pool.prepare("a", [], 0)
     buffer_pool.write_back(writes, lambda done: None)
     buffer_pool.wait_idle()
     assert events == ["write block"] * 4
