@@ -30,7 +30,6 @@ from offload.module import (
     show_values,
     store_values,
 )
-from offload.optim.access import OptimizerAccess
 from offload.planning.budget import shown_bytes
 from offload.planning.estimate import Estimate
 from offload.planning.plan import Plan
@@ -178,10 +177,6 @@ class OffloadModel(nn.Module):
     def is_distributed_loading_by_transformers(self) -> bool:
         """Whether gradients are reduced by the model itself: the Trainer does not wrap such a model."""
         return self._offloaded.arguments.mesh is not None
-
-    def optimizer_access(self) -> OptimizerAccess:
-        """The interface for an :class:`~offload.OffloadOptimizer`."""
-        return OptimizerAccess(self._homes)
 
     # --- running -----------------------------------------------------------------------------------------------------
 

@@ -6,21 +6,18 @@
     lane of ranks         piece by piece: one row of bytes for each rank
                           all_to_all: row r of every rank arrives at rank r
                           the sum of these in rank order, in float32 at least  -->  this rank's part
-                          on GPUs reduce_scatter makes the sum, of types of 32 bits or more
                           with two dimensions, these sums are added over replicas as well
     next drain            the part is stored, as a gradient of the stored parameter
 
 A whole gradient is freed when its last piece is sent, and memory for a sum is taken with its first piece. A parameter
-without a gradient on this rank counts as zeros. One without on any rank keeps none: the first piece of each row begins
-with a byte for each parameter that says whether there was one; these bytes are gathered by themselves where
-``reduce_scatter`` would add them.
+without a gradient on this rank counts as zeros. One without on any rank keeps none: before, ranks tell each other by
+messages of the host which they have.
 
-``all_to_all`` moves each byte once; gloo's ``reduce_scatter`` moves twice as many. The order of the sum is fixed, so
-results have the same bits from run to run. ``reduce_scatter`` of nccl moves as many bytes as ``all_to_all``, in rings
-or trees that fit the links; the order of its sums is that of nccl.
+``all_to_all`` moves each byte once, and 16 bits are widened where they are added. The order of the sum is fixed, so
+results have the same bits from run to run.
 
-What each rank stores whole, such as parameters outside of blocks, has its gradients added by ``all_reduce`` at the end
-of a backward: the same bits on all ranks.
+What each rank stores whole, such as parameters outside of blocks, has its gradients reduced in the same way at the end
+of a backward, as if it were cut; then the means are gathered: the same bits on all ranks.
 
 Inside of ``OffloadModel.accumulate()`` a backward adds its gradients here and sends none. The first backward outside
 adds what is kept to its own gradients before ranks reduce them. The result is the mean over ranks of the same sums, so
@@ -30,7 +27,7 @@ it differs by rounding alone from that of a reduction in each backward.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -38,20 +35,21 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from offload.mesh.parts import LEAST_AT_ONCE, Cut, Part, WholePart, bytes_at_once, cuts_between, offsets_of, pieces_of
+from offload.mesh.parts import Part, WholePart, bytes_at_once, cuts_between, offsets_of, pieces_of
 from offload.mesh.ranks import Ranks
+from offload.mesh.shard import MeshShard, gather_parts
 from offload.mesh.traffic import ExchangeBytes, widened
 from offload.planning.partition import aligned
+from offload.storage.contract import in_order
 from offload.streaming.gradient_offload import GradientOffload
-from offload.streaming.lane import Arrival, error_context
+from offload.streaming.lane import Arrival
 from offload.streaming.shard import Shard
 from offload.telemetry.statistics import REDUCTION
 
 if TYPE_CHECKING:
-    from offload.mesh.shard import MeshShard
     from offload.telemetry.statistics import Meter
 
-__all__ = ["LocalSums", "MeshGradientOffload", "ReplicatedGradients", "exchange_bytes", "means_of_parts"]
+__all__ = ["LocalSums", "MeshGradientOffload", "exchange_bytes", "means_of_parts", "means_of_whole"]
 
 
 class LocalSums:
@@ -279,208 +277,99 @@ def means_of_parts(
     None for a gradient that no rank has. What a rank sends to each other one are the bytes of ``parts``, and one for
     each of them in whole cache lines. ``storing``: copies of means of an earlier call, which are freed then.
     """
-    # Rows that a collective adds have no place for flags.
-    there = ranks.any_rank_has([g is not None for g in gradients]) if ranks.transport.adds else None
-    given, gradients[:] = [*gradients], [None] * len(gradients)
-    totals: list[Tensor | None] = [None] * len(parts)
-    for positions in ranks.transport.together(parts):
-        mine = [given[k] for k in positions]
-        for k in positions:
-            given[k] = None
-        flags = None if there is None else [there[k] for k in positions]
-        sums = _Sums([parts[k] for k in positions], mine, ranks, storing, flags)
-        for begin, end in pieces_of(sums.nbytes, ranks.count):
-            sums.add_piece(begin, end)
-        sums.move_totals(totals, positions)
+    totals = _sums_of_parts(parts, gradients, ranks, storing)
     _make_means(totals, parts, ranks)
+    return totals
+
+
+def _sums_of_parts(
+    parts: Sequence[Part], gradients: list[Tensor | None], ranks: Ranks, storing: Sequence[Arrival]
+) -> list[Tensor | None]:
+    """This rank's parts of the sums, flat and in float32 at least. See :func:`means_of_parts`."""
+    count, device = ranks.count, ranks.transport.device
+    there = ranks.any_rank_has([gradient is not None for gradient in gradients])
+    given, gradients[:] = [*gradients], [None] * len(gradients)
+    offsets, nbytes = offsets_of(parts)
+    wide = widened(parts)
+    totals: list[Tensor | None] = [None] * len(parts)
+    # Bytes of sums less those of gradients that are freed; and how many there may be while others are stored: with
+    # these and the collectives 3/4 of a shard.
+    more = 0
+    most = max(nbytes // 4, count * (3 * nbytes // 4 - 2 * bytes_at_once(nbytes, count)) - nbytes)
+    for begin, end in pieces_of(nbytes, count):
+        sent, received = ranks.staging(2 * count * (end - begin)).view(2, count, end - begin)
+        cuts = [*cuts_between(parts, offsets, begin, end)]
+        for cut in cuts:
+            n, part, gradient = cut.number, parts[cut.number], given[cut.number]
+            if gradient is not None and not cut.first:
+                ranks.transport.use(gradient)
+                given[n] = gradient = part.flat(gradient)
+            for rank in range(count):
+                place = cut.sent(part, rank, sent[rank])
+                place.zero_() if gradient is None else place.copy_(cut.of_rank(part, rank, gradient))
+            if cut.ends and gradient is not None:
+                more -= gradient.nbytes
+                given[n] = None
+        gradient = None  # else the last one would not be freed
+        ranks.reduce(received, sent)
+        for cut in cuts:
+            n, total = cut.number, totals[cut.number]
+            if not there[n]:
+                continue
+            if total is None:
+                more += wide[n].stored_bytes(ranks.rank)
+                for arrival in storing if more > most else ():
+                    with suppress(Exception):  # the thread that runs the model raises it
+                        # Drain lane -> lane of ranks. Without this, a rank holds more than a shard beside one process.
+                        arrival.synchronize()
+                elements = wide[n].stored_elements(ranks.rank)
+                totals[n] = total = torch.empty(elements, dtype=wide[n].dtype, device=device)
+            # In the order of ranks: the same bits in each run, and on each replica.
+            here = cut.at_rank(parts[n], ranks.rank, total).copy_(cut.sent(parts[n], ranks.rank, received[0]))
+            for row in received[1:]:
+                here += cut.sent(parts[n], ranks.rank, row)
+    for n, part in enumerate(wide):
+        if there[n] and totals[n] is None:  # without elements
+            totals[n] = torch.empty(0, dtype=part.dtype, device=device)
     return totals
 
 
 def _make_means(totals: list[Tensor | None], parts: Sequence[Part], ranks: Ranks) -> None:
     """Turns sums over the ranks of a row into means over all, in the types of homes."""
-    if ranks.replicas > 1:
-        add_over(totals, parts, ranks, replicas=True)
+    nbytes = sum(aligned(part.stored_bytes(0)) for part in widened(parts))
+    ranks.add_replicas([total for total in totals if total is not None], nbytes)
     for n, part in enumerate(parts):
         total, totals[n] = totals[n], None
         if total is not None:
             totals[n] = part.rows_of(total.div_(ranks.divide_factor).to(part.dtype), ranks.rank)
 
 
-def add_over(totals: list[Tensor | None], parts: Sequence[Part], ranks: Ranks, *, replicas: bool = False) -> None:
-    """Adds ``totals`` over ranks, or over the replicas of what this rank stores, in place. On the lane of ranks.
+def means_of_whole(parts: Sequence[Part], gradients: list[Tensor | None], ranks: Ranks) -> list[Tensor | None]:
+    """The means over ranks of ``gradients`` of what each rank stores whole; empties the list. On the lane of ranks.
 
-    They are flat, in float32 at least, and have what this rank stores of ``parts``; None counts as zeros, and stays
-    None where no rank has one. A ring adds each element once, so all ranks have the same bits.
+    None for a gradient that no rank has.
     """
-    wide = widened(parts)
-    there = ranks.any_rank_has([total is not None for total in totals], replicas=replicas)
-    for n, part in enumerate(wide):
-        if there[n] and totals[n] is None:
-            count = part.stored_elements(ranks.rank)
-            totals[n] = torch.zeros(count, dtype=part.dtype, device=ranks.transport.device)
-    nbytes = sum(aligned(part.stored_bytes(0)) for part in wide)
-    ranks.all_reduce(_joined([total for total in totals if total is not None], ranks), nbytes, replicas=replicas)
+    for k, gradient in enumerate(gradients):
+        if gradient is not None:
+            ranks.transport.use(gradient)
+            gradients[k] = parts[k].flat(gradient)
+    gradient = None
+    cut = [part.as_flat() for part in parts]
+    means = means_of_parts(cut, gradients, ranks)
+    there = [k for k, mean in enumerate(means) if mean is not None]
+    cut, mine = [cut[k] for k in there], [mean for mean in means if mean is not None]
+    offsets, nbytes = offsets_of(cut)
+    device = ranks.transport.device
+    wholes = [torch.empty_strided(p.shape, p.stride, dtype=p.dtype, device=device) for p in (parts[k] for k in there)]
 
+    def read(memory: Tensor, begin: int) -> None:
+        for part in cuts_between(cut, offsets, begin, begin + memory.numel()):
+            stored = part.at_rank(cut[part.number], ranks.rank, mine[part.number])
+            part.sent(cut[part.number], ranks.rank, memory).copy_(stored)
 
-def _joined(tensors: Sequence[Tensor], ranks: Ranks) -> Iterator[Tensor]:
-    """The tensors, small ones of a type as one: in the staging area, from which they are copied after their use."""
-    small = [tensor for tensor in tensors if tensor.nbytes <= LEAST_AT_ONCE // 2]
-    yield from (tensor for tensor in tensors if tensor.nbytes > LEAST_AT_ONCE // 2)
-    while small:
-        dtype, members, nbytes = small[0].dtype, list[Tensor](), 0
-        while small and small[0].dtype == dtype and nbytes + small[0].nbytes <= LEAST_AT_ONCE:
-            members.append(small.pop(0))
-            nbytes += members[-1].nbytes
-        flat = torch.cat(members, out=ranks.staging(nbytes).view(dtype))
-        yield flat
-        for member, values in zip(members, flat.split([member.numel() for member in members]), strict=True):
-            member.copy_(values)
-
-
-class _Sums:
-    """This rank's parts of the sums of ``gradients`` over all ranks, made piece by piece. Empties the list."""
-
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        gradients: list[Tensor | None],
-        ranks: Ranks,
-        storing: Sequence[Arrival],
-        there: list[bool] | None,
-    ) -> None:
-        """``there``: which of the gradients any rank has; None: the first piece is to tell."""
-        self._parts, self._gradients, self._ranks = parts, gradients, ranks
-        self._offsets, nbytes = offsets_of(parts)
-        self.nbytes = nbytes
-        self._wide = widened(parts)
-        self._totals: list[Tensor | None] = [None] * len(parts)
-        self._in_rows = there is None
-        #: Whether any rank has each of the gradients.
-        self._there = [False] * len(parts) if there is None else there
-        #: Bytes of sums less those of gradients that are freed; and how many there may be while others are stored: with
-        #: these and the collectives 3/4 of a shard.
-        self._more_bytes = 0
-        piece = bytes_at_once(nbytes, ranks.count)
-        self._most_bytes = max(nbytes // 4, ranks.count * (3 * nbytes // 4 - 2 * piece) - nbytes)
-        self._storing = storing
-
-    def add_piece(self, begin: int, end: int) -> None:
-        """Sends the bytes ``[begin, end)`` of the parts of each rank, and adds what arrives."""
-        parts, ranks = self._parts, self._ranks
-        flags = aligned(len(parts)) if self._in_rows and not begin else 0
-        row = flags + end - begin
-        if not row:
-            return  # no rank has a byte
-        dtype = parts[0].dtype  # that of all parts, where a collective adds them
-        rows = 1 if ranks.transport.adds_in(dtype) else ranks.count
-        sent, received = ranks.staging((ranks.count + rows) * row).view(-1, row).split([ranks.count, rows])
-        if flags:
-            for n, gradient in enumerate(self._gradients):
-                sent[:, n] = gradient is not None
-            gradient = None  # else the last one would not be freed
-        cuts = list(cuts_between(parts, self._offsets, begin, end, flags))
-        for cut in cuts:
-            self._send(cut, sent)
-        ranks.reduce(received, sent, dtype)
-        if flags:
-            self._there = [bool(there) for there in received[:, : len(parts)].any(dim=0).tolist()]
-        for cut in cuts:
-            if self._there[cut.number]:
-                self._add(cut, received)
-
-    def move_totals(self, totals: list[Tensor | None], positions: Sequence[int]) -> None:
-        """Moves flat sums, in float32 at least, to ``positions``, once all pieces are added; none that no rank has."""
-        self._gradients[:] = [None] * len(self._parts)  # those without elements
-        for n, (k, wide) in enumerate(zip(positions, self._wide, strict=True)):
-            totals[k], self._totals[n] = self._totals[n], None
-            if self._there[n] and totals[k] is None:
-                totals[k] = torch.empty(0, dtype=wide.dtype, device=self._ranks.transport.device)
-
-    def _send(self, cut: Cut, sent: Tensor) -> None:
-        """Copies a gradient to where it is sent from, and frees it after its last elements."""
-        part, gradient = self._parts[cut.number], self._gradients[cut.number]
-        if gradient is not None and not cut.first:
-            self._ranks.transport.use(gradient)
-            self._gradients[cut.number] = gradient = part.flat(gradient)
-        for rank in range(self._ranks.count):
-            there = cut.sent(part, rank, sent[rank])
-            there.zero_() if gradient is None else there.copy_(cut.of_rank(part, rank, gradient))
-        if cut.ends and gradient is not None:
-            self._more_bytes -= gradient.nbytes
-            self._gradients[cut.number] = None
-
-    def _add(self, cut: Cut, received: Tensor) -> None:
-        part, rank = self._parts[cut.number], self._ranks.rank
-        total = self._totals[cut.number]
-        if total is None:
-            self._totals[cut.number] = total = self._new(cut.number)
-        # In the order of ranks: the same bits in each run, and on each replica.
-        here = cut.at_rank(part, rank, total).copy_(cut.sent(part, rank, received[0]))
-        for row in received[1:]:
-            here += cut.sent(part, rank, row)
-
-    def _new(self, number: int) -> Tensor:
-        """Memory for one sum. What is being stored is freed first where both would be too much."""
-        wide = self._wide[number]
-        count = wide.stored_elements(self._ranks.rank)
-        self._more_bytes += count * wide.dtype.itemsize
-        if self._more_bytes > self._most_bytes:
-            for arrival in self._storing:
-                with suppress(Exception):  # the thread that runs the model raises it
-                    # Drain lane -> lane of ranks. Without this, a rank holds more than a shard beside one process.
-                    arrival.synchronize()
-        return torch.empty(count, dtype=wide.dtype, device=self._ranks.transport.device)
-
-
-class ReplicatedGradients:
-    """Reduces the gradients of parameters that each of the ``ranks`` stores whole; ``parts``: what each is."""
-
-    def __init__(self, parts: Mapping[nn.Parameter, Part], ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._parts = parts
-
-    def __contains__(self, parameter: object) -> bool:
-        """Whether a parameter is one of these."""
-        return parameter in self._parts
-
-    def reduce(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        """Adds the mean over ranks of each gradient to the ``.grad`` of its parameter.
-
-        All ranks call it with as many trained parameters. One that has no gradient here counts as zeros.
-        """
-        trained = [p for p in self._parts if p.requires_grad]
-        if not trained:
-            return
-        found: list[tuple[nn.Parameter, Tensor]] = []
-        lane = self._ranks.lane
-        arrival = lane.submit("R-outside", lambda: found.extend(self._means(trained, gradients)))
-        with error_context("reducing gradients of what each rank stores whole"):
-            # Lane of ranks -> host. Without this, the gradients are read before they are there.
-            arrival.synchronize()
-        for p, mean in found:
-            self._ranks.transport.use(mean)
-            if p.grad is None:
-                p.grad = mean
-            else:
-                p.grad.add_(mean)
-
-    def trained_parts(self) -> list[Part]:
-        """The cuts of those that take a gradient."""
-        return [part for p, part in self._parts.items() if p.requires_grad]
-
-    def _means(
-        self, trained: Sequence[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor]
-    ) -> list[tuple[nn.Parameter, Tensor]]:
-        """The mean of each gradient that any rank has. On the lane."""
-        ranks, parts = self._ranks, [self._parts[p] for p in trained]
-        totals: list[Tensor | None] = [None] * len(parts)
-        for k, (p, wide) in enumerate(zip(trained, widened(parts), strict=True)):
-            if (gradient := gradients.get(p)) is not None:
-                ranks.transport.use(gradient)
-                totals[k] = wide.flat(gradient.detach()).to(wide.dtype, copy=True)
-        add_over(totals, parts, ranks)
-        _make_means(totals, parts, ranks)
-        return [(p, mean) for p, mean in zip(trained, totals, strict=True) if mean is not None]
+    gather_parts(cut, offsets, nbytes, [in_order(whole) for whole in wholes], read, ranks)
+    found = dict(zip(there, wholes, strict=True))
+    return [found.get(k) for k in range(len(parts))]
 
 
 def exchange_bytes(shards: Sequence[MeshShard], replicated: Sequence[Part], ranks: Ranks) -> ExchangeBytes:
@@ -489,42 +378,32 @@ def exchange_bytes(shards: Sequence[MeshShard], replicated: Sequence[Part], rank
         [p for p, s in zip(shard.parts, shard.slices, strict=True) if s.parameter.requires_grad] for shard in shards
     ]
     reduced = [[part for part in parts if not isinstance(part, WholePart)] for parts in trained]
-    staging = [_gathering(shard.parts, ranks) for shard in shards] + [_reducing(parts, ranks) for parts in reduced]
-    sums = [_whole(part) for part in widened(replicated)]
-    staging.append(min(sum(each for each in sums if each <= LEAST_AT_ONCE // 2), LEAST_AT_ONCE))
+
+    def rows(parts: Sequence[Part]) -> int:
+        """Bytes of one collective over these parts, from or to all ranks."""
+        return ranks.count * bytes_at_once(offsets_of(parts)[1], ranks.count)
+
+    def stored(parts: Sequence[Part]) -> int:
+        return sum(part.stored_bytes(ranks.rank) for part in parts)
+
+    cut = [part.as_flat() for part in replicated]
+    staging = [rows(shard.parts) for shard in shards] + [2 * rows(parts) for parts in (*reduced, cut)]
     draining, before = [0] * len(shards), 0
     for j in range(len(shards) - 1, -1, -1):
         if reduced[j]:
-            draining[j] = sum(map(_whole, reduced[j])) + _stored(widened(reduced[j]), ranks) + before
-            before = _stored(reduced[j], ranks)
+            draining[j] = sum(map(_whole, reduced[j])) + stored(widened(reduced[j])) + before
+            before = stored(reduced[j])
     return ExchangeBytes(
         staging=max(staging),
         gradients=[sum(map(_whole, parts)) for parts in trained],
         draining=draining,
-        outside=sum(sums) + sum(_whole(part) for part in replicated if part not in widened([part])),
+        # What reduces them; or before, in autograd, another gradient of each that is used several times.
+        outside=max(
+            stored(widened(cut)) + stored([part for part in cut if part not in widened([part])]),
+            sum(map(_whole, replicated)),
+        ),
     )
 
 
 def _whole(part: Part) -> int:
     return torch.Size(part.shape).numel() * part.dtype.itemsize
-
-
-def _stored(parts: Iterable[Part], ranks: Ranks) -> int:
-    return sum(part.stored_bytes(ranks.rank) for part in parts)
-
-
-def _gathering(parts: Sequence[Part], ranks: Ranks) -> int:
-    """Bytes of the staging area for a gather."""
-    nbytes = offsets_of(parts)[1]
-    return ranks.count * bytes_at_once(nbytes, ranks.count) if nbytes else 0
-
-
-def _reducing(parts: Sequence[Part], ranks: Ranks) -> int:
-    """The same for a reduction."""
-    most = 0
-    for positions in ranks.transport.together(parts):
-        some = [parts[k] for k in positions]
-        # What the collective adds arrives as one row.
-        rows = 1 if ranks.transport.adds_in(some[0].dtype) else ranks.count
-        most = max(most, (ranks.count + rows) * bytes_at_once(offsets_of(some)[1], ranks.count))
-    return most

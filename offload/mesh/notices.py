@@ -8,7 +8,7 @@ A collective fails with "connection closed by peer", or after the timeout, and d
     rank 2 is killed             writes nothing
     rank 0, collective failed    reads the notices; if no rank raised, asks all: those that live answer
 
-A thread of each process looks once a second whether it is asked, and answers with what its rank does.
+A thread of each process looks once a second whether any rank has asked, and then tells what its own rank does.
 
 A rank whose collective failed writes the cause that it found as a notice of another kind: when it ends, it closes
 connections in its turn, and must not be taken for the cause.
@@ -20,6 +20,7 @@ the cause; else it says on standard error which rank is, since a collective of t
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import sys
 import threading
@@ -56,28 +57,23 @@ def is_default(store: weakref.ref[Any]) -> bool:
 
 
 class _Answers:
-    """The thread that answers, until the process group is destroyed."""
+    """The thread that answers, once a second from the first question on, until the process group is destroyed."""
 
     def __init__(self, rank: int, store: Any, is_open: Callable[[], bool]) -> None:
-        self._rank, self._store, self._is_open = rank, store, is_open
+        self._key, self._store, self._is_open = _key("lives", rank), store, is_open
         self.doing = "at its beginning"
         self.stop = threading.Event()
-        self._seen = 0
         self.thread = threading.Thread(target=self._run, name="offload-notices", daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
         with suppress(Exception):  # the store is gone, which a rank that asks tells
-            # Without the last condition, it would complain that the process which holds the store has ended.
-            while not self.stop.wait(LOOK_SECONDS) and self._is_open():
+            # Without the condition, it would complain that the process which holds the store has ended.
+            for number in itertools.takewhile(lambda _: self._is_open(), itertools.count()):
                 if self._store.check(["offload/asked"]):
-                    self._answer(self._store.add("offload/asked", 0))
-
-    def _answer(self, asked: int) -> None:
-        # Several may have asked since the last look.
-        for number in range(self._seen + 1, asked + 1):
-            self._store.set(f"offload/lives/{number}/{self._rank}", self.doing)
-        self._seen = asked
+                    self._store.set(self._key, f"{number} {self.doing}")
+                if self.stop.wait(LOOK_SECONDS):
+                    return
 
 
 class Notices:
@@ -118,14 +114,14 @@ class Notices:
         if self._raised:
             self._raised = False
             with suppress(Exception):
-                self._store.set(self._key("raised", self._rank), "")
+                self._store.set(_key("raised", self._rank), "")
 
     def raised(self, error: BaseException, where: str) -> None:
         """Tells that this rank raised, unless that is because of another rank."""
         if self.cause is None and not self._raised:
             self._raised = True
             with suppress(Exception):
-                self._store.set(self._key("raised", self._rank), f"raised {_first_line(error)} ({where})")
+                self._store.set(_key("raised", self._rank), f"raised {_first_line(error)} ({where})")
 
     def at_exit(self) -> None:
         """Tells what ends this process, if it is an exception. Then this rank answers no longer."""
@@ -169,7 +165,7 @@ class Notices:
             )
         if self.cause is not None:
             with suppress(Exception):
-                self._store.set(self._key("found", self._rank), self.cause)
+                self._store.set(_key("found", self._rank), self.cause)
         return self.cause
 
     def _raised_by(self, ranks: Sequence[int]) -> str:
@@ -195,29 +191,22 @@ class Notices:
 
     def _ask(self, others: Sequence[int]) -> tuple[list[int], dict[int, str]]:
         """The ranks that do not answer, and the answers of the others."""
-        number = self._store.add("offload/asked", 1)
-        end = time.monotonic() + GRACE_SECONDS
-        answers: dict[int, str] = {}
+        self._store.set("offload/asked", "")
+        before, end = {rank: self._read("lives", rank) for rank in others}, time.monotonic() + GRACE_SECONDS
         while True:
-            for rank in others:
-                key = f"offload/lives/{number}/{rank}"
-                if rank not in answers and self._store.check([key]):
-                    answers[rank] = self._store.get(key).decode()
-            silent = [rank for rank in others if rank not in answers]
+            now = {rank: self._read("lives", rank) for rank in others}
+            silent = [rank for rank in others if now[rank] == before[rank]]
             if not silent or time.monotonic() > end:
-                return silent, answers
+                return silent, {rank: text.partition(" ")[2] for rank, text in now.items()}
             self._answers.stop.wait(_ANSWER_SECONDS)
 
     def _read(self, kind: str, rank: int) -> str:
-        key = self._key(kind, rank)
-        if not self._store.check([key]):
-            return ""
-        text: str = self._store.get(key).decode()
-        return text
+        key = _key(kind, rank)
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
-    @staticmethod
-    def _key(kind: str, rank: int) -> str:
-        return f"offload/{kind}/{rank}"
+
+def _key(kind: str, rank: int) -> str:
+    return f"offload/{kind}/{rank}"
 
 
 @atexit.register

@@ -7,8 +7,8 @@ Parts of a shard are exchanged piece by piece, so that a collective holds a smal
 
 ::
 
-    what a rank sends    flags | rows of p | rows of q | ...          the same offsets on every rank
-    pieces                 0      |  1   |   2   |  3 ...             equal ranges of bytes, in order
+    what a rank sends    rows of p | rows of q | ...          the same offsets on every rank
+    pieces                 0   |  1   |   2   |  3 ...        equal ranges of bytes, in order
 
 Every rank has the same parts, hence the same pieces: one job of the lane is the same collectives everywhere. A piece
 may begin and end inside of a row of a parameter, never inside of an element.
@@ -27,7 +27,6 @@ from offload.planning.partition import aligned
 from offload.storage.contract import in_order
 
 __all__ = [
-    "LEAST_AT_ONCE",
     "Cut",
     "Part",
     "WholePart",
@@ -98,7 +97,11 @@ class Part:
     def rows_of(self, flat: Tensor, rank: int) -> Tensor:
         """The rows of ``rank``, of which ``flat`` has the elements as they are in memory; no copy."""
         begin, end = self.span(rank)
-        return flat.as_strided((end - begin, *self.shape[1:]) if self.shape else (), self.stride)
+        return flat.as_strided((end - begin, *self.shape[1:]), self.stride)
+
+    def as_flat(self) -> Part:
+        """The cut of its elements as they are in memory, of a tensor of any shape."""
+        return Part(self.name, (math.prod(self.shape),), (1,), self.dtype, self.ranks)
 
     def flat(self, whole: Tensor) -> Tensor:
         """All elements of a tensor, or of rows of it, as they are in memory; a copy where its strides are others."""
@@ -157,17 +160,17 @@ class Cut:
         return memory[self.place : self.place + count * part.dtype.itemsize].view(part.dtype)
 
 
-def cuts_between(parts: Sequence[Part], offsets: Sequence[int], begin: int, end: int, head: int = 0) -> Iterator[Cut]:
+def cuts_between(parts: Sequence[Part], offsets: Sequence[int], begin: int, end: int) -> Iterator[Cut]:
     """Which elements of ``parts``, stored at these ``offsets``, are in the bytes ``[begin, end)``.
 
-    Both are multiples of the size of any element. ``head``: bytes that precede them where they are copied to.
+    Both are multiples of the size of any element.
     """
     for number, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
         elements = 0 if isinstance(part, WholePart) else part.rows * part.row_elements
         size = part.dtype.itemsize
         first, last = max(0, begin - offset) // size, min(elements, (end - offset) // size)
         if first < last:
-            yield Cut(number, first, last, head + offset + first * size - begin, last == elements)
+            yield Cut(number, first, last, offset + first * size - begin, last == elements)
 
 
 def offsets_of(parts: Iterable[Part]) -> tuple[Sequence[int], int]:
@@ -196,7 +199,7 @@ def bytes_at_once(nbytes: int, ranks: int) -> int:
 
 
 def pieces_of(nbytes: int, ranks: int) -> Iterator[tuple[int, int]]:
-    """The ranges of ``nbytes`` that a rank sends, in order; one, if there are none."""
+    """The ranges of ``nbytes`` that a rank sends, in order."""
     step = bytes_at_once(nbytes, ranks)
-    for begin in range(0, max(nbytes, 1), step):
+    for begin in range(0, nbytes, max(step, 1)):
         yield begin, min(begin + step, nbytes)

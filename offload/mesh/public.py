@@ -97,13 +97,6 @@ class PublicParameters:
     def recount(self) -> None:
         """Counts the engine's own references to what users see anew."""
 
-    def refuse_requests(self, requested: Sequence[nn.Parameter]) -> None:
-        """Raises RuntimeError if autograd itself cannot return the gradients that a backward asks for."""
-
-    def names(self, s: Slice) -> dict[int, str]:
-        """The name of a stored parameter by the ``id`` of each object that code may use for it."""
-        return {id(s.parameter if s.part_of is None else s.part_of): s.name}
-
     def stored(self, parameter: nn.Parameter) -> nn.Parameter:
         """What is stored of a parameter that users see."""
         return parameter
@@ -113,10 +106,6 @@ class PublicParameters:
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """A context in which modules hold the parameters that they compute with, around passes."""
-        return contextlib.nullcontext()
-
-    def in_layers(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which layers hold the parameters that they compute with."""
         return contextlib.nullcontext()
 
     def take_settings(self) -> None:
@@ -139,10 +128,6 @@ class PublicParameters:
     def compare(self, what: str, number: float) -> list[float]:
         """The ``number`` of each rank, at a point that all of them reach: the begin of ``what``."""
         return [number]
-
-    def store_replicated(self, gradients: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Stores gradients of what each process stores whole, after a backward; returns what is left to autograd."""
-        return gradients
 
     def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool | None:
         """Whether other code holds what users see; None: the engine's own references tell."""

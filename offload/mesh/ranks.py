@@ -36,22 +36,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import struct
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload.mesh.notices import Notices, is_default
-from offload.mesh.parts import Part
-from offload.mesh.traffic import MESSAGE_BYTES, piece_bytes
+from offload.mesh.notices import Notices
+from offload.mesh.traffic import MESSAGE_BYTES
 from offload.planning.partition import aligned
 from offload.storage.buffer import device_buffer
 from offload.streaming.lane import Arrival, ThreadCopyLane
@@ -98,13 +96,9 @@ class Group:
 
 
 class Groups:
-    """Those of one rank that no model uses. :meth:`of_this_process` has the same for all models."""
+    """Those of one rank that no model uses."""
 
-    #: By process and rank; threads may be ranks, too.
-    _open: ClassVar[dict[tuple[int, int], Groups]] = {}
-
-    def __init__(self, is_open: Callable[[], bool] = lambda: True) -> None:
-        self._is_open = is_open
+    def __init__(self) -> None:
         self._free: list[Group] = []
         #: In which the ranks of a mesh compare what is free.
         self._meetings: dict[Kind, Any] = {}
@@ -112,11 +106,7 @@ class Groups:
     @classmethod
     def of_this_process(cls) -> Groups:
         """Those of this process in the present default process group."""
-        key = os.getpid(), dist.get_rank()
-        found = cls._open.get(key)
-        if found is None or not found._is_open():
-            found = cls._open[key] = cls(partial(is_default, weakref.ref(store_of_processes()[0])))
-        return found
+        return _pools.setdefault(store_of_processes()[0], {}).setdefault(dist.get_rank(), cls())
 
     def take(self, kinds: Sequence[Kind], everybody: Sequence[int], timeout: timedelta) -> list[Group]:
         """A group of each kind. Called by all ranks ``everybody``, among which are all members of the kinds.
@@ -146,6 +136,10 @@ class Groups:
         self._free.extend(groups)
 
 
+#: By the store of a default process group, which ends with it, and by rank: threads may be ranks, too.
+_pools: weakref.WeakKeyDictionary[Any, dict[int, Groups]] = weakref.WeakKeyDictionary()
+
+
 def new_group(kind: Kind) -> Any:
     """Makes a process group. Called by its members."""
     return dist.new_group([*kind.members], backend=kind.backend, timeout=kind.timeout, use_local_synchronization=True)
@@ -157,15 +151,12 @@ def new_group(kind: Kind) -> Any:
 #
 #     host      home --> staging area --gloo--> staging area --> slot               all in host memory
 #     device    home --> staging area --nccl--> staging area --> slot               the staging area is on the GPU
-#               gradients --> staging area --nccl--> sum of this rank's part --> home
 #
 # On a device all of it is queued on the stream of the lane of ranks. Homes are read through the page-locked memory of
 # their tier, as without a mesh. Messages about plans, and which gradients there are, are bytes of the host in both
 # cases and sent by gloo, so no rank waits for its device to compare them.
 
 CPU = torch.device("cpu")
-#: Bytes of an element from which sums in its own type are as exact as those in the type of homes.
-_WIDE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -175,27 +166,10 @@ class Transport:
     Args:
         device: of the staging area, and of what collectives move.
         backend: of the process groups of the lane: by it they exchange tensors of ``device``, and of the host.
-        adds: whether collectives add gradients (``reduce_scatter_tensor``); else each rank adds what it receives.
     """
 
     device: torch.device
     backend: str
-    adds: bool
-
-    def adds_in(self, dtype: torch.dtype) -> bool:
-        """Whether gradients of a type are added by the collective, in this type.
-
-        Others are sent to the rank that stores them, which adds them in float32: after each addition in 16 bits the
-        sum would be rounded.
-        """
-        return self.adds and dtype.to_real().itemsize >= _WIDE_BYTES
-
-    def together(self, parts: Sequence[Part]) -> list[list[int]]:
-        """The positions of parts whose gradients may be sent by one collective: of one type, if it adds them."""
-        if not self.adds:
-            return [[*range(len(parts))]]
-        types = dict.fromkeys(part.dtype for part in parts)
-        return [[k for k, part in enumerate(parts) if part.dtype == dtype] for dtype in types]
 
     def use(self, tensor: Tensor) -> None:
         """Tells the allocator that the current stream uses memory which was allocated on another one.
@@ -206,12 +180,12 @@ class Transport:
 
 
 #: In host memory.
-HOST = Transport(CPU, "gloo", adds=False)
+HOST = Transport(CPU, "gloo")
 
 
 def transport_for(device: torch.device) -> Transport:
     """How ranks that compute on ``device`` exchange bytes."""
-    return HOST if device.type == "cpu" else Transport(device, f"cpu:gloo,{device.type}:nccl", adds=True)
+    return HOST if device.type == "cpu" else Transport(device, f"cpu:gloo,{device.type}:nccl")
 
 
 def check_devices(device_type: str, backends: str, device: torch.device) -> str | None:
@@ -379,50 +353,36 @@ class Ranks:
             _all_gather(staging.view(-1), staging[self.rank], self._group.begin())
         self._meter.bytes_gathered += staging[0].numel() * (self.count - 1)
 
-    def reduce(self, received: Tensor, sent: Tensor, dtype: torch.dtype) -> None:
-        """Adds row ``r`` of ``sent``, gradients of a type, over all ranks, for rank ``r``. On the lane only.
-
-        The sum of all rows of ``received`` is that of this rank: one row, if :attr:`transport` adds them; else one of
-        each rank.
-        """
+    def reduce(self, received: Tensor, sent: Tensor) -> None:
+        """Fills row ``r`` of ``received`` with this rank's row of what rank ``r`` has ``sent``. On the lane only."""
         with self._naming_ranks(f"reducing the gradients of a shard in {self._pass[0]}"):
-            if self.transport.adds_in(dtype):
-                # A sum, divided later: AVG is no operation of some backends, and has silently been a sum.
-                mine, all_rows = (rows.view(-1).view(dtype.to_real()) for rows in (received, sent))
-                _reduce_scatter(mine, all_rows, self._group.begin())
-            else:
-                dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._group.begin())
+            dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._group.begin())
         self._meter.bytes_reduced += sent[0].numel() * (self.count - 1)
 
-    def any_rank_has(self, flags: Sequence[bool], *, replicas: bool = False) -> list[bool]:
-        """For each flag whether any rank has set it; ``replicas``: any replica. By messages of the host, on the lane
-        only."""
-        group, count, place = self._over(replicas)
-        rows = torch.zeros(count, aligned(len(flags)), dtype=torch.uint8)
-        rows[place, : len(flags)] = torch.tensor(flags, dtype=torch.uint8)
+    def any_rank_has(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag whether any rank has set it. By messages of the host, on the lane only."""
+        found = torch.zeros(aligned(len(flags)), dtype=torch.uint8)
+        found[: len(flags)] = torch.tensor(flags, dtype=torch.uint8)
         with self._naming_ranks(f"reducing the gradients of a shard in {self._pass[0]}"):
-            _all_gather(rows.view(-1), rows[place], group.begin())
-        self._meter.bytes_reduced += rows[0].numel() * (count - 1)
-        found: list[bool] = rows[:, : len(flags)].any(dim=0).tolist()
-        return found
+            for group, count in ((self._group, self.count), (self._rows, self.replicas)):
+                if group is not None:
+                    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group.begin())
+                    self._meter.bytes_reduced += found.numel() * (count - 1)
+        return [bool(flag) for flag in found[: len(flags)].tolist()]
 
-    def all_reduce(self, tensors: Iterable[Tensor], nbytes: int, *, replicas: bool = False) -> None:
-        """Adds each tensor over ranks, in place; ``replicas``: over those of what this rank stores. On the lane only.
+    def add_replicas(self, tensors: Iterable[Tensor], nbytes: int) -> None:
+        """Adds each tensor over the replicas of what this rank stores, in place. On the lane only.
 
-        ``nbytes``: of the tensors, as they are counted, the same on all ranks.
+        A ring adds each element once, so all have the same bits. ``nbytes``: of the tensors, as they are counted, the
+        same on all ranks.
         """
-        group, count, _ = self._over(replicas)
+        if self._rows is None:
+            return
         with self._naming_ranks(f"adding gradients in {self._pass[0]}"):
             for tensor in tensors:
-                dist.all_reduce(tensor, group=group.begin())
-        self._meter.bytes_reduced += 2 * piece_bytes(nbytes, count) * (count - 1)
-
-    def _over(self, replicas: bool) -> tuple[Group, int, int]:
-        """The process group of a dimension of the mesh, its size, and the place of this rank in it."""
-        if not replicas:
-            return self._group, self.count, self.rank
-        assert self._rows is not None
-        return self._rows, self.replicas, self.replica
+                dist.all_reduce(tensor, group=self._rows.begin())
+        # One piece of each rank, twice.
+        self._meter.bytes_reduced += 2 * -(-nbytes // self.replicas) * (self.replicas - 1)
 
     def copy_first_replica(self, tensor: Tensor) -> None:
         """Gives ``tensor``, the home of a shard, the values of the first row of the mesh."""
@@ -512,12 +472,6 @@ def _all_gather(staging: Tensor, mine: Tensor, group: Any) -> None:
     # The name that is kept since torch 2.13; before there is only the other one.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(staging, mine, group=group)
-
-
-def _reduce_scatter(mine: Tensor, staging: Tensor, group: Any) -> None:
-    """Fills ``mine`` with the sum over ranks of its piece of flat ``staging``."""
-    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    reduce(mine, staging, op=dist.ReduceOp.SUM, group=group)
 
 
 def _mesh_on_host(mesh: DeviceMesh, groups: Sequence[Any]) -> DeviceMesh:

@@ -92,8 +92,6 @@ class MeshShard(Shard):
             if isinstance(self.parts[k], WholePart):
                 owner, there = self.owner_of(k)
                 here.view(slot).copy_(owner.home_view(there))
-        if not self.part_bytes:
-            return
         slots = zip(self.slices, self.parts, strict=True)
         wholes = [None if isinstance(part, WholePart) else part.flat(here.view(slot)) for here, part in slots]
         gather_parts(self.parts, self.offsets, self.part_bytes, wholes, self._read, self.ranks)

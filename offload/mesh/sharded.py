@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from offload.mesh.gradients import LocalSums, ReplicatedGradients, exchange_bytes
+from offload.mesh.gradients import LocalSums, exchange_bytes, means_of_whole
 from offload.mesh.parts import Part, WholePart
 from offload.mesh.public import PublicParameters, check_elementwise
 from offload.mesh.ranks import HOST, Ranks
@@ -35,6 +35,7 @@ from offload.mesh.shard import without_memory
 from offload.mesh.traffic import ExchangeBytes, bytes_beside_one_process
 from offload.storage.buffer import on_own_storage
 from offload.streaming.graph_references import BY_GRAPHS
+from offload.streaming.lane import error_context
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 from offload.streaming.stored_gradients import set_gradient
@@ -154,7 +155,6 @@ class MeshParameters(PublicParameters):
         self._show()
         self.recount()
         self._known_homes = [0 if shard.home is None else shard.count_home_owners() for shard in shards]
-        self._replicated = self._replicated_now()
         self._outside: dict[int, ShownParameter] = {}
         #: The model is one of them, and is freed when it is dropped.
         self._outside_modules: list[weakref.ref[nn.Module]] = []
@@ -468,14 +468,6 @@ class MeshParameters(PublicParameters):
 
     # --- what each rank stores whole ----------------------------------------------------------------------------------
 
-    def _replicated_now(self) -> ReplicatedGradients:
-        return ReplicatedGradients({p.stored: p.part for p in self._all if isinstance(p.part, WholePart)}, self._ranks)
-
-    def names(self, s: Slice) -> dict[int, str]:
-        """See :meth:`PublicParameters.names`."""
-        p = self._by_stored[s.parameter]
-        return {id(each): s.name for each in (p.stored, p.whole, p.shown)}
-
     def stored(self, parameter: nn.Parameter) -> nn.Parameter:
         """The stored parameter of a DTensor."""
         return self._by_shown[parameter].stored
@@ -500,7 +492,6 @@ class MeshParameters(PublicParameters):
         self._by_whole.update((p.whole, p) for p in new)
         modules = list(modules)
         self._places += self._places_in(modules)
-        self._replicated = self._replicated_now()
         self._outside = {id(p.whole): p for p in new}
         self._outside_modules = [weakref.ref(module) for module in modules]
         self._show()
@@ -537,28 +528,47 @@ class MeshParameters(PublicParameters):
             for each, key, p in before:
                 each[key] = p
 
-    def store_replicated(self, gradients: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Adds the means over ranks of gradients of what each rank stores whole to the stored ones.
+    def store_replicated(self, gradients: dict[nn.Parameter, Tensor]) -> None:
+        """Adds the means over ranks of gradients of what each rank stores whole to the stored ones; empties the dict.
 
-        Raises RuntimeError for a sparse gradient.
+        All ranks call it with as many trained parameters. Raises RuntimeError for a sparse gradient.
         """
-        replicated = {p: gradient for p, gradient in gradients.items() if p in self._replicated}
-        for p in [p for p, gradient in replicated.items() if gradient.layout is not torch.strided]:
+        for name in [self._by_stored[p].part.name for p, g in gradients.items() if g.layout is not torch.strided]:
             raise RuntimeError(
-                f"the gradient of {self._by_stored[p].part.name} is sparse, which is not supported with mesh=; use a "
-                f"layer with sparse=False"
+                f"the gradient of {name} is sparse, which is not supported with mesh=; use a layer with sparse=False"
             )
         if self._sums.keeps:
-            self._sums.keep(None, replicated)
-        else:
-            self._replicated.reduce(self._sums.with_kept(None, replicated))
-        return {p: gradient for p, gradient in gradients.items() if p not in self._replicated}
+            self._sums.keep(None, gradients)
+            return
+        found, trained = self._sums.with_kept(None, gradients), self._trained_whole()
+        gradients.clear()
+        given = [found.pop(p.stored, None) for p in trained]
+        if not trained:
+            return
+        means: list[Tensor | None] = []
+        parts, ranks = [p.part for p in trained], self._ranks
+        arrival = ranks.lane.submit("R-outside", lambda: means.extend(means_of_whole(parts, given, ranks)))
+        with error_context("reducing gradients of what each rank stores whole"):
+            # Lane of ranks -> host. Without this, the gradients are read before they are there.
+            arrival.synchronize()
+        for p, mean in zip(trained, means, strict=False):
+            if mean is None:
+                continue
+            ranks.transport.use(mean)
+            if p.stored.grad is None:
+                p.stored.grad = mean
+            else:
+                p.stored.grad.add_(mean)
+
+    def _trained_whole(self) -> list[ShownParameter]:
+        """What each rank stores whole and trains."""
+        return [p for p in self._all if isinstance(p.part, WholePart) and p.stored.requires_grad]
 
     def exchange_bytes(self) -> ExchangeBytes | None:
         """See :meth:`PublicParameters.exchange_bytes`."""
         if self._ranks.transport is HOST:
             return None
-        return exchange_bytes(self._shards, self._replicated.trained_parts(), self._ranks)
+        return exchange_bytes(self._shards, [p.part for p in self._trained_whole()], self._ranks)
 
     def compare(self, what: str, number: float) -> list[float]:
         """See :meth:`PublicParameters.compare`. Raises RuntimeError on all ranks if they begin different calls."""

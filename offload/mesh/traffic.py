@@ -14,17 +14,11 @@ __all__ = [
     "ExchangeBytes",
     "bytes_beside_one_process",
     "least_exchange_bytes",
-    "piece_bytes",
     "widened",
 ]
 
 #: Of one message by which ranks agree: a digest and a number.
 MESSAGE_BYTES = 32 + 8
-
-
-def piece_bytes(nbytes: int, ranks: int) -> int:
-    """Bytes of a piece of ``nbytes`` for each rank: what each sends to every other one, twice, to add them."""
-    return -(-nbytes // ranks)
 
 
 def bytes_beside_one_process(shard: int, ranks: int) -> int:
@@ -74,5 +68,4 @@ def least_exchange_bytes(shard: int, ranks: int, *, narrow: bool) -> int:
     ``narrow``: some have types of 16 bits, whose sums take twice as many.
     """
     part = -(-shard // ranks)
-    staging = (2 * ranks if narrow else ranks + 1) * bytes_at_once(part, ranks)
-    return staging + (3 if narrow else 2) * part
+    return 2 * ranks * bytes_at_once(part, ranks) + (3 if narrow else 2) * part

@@ -23,22 +23,20 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.optim.dynamic_map import BLOCK
-from offload.optim.io_buffers import IOBuffer, IOBufferPool, Read, UpdateBlock, Write
+from offload.optim.io_buffers import IOBuffer, IOBufferPool, Read, UpdateBlock, Write, contiguous, write_together
 from offload.optim.param_block import ELEMENTWISE, OptimizerFactory, ParamBlock, UpdateJob
 from offload.optim.state_forms import EncodedWeights, elements_per_entry
 from offload.planning.partition import aligned
 from offload.storage import Block, Tier
 from offload.storage.buffer import PAGE_BYTES, whole_pages
 from offload.storage.contract import bytes_of
-from offload.storage.host import MemoryBlock
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 from pipe.torch_private.autograd import outside_inference_mode
@@ -68,33 +66,29 @@ def copy_unstored(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class StateSlice:
-    """The location of a state tensor in its file."""
+class StateFile(NamedTuple):
+    """Where a state is stored: a part of a block, and a tensor on it."""
 
     block: Block
-    offset: int
-    nbytes: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    #: Elements of the parameter for each entry of the state.
-    per: int = 1
+    view: Tensor
 
-    def span(self, update_block: UpdateBlock) -> tuple[int, int]:
-        """Offset and size in bytes, within the state, of what belongs to a block of the parameter."""
-        if update_block.end is None:
-            return 0, self.nbytes
-        begin, end = (-(-element // self.per) for element in (update_block.begin, update_block.end))
-        return begin * self.dtype.itemsize, (end - begin) * self.dtype.itemsize
-
-    def view(self) -> Tensor:
-        """The state as a tensor on its file, without a copy."""
+    @classmethod
+    def at(cls, block: Block, offset: int, like: Tensor) -> StateFile:
+        """At an offset of a block, with the type and layout of ``like``."""
         # Not an autograd view, which would reference its base: references to the storage of a block are counted.
-        block = self.block.tensor
-        offset = (block.storage_offset() + self.offset) // self.dtype.itemsize
+        begin = (block.tensor.storage_offset() + offset) // like.dtype.itemsize
         with outside_inference_mode():
-            return torch.empty(0, dtype=self.dtype).set_(block.untyped_storage(), offset, self.shape, self.stride)
+            view = torch.empty(0, dtype=like.dtype)
+            return cls(block, view.set_(block.tensor.untyped_storage(), begin, like.shape, like.stride()))
+
+    @property
+    def offset(self) -> int:
+        """Of the state in its block, in bytes."""
+        return int(self.view.storage_offset()) * self.view.element_size() - int(self.block.tensor.storage_offset())
+
+    def span(self, key: str, update_block: UpdateBlock) -> tuple[int, int]:
+        """Offset and size of what belongs to a block of the parameter; the state is named ``key``."""
+        return update_block.span(self.view.nbytes, self.view.element_size(), elements_per_entry(key))
 
 
 class StateFiles:
@@ -106,77 +100,67 @@ class StateFiles:
         self._tier = tier
         self._kind = kind
         #: By position of the parameter, and name of the state.
-        self.places: dict[tuple[int, str], StateSlice] = {}
+        self.places: dict[tuple[int, str], StateFile] = {}
 
-    def _of(self, k: int) -> Iterator[tuple[str, StateSlice]]:
+    def _of(self, k: int) -> Iterator[tuple[str, StateFile]]:
         return ((key, place) for (owner, key), place in self.places.items() if owner == k)
 
     def reads(self, k: int, update_block: UpdateBlock) -> Iterator[Read]:
         """Reads of the states of parameter ``k``, as far as they belong to a block of it."""
         for key, place in self._of(k):
-            offset, nbytes = place.span(update_block)
+            offset, nbytes = place.span(key, update_block)
             yield Read((k, key), place.block, place.offset + offset, nbytes)
 
     def in_buffer(self, k: int, update_block: UpdateBlock, io_buffer: IOBuffer) -> dict[str, Tensor]:
         """The states of parameter ``k`` as tensors on what :meth:`reads` has read."""
-        return {
-            key: update_block.shape(io_buffer.part((k, key)), place.dtype, place.shape, place.stride)
-            for key, place in self._of(k)
-        }
+        return {key: update_block.shape(io_buffer.part((k, key)), place.view) for key, place in self._of(k)}
 
     def in_memory(self, states: States) -> list[tuple[Tensor, Tensor]]:
         """All states, each with a copy in memory."""
-        copies = {block: MemoryBlock(block.staged()) for block in {place.block for place in self.places.values()}}
-        return [
-            (states[k][key], replace(place, block=copies[place.block]).view())
-            for (k, key), place in self.places.items()
-        ]
+        found = []
+        for (k, key), place in self.places.items():
+            copy = torch.empty_strided(place.view.shape, place.view.stride(), dtype=place.view.dtype)
+            place.block.read_into(bytes_of(copy), place.offset)
+            found.append((states[k][key], copy))
+        return found
 
-    def check(self, states: States, chosen: Iterable[int]) -> None:
-        """Raises TypeError for states unfit for a file."""
+    def allocate(self, states: States, chosen: Iterable[int], update_block: UpdateBlock) -> None:
+        """Finds places for all states: those that they have, and one new block for others; forgets those of no state.
+
+        Raises OSError if the storage is full, TypeError for states unfit for a file.
+        """
+        found, end = [], 0
         for k in chosen:
+            for key in [key for key, _ in self._of(k) if not is_stored(states[k].get(key))]:
+                del self.places[k, key]
             for key, value in states[k].items():
-                if is_stored(value) and type(value) not in (Tensor, torch.nn.Parameter):
+                if not is_stored(value):
+                    continue
+                if type(value) not in (Tensor, torch.nn.Parameter):
                     raise TypeError(
                         f"{self._kind.__name__} keeps state {key!r} of parameter {self._slices[k].name} as "
                         f"{type(value).__name__}, which cannot be stored in a file; use homes in host memory "
                         f"(offload_device='cpu'), or a class whose states are plain tensors"
                     )
-
-    def drop_stale(self, states: States, chosen: Sequence[int], update_block: UpdateBlock) -> None:
-        """Forgets the places of states that were removed or changed. Raises TypeError for states unfit for a file."""
-        self.check(states, chosen)
-        for k, key in [place for place in self.places if place[0] in chosen]:
-            place, state = self.places[k, key], states[k].get(key)
-            same = state is not None and is_stored(state) and state.dtype == place.dtype
-            if not same or (update_block.end is None and states[k][key].shape != place.shape):
-                del self.places[k, key]
-
-    def allocate(self, states: States, chosen: Iterable[int], update_block: UpdateBlock) -> None:
-        """Allocates one block for all states that have no place yet. Raises OSError if the storage is full."""
-        found, end = [], 0
-        for k in chosen:
-            s = self._slices[k]
-            for key, value in states[k].items():
-                if not is_stored(value) or (k, key) in self.places:
-                    continue
                 whole = update_block.end is None
-                per = elements_per_entry(key)
-                if whole:
-                    shape, stride = value.shape, torch.empty_like(value, device="meta").stride()
-                elif per == 1:
-                    shape, stride = s.parameter.shape, s.stride
-                else:
-                    shape, stride = torch.Size([-(-s.parameter.numel() // per)]), (1,)
-                nbytes = shape.numel() * value.element_size()
-                if nbytes > PAGE_BYTES:
+                like = torch.empty_like(value, device="meta") if whole else self._whole(k, key, value)
+                known = self.places.get((k, key))
+                if known is not None and (known.view.dtype, known.view.shape) == (like.dtype, like.shape):
+                    continue
+                if like.nbytes > PAGE_BYTES:
                     end = whole_pages(end)  # large states begin on a page, so that a disk can transfer whole pages
-                found.append((k, key, end, nbytes, value.dtype, shape, stride, per))
-                end += aligned(nbytes)
+                found.append((k, key, end, like))
+                end += aligned(like.nbytes)
         if found:
             block = self._tier.allocate(end, f"shard{self._shard.index}-states", cyclic=True)
-            for k, key, offset, nbytes, dtype, shape, stride, per in found:
-                self.places[k, key] = StateSlice(block, offset, nbytes, dtype, shape, stride, per)
+            self.places.update(((k, key), StateFile.at(block, offset, like)) for k, key, offset, like in found)
+
+    def _whole(self, k: int, key: str, part: Tensor) -> Tensor:
+        """Type and layout of the state of which ``part`` belongs to a block of the parameter."""
+        s, per = self._slices[k], elements_per_entry(key)
+        if per == 1:
+            return torch.empty_strided(s.parameter.shape, s.stride, dtype=part.dtype, device="meta")
+        return torch.empty(-(-s.parameter.numel() // per), dtype=part.dtype, device="meta")
 
     def writes(self, k: int, state: Mapping[str, Any], update_block: UpdateBlock) -> Iterator[Write]:
         """Writes of the states of parameter ``k``: of all elements, or of those of a block of it."""
@@ -184,18 +168,17 @@ class StateFiles:
             if is_stored(value):
                 place = self.places[k, key]
                 dense = value
-                if update_block.end is None and value.stride() != place.stride:
-                    dense = torch.empty_strided(place.shape, place.stride, dtype=place.dtype).copy_(value)
-                yield Write(bytes_of(dense), place.block, place.offset + place.span(update_block)[0])
+                if update_block.end is None and value.stride() != place.view.stride():
+                    dense = torch.empty_strided(value.shape, place.view.stride(), dtype=value.dtype).copy_(value)
+                yield Write(bytes_of(dense), place.block, place.offset + place.span(key, update_block)[0])
 
     def show(self, k: int, state: dict[str, Any]) -> None:
         """Makes the states of parameter ``k`` views of their files; drops those that only an I/O buffer holds."""
         for key in [key for key, value in state.items() if is_stored(value)]:
-            place = self.places.get((k, key))
-            if place is None:
-                del state[key]
+            if (k, key) in self.places:
+                state[key] = self.places[k, key].view
             else:
-                state[key] = place.view()
+                del state[key]
 
 
 #: Key of the lower halves of weights, beside those of states.
@@ -235,7 +218,6 @@ class DiskParamBlock(ParamBlock):
     ) -> list[tuple[Tensor, Tensor]]:
         """See :meth:`ParamBlock.adopt_states`; the states are written to files."""
         super().adopt_states(states, options)
-        self.state_files.check(self.states(), range(len(self.slices)))
         self._store_all_states()
         files = zip(states, self.states(), strict=True)
         return [(value, there[key]) for here, there in files for key, value in here.items() if is_stored(value)]
@@ -258,19 +240,24 @@ class DiskParamBlock(ParamBlock):
 
     def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
         """Updates block by block, from where an earlier attempt failed, and begins to read the jobs in ``upcoming``."""
-        self._check_dense(job)
         self.prepare(job.options, sparse=job.sparse)
         self._begin(job)
+        in_memory = []
+        for k, (s, gradient) in enumerate(zip(self.slices, job.gradients, strict=True)):
+            if gradient is None or self._gradient_file_offset(s, gradient) is not None:
+                continue
+            if not gradient.is_sparse and (gradient.stride() != s.stride or gradient.device.type != "cpu"):
+                pinned = gradient.is_cuda  # see copied_to()
+                dense = torch.empty_strided(s.parameter.shape, s.stride, dtype=gradient.dtype, pin_memory=pinned)
+                gradient = job.gradients[k] = dense.copy_(gradient)
+            in_memory.append((s, gradient))
+        job.clip([gradient for s, gradient in in_memory if gradient.dtype == s.full_dtype])
         while job.blocks_done < len(job.update_blocks):
             self._run_update_block(job, slot, upcoming)
-        if job.coefficient is not None and not job.scaled:
-            # One in memory that is not zeroed stays clipped, as after clip_grad_norm_; one in its file does already.
-            job.scaled = True
-            for s, gradient in zip(self.slices, job.gradients, strict=True):
-                if gradient is None or gradient is not s.parameter.grad or gradient.is_sparse:
-                    continue
-                if self._gradient_file_offset(s, gradient) is None:
-                    gradient.mul_(job.coefficient.to(gradient.device))
+        if (coefficient := job.coefficient_on(torch.device("cpu"))) is not None:
+            for s, gradient in in_memory:
+                if gradient.dtype != s.full_dtype and gradient is s.parameter.grad:
+                    gradient.mul_(coefficient)  # it stays clipped as well, as one in its file does already
         job.group_changes = self.group_changes()
 
     def prefetch(self, job: UpdateJob) -> bool:
@@ -281,9 +268,9 @@ class DiskParamBlock(ParamBlock):
     def flush(self, job: UpdateJob) -> None:
         """Returns when everything computed is in its file; failed writes are repeated."""
         self._buffer_pool.wait_idle()
-        if job.unwritten:
-            self._buffer_pool.write_back(job.unwritten, job.mark_written)
-            self._buffer_pool.wait_idle()
+        for group in contiguous(job.unwritten):
+            write_together(group)
+            job.mark_written(group)
 
     def cancel_prefetch(self) -> None:
         """Returns when no transfer is running, successful or not: each job knows which of its writes are missing."""
@@ -324,9 +311,8 @@ class DiskParamBlock(ParamBlock):
             if place is not None:
                 offset, nbytes = update_block.span(gradient.nbytes, gradient.element_size())
                 reads.append(Read((k, None), place[0], place[1] + offset, nbytes))
-            if place is None or gradient.dtype != s.full_dtype:
-                nbytes = update_block.span(s.full_nbytes, s.full_dtype.itemsize)[1]
-                spare_bytes += nbytes + PAGE_BYTES  # one that is in memory is clipped here, a rounded one widened
+            if gradient.dtype != s.full_dtype:  # it is widened
+                spare_bytes += update_block.span(s.full_nbytes, s.full_dtype.itemsize)[1] + PAGE_BYTES
             if job.states_before[k] is not None:  # else the optimizer makes new states, for each block
                 reads += self.state_files.reads(k, update_block)
         return (job, index), reads, spare_bytes
@@ -359,7 +345,6 @@ class DiskParamBlock(ParamBlock):
             self._prefetch_next(job.blocks_done + 1, job, upcoming)
             self._step(weights)
             states = self.states()
-            self.state_files.drop_stale(states, chosen, update_block)
             self.state_files.allocate(states, chosen, update_block)
             for k in chosen:
                 writes += self.state_files.writes(k, states[k], update_block)
@@ -420,7 +405,7 @@ class DiskParamBlock(ParamBlock):
                 wide, weights = weights.view(here.dtype), io_buffer.take(nbytes, at)
         yield Write(weights, home, at)
         if s.form is None:
-            proxy.data = update_block.shape(weights, s.dtype, s.parameter.shape, s.stride)
+            proxy.data = update_block.shape(weights, s.like())
             return
         low = None
         if lower is not None:
@@ -447,35 +432,22 @@ class DiskParamBlock(ParamBlock):
         s, gradient = self.slices[k], job.gradients[k]
         assert gradient is not None
         if gradient.is_sparse:
-            coefficient = job.coefficient_on(gradient.device)
-            return (gradient if coefficient is None else gradient * coefficient), []
+            return gradient, []
         coefficient = job.coefficient_on(torch.device("cpu"))  # that of a device, where norms were computed
         offset, nbytes = update_block.span(gradient.nbytes, gradient.element_size())
-        rounded = gradient.dtype != s.full_dtype
-        if (place := self._gradient_file_offset(s, gradient)) is not None:
-            part = io_buffer.part((k, None))
-        else:
-            if gradient.stride() != s.stride or gradient.device.type != "cpu":
-                pinned = gradient.is_cuda  # see copied_to()
-                dense = torch.empty_strided(s.parameter.shape, s.stride, dtype=gradient.dtype, pin_memory=pinned)
-                gradient = job.gradients[k] = dense.copy_(gradient)
-            part = bytes_of(gradient)[offset : offset + nbytes]
-            if coefficient is not None and not rounded:
-                part = io_buffer.take(nbytes).copy_(part)
-        values, stored = part.view(gradient.dtype), part
+        place, rounded = self._gradient_file_offset(s, gradient), gradient.dtype != s.full_dtype
+        stored = bytes_of(gradient)[offset : offset + nbytes] if place is None else io_buffer.part((k, None))
+        values, writes = stored.view(gradient.dtype), []
         if rounded:
             # Clipped in the parameter's type, from what is stored: it is not rounded again before its use.
-            wide = io_buffer.take(values.numel() * s.full_dtype.itemsize).view(s.full_dtype)
-            values, part = wide.copy_(values), wide.view(torch.uint8)
-        shaped = update_block.shape(part, s.full_dtype, s.parameter.shape, s.stride)
-        if coefficient is None:
-            return shaped, []
-        values.mul_(coefficient)
-        if place is None or s.parameter.grad is not gradient:
-            return shaped, []
-        # A gradient that is not zeroed stays clipped, as after clip_grad_norm_.
-        source = bytes_of(values.to(gradient.dtype)) if rounded else stored
-        return shaped, [Write(source, place[0], place[1] + offset)]
+            values = io_buffer.take(values.numel() * s.full_dtype.itemsize).view(s.full_dtype).copy_(values)
+        if coefficient is not None and (rounded or place is not None):
+            values.mul_(coefficient)
+            if place is not None and s.parameter.grad is gradient:
+                # A gradient that is not zeroed stays clipped, as after clip_grad_norm_.
+                source = bytes_of(values.to(gradient.dtype)) if rounded else stored
+                writes.append(Write(source, place[0], place[1] + offset))
+        return update_block.shape(values, s.like()), writes
 
     def _bind_states(self, job: UpdateJob, k: int, update_block: UpdateBlock, io_buffer: IOBuffer) -> None:
         """Points the states of one parameter at memory; there are none yet before its first update."""
@@ -500,6 +472,6 @@ class DiskParamBlock(ParamBlock):
         self.state_files.allocate(states, range(len(states)), UpdateBlock())
         for k, state in enumerate(states):
             for write in self.state_files.writes(k, state, UpdateBlock()):
-                write.run()
+                write_together([write])
             if state:
                 self._restore_views(k)

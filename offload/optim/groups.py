@@ -16,6 +16,7 @@ __all__ = [
     "GroupChanges",
     "check_choices",
     "check_closures",
+    "check_sparse",
     "copied_options",
     "options_of",
     "placeholder",
@@ -157,6 +158,13 @@ def check_closures(kind: type[Optimizer], arguments: Mapping[str, Any], group: M
             f"{found}: shards are updated one after the other, behind the next forward. Call the closure yourself, "
             f"then step()"
         )
+
+
+def check_sparse(kind: type[Optimizer], arguments: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    """Raises what a class does for a sparse gradient, with the hyperparameters of ``group``: tries it."""
+    parameter = nn.Parameter(torch.ones(2, 2))
+    parameter.grad = torch.eye(2).to_sparse()
+    kind([{**options_of(group), "params": [parameter]}], **arguments).step()
 
 
 class GroupChanges:

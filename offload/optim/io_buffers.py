@@ -26,12 +26,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from offload.planning.partition import aligned
@@ -47,10 +46,9 @@ __all__ = [
     "Read",
     "UpdateBlock",
     "Write",
-    "adjacent",
     "buffer_pool_bytes",
     "contiguous",
-    "span_bytes",
+    "write_together",
 ]
 
 
@@ -88,30 +86,36 @@ class Write:
         """Number of bytes."""
         return self.source.numel()
 
-    def run(self) -> None:
-        """Writes the bytes."""
-        self.block.write(self.source, self.offset)
-
 
 P = TypeVar("P", Read, Write)
 
 
-def adjacent(places: Iterable[P]) -> Iterator[list[P]]:
-    """Groups ranges of the same block with nothing but padding in between, in the block's order."""
-    by_block: dict[Block, list[P]] = {}
-    for place in places:
-        by_block.setdefault(place.block, []).append(place)
-    for members in by_block.values():
-        yield from _runs(sorted(members, key=lambda place: place.offset), _is_adjacent)
+def _runs(ranges: Sequence[P], belong: Callable[[P, P], bool]) -> Iterator[list[P]]:
+    """Groups ranges, in the order of their blocks, of which neighbours ``belong`` together."""
+    numbers = {block: n for n, block in enumerate(dict.fromkeys(place.block for place in ranges))}
+    run: list[P] = []
+    for place in sorted(ranges, key=lambda place: (numbers[place.block], place.offset)):
+        if run and not belong(run[-1], place):
+            yield run
+            run = []
+        run.append(place)
+    if run:
+        yield run
 
 
-def contiguous(writes: Iterable[Write]) -> Iterator[list[Write]]:
-    """Groups writes that are adjacent both in their block and in memory."""
-    for members in adjacent(writes):
-        yield from _runs(members, _is_contiguous)
+def _adjacent(first: Read | Write, second: Read | Write) -> bool:
+    """Whether two ranges are in one block, with nothing but padding in between."""
+    return first.block is second.block and second.offset == aligned(first.offset + first.nbytes)
 
 
-def span_bytes(group: Sequence[Read | Write]) -> int:
+def _contiguous(first: Write, second: Write) -> bool:
+    """Whether two sources share a storage as well, and are as far apart there as in the block."""
+    a, b = first.source, second.source
+    alike = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return alike and _adjacent(first, second) and b.data_ptr() - a.data_ptr() == second.offset - first.offset
+
+
+def _span_bytes(group: Sequence[Read | Write]) -> int:
     """Bytes from the begin of the first to the end of the last."""
     return group[-1].offset + group[-1].nbytes - group[0].offset
 
@@ -119,31 +123,12 @@ def span_bytes(group: Sequence[Read | Write]) -> int:
 def write_together(group: Sequence[Write]) -> None:
     """Writes a group of :func:`contiguous`, with the padding in between, which is never read."""
     first = group[0]
-    first.block.write(first.source.as_strided((span_bytes(group),), (1,)), first.offset)
+    first.block.write(first.source.as_strided((_span_bytes(group),), (1,)), first.offset)
 
 
-def _runs(members: Iterable[P], belong: Callable[[P, P], bool]) -> Iterator[list[P]]:
-    """Groups consecutive members: a new group begins where two neighbours do not ``belong`` together."""
-    run: list[P] = []
-    for member in members:
-        if run and not belong(run[-1], member):
-            yield run
-            run = []
-        run.append(member)
-    if run:
-        yield run
-
-
-def _is_adjacent(first: Read | Write, second: Read | Write) -> bool:
-    return second.offset == aligned(first.offset + first.nbytes)
-
-
-def _is_contiguous(first: Write, second: Write) -> bool:
-    """Whether two sources share a storage, and are as far apart there as in the block."""
-    a, b = first.source, second.source
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
-        return False
-    return b.data_ptr() - a.data_ptr() == second.offset - first.offset
+def contiguous(writes: Sequence[Write]) -> Iterator[list[Write]]:
+    """Groups writes that are adjacent both in their block and in memory."""
+    return _runs(writes, _contiguous)
 
 
 @dataclass(frozen=True)
@@ -153,15 +138,15 @@ class UpdateBlock:
     begin: int = 0
     end: int | None = None
 
-    def span(self, nbytes: int, itemsize: int) -> tuple[int, int]:
-        """Offset and size of the block in bytes, within a tensor of ``nbytes``."""
-        begin = self.begin * itemsize
-        return begin, (nbytes if self.end is None else self.end * itemsize) - begin
+    def span(self, nbytes: int, itemsize: int, per: int = 1) -> tuple[int, int]:
+        """Offset and size in bytes, within a tensor of ``nbytes`` with an entry for each ``per`` elements."""
+        begin = -(-self.begin // per) * itemsize
+        return begin, (nbytes if self.end is None else -(-self.end // per) * itemsize) - begin
 
-    def shape(self, part: Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-        """``part`` (flat, uint8) as a tensor: of the whole shape, or flat if it is only a part of one."""
-        flat = part.view(dtype)
-        return flat.as_strided(tuple(shape), tuple(stride), flat.storage_offset()) if self.end is None else flat
+    def shape(self, part: Tensor, like: Tensor) -> Tensor:
+        """``part`` (flat) as a tensor of the type of ``like``: of its layout, or flat if it is only a part of one."""
+        flat = part.view(like.dtype)
+        return flat.as_strided(like.shape, like.stride(), flat.storage_offset()) if self.end is None else flat
 
 
 #: Transfer calls at a time: those of reading one block of Adam and writing another.
@@ -196,7 +181,11 @@ class IOBuffer:
         self._memory = host_buffer(0)
         self._used = 0
         self._parts: dict[Hashable, Tensor] = {}
+        #: The running transfers; and of writes, the groups of those that were submitted, and what is told of them.
         self._jobs: list[Future[None]] = []
+        self._moves: Sequence[Write] = ()
+        self._groups: list[list[Write]] = []
+        self._arrived: Callable[[Sequence[Write]], None] | None = None
         #: Key of the block that it holds; None if it is idle.
         self.update_block: Hashable = None
         #: Bytes read for this block.
@@ -205,15 +194,15 @@ class IOBuffer:
     def prepare(self, update_block: Hashable, reads: Sequence[Read], spare_bytes: int, io_threads: Threads) -> None:
         """Discards the contents and begins to read; ``spare_bytes`` more can be allocated with :meth:`take`."""
         self.clear()
-        groups = list(adjacent(reads))
-        nbytes = spare_bytes + sum(span_bytes(group) + PAGE_BYTES for group in groups)
+        groups = [*_runs(reads, _adjacent)]
+        nbytes = spare_bytes + sum(_span_bytes(group) + PAGE_BYTES for group in groups)
         if self._memory.numel() < nbytes:
             self._memory = host_buffer(0)  # before the larger one is made
             self._memory = host_buffer(nbytes)
         self.update_block = update_block
         for group in groups:
             begin = group[0].offset
-            whole = self.take(span_bytes(group), begin)
+            whole = self.take(_span_bytes(group), begin)
             for read in group:
                 self._parts[read.name] = whole[read.offset - begin : read.offset - begin + read.nbytes]
                 self.bytes_read += read.nbytes
@@ -221,24 +210,53 @@ class IOBuffer:
 
     def wait(self) -> None:
         """Waits for the reads; raises their exception."""
-        try:
-            for job in self._jobs:
-                # Reader -> update lane. Without this, moments and gradients are those of the block before.
-                job.run_or_wait()
-        except BaseException:
-            self.clear()
-            raise
+        for job in self._jobs:
+            # Reader -> update lane. Without this, moments and gradients are those of the block before.
+            job.run_or_wait()
         self._jobs.clear()
 
+    def write(self, moves: Sequence[Write], arrived: Callable[[Sequence[Write]], None], io_threads: Threads) -> None:
+        """Begins to write; :meth:`collect` has to follow."""
+        self._moves, self._arrived = [*moves], arrived
+        for group in contiguous(moves):
+            self._jobs.append(io_threads.offer(partial(write_together, group)))
+            self._groups.append(group)
+
+    @property
+    def written(self) -> bool:
+        """Whether all of the writes are complete."""
+        given = sum(map(len, self._groups))
+        return given == len(self._moves) and all(job.returned for job in self._jobs)
+
+    def collect(self) -> None:
+        """Returns when none of the writes is running; raises the exception of one."""
+        done: list[Write] = []
+        try:
+            for group, job in zip(self._groups, self._jobs, strict=False):
+                # Writer -> update lane. Without this, the I/O buffer is filled again while it is being written.
+                job.run_or_wait()
+                done += group
+        finally:
+            self._cancel()
+            for move in self._moves:
+                if move not in done:
+                    move.source = move.source.clone()  # the I/O buffer and the slot are about to be reused
+            if self._arrived is not None:
+                self._arrived(done)
+
     def clear(self) -> None:
-        """Forgets the parts. Returns when no read into the I/O buffer is running."""
-        for job in self._jobs:
-            # Without this, a discarded prefetch overwrites the next block.
-            job.cancel()
-        self._jobs.clear()
+        """Forgets the parts. Returns when no transfer is running."""
+        self._cancel()
+        self._moves, self._groups, self._arrived = (), [], None
         self._parts.clear()
         self._used = self.bytes_read = 0
         self.update_block = None
+
+    def _cancel(self) -> None:
+        for job in self._jobs:
+            # Without this, a discarded prefetch overwrites the next block, and a failed write goes on.
+            job.cancel()
+        self._jobs.clear()
 
     @property
     def nbytes(self) -> int:
@@ -263,48 +281,14 @@ class IOBuffer:
         return self._memory[begin : self._used]
 
 
-@dataclass(eq=False)
-class _WriteBack:
-    """The running writes of one computed block."""
-
-    #: None if the bytes have memory of their own.
-    io_buffer: IOBuffer | None
-    moves: Sequence[Write]
-    arrived: Callable[[Sequence[Write]], None]
-    jobs: list[tuple[Sequence[Write], Future[None]]] = field(default_factory=list)
-
-    @property
-    def written(self) -> bool:
-        """Whether all of it is written."""
-        given = sum(len(group) for group, _ in self.jobs)
-        return given == len(self.moves) and all(job.returned for _, job in self.jobs)
-
-    def collect(self) -> None:
-        """Returns when none of it is running; raises the exception of a write."""
-        done: list[Write] = []
-        try:
-            for group, job in self.jobs:
-                # Writer -> update lane. Without this, the I/O buffer is filled again while it is being written.
-                job.run_or_wait()
-                done += group
-        finally:
-            for _, job in self.jobs:
-                job.cancel()
-            self.jobs.clear()
-            for move in self.moves:
-                if move not in done:
-                    move.source = move.source.clone()  # the I/O buffer and the slot are about to be reused
-            self.arrived(done)
-
-
 class IOBufferPool:
     """The current I/O buffer, and others that are being filled or written back. Used by one lane, block after block."""
 
     def __init__(self) -> None:
-        self._current: IOBuffer | None = None
         self._idle = [IOBuffer() for _ in range(IO_BUFFERS)]
+        self._current: IOBuffer | None = None
         self._prefetched: deque[IOBuffer] = deque()
-        self._writing: deque[_WriteBack] = deque()
+        self._writing: deque[IOBuffer] = deque()
         self._io_threads = Threads(CONCURRENT_CALLS, "offload-io")
         self._largest = 0
 
@@ -341,28 +325,21 @@ class IOBufferPool:
             while not self._idle:
                 self._finish_oldest()
             self.prefetch(update_block, reads, spare_bytes)
-        io_buffer = self._prefetched.popleft()
-        try:
-            io_buffer.wait()
-        except BaseException:
-            self._recycle(io_buffer)
-            raise
-        self._current = io_buffer
-        return io_buffer
+        self._current = self._prefetched.popleft()
+        self._current.wait()
+        return self._current
 
     def prefetch(self, update_block: Hashable, reads: Sequence[Read], spare_bytes: int) -> None:
         """Begins to read for a later :meth:`prepare`, in the order of these calls. Needs an idle I/O buffer."""
-        io_buffer = self._idle.pop()
-        self._prefetched.append(io_buffer)
-        io_buffer.prepare(update_block, reads, spare_bytes, self._io_threads)
+        self._prefetched.append(self._idle.pop())
+        self._prefetched[-1].prepare(update_block, reads, spare_bytes, self._io_threads)
 
     def write_back(self, moves: Sequence[Write], arrived: Callable[[Sequence[Write]], None]) -> None:
         """Begins to write the current I/O buffer. ``arrived`` gets the successful moves, on this lane."""
-        write_back = _WriteBack(self._current, [*moves], arrived)
-        self._current = None
-        self._writing.append(write_back)  # first: moves that are not submitted are not lost either
-        for group in contiguous(moves):
-            write_back.jobs.append((group, self._io_threads.offer(partial(write_together, group))))
+        io_buffer, self._current = self._current, None
+        assert io_buffer is not None
+        self._writing.append(io_buffer)  # first: moves that are not submitted are not lost either
+        io_buffer.write(moves, arrived, self._io_threads)
 
     def wait_idle(self) -> None:
         """Returns when no write is running.
@@ -379,11 +356,11 @@ class IOBufferPool:
             raise errors[0]
 
     def _finish_oldest(self) -> None:
-        write_back = self._writing.popleft()
+        io_buffer = self._writing.popleft()
         try:
-            write_back.collect()
+            io_buffer.collect()
         finally:
-            self._recycle(write_back.io_buffer)
+            self._recycle(io_buffer)
 
     def _recycle(self, io_buffer: IOBuffer | None) -> None:
         if io_buffer is not None:

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from offload.optim.disk_update import DiskParamBlock
 from offload.optim.io_buffers import IOBufferPool
 from offload.optim.param_block import HostParamBlock, OptimizerFactory, ParamBlock
-from offload.optim.state_forms import release
 from offload.optim.update_blocks import StoredStates, update_block_bytes
 from offload.storage import Block, DeviceTier, Tier
 from offload.streaming.shard import Shard
@@ -25,7 +24,7 @@ from offload.streaming.slices import Slice
 from pipe.torch_private.tensors import storage_uses
 
 if TYPE_CHECKING:
-    from offload.optim.access import OptimizerAccess
+    from offload.engine.homes import ModelHomes
     from offload.optim.resident import ResidentParameters
 
 __all__ = ["MovableStates"]
@@ -51,7 +50,7 @@ class MovableStates(Optimizer):
 
     #: Whether steps write parameters as homes store them.
     updates_homes = True
-    access: OptimizerAccess
+    homes: ModelHomes
     factory: OptimizerFactory
     buffer_pool: IOBufferPool
     #: Bytes of weights that are updated at a time, where they are in files.
@@ -68,16 +67,16 @@ class MovableStates(Optimizer):
 
     def publish(self, param_block: ParamBlock) -> None:
         """Shows the states of a param block in :attr:`state`."""
-        public = self.access.public
+        public = self.homes.public
         for s, state in zip(param_block.slices, param_block.states(), strict=True):
             if state:
                 self.state[public.of(s)] = public.show_state(s, state)
 
     def load_states(self, param_block: ParamBlock, options: list[dict[str, Any]]) -> None:
         """Takes the states of a param block from :attr:`state`, where they were loaded, and shows them there again."""
-        public = self.access.public
+        public = self.homes.public
         shown = [(s, public.of(s)) for s in param_block.slices]
-        param_block.load_states([public.stored_state(s, release(self.state.get(p, {}))) for s, p in shown], options)
+        param_block.load_states([public.stored_state(s, self.state.get(p, {})) for s, p in shown], options)
         for _, p in shown:
             self.state.pop(p, None)
         self.publish(param_block)
@@ -94,10 +93,10 @@ class MovableStates(Optimizer):
 
     def reserve_buffers(self) -> None:
         """Notes the bytes of buffers of updates in files; frees them if no shard needs them."""
-        if any(shard.blocking_io for shard in self.access.shards):
-            self.access.reserve(self, self.stored.buffer_bytes(self.update_block_bytes))
+        if any(shard.blocking_io for shard in self.homes.shards):
+            self.homes.steps.reserve(self, self.stored.buffer_bytes(self.update_block_bytes))
         else:
-            self.access.reserve(self, 0)
+            self.homes.steps.reserve(self, 0)
             self.buffer_pool.free_memory()
 
     def buffer_bytes(self, spare_bytes: float | None = None) -> int:
@@ -107,10 +106,10 @@ class MovableStates(Optimizer):
         fewer, but which one it is depends on how fast the files are. ``spare_bytes``: those that would be reserved if
         so many were left for them.
         """
-        if not self.access.tier.blocking_io:
+        if not self.homes.tier.blocking_io:
             return 0
         if spare_bytes is not None:
-            return self.stored.buffer_bytes(update_block_bytes(self.access.shards, spare_bytes, self.stored))
+            return self.stored.buffer_bytes(update_block_bytes(self.homes.shards, spare_bytes, self.stored))
         return max(self.buffer_pool.nbytes, self.stored.buffer_bytes(self.update_block_bytes))
 
     def state_bytes(self, shard: Shard) -> int:

@@ -14,12 +14,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.optim.groups import GroupChanges, check_choices, check_closures, options_of, placeholder, resolve_groups
+from offload.optim.groups import (
+    GroupChanges,
+    check_choices,
+    check_closures,
+    check_sparse,
+    options_of,
+    placeholder,
+    resolve_groups,
+)
 from offload.optim.io_buffers import IOBufferPool
 from offload.optim.moves import MovableStates
 from offload.optim.param_block import OptimizerFactory, ParamBlock, UpdateJob
 from offload.optim.resident import ResidentParameters
-from offload.optim.state_forms import form_of, hold_state_dict
+from offload.optim.state_forms import form_of, hold_state_dict, release
 from offload.optim.update import InBackward, StepDecision, Update
 from offload.optim.update_blocks import StoredStates, states_kept, update_block_bytes
 from offload.storage.buffer import has_own_memory, on_own_storages
@@ -151,9 +159,11 @@ class OffloadOptimizer(MovableStates):
         #: Global norm of the gradients at the last step, before clipping; None without ``max_norm``.
         self.last_norm: Tensor | None = None
         self._model = model
-        self.access = model.optimizer_access()
+        self.homes = homes = model._homes
+        #: Those that live. The model refers to them weakly: what it does for an optimizer ends with it.
+        self._optimizers = homes.streamer.gradient_offload.optimizers
         #: Bytes of gradients kept in host memory until their update, where homes are on disk.
-        self.gradient_bytes = self.access.gradient_bytes
+        self.gradient_bytes = homes.policy.gradient_bytes or 0
         groups = resolve_groups(dict(model.named_parameters()), params)
         # The class checks its hyperparameters on empty tensors: some classes make states in their constructor.
         empty_groups = [{**group, "params": [placeholder(p) for p in group["params"]]} for group in groups]
@@ -164,14 +174,15 @@ class OffloadOptimizer(MovableStates):
         self._lane = open_update_lane(model.device)
         self.buffer_pool = IOBufferPool()
         kept = states_kept(optimizer_class, groups)
-        self.stored = StoredStates.of(form_of(states), self.access.shards, kept)
-        self.update_block_bytes = update_block_bytes(self.access.shards, self.access.spare_bytes(), self.stored)
+        self.stored = StoredStates.of(form_of(states), homes.shards, kept)
+        self.update_block_bytes = update_block_bytes(homes.shards, homes.steps.spare_bytes(), self.stored)
         self.reserve_buffers()
         #: Reads weights into a slot while the update before still runs.
         self._filler = Threads(1, "offload-filler")
         self.factory = OptimizerFactory(optimizer_class, optimizer_kwargs, form_of(states))
         self.param_blocks = {}
-        self._resident = ResidentParameters(self.access.resident, self.factory, threads_of_updates(model.device))
+        resident = [*homes.outside, *(s.parameter for s in (homes.resident.own if homes.resident is not None else ()))]
+        self._resident = ResidentParameters(resident, self.factory, threads_of_updates(model.device))
         self.in_backward = InBackward(self) if update_in_backward else None
         self._group_changes = GroupChanges(optimizer_class)
         #: Whether it is known that the class runs a closure before it updates.
@@ -179,7 +190,8 @@ class OffloadOptimizer(MovableStates):
         #: Of the class only: torch adds others to ``defaults`` when a state is loaded.
         self._class_defaults = dict(template.defaults)
         super().__init__(groups, dict(template.defaults))
-        self.access.add(self)
+        homes.public.check_optimizer(self)
+        self._optimizers.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as in ``torch.optim``; its ``"params"`` may be patterns."""
@@ -187,11 +199,11 @@ class OffloadOptimizer(MovableStates):
         (group,) = resolve_groups(dict(self._model.named_parameters()), [param_group])
         super().add_param_group(group)
         index, members = len(self.param_groups) - 1, set(self.param_groups[-1]["params"])
-        for shard in self.access.shards:
-            slices = [s for s in shard.own if self.access.public.of(s) in members]
-            tier = shard.tier or self.access.tier
+        for shard in self.homes.shards:
+            slices = [s for s in shard.own if self.homes.public.of(s) in members]
+            tier = shard.tier or self.homes.tier
             self.param_blocks.setdefault(shard, []).extend(self.make_param_blocks(shard, slices, index, tier))
-        self._resident.add_group({self.access.public.stored(p) for p in members}, index)
+        self._resident.add_group({self.homes.public.stored(p) for p in members}, index)
         if self._states_at_once:
             for param_block in self._all_param_blocks():
                 param_block.prepare(self.options())
@@ -233,11 +245,12 @@ class OffloadOptimizer(MovableStates):
         if self._raised is not None and self._raised.repeats():
             self._end_step(self._raised, at_once=True)
             return
-        self.access.public.begin_step(self)
+        self.homes.public.begin_step(self)
         self._synchronize()
         self._raised = None
-        at_once = self.access.at_once or self.access.held_elsewhere(self)
-        self.access.store_assigned_data()
+        streamer = self.homes.streamer
+        at_once = streamer.updates_at_once or self._held_elsewhere()
+        self.homes.assigned_data.store()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) != 0:
             return  # GradScaler skips this step
@@ -247,7 +260,7 @@ class OffloadOptimizer(MovableStates):
         options = self.options() if self.in_backward is None else self.in_backward.options_of_step(self._group_changes)
         in_order = sorted(self.param_blocks, key=lambda shard: shard.index)  # of calls, which may be noted later
         # Where nothing is loaded meanwhile; on a device with memory of its own as kernels on the stream of the caller.
-        runs_there = self.access.at_once or has_own_memory(self.access.device)
+        runs_there = streamer.updates_at_once or has_own_memory(self.homes.device)
         there = {shard for shard in in_order if runs_there and shard.on_device}
         updates = ((shard, self.update(shard, options, coefficient)) for shard in in_order if shard not in there)
         decided = [(shard, update) for shard, update in updates if update is not None]
@@ -260,28 +273,42 @@ class OffloadOptimizer(MovableStates):
             return_freed_memory()
         try:
             try:
-                decision.run_at_once()
-            except BaseException as error:
+                run_resident()
+            except BaseException:
                 self._resident.wait_idle()
-                if not decision.begun:
-                    raise
-                # A step is applied as a whole: updates that began are finished, the others follow.
-                self._decide(decision)
-                if not isinstance(error, OSError):
-                    raise
-                # A failed read or write is repeated before the next access, as with all pending updates.
-            else:
-                self._decide(decision)
+                if decision.begun:
+                    # A step is applied as a whole: updates that began are finished, the others follow.
+                    self._decide(decision)
+                raise
+            self._decide(decision)
             decision.start()
             self._end_step(decision, at_once=at_once)
         except BaseException:
             decision.note_gradients()
             raise
 
+    def _held_elsewhere(self) -> bool:
+        """Whether other code holds parameters of the optimizer, and so can read them without asking the model."""
+        references = self._optimizers.references(self)
+        held = self.homes.public.held_elsewhere(*references)
+        return self.homes.references.held_elsewhere(*references) if held is None else held
+
     def _decide(self, decision: StepDecision) -> None:
+        """Makes all updates pending, even if an exception interrupts it: it is repeated before homes are used."""
         self._raised = decision  # until the call returns
-        self.access.public.note_step(self)
-        self.access.commit(decision.decide)
+        self.homes.public.note_step(self)
+        streamer = self.homes.streamer
+
+        def decide() -> None:
+            decision.decide()
+            streamer.finish_step = None
+
+        streamer.finish_step = decide
+        try:
+            decide()
+        except BaseException:
+            decide()
+            raise
 
     def _end_step(self, decision: StepDecision, *, at_once: bool) -> None:
         if at_once or self._group_changes.expected:
@@ -295,8 +322,8 @@ class OffloadOptimizer(MovableStates):
         if not set_to_none:
             self._synchronize()
         super().zero_grad(set_to_none)
-        self.access.public.take_gradients()
-        self.access.public.drop_sums(p for group in self.param_groups for p in group["params"])
+        self.homes.public.take_gradients()
+        self.homes.public.drop_sums(p for group in self.param_groups for p in group["params"])
         self._raised = None
 
     @property
@@ -325,10 +352,11 @@ class OffloadOptimizer(MovableStates):
             RuntimeError: if the class does not treat each parameter by itself.
         """
         self._synchronize()
-        self.access.write_back()
+        if self.homes.tier.keeps:
+            self.homes.write_back()
 
     def _synchronize(self) -> None:
-        self.access.apply_pending_updates()
+        self.homes.streamer.apply_pending_updates()
         self._group_changes.check()
 
     @contextlib.contextmanager
@@ -361,8 +389,8 @@ class OffloadOptimizer(MovableStates):
         """Loads a ``state_dict()`` of this optimizer, or of the plain one; the tensors are copied."""
         self._check_idle()
         self._synchronize()
-        formed = {self.access.public.of(s) for shard in self.access.shards for s in shard.formed}
-        super().load_state_dict(hold_state_dict(state_dict, self.param_groups, formed))
+        super().load_state_dict(hold_state_dict(state_dict, self.param_groups))
+        self.state.update((p, release(state)) for p, state in self.state.items())
         if self._rounds_weights():
             self.steps = state_dict.get("steps", self.steps)
         for group in self.param_groups:
@@ -373,7 +401,7 @@ class OffloadOptimizer(MovableStates):
 
     def _rounds_weights(self) -> bool:
         """Whether updates round stochastically."""
-        return any(s.form is not None and not s.form.exact for shard in self.access.shards for s in shard.formed)
+        return any(s.form is not None and not s.form.exact for shard in self.homes.shards for s in shard.formed)
 
     def _step_groups_without_gradients(self, options: list[dict[str, Any]]) -> None:
         """Steps groups without gradients on one param block: the plain class writes into these groups, too."""
@@ -404,7 +432,10 @@ class OffloadOptimizer(MovableStates):
         )
 
     def _check_idle(self) -> None:
-        self.access.check_idle()
+        if self.homes.busy:
+            raise RuntimeError(
+                "expected no running forward or backward, but a layer or a hook called the optimizer; call it later"
+            )
         if self.in_backward is not None:
             self.in_backward.check()
 
@@ -412,7 +443,7 @@ class OffloadOptimizer(MovableStates):
         """Factor of the gradients; None for 1."""
         if self.max_norm is None:
             return None if scale is None else 1 / scale.to("cpu")
-        public, groups = self.access.public, self.param_groups
+        public, groups = self.homes.public, self.param_groups
         self.last_norm, coefficient = clip_coefficient(public, groups, self.max_norm, scale, trusted=trusted)
         return coefficient
 
@@ -427,7 +458,10 @@ class OffloadOptimizer(MovableStates):
         for param_block in self.param_blocks[shard]:
             gradients: list[Tensor | None] = [kept.get(s, s.parameter.grad) for s in param_block.slices]
             if any(gradient is not None for gradient in gradients):
-                jobs.append(UpdateJob(param_block, gradients, options, coefficient, self.steps + 1))
+                jobs.append(job := UpdateJob(param_block, gradients, options, coefficient, self.steps + 1))
+                if job.sparse:
+                    param_block.check_dense(gradients)
+                    check_sparse(self.factory.kind, self.factory.arguments, options[param_block.group])
         return jobs
 
     def update(
@@ -452,8 +486,8 @@ class OffloadOptimizer(MovableStates):
             shard,
             tasks,
             self._lane,
-            self.access.meter,
-            in_slot=shard.blocking_io and not has_own_memory(self.access.device),
+            self.homes.meter,
+            in_slot=shard.blocking_io and not has_own_memory(self.homes.device),
             io_threads=self._filler,
             finished=finished,
         )
@@ -465,7 +499,7 @@ class OffloadOptimizer(MovableStates):
 
 
 def _check_model(model: Any, kind: Any) -> None:
-    if not hasattr(type(model), "optimizer_access"):
+    if not hasattr(type(model), "memory_report"):
         raise TypeError(f"expected an OffloadModel, got {type(model).__name__} (model); use torch's class itself")
     if isinstance(kind, type) and issubclass(kind, OffloadOptimizer):
         raise TypeError(f"expected a class such as torch.optim.AdamW, got optimizer_class={kind!r}")

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from offload.optim.groups import copied_options, options_of, same_option
 from offload.optim.io_buffers import UpdateBlock, Write
-from offload.optim.state_forms import EncodedWeights, StateForm, fitting_form, hold, release, step_encoded
+from offload.optim.state_forms import EncodedWeights, StateForm, fitting_form, release, step_encoded
 from offload.storage.buffer import copied_to
 from offload.storage.contract import in_order
 from offload.streaming.formed_weights import formed_values, lower_part
@@ -110,6 +110,15 @@ class UpdateJob:
         if self.coefficient is not None and self.coefficient.device != device:
             self.coefficient = self.coefficient.to(device)
         return self.coefficient
+
+    def clip(self, gradients: list[Tensor]) -> None:
+        """Multiplies gradients on one device by the coefficient, once.
+
+        In place, since a gradient that is not zeroed stays clipped, as after ``clip_grad_norm_``.
+        """
+        if gradients and not self.scaled and (coefficient := self.coefficient_on(gradients[0].device)) is not None:
+            multiply_all(gradients, coefficient)
+            self.scaled = True
 
     @property
     def nbytes(self) -> int:
@@ -242,9 +251,9 @@ class ParamBlock(ABC):
     def _note_part(self) -> None:
         self._parts_done += 1
 
-    def _check_dense(self, job: UpdateJob) -> None:
+    def check_dense(self, gradients: Sequence[Tensor | None]) -> None:
         """Raises TypeError for a sparse gradient of a parameter whose states are encoded, or that has a form itself."""
-        for k, (s, gradient) in enumerate(zip(self.slices, job.gradients, strict=True)):
+        for k, (s, gradient) in enumerate(zip(self.slices, gradients, strict=True)):
             if gradient is not None and gradient.is_sparse and (s.form is not None or k in self.encoded):
                 raise TypeError(
                     f"parameter {s.name} has a sparse gradient, but its weights (store_dtype=) or its states (states=) "
@@ -284,8 +293,8 @@ class ParamBlock(ABC):
             saved["state"] = {}
             for k, (state, proxy) in enumerate(zip(states, self.proxies, strict=True)):
                 if state:
-                    fitting = fitting_form(state, proxy, self.factory.form if k in self.encoded else None)
-                    saved["state"][k] = hold({key: self._copied(value) for key, value in fitting.items()}, proxy)
+                    mine = {key: self._copied(value) for key, value in state.items()}
+                    saved["state"][k] = fitting_form(mine, proxy, self.factory.form if k in self.encoded else None)
             optimizer.load_state_dict(saved)
             for proxy in self.proxies:
                 if proxy in optimizer.state:
@@ -337,16 +346,11 @@ class HostParamBlock(ParamBlock):
 
     def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
         """Updates the parameters in place."""
-        self._check_dense(job)
         self.prepare(job.options, sparse=job.sparse)
         pairs = zip(job.gradients, self.proxies, strict=True)
         gradients = [None if g is None else copied_to(g, p.device) for g, p in pairs]
         rounded = {k for k, g in enumerate(gradients) if g is not None and g.dtype != self.proxies[k].dtype}
-        wide = [g for k, g in enumerate(gradients) if g is not None and k not in rounded]
-        if wide and not job.scaled and (coefficient := job.coefficient_on(wide[0].device)) is not None:
-            # In place, since a gradient that is not zeroed stays clipped, as after clip_grad_norm_.
-            multiply_all(wide, coefficient)
-            job.scaled = True
+        job.clip([g for k, g in enumerate(gradients) if g is not None and k not in rounded])
         try:
             with self._arithmetic():
                 encoded = self._encoded_weights(job)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -43,7 +43,6 @@ __all__ = [
     "elements_per_entry",
     "fitting_form",
     "form_of",
-    "hold",
     "hold_state_dict",
     "in_full",
     "release",
@@ -229,13 +228,9 @@ class _Held:
     tensor: Tensor
 
 
-def hold(state: Mapping[str, Any], parameter: Tensor, *, whole: bool = False) -> dict[str, Any]:
-    """The states of a parameter for ``load_state_dict`` of ``torch.optim``: those of fewer bytes pass it unchanged.
-
-    ``whole``: all of them do, since the parameter has another type than its states.
-    """
-    small = {k for k, v in state.items() if isinstance(v, Tensor)} if whole else set(_small(state, parameter))
-    return {name: _Held(value) if name in small else value for name, value in state.items()}
+def hold(state: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
+    """The states of a parameter for ``load_state_dict`` of ``torch.optim``, which these ``names`` pass unchanged."""
+    return {name: _Held(value) if name in names else value for name, value in state.items()}
 
 
 def release(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,28 +238,16 @@ def release(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.tensor if isinstance(value, _Held) else value for name, value in state.items()}
 
 
-def hold_state_dict(
-    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], formed: Container[Tensor] = ()
-) -> dict[str, Any]:
-    """A ``state_dict()`` for parameters of these groups, each state as :func:`hold` returns it.
+def hold_state_dict(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A ``state_dict()`` for parameters of these groups, all of whose states :func:`hold` hides.
 
-    ``formed``: the parameters that are stored in a form, and have its type.
     Raises ValueError if a state in 8 bits cannot be that of its parameter.
     """
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     parameters = [p for group in groups for p in group["params"]]
-    state = dict(state_dict["state"])
     for number, parameter in zip(numbers, parameters, strict=False):  # torch refuses another number of them
-        if number in state:
-            _check_stored(state[number], parameter)
-            state[number] = hold(state[number], parameter, whole=parameter in formed)
-    return {**state_dict, "state": state}
-
-
-def _small(state: Mapping[str, Any], parameter: Tensor) -> Iterator[str]:
-    for form in _FORMS.values():
-        for key in form.keys(state, parameter):
-            yield from form.names(key)
+        _check_stored(state_dict["state"].get(number, {}), parameter)
+    return {**state_dict, "state": {number: hold(state, state) for number, state in state_dict["state"].items()}}
 
 
 def in_full(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
@@ -280,10 +263,10 @@ def in_full(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
 
 
 def fitting_form(state: Mapping[str, Any], parameter: Tensor, form: StateForm | None) -> dict[str, Any]:
-    """The states of a parameter, in full where they have another form than the given one."""
+    """The states of a parameter for ``load_state_dict``: in full where they have another form than the given one."""
     kept = [] if form is None else [n for key in form.keys(state, parameter) for n in form.names(key)]
     others = in_full({name: value for name, value in state.items() if name not in kept}, parameter)
-    return {**others, **{name: state[name].contiguous() for name in kept}}
+    return hold({**others, **{name: state[name].contiguous() for name in kept}}, kept)
 
 
 def _check_stored(state: Mapping[str, Any], parameter: Tensor) -> None:

@@ -34,7 +34,7 @@ from offload.telemetry.statistics import UPDATE_IN_MEMORY, Meter
 from pipe.threads import Future, Threads
 
 if TYPE_CHECKING:
-    from offload.optim.access import OptimizerAccess
+    from offload.engine.homes import ModelHomes
 
 __all__ = ["InBackward", "StepDecision", "Update", "mark", "note_update"]
 
@@ -68,8 +68,8 @@ class Update:
         #: Whether an exception was raised between the begin and the end of a start.
         self._starting = False
         self._failed = False
-        #: ``done``: all of it is applied. ``withdrawn``: none of it is, or will be.
-        self.done = self.withdrawn = False
+        #: Whether all of it is applied.
+        self.done = False
         self._filled: Tensor | None = None
         #: The expected next update: it is prefetched while this one ends.
         self.following: Update | None = None
@@ -110,26 +110,11 @@ class Update:
                 self._shard.fill_own(slot)
 
         # The writes that failed in an earlier attempt have to be repeated first.
-        return self._io_threads.offer(fill) if self.unapplied else Future(fill)
+        return Future(fill) if any(job.unwritten for job in self.tasks) else self._io_threads.offer(fill)
 
     def filled(self, slot: Tensor) -> bool:
         """Whether the update left the shard's new values in ``slot``."""
         return self._filled is slot
-
-    @property
-    def unapplied(self) -> bool:
-        """Whether nothing is applied yet."""
-        return (
-            not self.done
-            and not any(job.done or job.scaled or job.blocks_done or job.unwritten for job in self.tasks)
-            and not any(job.param_block.stopped for job in self.tasks)
-        )
-
-    def withdraw(self) -> None:
-        """Drops an update that changed nothing."""
-        self.withdrawn = True
-        self.tasks.clear()
-        self._shard.pending = None
 
     def _run(self, slot: Tensor | None, filling: Future[None] | None) -> None:
         try:
@@ -192,8 +177,8 @@ class Update:
 
 # --- Decides a step of an ``OffloadOptimizer``: the updates of all shards become pending together, or none does ------
 #
-# Some updates run at once: those of parameters that stay on the compute device, and those with sparse gradients, which
-# most classes refuse. If one fails after another has begun, the step is decided all the same.
+# Those of parameters that stay on the compute device run at once. If one fails after another has begun, the step is
+# decided all the same.
 
 
 def note_update(job: UpdateJob) -> None:
@@ -219,7 +204,7 @@ def mark(shard: Shard, update: Update) -> None:
 class Stepping(ModelOptimizer, Protocol):
     """What a step needs of its optimizer."""
 
-    access: OptimizerAccess
+    homes: ModelHomes
 
     def count_step(self, number: int) -> None:
         """Notes that a step of this number is decided."""
@@ -260,29 +245,14 @@ class StepDecision:
         #: The number of this step, from 1 on.
         self.number = optimizer.steps + 1
         self.options = options
-        self._backwards = optimizer.access.backwards
+        self._backwards = self._backwards_now
         #: Those of all parameters when the step raised; weakly, since zero_grad() frees them.
         self._gradients: list[tuple[Any, Callable[[], Tensor | None]]] = []
-
-    def run_at_once(self) -> None:
-        """Runs the updates that do not become pending. Raises what they raise."""
-        for shard, update in self._updates:
-            if not any(job.sparse for job in update.tasks):
-                continue
-            mark(shard, update)
-            try:
-                update.start().synchronize()
-            except Exception:
-                if not self.begun:
-                    update.withdraw()
-                raise
-        self._run_resident()
 
     @property
     def begun(self) -> bool:
         """Whether anything is applied yet."""
-        begun = any(job.done or job.scaled or job.param_block.stopped for job in self._resident)
-        return begun or not all(update.unapplied or update.withdrawn for _, update in self._updates)
+        return any(job.done or job.scaled or job.param_block.stopped for job in self._resident)
 
     @property
     def done(self) -> bool:
@@ -293,12 +263,17 @@ class StepDecision:
         """Makes all updates pending. Idempotent, for a second call after an exception in the first."""
         self._run_resident()
         for shard, update in self._updates:
-            if shard.pending is not update and not (update.done or update.withdrawn):
+            if shard.pending is not update and not update.done:
                 mark(shard, update)
         # The next forward loads the shards in their order.
         for (_, update), (_, following) in itertools.pairwise(self._updates):
             update.following = following
         self._optimizer.count_step(self.number)
+
+    @property
+    def _backwards_now(self) -> int:
+        """How many backwards have added to gradients, or have begun to."""
+        return self._optimizer.homes.streamer.gradient_offload.optimizers.backwards
 
     def note_gradients(self) -> None:
         """Called when the step has raised."""
@@ -308,7 +283,7 @@ class StepDecision:
     def repeats(self) -> bool:
         """Whether a call of ``step()`` repeats this one, which raised: no backward came between, and no gradient was
         replaced or removed."""
-        if self._optimizer.access.backwards != self._backwards:
+        if self._backwards_now != self._backwards:
             return False
         return all(parameter.grad is gradient() for parameter, gradient in self._gradients)
 
@@ -391,7 +366,7 @@ class InBackward:
                 f"{waiting} more forwards of this model still need their backward, but this one changes parameters; "
                 f"run it under `with optimizer.accumulate():`, or delete their outputs"
             )
-        shards = optimizer.access.shards
+        shards = optimizer.homes.shards
         used: dict[int, int] = {}
         for place, j in enumerate(range(len(shards)) if order is None else order):
             used.setdefault(j, place)

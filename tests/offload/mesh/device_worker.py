@@ -118,7 +118,7 @@ def main(folder: Path, kind: str) -> None:
         if ranks == 1:
             patch.setattr("offload.construction.check_mesh", lambda mesh, *_: mesh)
         if kind == "cpu":
-            patch.setattr("offload.mesh.sharding.transport_for", lambda device: Transport(device, "gloo", adds=True))
+            patch.setattr("offload.mesh.sharding.transport_for", lambda device: Transport(device, "gloo"))
         rows = [each.to(device) for each in batches()]
         for home in ("cpu", folder):
             check(build(tied=True), rows, mesh, device, home, num_slices=4)

@@ -326,7 +326,7 @@ def collectives_that_run_late_change_nothing_but_a_reduction_that_is_not_awaited
             model = world.model(bare, blocks="layers")
             within = {name for name, _ in bare.named_parameters() if name.startswith("layers")}
             with pytest.MonkeyPatch.context() as inner:
-                for site in find_sites(["offload/mesh/gradients.py"]):
+                for site in find_sites(["offload/mesh/gradients.py", "offload/mesh/sharded.py"]):
                     if site.text == taken:
                         take_out(site, inner)
                 loss_of(model(world.part(batch(0)))).backward()
@@ -762,14 +762,14 @@ OF_DEVICE = [
     rows_of_a_mesh_of_two_dimensions_store_the_model_each,
     *device_memory_claims.CLAIMS,
 ]
-ON_DEVICE = Transport(HOST.device, HOST.backend, adds=True)
+ON_DEVICE = Transport(HOST.device, HOST.backend)
 
 
 def claims_of(
     ranks: int, claims: Sequence[Callable[[World], None]], folder: Path, transport: Transport = HOST
 ) -> dict[str, Callable[[], None]]:
     """For each of so many ranks, which wait for each other after a claim; ``transport``: how they move bytes."""
-    title = f"{ranks} ranks" + (", device" if transport.adds else "")
+    title = f"{ranks} ranks" + ("" if transport is HOST else ", device")
     folder = folder / title
     (folder / "homes").mkdir(parents=True)
     world = cache(lambda: World(init_device_mesh("cpu", (ranks,)), folder))

@@ -5,15 +5,15 @@ Sums and bytes are those of ``test_mesh.py``, whose ranks exchange so as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from offload.mesh import ranks as of_ranks
-from offload.mesh.gradients import ReplicatedGradients, means_of_parts
+from offload.mesh.gradients import means_of_parts, means_of_whole
 from offload.mesh.parts import Part, WholePart, offsets_of
 from offload.mesh.ranks import CollectiveLane, Ranks, Transport, check_devices
 from offload.mesh.shard import gather_parts
@@ -26,8 +26,9 @@ class Alone(Ranks):
     """One of two ranks, whose collectives end at once: its tensors are without values."""
 
     def __init__(self) -> None:
-        self.transport = Transport(META, "", adds=True)
+        self.transport = Transport(META, "")
         self.count, self.rank, self.replicas, self.replica = 2, 0, 1, 0
+        self._rows = None
         self.divide_factor = 2.0
         self._staging = torch.empty(0)
         self.devices: set[torch.device] = set()
@@ -35,14 +36,11 @@ class Alone(Ranks):
     def all_gather(self, staging: Tensor) -> None:
         self.devices.add(staging.device)
 
-    def reduce(self, received: Tensor, sent: Tensor, dtype: torch.dtype) -> None:
-        assert received.shape == (1 if dtype == torch.float32 else 2, sent.shape[1])
+    def reduce(self, received: Tensor, sent: Tensor) -> None:
+        assert received.shape == sent.shape
         self.devices |= {received.device, sent.device}
 
-    def all_reduce(self, tensors: Iterable[Tensor], nbytes: int, *, replicas: bool = False) -> None:
-        self.devices.update(tensor.device for tensor in tensors)
-
-    def any_rank_has(self, flags: Sequence[bool], *, replicas: bool = False) -> list[bool]:
+    def any_rank_has(self, flags: Sequence[bool]) -> list[bool]:
         return [*flags]
 
 
@@ -64,11 +62,9 @@ def test_what_collectives_move_is_on_the_device() -> None:
     gather_parts(parts, offsets, nbytes, flat, lambda memory, begin: None, ranks)
     means = means_of_parts(parts, [each.contiguous() for each in whole], ranks)
     assert [None if mean is None else mean.dtype for mean in means] == [each.dtype for each in whole]
-    ours = [nn.Parameter(each) for each in whole]
-    replicated = ReplicatedGradients({p: WholePart.of("", p, 2) for p in ours}, ranks)
-    found = replicated._means(ours, {ours[0]: torch.empty_like(ours[0])})
-    assert {tensor.device for tensor in (*means, found[0][1]) if tensor is not None} == {META}
-    assert len(found) == 1
+    found = means_of_whole([WholePart.of("", each, 2) for each in whole], [whole[0], None, None], ranks)
+    assert {tensor.device for tensor in (*means, found[0]) if tensor is not None} == {META}
+    assert found[1:] == [None, None]
     assert ranks.devices == {META}
 
 

@@ -116,7 +116,7 @@ def a_copy_on_a_stream_comes_after_what_it_was_given_after(monkeypatch: pytest.M
 def what_a_lane_of_ranks_frees_is_known_to_the_allocator(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     cuda, log = LateCuda(monkeypatch), list[object]()
     monkeypatch.setattr("offload.mesh.ranks.record_stream", lambda tensor, stream: log.append(stream))
-    Transport(DEVICE, "", adds=True).use(_ones())
+    Transport(DEVICE, "").use(_ones())
     assert log == [cuda.compute], "the allocator does not know its user"
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from offload import OffloadModel, OffloadOptimizer
 from tests.offload.late import LateLane
 from tests.offload.pair import Pair
 from tests.offload.scenarios.training import update_on
@@ -120,13 +119,3 @@ def a_loaded_optimizer_is_not_updated_by_an_earlier_step(pair: Pair) -> None:
         optimizer.load_state_dict(state)
     pair.assert_equal()
     pair.assert_equal_states()
-
-
-@fails_with("DID NOT RAISE .*RuntimeError", error=pytest.fail.Exception)
-def a_gradient_that_a_class_refuses_is_refused_by_the_step(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    layers = [nn.EmbeddingBag(5, 4, sparse=True), nn.Linear(4, 2)]
-    model = OffloadModel(layers, "cpu", f"{path}/", checkpoint_activation=True, num_slices=3)
-    optimizer = OffloadOptimizer(model, torch.optim.AdamW)
-    model(torch.tensor([[0, 1]])).sum().backward()
-    with pytest.raises(RuntimeError, match="sparse"):
-        optimizer.step()

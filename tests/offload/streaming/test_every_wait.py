@@ -146,7 +146,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         ],
         "OffloadOptimizer.synchronize": [("self._synchronize()", reading.synchronize_finishes_the_update)],
         "OffloadOptimizer._synchronize": [
-            ("self.access.apply_pending_updates()", reading.synchronize_finishes_the_update)
+            ("self.homes.streamer.apply_pending_updates()", reading.synchronize_finishes_the_update)
         ],
         "OffloadOptimizer.state_dict": [("self._synchronize()", reading.the_state_of_the_optimizer_is_updated)],
         "OffloadOptimizer.load_state_dict": [
@@ -154,9 +154,6 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         ],
     },
     "offload.optim.update": {
-        "StepDecision.run_at_once": [
-            ("update.start().synchronize()", reading.a_gradient_that_a_class_refuses_is_refused_by_the_step),
-        ],
         "InBackward.complete": [
             ("update.start(slot, after=after, holds=True)", training.updates_in_backward_see_complete_gradients)
         ],
@@ -176,15 +173,9 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
             ("filling.run_or_wait()", files.weights_are_there_when_they_are_updated),
         ],
     },
-    "offload.optim.access": {
-        "OptimizerAccess.apply_pending_updates": [
-            ("self._streamer.apply_pending_updates()", reading.synchronize_finishes_the_update)
-        ],
-    },
     "offload.optim.disk_update": {
         "DiskParamBlock.flush": [
             ("self._buffer_pool.wait_idle()", files.an_update_has_arrived_when_it_is_done),
-            ("self._buffer_pool.wait_idle() #2", files.an_update_that_failed_goes_on_nowhere),
         ],
         "DiskParamBlock.cancel_prefetch": [
             ("self._buffer_pool.wait_idle()", files.an_update_that_failed_goes_on_nowhere)
@@ -192,12 +183,9 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
     },
     "offload.optim.io_buffers": {
         "IOBuffer.wait": [("job.run_or_wait()", files.an_io_buffer_holds_what_was_asked_for)],
-        "IOBuffer.clear": [("job.cancel()", files.a_discarded_prefetch_never_lands)],
-        "IOBufferPool.prepare": [("io_buffer.wait()", files.an_io_buffer_holds_what_was_asked_for)],
-        "_WriteBack.collect": [
-            ("job.run_or_wait()", files.what_fails_to_be_written_goes_on_nowhere),
-            ("job.cancel()", files.what_fails_to_be_written_goes_on_nowhere),
-        ],
+        "IOBuffer._cancel": [("job.cancel()", files.a_discarded_prefetch_never_lands)],
+        "IOBufferPool.prepare": [("self._current.wait()", files.an_io_buffer_holds_what_was_asked_for)],
+        "IOBuffer.collect": [("job.run_or_wait()", files.what_fails_to_be_written_goes_on_nowhere)],
     },
     "offload.storage.transfer": {
         "Transfers._move": [
@@ -315,8 +303,8 @@ EXCEPTIONS = {
     "offload.mesh.gradients MeshGradientOffload.drain: arrival.wait()": (
         "needs several processes: tests/offload/mesh takes it out, too"
     ),
-    "offload.mesh.gradients _Sums._new: arrival.synchronize()": "bounds memory, which tests/offload/mesh measures",
-    "offload.mesh.gradients ReplicatedGradients.reduce: arrival.synchronize()": "the same as of a drain",
+    "offload.mesh.gradients _sums_of_parts: arrival.synchronize()": "bounds memory, which tests/offload/mesh measures",
+    "offload.mesh.sharded MeshParameters.store_replicated: arrival.synchronize()": "the same as of a drain",
     "offload.mesh.ranks Ranks.copy_first_replica: arrival.synchronize()": "loads are later jobs of the same lane",
     "offload.mesh.ranks CollectiveLane.submit: arrival.synchronize()": (
         "needs several processes: tests/offload/mesh takes it out, too"
