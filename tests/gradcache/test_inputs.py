@@ -17,7 +17,6 @@ from gradcache import GradCache
 from gradcache.functional import cached
 from gradcache.loss import SimpleContrastiveLoss
 from offload import MemoryPolicy
-from pipe.nested import map_tensors, tensors_in
 from tests.gradcache.towers import WAYS, Calls, offloaded
 
 
@@ -52,44 +51,6 @@ def test_a_model_that_writes_over_a_tokenizer_s_mapping_meets_a_copy_in_both_pas
     GradCache([model, model], 3, SimpleContrastiveLoss(), split_input_fn=cut)(*inputs)
     assert_same_gradients([bare], [model])
     assert all(torch.equal(each["x"], old) for each, old in zip(inputs, before, strict=True))
-
-
-def test_rows_that_a_split_function_drops_from_a_mapping_are_noticed() -> None:
-    cache = GradCache(
-        [Overwriting()], 3, lambda r: r.sum(), split_input_fn=lambda x, size: [UserDict({"x": x["x"][:size]})]
-    )
-    with pytest.raises(ValueError, match="all 7 rows"):
-        cache(UserDict({"x": torch.randn(7, 8)}))
-
-
-def test_mappings_of_all_types_are_opened_and_made_again() -> None:
-    class Fixed(Mapping[str, Any]):
-        def __init__(self, **members: Any) -> None:
-            self.members = members
-
-        def __getitem__(self, key: str) -> Any:
-            return self.members[key]
-
-        def __iter__(self) -> Any:
-            return iter(self.members)
-
-        def __len__(self) -> int:
-            return len(self.members)
-
-    class Tokens(UserDict[str, Any]):
-        def __init__(self, data: Any = None, encodings: Any = None) -> None:
-            super().__init__(data)
-            self.encodings = encodings
-
-    one, two, three = torch.ones(3)
-    value = [Tokens({"a": one, "b": [two, "text"]}, encodings="kept"), Fixed(c=three)]
-    assert len(tensors_in(value)) == 3
-    doubled = map_tensors(lambda t: t * 2, value)
-    assert isinstance(doubled[0], Tokens)
-    assert doubled[0].encodings == "kept"
-    assert (doubled[0]["a"], doubled[0]["b"][0], doubled[0]["b"][1], doubled[1]["c"]) == (2, 2, "text", 2)
-    assert value[0]["a"] is one
-    assert value[1]["c"] is three
 
 
 class Clip(nn.Module):

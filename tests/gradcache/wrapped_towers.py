@@ -26,29 +26,30 @@ def offloaded(model: nn.Sequential, home: Any = "cpu", **options: Any) -> Offloa
     return OffloadModel(model, "cpu", home, **{"num_slices": SHARDS, "checkpoint_activation": True, **options})
 
 
-class Normalised(nn.Module):
-    """No parameters of its own, and what enters the body is the chunk itself."""
+class Tower(nn.Module):
+    """What a tower may have around its bodies, trained and with random numbers and buffers; its forward uses some."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    dropout = 0.0
+
+    def __init__(self, dropout: float | None = None) -> None:
         super().__init__()
-        self.body = layers(0, dropout)
+        self.dropout = self.dropout if dropout is None else dropout
+        torch.manual_seed(7)
+        self.first, self.between, self.last = (nn.Linear(WIDTH, WIDTH).double() for _ in range(3))
+        self.norm_before, self.norm_after = (nn.BatchNorm1d(WIDTH).double() for _ in range(2))
+        self.drop = nn.Dropout(self.dropout)
+        self.body = layers(0, self.dropout)
+
+
+class Normalised(Tower):
+    """What enters the body is the chunk itself."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.normalize(self.body(x), dim=-1)
 
 
-class Embedding(nn.Module):
-    """Trained before and after the body, with random numbers and buffers on both sides."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.first = nn.Linear(WIDTH, WIDTH).double()
-        self.norm_before = nn.BatchNorm1d(WIDTH).double()
-        self.drop = nn.Dropout(dropout)
-        self.body = layers(0, dropout)
-        self.norm_after = nn.BatchNorm1d(WIDTH).double()
-        self.last = nn.Linear(WIDTH, 4).double()
+class Embedding(Tower):
+    """With random numbers and buffers on both sides."""
 
     def prefix(self, x: Tensor) -> Tensor:
         return self.drop(self.norm_before(self.first(x)))
@@ -60,28 +61,20 @@ class Embedding(nn.Module):
         return self.suffix(self.body(self.prefix(x)))
 
 
-class Residual(nn.Module):
+class Residual(Tower):
     """What comes before the body is used behind it as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(8)
-        self.first = nn.Linear(WIDTH, WIDTH).double()
-        self.body = layers()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x).relu()
         return x + self.body(x) * x
 
 
-class TwoBodies(nn.Module):
+class TwoBodies(Tower):
     """One after the other, with something trained around each, and a way past the second."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(9)
-        self.first, self.between, self.last = (nn.Linear(WIDTH, WIDTH).double() for _ in range(3))
-        self.body, self.second = layers(1), layers(2)
+        self.second = layers(2)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.body(self.first(x))
