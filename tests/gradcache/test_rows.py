@@ -185,14 +185,6 @@ def test_the_advised_get_rep_fn_gives_the_whole_batch_s_step(assert_same_gradien
     assert_same_gradients([bare], [ours])
 
 
-def test_a_single_chunk_may_return_any_rows(assert_same_gradients: Any) -> None:
-    bare, ours = Views(), Views()
-    views = [torch.randn(8, 6).double() for _ in range(2)]
-    between_views(bare(*views)).backward()
-    GradCache([ours], 8, between_views)(views)
-    assert_same_gradients([bare], [ours])
-
-
 def test_pooled_chunks_are_refused_and_a_split_function_may_say_what_a_row_is(assert_same_gradients: Any) -> None:
     class Pooled(nn.Module):
         def __init__(self) -> None:

@@ -242,14 +242,6 @@ def test_a_streamed_model_is_loaded_twice_for_all_mini_batches_and_columns(
     assert ours.words.statistics().shard_loads <= 2 * 3
 
 
-def test_a_guide_that_is_streamed_gives_the_same_loss() -> None:
-    plain, streamed = Encoder(seed=5).eval(), Encoder(seed=5).eval()
-    streamed.words = OffloadModel(streamed.words, "cpu", checkpoint_activation=True, blocks="layer").eval()
-    values = [guided(Encoder(), guide=guide)(batch(3)) for guide in (plain, streamed)]
-    torch.testing.assert_close(*values)
-    assert streamed.words.statistics().shard_loads <= 3
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_misuse_is_named_before_the_model_runs(name: str) -> None:
     class Unusable(Encoder):
@@ -294,30 +286,6 @@ def test_a_copy_has_its_configuration_and_its_value(name: str) -> None:
 
 
 # --- the ranking loss -------------------------------------------------------------------------------------------------
-
-
-def test_evaluation_and_configuration() -> None:
-    model = Encoder()
-    loss = CachedMultipleNegativesRankingLoss(model, 10.0, mini_batch_size=2, show_progress_bar=True)
-    columns = batch(2)
-    with torch.no_grad():
-        value = loss(columns)
-    assert not value.requires_grad
-    assert loss.get_config_dict() == {
-        "scale": 10.0,
-        "similarity_fct": "cos_sim",
-        "mini_batch_size": 2,
-        "mini_batch_num_tokens": None,
-        "gather_across_devices": False,
-        "directions": ("query_to_doc",),
-        "partition_mode": "joint",
-        "hardness_mode": None,
-        "hardness_strength": 0.0,
-    }
-    assert loss.temperature == 0.1
-    assert "Gao" in loss.citation
-    assert loss.model is model
-    assert copy.deepcopy(loss)(columns).item() == pytest.approx(value.item())
 
 
 def test_another_similarity_is_used_and_misuse_is_named() -> None:
