@@ -29,14 +29,12 @@ setup(
             "safetensors>=0.4",
             "fairscale==0.4.13",
         ],
-        "bench": ["tokenizers>=0.20", "matplotlib>=3.8", "numpy", "tqdm"],
+        "bench": ["matplotlib>=3.8", "numpy", "tqdm"],
         # What the question pipe-ladder measures beside ours.
         "ancestors": ["fairscale==0.4.13", "torchgpipe==0.0.7"],
         # What torchrec needs. It asks for a CUDA build of fbgemm, so it is installed by hand on a machine without one:
         # pip install --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0
         "torchrec": ["tensordict", "torchmetrics==1.0.3", "tqdm", "pyre-extensions", "numpy"],
-        # What memory-latency measures forward only, in an environment that GRADSTREAM_PEER_PYTHON_ACCELERATE names.
-        "peers": ["accelerate>=1.15", "diffusers>=0.42"],
         "jax": ["jax>=0.4.30"],
         "sentence-transformers": ["sentence-transformers>=3"],
         "huggingface": ["transformers>=4.40"],

@@ -177,23 +177,6 @@ def test_no_module_imports_itself_over_others_even_for_types() -> None:
     assert len([*graphlib.TopologicalSorter(graph).static_order()]) == len(paths)
 
 
-def test_the_test_of_order_sees_an_upward_import_at_run_time_only(tmp_path: Path) -> None:
-    (tmp_path / "house" / "cellar").mkdir(parents=True)
-    (tmp_path / "house" / "roof.py").write_text("import house.cellar.wine\n", encoding="utf-8")
-    (tmp_path / "house" / "cellar" / "wine.py").write_text(
-        "from typing import TYPE_CHECKING\n"
-        "if TYPE_CHECKING:\n    from house.roof import Roof\n"
-        "else:\n    from house import roof\n"
-        "class A:\n    def f():\n        if A:\n            import house.roof as r\n"
-        "import house.cellar.rack\n",
-        encoding="utf-8",
-    )
-    assert [*upward_imports(tmp_path / "house", ["cellar", "roof"])] == [
-        "house/cellar/wine.py:5 imports house.roof",
-        "house/cellar/wine.py:9 imports house.roof",
-    ]
-
-
 @pytest.mark.parametrize("floor", FLOORS)
 def test_no_floor_imports_one_above_it(floor: str) -> None:
     above = set(FLOORS[FLOORS.index(floor) + 1 :]) | {"benchmarks", "tests"}
@@ -220,20 +203,6 @@ def test_packages_run_with_torch_and_psutil_alone() -> None:
         assert others | exchanges == OPTIONAL.get(str(path.relative_to(ROOT)), set()), path
 
 
-@pytest.mark.parametrize("floor", FLOORS)
-def test_every_module_says_what_it_is_for(floor: str) -> None:
-    for path in modules(floor):
-        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), path
-
-
 def test_tests_mirror_the_packages() -> None:
     folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and not path.name.startswith("_")}
     assert folders >= {*FLOORS, "benchmarks"}
-
-
-def test_the_test_of_directions_sees_an_import_in_a_function(tmp_path: Path) -> None:
-    path = tmp_path / "module.py"
-    path.write_text(
-        "def f():\n    from gradcache.loss import x\n    import offload.planning.plan as p\n", encoding="utf-8"
-    )
-    assert sorted(imports(path)) == [("gradcache", 2), ("offload", 3)]

@@ -22,5 +22,5 @@ fi
 # Nothing is looked up: every model is built from a configuration. One of the files takes longer than all others.
 HF_HUB_OFFLINE=1 exec "$python" -m pytest -q --dist=worksteal \
     tests/offload/blocks/test_transformers.py tests/offload/blocks/test_trainers.py \
-    tests/gradcache/test_sentence_transformers.py tests/gradcache/test_sentence_transformers_losses.py \
+    tests/gradcache/test_sentence_transformers.py \
     tests/gradcache/test_huggingface.py tests/offload/advise/test_advise.py tests/benchmarks/test_gpu.py tests/test_documents.py

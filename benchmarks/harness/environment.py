@@ -14,8 +14,6 @@ import torch
 
 from benchmarks.harness.memory import MEMORY_KIND
 
-PACKAGES = ("gradstream", "numpy", "tokenizers")
-
 
 def environment_facts() -> dict[str, str]:
     """Date, command, machine, software and kind of memory, in words."""
@@ -27,7 +25,7 @@ def environment_facts() -> dict[str, str]:
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     software = [system, f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     versions = {found.name: found.version for found in importlib.metadata.distributions()}
-    software += [f"{name} {versions.get(name, 'not installed')}" for name in PACKAGES]
+    software.append(f"gradstream {versions.get('gradstream', 'not installed')}")
     program = Path(sys.argv[0])  # a module run with ``-m`` shows itself as a path
     words = ["-m", program.parent.name] if program.name == "__main__.py" else [program.name]
     return {

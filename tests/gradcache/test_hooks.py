@@ -56,19 +56,7 @@ def step_in_backward(model: nn.Module, calls: list[str]) -> None:
         parameter.register_post_accumulate_grad_hook(hook)
 
 
-def step_at_last(model: nn.Module, calls: list[str]) -> None:
-    """A hook of several parameters, which autograd calls when it has all of their gradients."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-
-    def hook(gradients: Any) -> None:
-        calls.extend(str(k) for k, gradient in enumerate(gradients) if gradient is not None)
-
-    torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), hook)
-    next(model.parameters()).register_hook(lambda gradient: gradient * 2)
-    assert optimizer
-
-
-HOOKS = [clamp, step_in_backward, step_at_last]
+HOOKS = [clamp, step_in_backward]
 
 
 def plain(model: Tower, x: Tensor, y: Tensor) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import offload.limits
 from gradcache import GradCache
-from gradcache.chunk_size import StepMemory
 from gradcache.loss import SimpleContrastiveLoss
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 
@@ -43,14 +42,6 @@ def test_a_step_in_a_memory_is_that_of_the_whole_batch(memory: Any, assert_same_
         ours.zero_grad()
         step(x)
         assert_same_gradients([bare], [ours])
-
-
-def test_one_number_is_shared_by_gradients_and_the_graph_of_a_chunk() -> None:
-    model, other = tower(), tower()
-    memory = StepMemory(MemoryPolicy("1MiB"))
-    assert memory.activation_bytes(model, [model, model]) == ((1 << 20) - GRADIENT_BYTES) // 2
-    assert memory.activation_bytes(model, [model, other]) == ((1 << 20) - 2 * GRADIENT_BYTES) // 2
-    assert StepMemory(MemoryPolicy("1MiB", activation_bytes=6)).activation_bytes(model, [model]) == 6
 
 
 def test_a_number_that_holds_no_gradients_says_the_least_that_works() -> None:

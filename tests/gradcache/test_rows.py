@@ -89,35 +89,24 @@ def test_a_list_with_process_fn_is_cut_between_its_rows(kind: str, execution: st
 
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_texts_without_process_fn_are_the_model_s_one_argument(kind: Any, assert_same_gradients: Any) -> None:
-    class OfTexts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = Encoder()
-
+    class OfTexts(Encoder):
         def forward(self, texts: Any) -> Tensor:
             assert type(texts) is kind
-            out: Tensor = self.encoder(padded(tokens(text.ljust(9)) for text in texts))
-            return out
+            return super().forward(padded(tokens(text.ljust(9)) for text in texts))
 
     bare, ours = OfTexts(), OfTexts()
     texts = kind(TEXTS)
     LOSS(bare(texts), bare(texts)).backward()
     GradCache([ours, ours], 3, LOSS)(texts, texts)
     assert_same_gradients([bare], [ours])
-    assert ours.encoder.rows == {2, 3}
+    assert ours.rows == {2, 3}
 
 
 def test_lists_without_process_fn_and_with_positions_hold_arguments() -> None:
-    x, y, table = torch.zeros(4, 2), torch.ones(4, 3), torch.zeros(3)
-    assert [len(part) for part in split_input([x, y], 3)] == [2, 2]
+    x, table = torch.zeros(4, 2), torch.zeros(3)
+    assert [len(part) for part in split_input([x, x], 3)] == [2, 2]
     first, _ = split_input([x, table], 3, broadcast=(1,), lists_are_rows=True)
     assert first[1] is table
-    first, _ = split_input(((x, y), {"table": table}), 3, ("table",), lists_are_rows=True)
-    assert (len(first[0][1]), first[1]["table"]) == (3, table)
-    assert split_input((x, y), 3, lists_are_rows=True)[1][1].shape == (1, 3)
-    assert split_input({"x": x, "names": ["a"]}, 3, ("names",))[1]["names"] == ["a"]
-    with pytest.raises(ValueError, match="no row is dropped"):
-        split_input({"x": x, "names": ["a", "b"]}, 3, lists_are_rows=True)
     with pytest.raises(TypeError, match="tuple of plain values"):
         split_input({"x": x, "sizes": (1, 2)}, 3, lists_are_rows=True)
 
@@ -196,14 +185,6 @@ def test_the_advised_get_rep_fn_gives_the_whole_batch_s_step(assert_same_gradien
     assert_same_gradients([bare], [ours])
 
 
-def test_a_single_chunk_may_return_any_rows(assert_same_gradients: Any) -> None:
-    bare, ours = Views(), Views()
-    views = [torch.randn(8, 6).double() for _ in range(2)]
-    between_views(bare(*views)).backward()
-    GradCache([ours], 8, between_views)(views)
-    assert_same_gradients([bare], [ours])
-
-
 def test_pooled_chunks_are_refused_and_a_split_function_may_say_what_a_row_is(assert_same_gradients: Any) -> None:
     class Pooled(nn.Module):
         def __init__(self) -> None:
@@ -264,36 +245,17 @@ def user_s_loss(a: Any, b: Any) -> Tensor:
     return LOSS(a, b)
 
 
+Case = tuple[Callable[[Tensor, int], Any], Any, str, int]
 #: Outputs, the loss, what the error says, and the chunks that ran before.
-OUTPUTS: dict[str, tuple[Callable[[Tensor, int], Any], Any, str, int]] = {
-    "an output for a loss of tensors": (
-        lambda z, _: Output(hidden=z),
-        LOSS,
-        "AttributeError.*Output.*get_rep_fn",
-        6,
-    ),
-    "a tuple for a loss of tensors": (lambda z, _: (z, z), LOSS, "AttributeError.*tuple.*get_rep_fn", 6),
-    "an output for a loss of the user": (
-        lambda z, _: Output(hidden=z),
-        user_s_loss,
-        "AttributeError.*Output.*get_rep_fn",
-        6,
-    ),
-    "a cache": (lambda z, _: Output(hidden=z, past=Cache()), user_s_loss, r"Cache \(output\['past'\]\).*get_rep_fn", 2),
-    "a scalar": (lambda z, _: {"image": z, "logit_scale": z.sum()}, user_s_loss, r"\['logit_scale'\].*get_rep_fn", 1),
+OUTPUTS: dict[str, Case] = {
+    "output, loss of tensors": (lambda z, _: Output(a=z), LOSS, "AttributeError.*Output.*get_rep_fn", 6),
+    "tuple, loss of tensors": (lambda z, _: (z, z), LOSS, "AttributeError.*tuple.*get_rep_fn", 6),
+    "output, loss of the user": (lambda z, _: Output(a=z), user_s_loss, "AttributeError.*Output.*get_rep_fn", 6),
+    "a cache": (lambda z, _: Output(a=z, b=Cache()), user_s_loss, r"Cache \(output\['b'\]\).*get_rep_fn", 2),
+    "a scalar": (lambda z, _: {"a": z, "scale": z.sum()}, user_s_loss, r"\['scale'\].*get_rep_fn", 1),
     "a scalar in a tuple": (lambda z, _: (z, (z.sum(), z)), user_s_loss, r"\(output\[1\]\[0\]\).*get_rep_fn", 1),
-    "other rows": (
-        lambda z, _: {"rows": z, "table": z[:1]},
-        user_s_loss,
-        r"\(1, 4\) \(output\['table'\]\).*get_rep_fn",
-        1,
-    ),
-    "token embeddings of several widths": (
-        lambda z, k: {"tokens": z[:, : 4 - k // 2, None]},
-        user_s_loss,
-        r"\['tokens'\]\) from chunk 1.*pad all chunks",
-        2,
-    ),
+    "other rows": (lambda z, _: {"a": z, "b": z[:1]}, user_s_loss, r"\(1, 4\) \(output\['b'\]\).*get_rep_fn", 1),
+    "widths": (lambda z, k: {"a": z[:, : 4 - k // 2, None]}, user_s_loss, r"\['a'\]\) from chunk 1.*pad all chunks", 2),
     "another structure": (lambda z, k: (z,) * k, user_s_loss, "same structure from every chunk.*get_rep_fn", 2),
     "nothing": (lambda z, _: "text", user_s_loss, "got str; pass get_rep_fn", 1),
 }

@@ -22,6 +22,7 @@ from tests.gradcache.wrapped_towers import (
     WIDTH,
     Embedding,
     Residual,
+    Tower,
     TwoBodies,
     assert_same,
     layer_by_layer,
@@ -37,7 +38,7 @@ from tests.gradcache.wrapped_towers import (
 
 def test_process_fn_and_get_rep_fn_with_parameters_run_around_the_tower() -> None:
     torch.manual_seed(11)
-    process, rep = nn.Linear(4, WIDTH).double(), nn.Sequential(nn.Dropout(0.3), nn.Linear(4, 3)).double()
+    process, rep = nn.Linear(4, WIDTH).double(), nn.Sequential(nn.Dropout(0.3), nn.Linear(WIDTH, 3)).double()
     plain = Embedding()
     ours, process_again, rep_again = with_offload(plain), copy.deepcopy(process), copy.deepcopy(rep)
     x = torch.randn(5, 4, dtype=torch.float64)
@@ -50,11 +51,9 @@ def test_process_fn_and_get_rep_fn_with_parameters_run_around_the_tower() -> Non
 
 
 def test_a_tower_may_write_over_its_input_and_over_what_the_body_returns() -> None:
-    class InPlace(nn.Module):
+    class InPlace(Tower):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(0)
-            self.first = nn.Linear(WIDTH, WIDTH).double()
             self.body = nn.Sequential(*layers(), nn.Linear(WIDTH, WIDTH).double())
 
         def forward(self, x: Tensor) -> Tensor:
@@ -187,10 +186,8 @@ def test_a_call_inside_a_checkpoint_of_torch_is_run_where_it_is(reentrant: bool)
 
 class EitherOrder(TwoBodies):
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        if float(x.detach().sum()) > 0:
-            return self.second(self.body(x))
-        return self.body(self.second(x))
+        first, second = (self.body, self.second) if float(x[0, 0]) > 0 else (self.second, self.body)
+        return second(first(self.first(x)))
 
 
 def test_chunks_that_call_models_in_different_orders_are_right_with_one_warning() -> None:
@@ -215,22 +212,18 @@ class CheckpointedPrefix(Embedding):
         return checkpoint(super().prefix, x, use_reentrant=False)
 
 
-class KeepsMask(Residual):
+class KeepsMask(Tower):
     """Keeps things in attributes between prefix and suffix."""
-
-    mask: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         self.mask = (x > 0).double()
         return self.body(self.first(x)) * self.mask
 
 
-class Toggles(Residual):
+class Toggles(Tower):
     """Training flags that it sets for its call hold when the model runs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = layers(0, dropout=0.5)
+    dropout = 0.5
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -240,16 +233,13 @@ class Toggles(Residual):
         return nn.functional.dropout(h, 0.0, self.training)
 
 
-class FlagsAround(Embedding):
+class FlagsAround(Tower):
     """Training flags that it sets before its call hold in its suffix, and not in the next chunk."""
-
-    def __init__(self) -> None:
-        super().__init__(dropout=0.5)
-        self.body = layers()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm_before(self.first(x))
         self.norm_before.eval()
+        self.drop.p = 0.5
         self.drop.eval()
         h = self.drop(self.body(x))
         self.norm_before.train()
@@ -266,7 +256,7 @@ class Unrecorded(Embedding):
         return self.suffix(h.mul_(3).tanh_())
 
 
-class Several(Residual):
+class Several(Tower):
     """Calls its model never, once or twice."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -279,15 +269,11 @@ class Several(Residual):
 class NormBehind(Several):
     """Writes running statistics behind the last call, and draws there."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.drop = nn.BatchNorm1d(WIDTH).double(), nn.Dropout(0.4)
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.drop(self.norm(super().forward(x)))
+        return nn.functional.dropout(self.norm_after(super().forward(x)), 0.4, self.training)
 
 
-class Evaluates(NormBehind):
+class Evaluates(Tower):
     """Its second call is in evaluation."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -296,7 +282,7 @@ class Evaluates(NormBehind):
             self.body.eval()
             h = h + self.body(x)
             self.body.train()
-        return self.norm(h)
+        return self.norm_after(h)
 
 
 class Replaces(Several):
@@ -315,16 +301,12 @@ class Replaces(Several):
 _GLOBALS, _LOCALS = types.SimpleNamespace(), threading.local()
 
 
-class Shared(nn.Module):
+class Shared(Tower):
     """Keeps something of each chunk in one place before the body, and reads it behind the body."""
 
     def __init__(self, place: str) -> None:
         super().__init__()
-        torch.manual_seed(7)
-        self.place = place
-        self.first, self.last = (nn.Linear(WIDTH, WIDTH).double() for _ in range(2))
-        self.body = layers()
-        self.stack: list[Tensor] = []
+        self.place, self.stack = place, []
         self.outer = types.SimpleNamespace(inner=types.SimpleNamespace())
 
     def forward(self, x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,19 +39,15 @@ class RandomTower(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH).double()
 
     def step(self, piece: str, x: Tensor) -> Tensor:
-        if piece == "l":
-            return self.linear(x)
-        if piece == "f":
-            return self.frozen(x)
-        if piece == "n":
-            return self.norm(x)
-        if piece == "d":
-            return nn.functional.dropout(x, 0.3, self.training)
-        if piece == "i":
-            return (x * 1).relu_() - 0.1
-        if piece == "0":
-            return x.detach()
-        raise AssertionError(piece)
+        steps: dict[str, Callable[[Tensor], Tensor]] = {
+            "l": self.linear,
+            "f": self.frozen,
+            "n": self.norm,
+            "d": lambda x: nn.functional.dropout(x, 0.3, self.training),
+            "i": lambda x: (x * 1).relu_() - 0.1,
+            "0": Tensor.detach,
+        }
+        return steps[piece](x)
 
     def forward(self, x: Tensor) -> Tensor:
         first = x

@@ -26,29 +26,30 @@ def offloaded(model: nn.Sequential, home: Any = "cpu", **options: Any) -> Offloa
     return OffloadModel(model, "cpu", home, **{"num_slices": SHARDS, "checkpoint_activation": True, **options})
 
 
-class Normalised(nn.Module):
-    """No parameters of its own, and what enters the body is the chunk itself."""
+class Tower(nn.Module):
+    """What a tower may have around its bodies, trained and with random numbers and buffers; its forward uses some."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    dropout = 0.0
+
+    def __init__(self, dropout: float | None = None) -> None:
         super().__init__()
-        self.body = layers(0, dropout)
+        self.dropout = self.dropout if dropout is None else dropout
+        torch.manual_seed(7)
+        self.first, self.between, self.last = (nn.Linear(WIDTH, WIDTH).double() for _ in range(3))
+        self.norm_before, self.norm_after = (nn.BatchNorm1d(WIDTH).double() for _ in range(2))
+        self.drop = nn.Dropout(self.dropout)
+        self.body = layers(0, self.dropout)
+
+
+class Normalised(Tower):
+    """What enters the body is the chunk itself."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.normalize(self.body(x), dim=-1)
 
 
-class Embedding(nn.Module):
-    """Trained before and after the body, with random numbers and buffers on both sides."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.first = nn.Linear(WIDTH, WIDTH).double()
-        self.norm_before = nn.BatchNorm1d(WIDTH).double()
-        self.drop = nn.Dropout(dropout)
-        self.body = layers(0, dropout)
-        self.norm_after = nn.BatchNorm1d(WIDTH).double()
-        self.last = nn.Linear(WIDTH, 4).double()
+class Embedding(Tower):
+    """With random numbers and buffers on both sides."""
 
     def prefix(self, x: Tensor) -> Tensor:
         return self.drop(self.norm_before(self.first(x)))
@@ -60,28 +61,20 @@ class Embedding(nn.Module):
         return self.suffix(self.body(self.prefix(x)))
 
 
-class Residual(nn.Module):
+class Residual(Tower):
     """What comes before the body is used behind it as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(8)
-        self.first = nn.Linear(WIDTH, WIDTH).double()
-        self.body = layers()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x).relu()
         return x + self.body(x) * x
 
 
-class TwoBodies(nn.Module):
+class TwoBodies(Tower):
     """One after the other, with something trained around each, and a way past the second."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(9)
-        self.first, self.between, self.last = (nn.Linear(WIDTH, WIDTH).double() for _ in range(3))
-        self.body, self.second = layers(1), layers(2)
+        self.second = layers(2)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.body(self.first(x))
@@ -132,26 +125,12 @@ def rows(count: int, seed: int = 3) -> Tensor:
 
 def assert_same(expected: nn.Module, actual: nn.Module, tolerance: float = 1e-12) -> None:
     """Gradients and buffers of two towers, by name."""
-    theirs = dict(expected.named_parameters())
+    theirs, mine = ({n: p.grad for n, p in tower.named_parameters()} for tower in (expected, actual))
     # Some gradients cancel to zero, so what counts as a rounding error is a matter of the largest one.
-    largest = max((float(p.grad.abs().max()) for p in theirs.values() if p.grad is not None), default=0.0)
-    for name, parameter in actual.named_parameters():
-        other = theirs.pop(name)
-        if other.grad is None:
-            assert parameter.grad is None, name
-        else:
-            assert parameter.grad is not None, name
-            torch.testing.assert_close(
-                parameter.grad,
-                other.grad,
-                rtol=0,
-                atol=tolerance * max(largest, 1e-3),
-                msg=lambda text, name=name: f"{name}: {text}",
-            )
-    assert not theirs
-    buffers = dict(expected.named_buffers())
+    largest = max((float(gradient.abs().max()) for gradient in theirs.values() if gradient is not None), default=0.0)
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance * max(largest, 1e-3), allow_subclasses=True)
     for name, buffer in actual.named_buffers():
-        torch.testing.assert_close(buffer, buffers[name], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(buffer, dict(expected.named_buffers())[name], rtol=1e-12, atol=1e-12)
 
 
 def layer_by_layer(tower: Embedding, chunks: Sequence[Tensor]) -> Tensor:
