@@ -176,7 +176,8 @@ def construct(
     # A failure from here on, such as a full disk or an interrupt, leaves the layers as they were.
     undo.callback(tier.close)
     memory_limits = limits_for(resources, layout, needs, meter)
-    undo.callback(_release, memory_limits)
+    if memory_limits is not None:
+        undo.callback(memory_limits.release)
     home = PersistentHome(tier, named, stored, calls.around, sharding)
     # With a mesh, homes do not hold whole values to restore.
     every = {*model.parameters()}
@@ -237,11 +238,6 @@ def _check_splitting(num_microbatches: int | None, *, in_order: bool, plans: boo
         if in_order:
             needed = "a memory, whose plan chooses them"
         raise ValueError(f"num_microbatches=None needs {needed}; pass the number of micro-batches")
-
-
-def _release(limits: MemoryLimits | None) -> None:
-    if limits is not None:
-        limits.release()
 
 
 def _close(lanes: Any, tier: Any) -> None:
