@@ -28,7 +28,7 @@ from offload.persistence import PersistentHome
 from offload.policy import MemoryPolicy
 from offload.reports import MicroBatches, Reports
 from offload.running import LayersInOrder
-from offload.storage import DiskHome, absolute_home, is_directory
+from offload.storage import DiskHome, home_of
 from offload.streaming.current_values import leave_pending_updates
 from offload.streaming.lane import open_lanes
 from offload.streaming.quantised import check_storable, separate, stored_tensors
@@ -129,7 +129,7 @@ def construct(
     _check_splitting(given.num_microbatches, in_order=in_order, plans=resources.bounds and recompute)
     ranks = 1 if mesh is None else mesh.size(mesh.ndim - 1)
     replicas = 1 if mesh is None else mesh.size() // ranks
-    offload_device = absolute_home(offload_device)
+    offload_device = home_of(offload_device) or offload_device
     more = None
     if finest and isinstance(calls, OwnForward):
         more = calls.with_more(
@@ -150,7 +150,7 @@ def construct(
         layers,
         resources.policy.slots,
         device=device,
-        on_disk=is_directory(offload_device),
+        on_disk=home_of(offload_device) is not None,
         param_dtype=given.param_dtype,
         outside=bytes_staying([*calls.around.values()], staying, given.param_dtype),
         ranks=ranks,
@@ -176,7 +176,8 @@ def construct(
     # A failure from here on, such as a full disk or an interrupt, leaves the layers as they were.
     undo.callback(tier.close)
     memory_limits = limits_for(resources, layout, needs, meter)
-    undo.callback(_release, memory_limits)
+    if memory_limits is not None:
+        undo.callback(memory_limits.release)
     home = PersistentHome(tier, named, stored, calls.around, sharding)
     # With a mesh, homes do not hold whole values to restore.
     every = {*model.parameters()}
@@ -237,11 +238,6 @@ def _check_splitting(num_microbatches: int | None, *, in_order: bool, plans: boo
         if in_order:
             needed = "a memory, whose plan chooses them"
         raise ValueError(f"num_microbatches=None needs {needed}; pass the number of micro-batches")
-
-
-def _release(limits: MemoryLimits | None) -> None:
-    if limits is not None:
-        limits.release()
 
 
 def _close(lanes: Any, tier: Any) -> None:

@@ -83,8 +83,8 @@ class PersistentHome:
         for name, buffer in self._on_device():
             end = aligned(end)
             lines.append(f"{name} {_kind(buffer)} {list(buffer.shape)} at {end}")
-            self._places.append((end, (name, _nbytes(buffer))))
-            end += _nbytes(buffer)
+            self._places.append((end, (name, buffer.nbytes)))
+            end += buffer.nbytes
         outside = [p for module in around.values() for p in module._parameters.values() if p is not None]
         blank = not values and all(p.is_meta for p in (*parameters, *outside))
         self._adopted = self._tier.adopt(lines, end, blank=blank)
@@ -129,7 +129,7 @@ class PersistentHome:
             self._tier.mark_closed()
 
     def _write(self) -> None:
-        current, expected = [(name, _nbytes(b)) for name, b in self._on_device()], [sizes for _, sizes in self._places]
+        current, expected = [(name, b.nbytes) for name, b in self._on_device()], [sizes for _, sizes in self._places]
         if current != expected:
             raise ValueError(
                 f"expected the buffers that the model was made with, got others: "
@@ -153,10 +153,6 @@ def _weights(layers: Mapping[str, nn.Module], sharding: Sharding | None) -> tupl
         for s in places.add(name, layer)
     ]
     return lines, places.nbytes
-
-
-def _nbytes(buffer: Tensor) -> int:
-    return buffer.numel() * buffer.element_size()
 
 
 def _kind(tensor: Tensor) -> str:

@@ -62,6 +62,10 @@ class Guarded(deque[Any]):
         self._look()
         super().append(item)
 
+    def appendleft(self, item: Any) -> None:
+        self._look()
+        super().appendleft(item)
+
     def clear(self) -> None:
         self._look()
         super().clear()

@@ -25,7 +25,7 @@ from offload.memory import MemoryArguments, Needs
 from offload.planning.budget import GAPS_SHARE
 from offload.policy import MemoryPolicy
 from offload.reports import MicroBatches
-from offload.storage import DiskHome, is_directory
+from offload.storage import DiskHome, home_of
 from offload.streaming.materialize import Materializer, Values
 from offload.streaming.quantised import check_storable, is_taken_apart, refresh, stored_tensors
 from pipe.interception import offered
@@ -187,7 +187,7 @@ class OwnForward:
         limit = memory.limit_on(self.device)
         if limit is None or (isinstance(offload_device, DiskHome) and offload_device.keep):
             return None  # a kept home is laid out by the blocks, and opened with any memory
-        given: dict[str, Any] = {"on_disk": is_directory(offload_device), "param_dtype": param_dtype}
+        given: dict[str, Any] = {"on_disk": home_of(offload_device) is not None, "param_dtype": param_dtype}
         given |= {"ranks": ranks, "replicas": replicas, "apart": True, "device": self.device}
 
         def needed(blocks: Mapping[str, nn.Module], states: int = STATES_EXPECTED) -> int:

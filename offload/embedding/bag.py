@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from offload.embedding.row_owners import AskedRows, RowOwners, check_alone, follow_optimizers
 from offload.mesh.sharding import check_mesh
-from offload.storage import absolute_home, open_tier
+from offload.storage import home_of, open_tier
 from pipe.process import check_process
 from pipe.torch_private.amp import complete_copies_of_grad_scalers
 from pipe.train.batch import record_stream
@@ -164,7 +164,7 @@ class OffloadEmbeddingBag(nn.Module):
         self.num_embeddings, self.embedding_dim, self.mode = num_embeddings, embedding_dim, mode
         self.include_last_offset = include_last_offset
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
-        self.offload_device = absolute_home(offload_device)
+        self.offload_device = home_of(offload_device) or offload_device
         self._made_with = {**made_with, "offload_device": self.offload_device}
         self.device = torch.device(device)
         if self.device.type == "cuda":

@@ -228,7 +228,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     except FileNotFoundError as error:
         what = f"a directory without {INDEX}" if folder.is_dir() else "no directory"
         raise FileNotFoundError(f"expected a checkpoint, got {what} (path={folder})") from error
-    files = index.open()
+    files = index.open(verifies=False)
     saved: dict[str, TensorFile | StoredParts] = {name: files[file] for name, file in index.weight_map.items()}
     ranks, parts, state, state_dict = ranks_of(model), None, _State(None, {}, NOT_COUNTED, None, None), None
     if index.save is None:

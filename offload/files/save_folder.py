@@ -10,7 +10,6 @@ has no locks, users see to it that one process saves.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -47,8 +46,8 @@ class Index:
     save: str | None = None
     files: Mapping[str, str] = field(default_factory=dict)
 
-    def open(self) -> dict[str, TensorFile]:
-        """All files with tensors of the model, by name.
+    def open(self, *, verifies: bool = True) -> dict[str, TensorFile]:
+        """All files with tensors of the model, by name. ``verifies``: each is before its first tensor is read.
 
         Raises FileNotFoundError if some do not exist, ValueError if a name leaves the folder, a file is damaged, or
         does not hold what the index says.
@@ -59,7 +58,8 @@ class Index:
                 paths[name] = inside(self.path.parent, name, f"{self.path}: weight_map: {shown(tensor)}")
         if absent := sorted(name for name, path in paths.items() if not os.path.exists(path)):
             raise FileNotFoundError(f"{self.path} names files that do not exist: {', '.join(absent)}")
-        files = {name: TensorFile(path, self.files.get(name)) for name, path in sorted(paths.items())}
+        sums = self.files if verifies else {}
+        files = {name: TensorFile(path, sums.get(name)) for name, path in sorted(paths.items())}
         if lost := [f"{tensor} in {name}" for tensor, name in self.weight_map.items() if tensor not in files[name]]:
             raise ValueError(f"{self.path} names tensors that the files do not hold: {', '.join(lost)}")
         return files
@@ -96,9 +96,6 @@ _SAVED = re.compile(r"state-([0-9a-f]{32})|model-([0-9a-f]{32})-\d+-of-\d+\.safe
 _STATES = re.compile(
     r"index\.json|(?:state|parts)\.pt|optimizer-\d+-of-\d+\.safetensors|\.metadata(?:\.tmp)?|__\d+_\d+\.distcp"
 )
-
-#: What file systems without locks answer: some of networks lock only descriptors to write, which directories lack.
-_NO_LOCKS = {errno.ENOLCK, errno.EBADF, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 class Save:
@@ -205,9 +202,8 @@ class Save:
                 f"expected a folder to which no other save writes, got {self.folder}, to which one of this process or "
                 f"of another does; nothing was changed. Save again when that one has ended, or pass another folder"
             ) from error
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
+        except OSError:
+            pass  # a file system without locks; some of networks lock only descriptors to write, which directories lack
 
     def _index(self) -> Index | None:
         try:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import TypeGuard
 
 import torch
 
 from offload.storage.contract import Block, Scratch, Tier
 from offload.storage.disk import DiskTier
-from offload.storage.home import DiskHome, absolute
+from offload.storage.home import DiskHome, home_of
 from offload.storage.host import DeviceTier, HostTier
 from offload.storage.persistent import HomeError, PersistentTier
 
@@ -24,24 +23,9 @@ __all__ = [
     "PersistentTier",
     "Scratch",
     "Tier",
-    "absolute_home",
-    "is_directory",
+    "home_of",
     "open_tier",
 ]
-
-
-def is_directory(offload_device: object) -> TypeGuard[str | os.PathLike[str]]:
-    """Whether ``offload_device`` names a directory, so that homes are files."""
-    return isinstance(offload_device, os.PathLike) or (isinstance(offload_device, str) and os.sep in offload_device)
-
-
-def absolute_home(
-    offload_device: str | torch.device | os.PathLike[str],
-) -> str | torch.device | os.PathLike[str]:
-    """``offload_device``, with the path of a directory from the root of the file system."""
-    if isinstance(offload_device, DiskHome) or not is_directory(offload_device):
-        return offload_device
-    return absolute(offload_device)
 
 
 def open_tier(
@@ -53,14 +37,13 @@ def open_tier(
     caller supports homes that outlive it. Raises TypeError or ValueError for anything else, or a persistent home that
     is in use or that the caller does not support; OSError if the directory cannot be written to.
     """
-    if isinstance(offload_device, DiskHome):
-        if not offload_device.keep:
-            return DiskTier(offload_device, device, direct=offload_device.direct)
+    home = home_of(offload_device)
+    if home is not None and not home.keep:
+        return DiskTier(home, device, direct=home.direct)
+    if home is not None:
         if not keeps:
             raise ValueError("DiskHome(keep=True) is supported by OffloadModel only; pass a directory")
-        return PersistentTier(offload_device, device)
-    if is_directory(offload_device):
-        return DiskTier(offload_device, device)
+        return PersistentTier(home, device)
     if not isinstance(offload_device, (str, torch.device)):
         raise TypeError(
             f"expected 'cpu' or a directory as offload_device, got {type(offload_device).__name__} "

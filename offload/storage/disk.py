@@ -127,7 +127,8 @@ class DiskBlock(Block):
 
     def __init__(self, fd: int, path: Path, nbytes: int, transfers: Transfers, *, cyclic: bool = False) -> None:
         self.fd, self._path, self._transfers = fd, path, transfers
-        weakref.finalize(self, os.close, fd).atexit = False
+        # A finalizer may be called too early, and another file could have the number then.
+        self._closes = WhenFreed(partial(os.close, fd))
         # A shared mapping outlives the file. torch takes names in UTF-8 only.
         self.tensor = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
         self._usage = transfers.cache.register(nbytes, cyclic=cyclic)

@@ -6,12 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["DiskHome", "absolute"]
-
-
-def absolute(path: str | os.PathLike[str]) -> str:
-    """The path from the root of the file system: a later ``os.chdir()`` does not change what it names."""
-    return os.fspath(Path(path).absolute())
+__all__ = ["DiskHome", "home_of"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,8 @@ class DiskHome(os.PathLike[str]):
                 f"expected one directory, got {type(self.directory).__name__} (directory={self.directory!r}); for "
                 f"several disks, pass a directory on a RAID 0 of them"
             )
-        object.__setattr__(self, "directory", absolute(self.directory))
+        # A later os.chdir() does not change what it names.
+        object.__setattr__(self, "directory", os.fspath(Path(self.directory).absolute()))
         for option in ("overwrite", "recover"):
             if getattr(self, option) and not self.keep:
                 raise ValueError(f"{option}=True is for a persistent home; pass keep=True with it, or leave both")
@@ -64,3 +60,12 @@ class DiskHome(os.PathLike[str]):
     def for_a_copy(self) -> DiskHome:
         """The home of a copied model: temporary files in the same directory."""
         return DiskHome(self.directory, direct=self.direct)
+
+
+def home_of(offload_device: object) -> DiskHome | None:
+    """The home that a directory stands for: an ``os.PathLike``, or a string with a separator; None for all else."""
+    if isinstance(offload_device, DiskHome):
+        return offload_device
+    if isinstance(offload_device, os.PathLike) or (isinstance(offload_device, str) and os.sep in offload_device):
+        return DiskHome(offload_device)
+    return None

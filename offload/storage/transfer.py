@@ -110,44 +110,38 @@ class Staging:
     def __init__(self, link: Link, count: int, buffer_bytes: int) -> None:
         self.link = link
         self._buffer_bytes = buffer_bytes
-        self._uncreated = count
-        self._free: deque[tuple[Tensor, Fence | None]] = deque()
+        #: Buffers and their fences; None: one that is not allocated yet, behind those that are.
+        self._free: deque[tuple[Tensor | None, Fence | None]] = deque([(None, None)] * count)
         self._changed = threading.Condition()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all allocated buffers that are not in use."""
         with self._changed:
-            return len(self._free) * self._buffer_bytes
+            return sum(buffer is not None for buffer, _ in self._free) * self._buffer_bytes
 
     def acquire_buffer(self) -> Tensor:
         """Takes a buffer; if all are in use, waits for one."""
         with self._changed:
-            while not self._free and not self._uncreated:
+            while not self._free:
                 self._changed.wait()
-            made = not self._free
-            if made:
-                self._uncreated -= 1
-            else:
-                buffer, fence = self._free.popleft()
-        if made:
+            buffer, fence = self._free.popleft()
+        if buffer is None:
             try:
-                buffer, fence = host_buffer(self._buffer_bytes), None
+                buffer = host_buffer(self._buffer_bytes)
                 self.link.prepare(buffer)
             except BaseException:
-                with self._changed:
-                    self._uncreated += 1
-                    self._changed.notify()
+                self.release(None)
                 raise
         if fence is not None:
             # Device copy -> next use of the buffer. Without this, a buffer is overwritten while it is read.
             fence()
         return buffer
 
-    def release(self, buffer: Tensor, fence: Fence | None = None) -> None:
+    def release(self, buffer: Tensor | None, fence: Fence | None = None) -> None:
         """Returns a buffer; it is reused after ``fence``."""
         with self._changed:
-            self._free.append((buffer, fence))
+            self._free.appendleft((buffer, fence))
             self._changed.notify()
 
 

@@ -160,7 +160,10 @@ def a_transfer_that_failed_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, path
 def _staging(link: Link, count: int = 1) -> tuple[Staging, Condition]:
     staging, condition = Staging(link, count, 16), Condition()
     staging._changed = condition  # type: ignore[assignment]
+    free = staging._free
     staging._free = Guarded(condition)
+    with condition:
+        staging._free.extend(free)
     return staging, condition
 
 

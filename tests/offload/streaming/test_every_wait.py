@@ -200,9 +200,7 @@ WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
         "Staging.nbytes": [("with self._changed", files.a_lane_waits_for_a_buffer_of_another)],
         "Staging.acquire_buffer": [
             ("with self._changed", files.a_lane_waits_for_a_buffer_of_another),
-            ("with self._changed #2", files.a_buffer_that_could_not_be_made_is_made_by_another),
             ("self._changed.wait()", files.a_lane_waits_for_a_buffer_of_another),
-            ("self._changed.notify()", files.a_buffer_that_could_not_be_made_is_made_by_another),
             ("fence()", files.a_buffer_is_used_again_after_the_copy_out_of_it),
         ],
         "Staging.release": [
