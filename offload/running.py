@@ -17,7 +17,6 @@ from offload.engine.homes import ModelHomes
 from offload.engine.inputs import as_call, refuse_transforms
 from offload.engine.plans.regroup import (
     by_chunk,
-    joined,
     kind_of,
     looks_across_rows,
     rows_in,
@@ -144,7 +143,7 @@ class LayersInOrder:
         By counted bytes, which are the same in every process: chunks that run together may have other bits.
         """
         planner = self.homes.steps.planner
-        groups = [joined([calls[i] for i in run]) for run in runs]
+        groups = [gather_nested([calls[i] for i in run]) for run in runs]
         rows = [[rows_in(calls[i]) or 0 for i in run] for run in runs]
         output_fns = [output_fn and by_chunk(output_fn, sizes) for sizes in rows]
 

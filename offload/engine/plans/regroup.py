@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pipe.microbatch import gather_nested
@@ -25,7 +24,6 @@ from pipe.torch_private.modules import BatchNorm
 
 __all__ = [
     "by_chunk",
-    "joined",
     "kind_of",
     "looks_across_rows",
     "rows_in",
@@ -83,15 +81,6 @@ def runs_together(chunks: Sequence[Any], most_rows: Callable[[Any], int]) -> lis
             rows = count or 0
         before = None if count is None else (leaves, spec)
     return runs
-
-
-def joined(chunks: Sequence[Any]) -> Any:
-    """Concatenates chunks of :func:`runs_together` along dimension 0."""
-    if len(chunks) == 1:
-        return chunks[0]
-    columns = zip(*(flatten(chunk)[0] for chunk in chunks), strict=True)
-    leaves = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
-    return unflatten(leaves, flatten(chunks[0])[1])
 
 
 def kind_of(chunk: Any) -> tuple[Any, ...]:
