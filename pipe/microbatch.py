@@ -61,14 +61,10 @@ def _whole(leaf: Any) -> Any:
 
 def map_batch(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Applies ``function`` to every tensor of the mini-batch, those in :class:`NoChunk` included."""
-    if isinstance(value, Tensor):
-        return function(value)
     leaves, spec = flatten(value)
     for k, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            leaves[k] = function(leaf)
-        elif isinstance(leaf, NoChunk):
-            leaves[k] = NoChunk(function(leaf.tensor))
+        if isinstance(leaf, (Tensor, NoChunk)):
+            leaves[k] = function(leaf) if isinstance(leaf, Tensor) else NoChunk(function(leaf.tensor))
     return unflatten(leaves, spec)
 
 
@@ -270,7 +266,7 @@ def check_rows(values: Sequence[Any], call: Any) -> None:
 
 def check(input: Any) -> None:
     """Refuses a mini-batch without a tensor."""
-    if not isinstance(input, Tensor) and not any(isinstance(leaf, (Tensor, NoChunk)) for leaf in flatten(input)[0]):
+    if not any(isinstance(leaf, (Tensor, NoChunk)) for leaf in flatten(input)[0]):
         raise TypeError(
             f"expected a tensor or a nested value with tensors, got {type(input).__name__} without any; "
             f"pass the mini-batch as a tensor, or as a tuple or another pytree node of tensors"

@@ -45,6 +45,8 @@ register_module_module_registration_hook(_record_wrapper)
 
 def check_plain(module: nn.Sequential) -> None:
     """Refuses a Sequential with state or behaviour of its own, since a Pipe takes over only its layers."""
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"expected nn.Sequential to split into stages, got {type(module).__name__}")
     own = beyond_layers(module)
     if own:
         raise TypeError(
