@@ -102,6 +102,10 @@ class Pipe(nn.Module):
         checkpoint = str(checkpoint)
         if checkpoint not in CHECKPOINT_MODES:
             raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', got {checkpoint!r}")
+        if isinstance(balance, int):
+            raise TypeError(
+                f"expected balance to list the layers of each stage, got {balance}; for chunks pass chunks="
+            )
         balance = None if balance is None else list(balance)
         verify_skippables(module)
         if deferred_batch_norm:
@@ -178,12 +182,13 @@ class Pipe(nn.Module):
 
     @breaks_compiled_graphs
     @restores_thread_state
-    def forward(self, input: Any) -> Any:
+    def forward(self, input: Any = None, *others: Any, **named: Any) -> Any:
         """Runs the mini-batch, micro-batch by micro-batch.
 
         Args:
             input: a tensor or nested value; tensors are split along dimension 0, which must be the same for all, except
                 in :class:`~pipe.microbatch.NoChunk`. It is moved to the first device.
+            others: refused, as are ``named``: layers of an ``nn.Sequential`` take one argument, such as a tuple.
 
         Returns:
             The output of the whole mini-batch, on the last device. The outputs of several micro-batches are joined
@@ -195,6 +200,8 @@ class Pipe(nn.Module):
             ValueError: if tensors differ in dimension 0, or outputs cannot be concatenated.
             RuntimeError: if layers were added or removed since wrapping; if a stage is updated in backward.
         """
+        if others or named:
+            raise TypeError("expected one input, got several; pass a tuple that the first layer unpacks: pipe((a, b))")
         microbatch.check(input)
         self._follow()
         if not self._stages:

@@ -884,6 +884,21 @@ def test_a_registered_dataclass_passes_between_stages_and_is_the_result(mode: st
     assert layers[0].weight.grad is not None
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda pipe, x: pipe(x, x), r"expected one input.*pipe\(\(a, b\)\)"),
+        (lambda pipe, x: pipe(input_ids=x), r"expected one input"),
+        (lambda pipe, x: pipe(), "expected a tensor or a nested value"),
+        (lambda pipe, x: Pipe(nn.Sequential(nn.Bilinear(1, 1, 1)), [1]), r"layer '0' \(Bilinear\).*take a tuple"),
+        (lambda pipe, x: Pipe(nn.Sequential(nn.Tanh()), 8), r"balance=8; pass chunks=8"),
+    ],
+)
+def test_calls_of_other_pipes_are_explained(call: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call(Pipe(nn.Sequential(nn.Tanh()), [1], ["cpu"], chunks=2), torch.randn(4, WIDTH))
+
+
 def test_outputs_that_are_nested_are_gathered() -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Fan()), [1, 1], chunks=3)
     output = pipe(torch.randn(5, WIDTH))
