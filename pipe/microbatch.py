@@ -61,14 +61,10 @@ def _whole(leaf: Any) -> Any:
 
 def map_batch(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Applies ``function`` to every tensor of the mini-batch, those in :class:`NoChunk` included."""
-    if isinstance(value, Tensor):
-        return function(value)
     leaves, spec = flatten(value)
     for k, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            leaves[k] = function(leaf)
-        elif isinstance(leaf, NoChunk):
-            leaves[k] = NoChunk(function(leaf.tensor))
+        if isinstance(leaf, (Tensor, NoChunk)):
+            leaves[k] = function(leaf) if isinstance(leaf, Tensor) else NoChunk(function(leaf.tensor))
     return unflatten(leaves, spec)
 
 
@@ -89,8 +85,6 @@ def rows_of_micro_batches(value: Any, chunks: int) -> list[int]:
     The tensors of a single micro-batch may differ in dimension 0; its rows are the largest one.
     """
     if chunks == 1:
-        if isinstance(value, Tensor):
-            return [value.size(0) if value.dim() else 1]
         return [max((leaf.size(0) for leaf in flatten(value)[0] if _is_split(leaf)), default=1)]
     rows = rows_of(value)
     count = min(chunks, max(rows, 1))
@@ -104,20 +98,17 @@ def split_nested(value: Any, chunks: int) -> list[Any]:
     """
     if chunks < 1:
         raise ValueError(f"expected at least 1 micro-batch, got chunks={chunks}")
-    if chunks == 1 and isinstance(value, Tensor):
-        return [value]
+    count = len(rows_of_micro_batches(value, chunks))
     leaves, spec = flatten(value)
-    count = 1 if chunks == 1 else min(chunks, max(rows_of(value), 1))
-    if count == 1:
-        return [unflatten([_whole(leaf) for leaf in leaves], spec)]
-    for leaf in leaves:
-        if _is_split(leaf) and leaf.layout is not torch.strided:
-            raise TypeError(
-                f"expected dense tensors to split into {count} micro-batches, got one of layout {leaf.layout}; pass "
-                f"NoChunk(tensor) if all rows share it, or use a single micro-batch"
-            )
-    columns = [torch.tensor_split(leaf, count) if _is_split(leaf) else (_whole(leaf),) * count for leaf in leaves]
-    return [unflatten(list(row), spec) for row in zip(*columns, strict=True)]
+    if count > 1 and any(_is_split(leaf) and leaf.layout is not torch.strided for leaf in leaves):
+        raise TypeError(
+            f"expected dense tensors to split into {count} micro-batches, got another layout; pass NoChunk(tensor) if "
+            f"all rows share it, or use a single micro-batch"
+        )
+    columns = [
+        torch.tensor_split(leaf, count) if count > 1 and _is_split(leaf) else (_whole(leaf),) * count for leaf in leaves
+    ]
+    return [unflatten([column[i] for column in columns], spec) for i in range(count)]
 
 
 def gather_nested(values: list[Any], rows: RowsOfOutputs | None = None) -> Any:
@@ -148,14 +139,9 @@ def gather_nested(values: list[Any], rows: RowsOfOutputs | None = None) -> Any:
                 f"output leaf {k} is 0-dimensional and cannot be concatenated over {len(values)} micro-batches; "
                 f"return one value per row, or use a single micro-batch"
             )
-        elif first.layout not in (torch.strided, torch.sparse_coo):
-            raise ValueError(
-                f"output leaf {k} has the layout {first.layout} and cannot be concatenated over {len(values)} "
-                f"micro-batches; return a dense or COO tensor, or use a single micro-batch"
-            )
         else:
             dimension = 0 if rows is None else rows.dimension(k, column)
-            sparse = first.layout is not torch.strided
+            sparse = first.layout is torch.sparse_coo
             gathered.append(_CatSparse.apply(dimension, *column) if sparse else torch.cat(column, dimension))  # type: ignore[no-untyped-call]
     return unflatten(gathered, spec)
 
@@ -270,7 +256,7 @@ def check_rows(values: Sequence[Any], call: Any) -> None:
 
 def check(input: Any) -> None:
     """Refuses a mini-batch without a tensor."""
-    if not isinstance(input, Tensor) and not any(isinstance(leaf, (Tensor, NoChunk)) for leaf in flatten(input)[0]):
+    if not any(isinstance(leaf, (Tensor, NoChunk)) for leaf in flatten(input)[0]):
         raise TypeError(
             f"expected a tensor or a nested value with tensors, got {type(input).__name__} without any; "
             f"pass the mini-batch as a tensor, or as a tuple or another pytree node of tensors"

@@ -9,7 +9,7 @@ names in ``state_dict()`` are those of the bare module.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from pipe import microbatch
 from pipe.batchnorm import DeferredBatchNorm, mini_batch
-from pipe.draws import SharedDraws
 from pipe.gradients import parameters_of, step_gradients
 from pipe.loss import LossFn, UndeclaredReductionError, micro_losses
 from pipe.pipeline import Pipeline
@@ -97,21 +96,15 @@ class Pipe(nn.Module):
         deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
-            raise TypeError(
-                f"expected nn.Sequential with its own forward to split into stages, got {type(module).__name__}; "
-                f"pass nn.Sequential(...)"
-            )
-        if isinstance(chunks, bool) or int(chunks) < 1:
+        check_plain(module)
+        if int(chunks) < 1:
             raise ValueError(f"number of chunks must be a positive integer, got chunks={chunks}")
         checkpoint = str(checkpoint)
         if checkpoint not in CHECKPOINT_MODES:
             raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', got {checkpoint!r}")
-        check_plain(module)
         if isinstance(balance, int):
             raise TypeError(
-                f"expected balance to be a list with the number of layers of each stage, got balance={balance}; for "
-                f"{balance} micro-batches pass chunks={balance}"
+                f"expected balance to list the layers of each stage, got {balance}; for chunks pass chunks="
             )
         balance = None if balance is None else list(balance)
         verify_skippables(module)
@@ -132,13 +125,10 @@ class Pipe(nn.Module):
         self._turns = self._places if self._places < len(self.balance) else 0
         self._takers: list[TakesTurns] | None = None
         self._ensure_turns()
-        self._draws = SharedDraws()
         #: Numbers of outputs whose rows depend on values.
         self._selected: set[int] = set()
-        #: Code objects of losses that returned (sum, count) in an earlier step.
-        self._counting: set[Hashable] = set()
         self._copy_streams: list[list[AbstractStream]] = []
-        self._recorders: list[list[StageAction]] = []
+        self._trace: list[StageAction] | None = None
 
     @property
     def partitions(self) -> list[nn.Sequential]:
@@ -148,39 +138,24 @@ class Pipe(nn.Module):
     def __len__(self) -> int:
         return len(self._modules)
 
-    def __getitem__(self, index: int) -> nn.Module:
-        layer = list(self._modules.values())[index]
-        assert layer is not None
-        return layer
+    def __getitem__(self, index: int) -> Any:
+        return list(self._modules.values())[index]
 
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter([self[k] for k in range(len(self))])
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._modules.values())
 
     def __getstate__(self) -> dict[str, Any]:
         # Streams belong to the process, and shared slots to the modules of this Pipe: a copy makes its own.
-        passing: dict[str, Any] = {
-            "_copy_streams": [],
-            "_recorders": [],
-            "_takers": None,
-            "_counting": set(),
-            "_selected": set(),
-        }
-        return {**self.__dict__, **passing}
+        return {**self.__dict__, "_copy_streams": [], "_takers": None, "_trace": None, "_selected": set()}
 
-    def train(self, mode: bool = True) -> Pipe:
-        """Sets the mode of all layers."""
-        super().train(mode)
-        for stage in self._stages:
-            stage.layers.training = mode
-        return self
-
-    def cuda(self, device: Any = None) -> NoReturn:
+    def _denied(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: the Pipe sets the device of each layer."""
-        raise _denied("cuda()")
+        raise TypeError(
+            "denied to move parameters and buffers, because Pipe should manage device placement; pass devices=[...] to "
+            "Pipe"
+        )
 
-    def cpu(self) -> NoReturn:
-        """Refused: the Pipe sets the device of each layer."""
-        raise _denied("cpu()")
+    cuda = cpu = _denied
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:
         """Changes the type of parameters and buffers, as ``nn.Module.to`` does.
@@ -189,10 +164,9 @@ class Pipe(nn.Module):
             TypeError: if a device is given, or a tensor that has one.
         """
         # The arguments are checked as given, before torch checks that such a device exists.
-        devices = [a for a in (*args[:1], kwargs.get("device")) if isinstance(a, (torch.device, int, str))]
-        tensors = [a for a in (*args[:1], kwargs.get("tensor"), kwargs.get("other")) if isinstance(a, Tensor)]
-        for device in (*devices, *(tensor.device for tensor in tensors)):
-            raise _denied(f"to({device})")
+        given = [a for a in (*args, *kwargs.values()) if not isinstance(a, bool)]
+        if any(isinstance(a, (torch.device, int, str, Tensor)) for a in given):
+            self._denied()
         return super().to(*args, **kwargs)
 
     def _load_from_state_dict(
@@ -222,16 +196,12 @@ class Pipe(nn.Module):
             is the last layer is joined along dimension 1.
 
         Raises:
-            TypeError: if there is no tensor in ``input``, several inputs, or a tensor in an object that is no pytree
-                node.
+            TypeError: if there is no tensor in ``input``, or a tensor in an object that is no pytree node.
             ValueError: if tensors differ in dimension 0, or outputs cannot be concatenated.
             RuntimeError: if layers were added or removed since wrapping; if a stage is updated in backward.
         """
         if others or named:
-            raise TypeError(
-                f"expected one input, got {1 + len(others)} positional ones and {sorted(named)} by name; pass one "
-                f"tuple or dict, which the first layer unpacks: pipe((a, b))"
-            )
+            raise TypeError("expected one input, got several; pass a tuple that the first layer unpacks: pipe((a, b))")
         microbatch.check(input)
         self._follow()
         if not self._stages:
@@ -242,21 +212,20 @@ class Pipe(nn.Module):
             check_rows_first(self[0], input)
             if torch.is_grad_enabled():
                 check_updates(takers)
-        record = self._record if self._recorders else None
+        record = None if self._trace is None else self._record
         checkpoint_stop = self._checkpoint_stop(count)
         if count == len(self._stages) == 1 and record is None and not (checkpoint_stop or takers):
             with mini_batch(1), use_device(self.devices[0]):
                 return self._stages[0](batches)[0]
         values: list[Values] = [{None: batch} for batch in batches]
         del batches
-        with self._mini_batch("forward", count, takers) as in_order:
+        with mini_batch(count), frozen_weights(takers):
             Pipeline(
                 values,
                 self._stages,
                 self._ensure_copy_streams(),
                 turns=self._turns,
                 checkpoint_stop=checkpoint_stop,
-                in_order=in_order,
                 record=record,
             ).run()
         outputs = [value[None] for value in values]
@@ -264,15 +233,6 @@ class Pipe(nn.Module):
             return outputs[0]
         rows = microbatch.rows_of_micro_batches(input, count)
         return microbatch.gather_nested(outputs, microbatch.RowsOfOutputs(self, rows, self._selected))
-
-    @contextlib.contextmanager
-    def _mini_batch(self, kind: str, count: int, takers: Sequence[TakesTurns]) -> Iterator[bool]:
-        """A context for one mini-batch of ``count`` micro-batches; yields whether the cells of a clock run in order."""
-        modes = [layer.training for layer in self._modules.values() if layer is not None]
-        # On these it depends whether layers draw random numbers.
-        on = kind, torch.is_grad_enabled(), self.training, *modes
-        with mini_batch(count), frozen_weights(takers), self._draws.ordered(on, self._stages) as in_order:
-            yield in_order
 
     @breaks_compiled_graphs
     @restores_thread_state
@@ -339,14 +299,14 @@ class Pipe(nn.Module):
             check_rows_first(self[0], input)
             check_updates(takers)
             check_optimizers(parameters)
-        code: Any = getattr(loss_fn, "__code__", None) or type(loss_fn)
-        tried = losses[0].weight is not None or len(rows) == 1 or code in self._counting
+        tried = losses[0].weight is not None or len(rows) == 1
         with (
             contextlib.nullcontext() if tried else restored_on(UndeclaredReductionError, self, self.devices),
             step_gradients(parameters),
-            self._mini_batch("step", len(rows), takers) as in_order,
+            mini_batch(len(rows)),
+            frozen_weights(takers),
         ):
-            loss = PipelineStep(
+            return PipelineStep(
                 self._stages,
                 make(len(rows), len(self._stages), self._turns > 0),
                 inputs,
@@ -354,12 +314,8 @@ class Pipe(nn.Module):
                 losses,
                 turns=self._turns,
                 checkpoint_stop=self._checkpoint_stop(len(rows)),
-                in_order=in_order,
                 record=self._record,
             ).run()
-        if not tried:
-            self._counting.add(code)
-        return loss
 
     @contextlib.contextmanager
     def recording(self, trace: list[StageAction] | None = None) -> Iterator[list[StageAction]]:
@@ -368,16 +324,15 @@ class Pipe(nn.Module):
         Args:
             trace: the list, by default a new one. A list whose ``append`` reads a clock measures the actions.
         """
-        trace = [] if trace is None else trace
-        self._recorders.append(trace)
+        before, self._trace = self._trace, [] if trace is None else trace
         try:
-            yield trace
+            yield self._trace
         finally:
-            self._recorders = [other for other in self._recorders if other is not trace]
+            self._trace = before
 
     def _record(self, action: StageAction) -> None:
-        for trace in self._recorders:
-            trace.append(action)
+        if self._trace is not None:
+            self._trace.append(action)
 
     def _micro_batches(self, input: Any) -> list[Any]:
         here = microbatch.map_batch(partial(moved, device=self.devices[0]), input)
@@ -388,7 +343,6 @@ class Pipe(nn.Module):
         stages = updated_stages(self._stages, self._wrapped, self._modules)
         if stages is not None:
             self._stages, self._wrapped = stages, dict(self._modules)
-            self._draws = SharedDraws()
         for stage in self._stages:
             stage.follow()
 
@@ -412,10 +366,3 @@ class Pipe(nn.Module):
         for device, streams in zip(self.devices, self._copy_streams, strict=True):
             streams += [new_stream(device) for _ in range(self.chunks - len(streams))]
         return self._copy_streams
-
-
-def _denied(call: str) -> TypeError:
-    return TypeError(
-        f"denied to move parameters and buffers by {call}, because Pipe should manage device placement; "
-        f"pass devices=[...] to Pipe"
-    )

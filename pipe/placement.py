@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from pipe.balance.blockpartition import solve
 from pipe.skip.layout import skip_routes
@@ -54,6 +55,11 @@ def balance_of(module: nn.Sequential, balance: Sequence[int] | None, devices: in
     if balance is None:
         if not len(module):
             return []
+        if any(map(is_lazy, module.parameters())):
+            raise BalanceError(
+                "expected layers of known shapes to balance, got some that find theirs in their first forward "
+                "(nn.LazyLinear and its like); pass balance=[...], or run the bare module on one row first"
+            )
         costs = [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in module]
         return [len(block) for block in solve(costs, max(1, min(devices, len(module))))]
     if len(module) != sum(balance):

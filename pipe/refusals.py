@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakSet
@@ -43,13 +44,27 @@ register_module_module_registration_hook(_record_wrapper)
 
 
 def check_plain(module: nn.Sequential) -> None:
-    """Refuses a Sequential with state or behaviour of its own, since a Pipe takes over only its layers."""
+    """Refuses a Sequential with state or behaviour of its own, and layers that do not take exactly one argument."""
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"expected nn.Sequential to split into stages, got {type(module).__name__}")
     own = beyond_layers(module)
     if own:
         raise TypeError(
             f"expected an nn.Sequential of layers alone to split into stages, got {type(module).__name__} with "
             f"{', '.join(own)} of its own; move them into a layer, or onto the Pipe"
         )
+    for name, layer in module.named_children():
+        try:
+            signature = inspect.signature(layer.forward)
+        except (TypeError, ValueError):  # a scripted layer
+            continue
+        try:
+            signature.bind(None)
+        except TypeError as error:
+            raise TypeError(
+                f"expected layers that take one argument, got layer {name!r} ({type(layer).__name__}), whose forward "
+                f"takes {signature}; take a tuple and unpack it: def forward(self, inputs): a, b = inputs"
+            ) from error
 
 
 def beyond_layers(module: nn.Sequential) -> list[str]:

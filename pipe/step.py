@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -31,8 +30,7 @@ from pipe.nested import map_tensors, tensors_in
 from pipe.refusals import refuse_holders
 from pipe.schedule import Clocks, StageAction
 from pipe.stage import Stage, Values
-from pipe.stream import current_stream
-from pipe.worker import Task, task_runner
+from pipe.stream import use_device
 
 __all__ = ["PipelineStep", "moved", "split_target", "step_of_one_cell"]
 
@@ -60,7 +58,6 @@ class PipelineStep:
         clocks: the schedule for these stages and micro-batches.
         turns: number of places where stages take turns (:mod:`pipe.turn`); 0 if each stage has its own.
         checkpoint_stop: the micro-batches before this one are checkpointed.
-        in_order: whether the cells of a clock run one after another, whatever their devices.
         record: called with each action when it begins.
     """
 
@@ -74,7 +71,6 @@ class PipelineStep:
         *,
         turns: int = 0,
         checkpoint_stop: int = 0,
-        in_order: bool = False,
         record: Callable[[StageAction], None],
     ) -> None:
         self.stages = stages
@@ -82,7 +78,6 @@ class PipelineStep:
         self.targets = targets
         self.losses = losses
         self.turns = turns
-        self.in_order = in_order
         self.record = record
         self._checkpointed = {cell for cell in _held(clocks, turns > 0) if cell[1] < checkpoint_stop}
         self._values: list[Values] = [{None: value} for value in inputs]
@@ -95,12 +90,11 @@ class PipelineStep:
 
     def run(self) -> Tensor:
         """Runs the step; returns the loss of the batch, detached."""
-        devices = [stage.device for stage in self.stages]
-        streams = [current_stream(device) for device in devices]
-        with task_runner(devices, in_order=self.in_order) as run, torch.enable_grad():
-            for actions in self.clocks:
-                run([Task(a.stage, partial(self._act, a), streams[a.stage]) for a in actions])
-        losses = [loss for _, loss in sorted(self._losses.items())]
+        with torch.enable_grad():
+            for action in chain.from_iterable(self.clocks):
+                with use_device(self.stages[action.stage].device):
+                    self._act(action)
+        losses = [self._losses[i] for i in range(len(self.losses))]
         total = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
         if self._counts:
             total = (total / self._count()).to(total.dtype)
@@ -142,8 +136,8 @@ class PipelineStep:
         ]
         checkpointed = (j, i) in self._checkpointed
         # Without its Recompute half: the gradient is already computed when this cell's backward begins.
-        run = Checkpointing(stage, inputs, module=stage.layers).checkpoint if checkpointed else partial(stage, inputs)
-        for route, output in zip(stage.leaving, run(), strict=True):
+        outputs = Checkpointing(stage, inputs, module=stage.layers).checkpoint() if checkpointed else stage(inputs)
+        for route, output in zip(stage.leaving, outputs, strict=True):
             copied = self.stages[route.popped_at].device != stage.device
             refuse_holders(j, output, checkpointed=checkpointed, copied=copied)
             values[route.key] = output

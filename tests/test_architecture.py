@@ -39,8 +39,6 @@ ORDERS = {
         "checkpoint",
         "refusals",
         "stage",
-        "worker",
-        "draws",
         "placement",
         "pipeline",
         "step",

@@ -1,11 +1,9 @@
-"""One seed gives one result, whatever threads do: draws from shared generators have the order of a single device."""
+"""One seed gives one result: draws from generators have the order of a single device, and repeat in recomputations."""
 
 from __future__ import annotations
 
 import copy
 import random
-import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipe import Pipe, is_recomputing
+from pipe import Pipe
 from pipe.checkpoint import checkpoint
 from pipe.recompute.generators import held_generators
 from pipe.recompute.replay import Replay
-from pipe.stream import CPUStream
-from pipe.worker import Task, task_runner
-from tests.pipe.test_worker import CPU, META
 
 WIDTH = 4
 DEVICES = ["cpu:0", "cpu:1"]
@@ -28,9 +23,8 @@ DEVICES = ["cpu:0", "cpu:1"]
 
 @pytest.fixture
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """To torch both are the CPU; a Pipe gives each a thread, as it would two GPUs."""
-    for module in ("worker", "placement"):
-        monkeypatch.setattr(f"pipe.{module}.normalize_device", torch.device)
+    """To torch both are the CPU; a Pipe takes them for two."""
+    monkeypatch.setattr("pipe.placement.normalize_device", torch.device)
     return DEVICES
 
 
@@ -92,93 +86,7 @@ def test_stages_on_two_devices_draw_what_they_draw_on_one(
     expected = step(layers, ["cpu", "cpu"], mode, schedule)
     for _ in range(3):
         got = step(layers, two_devices, mode, schedule)
-        assert torch.equal(got[0], expected[0])
-        assert torch.equal(got[-1], expected[-1])
-        # Threads number their nodes by themselves, so sums over micro-batches may have another order.
-        torch.testing.assert_close(got, expected)
-
-
-class Meets(nn.Module):
-    """Waits in the clocks in which both stages run until the other stage has begun."""
-
-    def __init__(self, stage: int, barrier: threading.Barrier) -> None:
-        super().__init__()
-        self.stage = stage
-        self.barrier = barrier
-        self.weight = nn.Parameter(torch.ones(()))
-        self.meeting = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        alone = int(x.detach().flatten()[0]) == (0 if self.stage == 0 else 1)
-        if self.meeting and not alone and not is_recomputing():
-            self.barrier.wait(timeout=60)
-        return x * self.weight.clamp(1, 1)
-
-
-@pytest.mark.parametrize("drawn", [False, True])
-def test_stages_run_at_the_same_time_unless_they_draw(drawn: bool, two_devices: list[str]) -> None:
-    barrier = threading.Barrier(2)
-    layers = nn.Sequential(Meets(0, barrier), Meets(1, barrier))
-    pipe = Pipe(layers, [1, 1], two_devices, chunks=2, checkpoint="never")
-    if drawn:
-        handle = pipe[1].register_forward_hook(lambda *_: random.random() and None)
-    x = torch.tensor([[0.0], [1.0]])
-    pipe(x)  # shows whether they draw
-    if drawn:
-        handle.remove()
-        order: list[tuple[int, str]] = []
-        for j, layer in enumerate(pipe):
-            layer.register_forward_pre_hook(lambda *_, j=j: order.append((j, "begins")))
-            layer.register_forward_hook(lambda *_, j=j: order.append((j, "ends")))
-        pipe(x)
-        assert order == [(j, what) for j in (0, 0, 1, 1) for what in ("begins", "ends")]
-    else:
-        for layer in pipe:
-            layer.meeting = True
-        assert torch.equal(pipe(x), x)
-
-
-def test_a_layer_that_begins_to_draw_later_is_a_warning_and_draws_in_order_from_then_on(
-    two_devices: list[str],
-) -> None:
-    pipe = Pipe(nn.Sequential(*(Draws(lambda: 0.7) for _ in range(2))), [1, 1], two_devices, chunks=2)
-    x = torch.randn(2, WIDTH)
-    pipe(x)
-    for layer in pipe:
-        layer.draw = random.random
-    with pytest.warns(RuntimeWarning, match=r"began to draw from generators that they share \(python\)"):
-        pipe(x)
-    seed()
-    once = pipe(x)
-    seed()
-    assert torch.equal(pipe(x), once)
-
-
-def test_a_pipe_that_was_evaluated_first_learns_anew_in_training(two_devices: list[str]) -> None:
-    layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)) for _ in range(2)))
-    pipe = Pipe(layers, [1, 1], two_devices, chunks=2)
-    x = torch.randn(2, WIDTH)
-    pipe.eval()(x)
-    pipe.train()
-    with warnings.catch_warnings(record=True) as given:
-        warnings.simplefilter("always")
-        pipe(x)
-        pipe.train_step(x, x, nn.MSELoss())
-    assert not given
-
-
-def test_tasks_in_order_begin_when_the_one_before_has_ended() -> None:
-    order: list[str] = []
-
-    def task(stage: int, name: str) -> Task:
-        def compute() -> Any:
-            order.extend([f"{name} begins", f"{name} ends"])
-
-        return Task(stage, compute, CPUStream)
-
-    with task_runner([CPU, META], in_order=True) as run:
-        run([task(1, "b"), task(0, "a"), task(1, "c")])
-    assert order == [f"{name} {what}" for name in "bac" for what in ("begins", "ends")]
+        assert all(map(torch.equal, got, expected))
 
 
 class OwnMask(nn.Module):

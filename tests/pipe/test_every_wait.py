@@ -3,7 +3,6 @@
 The waits between the stages of a train pipeline have a table of their own (``train/test_waits.py``).
 """
 
-import contextlib
 import inspect
 import threading
 from typing import Any
@@ -19,7 +18,6 @@ from pipe.stream import CPUStream, wait_stream
 from pipe.threads import Future, Threads
 from pipe.torch_private import amp
 from pipe.train.lane import InlineLane, Ticket
-from pipe.worker import Task, task_runner
 from tests.late_cuda import LateCuda, LateEvent, LateStream
 from tests.pipe.test_copy import Timeline
 from tests.waits import fails_with, find_sites, is_value_used, take_out
@@ -140,32 +138,6 @@ class Thread:
 
     def join(self, timeout: Any = None) -> None:
         self.joined = True
-
-
-@fails_with("a task had not ended")
-def a_clock_ends_when_all_its_tasks_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended, go_on = [], threading.Event()
-
-    def fail() -> None:
-        raise ZeroDivisionError
-
-    def work() -> None:
-        go_on.wait(60)
-        ended.append(1)
-
-    with task_runner([torch.device("cpu"), torch.device("meta")]) as run:
-        timer = threading.Timer(0.2, go_on.set)
-        timer.start()
-        with contextlib.suppress(ZeroDivisionError):
-            run([Task(0, fail, CPUStream), Task(1, work, CPUStream)])
-        found = list(ended)
-    assert found == [1], "a task had not ended"
-
-
-@fails_with("a result was lost")
-def a_clock_returns_what_its_tasks_have_returned(monkeypatch: pytest.MonkeyPatch) -> None:
-    with task_runner([torch.device("cpu"), torch.device("meta")]) as run:
-        assert run([Task(1, lambda: 7, CPUStream)]) == [7], "a result was lost"
 
 
 @fails_with("a thread was not joined")
@@ -314,18 +286,10 @@ WAITS = {
         "Wait.backward": [("wait_stream(ctx.prev_stream, ctx.next_stream)", waits_order_both_directions)],
     },
     "pipe.pipeline": {
-        "Pipeline._task": [
-            ("wait(value, self.copy_streams[j][i], compute_stream)", a_pipe_waits_on_both_sides_of_every_copy)
+        "Pipeline._run_cell": [
+            ("wait(value, copy_stream, compute_stream)", a_pipe_waits_on_both_sides_of_every_copy),
+            ("wait(outputs[k], compute_stream, copy_stream)", a_pipe_waits_on_both_sides_of_every_copy),
         ],
-        "Pipeline._finish": [
-            ("wait(output, self._streams[j], self.copy_streams[j][i])", a_pipe_waits_on_both_sides_of_every_copy)
-        ],
-    },
-    "pipe.worker": {
-        "task_runner": [
-            ("future.wait_idle()", a_clock_ends_when_all_its_tasks_have_ended),
-            ("future.wait()", a_clock_returns_what_its_tasks_have_returned),
-        ]
     },
     "pipe.train.lane": {
         "Ticket._run_on": [("stream.record_event()", compute_comes_after_what_a_lane_issued)],
@@ -363,22 +327,18 @@ WAITS = {
 #: Waits whose value is used, and what has that value without waiting.
 STAND_INS = {
     "pipe.train.lane Ticket._run_on: stream.record_event()": lambda stream: LateEvent(),  # which was never recorded
-    "pipe.worker task_runner: future.wait()": lambda future: None,
-    "pipe.pipeline Pipeline._task: wait(value, self.copy_streams[j][i], compute_stream)": lambda value, *_: value,
-    "pipe.pipeline Pipeline._finish: wait(output, self._streams[j], self.copy_streams[j][i])": lambda value, *_: value,
+    "pipe.pipeline Pipeline._run_cell: wait(value, copy_stream, compute_stream)": lambda value, *_: value,
+    "pipe.pipeline Pipeline._run_cell: wait(outputs[k], compute_stream, copy_stream)": lambda value, *_: value,
 }
 
 #: What is found by its name and does not wait.
 EXCEPTIONS = {
-    "pipe.pipeline _join: join(leaves[k], phony)": "an order of backward, in the graph (test_dependency)",
-    "pipe.pipeline Pipeline.run: self._fence(i, j)": "calls what is in this table",
-    "pipe.pipeline Pipeline.run: self._finish(i, j, halves, output)": "calls what is in this table",
     "pipe.threads Future: Outcome.wait": "another name of what is in this table",
     "pipe.threads Outcome.__init__: self._gate.acquire()": "a new lock, not shared yet",
     "pipe.threads Outcome.wait_idle: self._gate.acquire(timeout=RECHECK_SECONDS)": "without it the loop asks in vain",
     "pipe.threads _work: permits.acquire(blocking=False)": "does not wait",
-    "pipe.pipeline Pipeline._compute: self.record(StageAction('F', j, i))": "notes an action in a trace",
-    "pipe.pipeline Pipeline._finish: record()": "notes an action in a trace",
+    "pipe.pipeline Pipeline._run_cell: self.record(StageAction('F', j, i))": "notes an action in a trace",
+    "pipe.pipeline Pipeline._run_cell: record()": "notes an action in a trace",
 }
 
 TABLE = {

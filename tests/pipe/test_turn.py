@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipe import Pipe
-from pipe import worker as workers
 from pipe.schedule import fill_drain, one_forward_one_backward
 from tests.pipe.test_pipe import MODES, WIDTH, assert_same, problems, reference, seed, states
 from tests.pipe.turns import Turner
@@ -37,10 +36,9 @@ def turners(n: Any, width: Any = WIDTH) -> Any:
     needs=st.booleans(),
     devices=st.integers(1, 2),
     schedule=st.sampled_from([None, "fill_drain", "1f1b"]),
-    threads=st.booleans(),
 )
 def test_stages_that_take_turns_are_the_bare_module(
-    problem: Any, mode: Any, needs: Any, devices: Any, schedule: Any, threads: Any
+    problem: Any, mode: Any, needs: Any, devices: Any, schedule: Any
 ) -> None:
     model, balance, chunks, rows = problem
     bare = copy.deepcopy(model)
@@ -52,18 +50,15 @@ def test_stages_that_take_turns_are_the_bare_module(
         actions = [a for clock in fill_drain(min(chunks, rows), stages, stages > devices) for a in clock]
     else:
         actions = [a for clock in one_forward_one_backward(min(chunks, rows), stages) for a in clock]
-    with pytest.MonkeyPatch.context() as patch:
-        if threads:
-            patch.setattr(workers, "needs_threads", lambda devices: True)
-        pipe = Pipe(cut(model, balance), [1] * stages, ["cpu"] * devices, chunks=chunks, checkpoint=mode)
-        seed()
-        with pipe.recording() as trace:
-            if schedule is None:
-                loss = nn.functional.mse_loss(pipe(x), target)
-                loss.backward()
-            else:
-                loss = pipe.train_step(x, target, nn.MSELoss(), schedule=schedule)
-        after = states()
+    pipe = Pipe(cut(model, balance), [1] * stages, ["cpu"] * devices, chunks=chunks, checkpoint=mode)
+    seed()
+    with pipe.recording() as trace:
+        if schedule is None:
+            loss = nn.functional.mse_loss(pipe(x), target)
+            loss.backward()
+        else:
+            loss = pipe.train_step(x, target, nn.MSELoss(), schedule=schedule)
+    after = states()
     seed()
     output = reference(bare, balance, y, chunks, [(a.micro_batch, a.stage) for a in actions if a.kind == "F"])
     expected = nn.functional.mse_loss(output, target)
