@@ -11,6 +11,7 @@ torch, and of these packages. Parameters and children of modules are left alone.
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections import deque
@@ -49,24 +50,24 @@ class Variables:
 
 
 class _Held(NamedTuple):
-    """What a module holds: its attributes and hooks, if there are any, or only its mode; and its buffers."""
+    """What a module holds: its attributes and hooks (none: it has no hooks), or only its mode; and its buffers."""
 
     attributes: dict[str, Any]
     whole: bool
-    hooks: tuple[dict[int, Any], ...] | None
+    hooks: tuple[dict[int, Any], ...]
     buffers: dict[str, Any]
 
 
 def _held_by(module: nn.Module, whole: bool) -> _Held:
     own = module.__dict__
     attributes = {**own} if whole else {"training": own["training"]} if "training" in own else {}
-    hooks = tuple([{**kind} for kind in found]) if whole and any(found := _hooks_of(own)) else None
+    hooks = tuple([{**kind} for kind in found]) if whole and any(found := _hooks_of(own)) else ()
     return _Held(attributes, whole, hooks, {**own["_buffers"]})
 
 
-def _keeps_its_own(module: nn.Module) -> bool:
+@functools.lru_cache(maxsize=1024)
+def _keeps_its_own(kind: type[nn.Module]) -> bool:
     """Whether attributes of a module are those of the present run, as ``no_sync()`` of a wrapper around a backward."""
-    kind = type(module)
     if getattr(kind, "shows_another", False):  # the attributes are those of a module of the user
         return False
     defined = kind.__module__
@@ -91,7 +92,7 @@ class Contents:
         """Of modules; only modes and buffers, if not ``attributes``, and of modules of these packages."""
         before: list[tuple[Any, Any]] = []
         for module in modules:
-            whole = attributes and not _keeps_its_own(module)
+            whole = attributes and not _keeps_its_own(type(module))
             before.append((module, _held_by(module, whole)))
             if whole:
                 own = module.__dict__
@@ -179,7 +180,7 @@ class Contents:
 
 def _put_held(own: dict[str, Any], held: _Held) -> bool:
     changed = False
-    hooks: Any = ()
+    parts = [(own["_buffers"], held.buffers)] if held.buffers or own["_buffers"] else []
     if not held.whole:
         own.update(held.attributes)
     else:
@@ -189,9 +190,9 @@ def _put_held(own: dict[str, Any], held: _Held) -> bool:
                 del own[name]
             own.update(held.attributes)
         now = _hooks_of(own)
-        if held.hooks is not None or any(now):
-            hooks = zip(now, held.hooks or ({},) * len(now), strict=True)
-    for kind, before in (*hooks, (own["_buffers"], held.buffers)):
+        if held.hooks or any(now):
+            parts += zip(now, held.hooks or ({},) * len(now), strict=True)
+    for kind, before in parts:
         if not _same_items(kind, before):
             changed = True
             kind.clear()

@@ -19,7 +19,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from types import FrameType, MethodType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -264,17 +263,13 @@ def restores_thread_state(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except BaseException as error:
-            if not _is_control_flow(error):
+            # An exception of the packages' own ends a call that is suspended, and leaves its contexts as it should.
+            if isinstance(error, Exception) or not _is_ours(type(error).__module__):
                 close_contexts(error)
                 before.restore()
             raise
 
     return wrapped
-
-
-def _is_control_flow(error: BaseException) -> bool:
-    """Whether an exception of the packages' own ends a call that is suspended, and leaves its contexts as it should."""
-    return not isinstance(error, Exception) and type(error).__module__.partition(".")[0] in PACKAGES
 
 
 def close_contexts(error: BaseException) -> None:
@@ -283,34 +278,23 @@ def close_contexts(error: BaseException) -> None:
     A generator would otherwise restore what it saved when the traceback is freed, in the middle of other code, and an
     ``ExitStack`` never; nor has that a context that it is just entering, or that it has taken off to leave.
     """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for frame in reversed(frames):
-        for context in _contexts_in(frame):
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        ending = frame.f_code.co_filename == contextlib.__file__
+        if not ending and not _is_ours(frame.f_globals.get("__name__", "")):
+            continue
+        for value in reversed(frame.f_locals.values()):
+            # Of a context that a stack was leaving, before the others in it, there is only its bound exit.
+            context = getattr(value, "__self__", value) if ending else value
             with contextlib.suppress(Exception):  # the first error counts
-                (context if isinstance(context, contextlib.ExitStack) else context.gen).close()
+                if isinstance(context, contextlib.ExitStack):
+                    context.close()
+                elif ending and isinstance(context, contextlib._GeneratorContextManager):
+                    context.gen.close()
 
 
-def _contexts_in(frame: FrameType) -> Iterator[Any]:
-    """Contexts that a frame of an interrupted call may have left open; those that have ended can be closed again."""
-    ours = frame.f_globals.get("__name__", "").partition(".")[0] in PACKAGES
-    if frame.f_code not in _ENDS and not ours:
-        return
-    code = frame.f_code
-    given = 0 if code in _ENDS else code.co_argcount + code.co_kwonlyargcount  # stacks of the caller
-    there = frame.f_locals
-    for value in reversed([there[name] for name in code.co_varnames[given:] if name in there]):
-        # Of a context that a stack was leaving, before the others in it, there is only its bound exit.
-        each = getattr(value, "__self__", None) if frame.f_code in _ENDS and isinstance(value, MethodType) else value
-        if isinstance(each, contextlib.ExitStack) or (not ours and isinstance(each, _Generator)):
-            yield each
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] in PACKAGES
 
 
 #: Those whose objects and modules keep their own state.
 PACKAGES = ("pipe", "offload", "gradcache")
-_Generator = contextlib._GeneratorContextManager
-_ENDS = {
-    _Generator.__enter__.__code__,
-    _Generator.__exit__.__code__,
-    contextlib.ExitStack.__exit__.__code__,
-    contextlib.ExitStack.enter_context.__code__,
-}
