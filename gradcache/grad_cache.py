@@ -257,8 +257,9 @@ class GradCache:
         pass runs once, inside that backward; gradients of the models are written when it is done. ``loss_fn`` and
         ``scaler`` are not used, and the loss's own parameters get their gradients from the caller's backward only.
         """
-        outer = [tensor for tensor in tensors_in(list(model_inputs)) if tensor.requires_grad]
-        leaves = {id(tensor): tensor.detach().requires_grad_() for tensor in outer}
+        # Each once, also where it is the input of several models.
+        outer = {id(tensor): tensor for tensor in tensors_in(list(model_inputs)) if tensor.requires_grad}
+        leaves = {key: tensor.detach().requires_grad_() for key, tensor in outer.items()}
         given = map_tensors(lambda tensor: leaves.get(id(tensor), tensor), list(model_inputs))
         step = self._step(given, self._heads("get_reps", "processed"))
         hooked = step.hooked()
@@ -277,10 +278,10 @@ class GradCache:
                     run_hooks_with_gradient_only(parameter)
                 else:
                     gradients[k] = gradient.to(parameter.dtype)
-            return [*(leaves[id(tensor)].grad for tensor in outer), *gradients]
+            return [*(leaf.grad for leaf in leaves.values()), *gradients]
 
         wants = [tower.wants_gradient for tower in step.towers]
-        return representations.attach(encoded, wants, [*outer, *hooked], second_pass)
+        return representations.attach(encoded, wants, [*outer.values(), *hooked], second_pass)
 
     # -- one step -----------------------------------------------------------------------------------------------------
 

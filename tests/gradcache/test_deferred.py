@@ -42,6 +42,14 @@ def test_caller_s_own_backward_gives_the_whole_batch_s_gradient(streamed: bool, 
     torch.testing.assert_close(scale[1].grad, scale[0].grad)
 
 
+def test_a_tensor_that_is_the_input_of_two_models_gets_its_gradient_once() -> None:
+    model, x = tower(), torch.randn(6, 8, requires_grad=True)
+    (expected,) = torch.autograd.grad(SimpleContrastiveLoss()(model(x), model(x).sin()), x)
+    a, b = GradCache([model, model], 4, unused).encode(x, x)
+    SimpleContrastiveLoss()(a, b.sin()).backward()
+    torch.testing.assert_close(x.grad, expected)
+
+
 def test_two_batches_may_be_encoded_before_the_first_backward(assert_same_gradients: Any) -> None:
     bare, ours = tower(), tower()
     batches = [torch.randn(5, 8), torch.randn(3, 8)]

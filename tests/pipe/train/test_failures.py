@@ -103,7 +103,8 @@ def test_a_stage_that_fails_fails_in_its_turn(lab: Any, stage: Any) -> None:
     assert len(lab.run(pipeline, iterator)) == 2
 
 
-def test_an_interrupt_while_waiting_for_the_loader_loses_no_batch(lab: Any) -> None:
+@pytest.mark.parametrize("after_forward", [False, True])
+def test_an_interrupt_loses_no_batch_but_one_whose_forward_has_run(lab: Any, after_forward: Any) -> None:
     class Interrupted(InlineLane):
         """The lane of a caller who presses a key while the third copy is under way."""
 
@@ -117,11 +118,14 @@ def test_an_interrupt_while_waiting_for_the_loader_loses_no_batch(lab: Any) -> N
 
     lanes = Lanes(load=InlineLane(), copy=Interrupted(), distribute=InlineLane())
     model = Fragile()
-    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters()), "cpu", lanes=lanes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    options = {"lanes": lanes, "enqueue_batch_after_forward": after_forward}
+    pipeline = TrainPipelineBase(model, optimizer, "cpu", **options)
     batches = numbers(5)
     with pytest.raises(KeyboardInterrupt):
         pipeline.progress(batches)
-    assert lab.run(pipeline, batches) == [0, 1, 2, 3, 4]
+    assert lab.run(pipeline, batches) == [0, 1, 2, 3, 4][after_forward:]
+    assert model.weight.item() == after_forward - 11111
 
 
 def test_a_loader_that_leaves_the_process_is_heard_in_its_turn(lab: Any) -> None:

@@ -96,6 +96,23 @@ def test_a_state_that_had_seen_the_end_reads_nothing_before_the_end_is_told(lab:
     assert len(lab.run(second, iter(lab.batches(2)))) == 2
 
 
+def test_batches_of_a_state_that_are_not_in_flight_yet_stay_in_the_state(lab: Any) -> None:
+    def pipeline_of(ahead: int) -> Any:
+        model = lab.model()
+        return TrainPipelineBase(model, lab.optimizer(model), "cpu", ahead={"load": ahead, "copy": ahead})
+
+    loader = iter(lab.batches(8))
+    first, second = pipeline_of(4), pipeline_of(0)
+    first.progress(loader)
+    second.load_state_dict(first.state_dict())
+    for left in (4, 3, 2):
+        assert len(second.state_dict()["in_flight"]) == left
+        with pytest.raises(ValueError, match="without batches in flight"):
+            second.load_state_dict(first.state_dict())
+        second.progress(loader)
+    assert len(lab.run(second, loader)) == 4
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
