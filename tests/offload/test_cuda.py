@@ -91,26 +91,6 @@ def test_a_stream_that_runs_late_changes_nothing(late: str, recompute: bool, mon
     assert_trains_alike("cpu", recompute=recompute, boundary_bytes=0)
 
 
-def test_homes_may_be_written_as_soon_as_an_inference_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twin: test_every_wait.py, the_host_waits_at_the_end_of_a_pass_and_never_before."""
-    forward = nn.Linear.forward
-
-    def slow_forward(self: nn.Linear, x: Tensor) -> Tensor:
-        torch.cuda._sleep(CYCLES)
-        return forward(self, x)
-
-    bare = build(["linear", "linear"])
-    model = OffloadModel(copy.deepcopy(bare), "cuda", num_slices=4, checkpoint_activation=True)
-    x = torch.randn(3, WIDTH)
-    with torch.no_grad():
-        expected = bare.cuda()(x.cuda())
-        monkeypatch.setattr(nn.Linear, "forward", slow_forward)
-        output = model(x)
-        for parameter in model.parameters():
-            parameter.zero_()
-    assert torch.equal(output, expected)
-
-
 SANITIZED = """
 import torch
 from torch import nn
@@ -269,15 +249,6 @@ def test_the_host_waits_for_no_event_before_the_end_of_a_pass(
         cells = [k for k, what in enumerate(log) if what == kind]
         assert len(cells) == 12
         assert "wait" not in log[cells[0] : cells[-1]]
-
-
-def test_homes_in_host_memory_are_page_locked() -> None:
-    """Twin: test_tier.py::TestHostTier: a block has exactly the bytes asked for."""
-    model = OffloadModel(build(["linear"]), "cuda", num_slices=3, checkpoint_activation=False)
-    for shard in model._homes.shards:
-        assert shard.home is not None
-        assert shard.home.tensor.is_pinned()
-        assert shard.home.tensor.untyped_storage().nbytes() == shard.home.nbytes
 
 
 BLOCKS, CHANNELS = 12, 512

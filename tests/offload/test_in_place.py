@@ -76,16 +76,6 @@ def test_a_sequential_keeps_its_class_methods_and_indexing() -> None:
     assert list(some) == members[1:]
 
 
-def test_a_python_list_becomes_a_sequential() -> None:
-    bare = layers()
-    members = list(copy.deepcopy(bare))
-    model = offload(members, "cpu")
-    assert isinstance(model, nn.Sequential)
-    assert [*model.children()] == members
-    assert list(model.state_dict()) == list(bare.state_dict())
-    assert torch.equal(model(inputs()), bare(inputs()))
-
-
 @pytest.mark.parametrize("inside", [False, True])
 def test_an_offloaded_model_is_refused(inside: bool) -> None:
     model = layers()
@@ -137,12 +127,3 @@ def test_a_model_that_is_dropped_is_freed_at_once(make_model: Any) -> None:
         assert seen() is None
     finally:
         gc.enable()
-
-
-def test_the_same_module_may_be_set_again_but_no_other() -> None:
-    model: Any = make()
-    offload(model, "cpu", blocks=BLOCKS)
-    model.encoder = model.encoder
-    with pytest.raises(TypeError, match="layers are fixed"):
-        model.encoder = nn.Identity()
-    step(model)

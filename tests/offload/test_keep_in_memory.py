@@ -17,12 +17,10 @@ from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer
 from offload.engine.block import RUNS_NOTED
-from offload.planning.plan import Kind
 from offload.storage.disk import DiskBlock, DiskTier
 from offload.streaming.moves import HomeInUseError
 from tests.offload.blocks.towers import assert_equal
 from tests.offload.interrupts import interrupted, lines_of
-from tests.offload.planning.proof import validate
 from tests.offload.test_faults import Faults
 from tests.offload.zoo import WIDTH
 
@@ -132,26 +130,6 @@ def test_any_shards_may_rest_in_memory_at_any_time_between_passes(
     assert [(key, id(p)) for key, p in model.named_parameters()] == parameters
 
 
-def test_a_shard_in_memory_is_neither_loaded_nor_in_a_slot(home: str) -> None:
-    _, model, _, ours = trained(home, "adamw", checkpoint_activation=True)
-    for shards, slots in (([1, 2], 2), ([0, 1, 2], 1), (range(SHARDS), 0), ([], 2)):
-        keep(model, shards)
-        before = model.statistics().shard_loads
-        for k in range(2):
-            ours.zero_grad()
-            backward(model, k)
-            ours.step()
-        plan = model.plan()
-        validate(plan)
-        loaded = {action.shard for action in plan.actions if action.kind in (Kind.LOAD, Kind.EVICT)}
-        assert loaded == {*range(SHARDS)} - {*shards}
-        assert plan.in_memory == {*shards}
-        assert plan.slots == slots
-        assert model._homes.streamer.slot_pool.slots == slots
-        assert len(model._homes.streamer.slot_pool._all) == slots
-        assert (model.statistics().shard_loads > before) == bool(loaded)
-
-
 def in_memory(model: OffloadModel) -> list[bool]:
     return [not shard.blocking_io for shard in model._homes.shards]
 
@@ -223,14 +201,15 @@ def test_an_interrupt_at_any_line_moves_all_or_nothing(tmp_path: Path) -> None:
     for line in lines:
         seen.setdefault(line[:2], line)
     raised = 0
-    for k, line in enumerate(seen.values()):
+    lines = list(seen.values())[::2]
+    for k, line in enumerate(lines):
         before = in_memory(model)
         wanted = there[before == [j in there[0] for j in range(SHARDS)]]
         raised += interrupted(lambda wanted=wanted: keep(model, wanted), line) == "raised"  # type: ignore[misc]
         assert in_memory(model) in (before, [j in wanted for j in range(SHARDS)]), line
         step(k + 1)
         assert_equal(bare, model)
-    assert raised > 0.6 * len(seen)
+    assert raised > 0.6 * len(lines)
     assert_states_equal(plain, ours)
 
 
@@ -258,48 +237,6 @@ def test_memory_that_other_code_views_does_not_move(tmp_path: Path, holder: str,
     keep(model, [j for j in range(SHARDS) if not in_memory(model)[j]] if holder == "" else [1] * (not into_memory))
     del held
     keep(model, [1, 2] if into_memory else [])
-
-
-class Drifting(nn.Module):
-    """Writes its own weight in each forward from the ``first`` on."""
-
-    def __init__(self, first: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-        self.first = first
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls >= self.first:
-            with torch.no_grad():
-                self.weight.mul_(0.5)
-        return x * self.weight
-
-
-def drifting(first: int) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Drifting(first), nn.Linear(WIDTH, WIDTH))
-
-
-def test_layers_that_begin_to_write_their_weights_late_are_copied_from_then_on(tmp_path: Path) -> None:
-    bare = drifting(5)
-    model = OffloadModel(copy.deepcopy(bare), "cpu", tmp_path, 3, True)
-    keep(model, range(3))
-    for k in range(4):
-        backward(model, k)
-    model.zero_grad()
-    state = copy.deepcopy(model.state_dict())
-    with pytest.raises(RuntimeError, match="the layers of shard 1 wrote their own parameters"):
-        backward(model, 4)
-    model.load_state_dict(state)
-    bare.load_state_dict(state)
-    del state
-    for k in range(4, 7):
-        for run in (bare, model):
-            run.zero_grad()
-            backward(run, k)
-        assert_equal(bare, model)
 
 
 def test_what_cannot_be_moved_is_refused() -> None:

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import offload.limits
-from offload.limits import check_place
 from offload.machine import (
     ControlGroup,
     capacity,
@@ -20,7 +18,6 @@ from offload.machine import (
     free_host_bytes,
     private_bytes_left,
 )
-from offload.storage.page_cache import available_bytes
 
 CPU = torch.device("cpu")
 MEMINFO = "MemTotal:       40 kB\nMemFree:        1 kB\nMemAvailable:   {} kB\n"
@@ -99,18 +96,6 @@ def test_a_limit_on_private_memory_leaves_what_is_not_mapped(tmp_path: Path) -> 
     root = tree(tmp_path, files, available=5000)
     assert private_bytes_left(root) is None
     assert free_host_bytes(root) == 5000 * 1024
-
-
-def test_a_number_that_the_limit_on_private_memory_does_not_leave_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload.limits, "private_bytes_left", lambda: 999)
-    check_place(CPU, 999, 1, "")
-    with pytest.warns(RuntimeWarning, match="the 999 bytes that the limit on private memory"):
-        check_place(CPU, 1000, 1, "")
-
-
-def test_the_machine_itself_can_be_read() -> None:
-    assert 0 < free_host_bytes() <= available_bytes() + (1 << 30)
-    assert free_host_bytes() <= capacity(CPU)
 
 
 def test_an_accelerator_can_still_give_what_is_free_and_what_its_allocator_keeps(

@@ -93,17 +93,6 @@ def test_a_first_batch_that_does_not_fit_is_refused_before_anything_moves(home: 
     assert model(batch(0)).shape == (ROWS, WIDTH)
 
 
-def test_without_an_offload_optimizer_only_what_is_frozen_rests_there(home: str) -> None:
-    bare = stack()
-    for layer in list(bare)[1:4]:
-        layer.requires_grad_(False)
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=DEPTH, memory={"device": "1GiB", "host": "1GiB"})
-    plain, same = (torch.optim.AdamW((p for p in m.parameters() if p.requires_grad), lr=1e-2) for m in (bare, model))
-    assert train(model, same, range(4)) == train(bare, plain, range(4))
-    assert there(model) == [1, 2, 3]
-    assert_equal(bare, model)
-
-
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adafactor])
 def test_any_class_updates_there(kind: type[torch.optim.Optimizer], home: str) -> None:
     bare = stack()
@@ -152,12 +141,3 @@ def test_what_is_there_is_never_more_than_its_memory(kind: str, tmp_path: Path) 
         assert most <= predicted <= limit
         ran += 1
     assert ran
-
-
-def test_the_report_says_what_rests_there(home: str) -> None:
-    _, _, model, ours = pair(home, {"device": 2 * STATES // 3, "host": "1GiB"})
-    train(model, ours, range(4))
-    told = str(model.memory_report())
-    assert f"{len(there(model))} of {DEPTH} shards in memory: weights and optimizer states" in told
-    if home != "cpu":
-        assert f"{DEPTH - len(there(model))} of {DEPTH} shards in host memory" in told

@@ -71,7 +71,7 @@ class BlocksRun(Run):
 def test_after_an_interrupt_at_any_line_the_model_is_usable(name: str, tmp_path: Path) -> None:
     run = BlocksRun(name)
     found = {line[:2]: line for line in lines_of(lambda: run.step(1)) if line.file.endswith(FILES)}
-    lines = [line for place, line in found.items() if place not in _seen]
+    lines = [line for place, line in found.items() if place not in _seen][::2]
     _seen.update(found)
     wrong, raised = interrupt_each(run, lines)
     assert not wrong, "\n".join(wrong)

@@ -198,48 +198,6 @@ def test_a_pipeline_that_prefetches_rows_trains_the_same_table(
     assert pipeline.statistics().undistributed == {}
 
 
-def run(model: Any, lane: Any, count: Any = 8) -> Any:
-    model.bag._reader.lane = lane
-    pipeline = TrainPipelineSparseDist(model, optimizers_of(model, "sgd"), "cpu")
-    iterator = iter(batches(count))
-    torch.manual_seed(4)
-    for _ in range(count):
-        pipeline.progress(iterator)
-    return model
-
-
-def test_without_reading_updated_rows_again_a_read_that_is_early_trains_another_table() -> None:
-    theirs, ours = pair(mode="sum")
-    reference, model = Model(theirs), Model(ours)
-    train_plainly(reference, optimizers_of(reference, "sgd"), 8, 1)
-    model.bag._reader.refresh_stale = lambda weight, request, batch: None
-    run(model, InlineLane())
-    assert not torch.allclose(model.bag.weight, reference.bag.weight, atol=1e-4)
-
-
-def test_rows_that_no_gradient_reached_are_not_read_again() -> None:
-    _, ours = pair(mode="sum")
-    model = Model(ours)
-    generator = torch.Generator().manual_seed(0)
-    disjoint = [
-        {"indices": torch.arange(4).view(2, 2) + 4 * k, "labels": torch.randn(2, 1, generator=generator)}
-        for k in range(5)
-    ]
-    pipeline = TrainPipelineSparseDist(model, optimizers_of(model, "sgd"), "cpu")
-    iterator = iter(disjoint)
-    for _ in range(5):
-        pipeline.progress(iterator)
-    assert ours.statistics().rows_refreshed == 0
-    assert ours.statistics().rows_read == 20
-
-
-def test_a_loaded_state_reaches_prefetched_rows() -> None:
-    _, ours = pair(mode="sum")
-    request = ours.input_dist(None, torch.tensor([[1, 2]])).wait().wait()
-    ours.load_state_dict({"weight": torch.ones(ROWS, DIM)})
-    assert torch.equal(ours.compute_and_output_dist(None, request), torch.full((1, DIM), 2.0))
-
-
 @pytest.mark.parametrize("options", [{"momentum": 0.9}, {"weight_decay": 0.1}])
 def test_an_optimizer_that_changes_rows_without_a_gradient_is_refused(options: Any) -> None:
     model = Model(pair(mode="sum")[1])
@@ -265,26 +223,6 @@ def test_the_table_is_not_moved_with_the_module_and_a_copy_has_its_own(home: Any
         nn.ModuleList([ours]).double()
 
 
-def test_lookups_may_run_on_another_device() -> None:
-    _, ours = pair(mode="sum")
-    ours.to("meta")
-    assert ours.device.type == "meta"
-    assert ours.weight.device.type == "cpu"
-
-
-def test_an_index_outside_the_table_is_refused_in_its_turn() -> None:
-    model = Model(pair(mode="sum")[1])
-    data = batches(5)
-    data[3]["indices"][1, 1] = ROWS
-    pipeline = TrainPipelineSparseDist(model, optimizers_of(model, "sgd"), "cpu")
-    iterator = iter(data)
-    for _ in range(3):
-        pipeline.progress(iterator)
-    with pytest.raises(IndexError, match=f"indices from 0 to {ROWS - 1}"):
-        pipeline.progress(iterator)
-    pipeline.progress(iterator)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -297,12 +235,6 @@ def test_an_index_outside_the_table_is_refused_in_its_turn() -> None:
 def test_bad_arguments_are_refused_by_name(options: Any, message: Any) -> None:
     with pytest.raises(ValueError, match=message):
         OffloadEmbeddingBag(**{"num_embeddings": 5, "embedding_dim": 2, **options})
-
-
-@pytest.mark.parametrize("indices", [torch.zeros(2, 2, 2, dtype=torch.int64), torch.zeros(3)])
-def test_indices_of_another_kind_are_refused(indices: Any) -> None:
-    with pytest.raises(ValueError, match="expected indices as a 1- or 2-dimensional integer tensor"):
-        pair()[1](indices)
 
 
 @pytest.mark.cuda

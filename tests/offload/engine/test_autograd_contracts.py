@@ -105,15 +105,3 @@ def test_hooks_beside_updates_in_backward_are_refused_before_a_shard_is_updated(
 
 
 # --- gradients that were handed out ---------------------------------------------------------------------------------
-
-
-def test_files_of_gradients_do_not_pile_up(tmp_path: Any) -> None:
-    model = OffloadModel(mlp(), "cpu", tmp_path, 4, True)
-    counts = []
-    for _ in range(4):
-        model.zero_grad()
-        model(batch()).sum().backward()
-        held = [p.grad for p in model.parameters()]
-        counts.append(len(list(tmp_path.rglob("*gradients*"))))
-    assert counts == [4] * 4
-    assert all(gradient is not None for gradient in held)

@@ -49,26 +49,6 @@ def test_gradients_are_those_of_the_chunks_apart(home: str, skip: int | None) ->
         torch.testing.assert_close(a, c)
 
 
-def test_batch_norm_keeps_the_chunks_while_it_trains() -> None:
-    model = OffloadModel(
-        build(["batchnorm"]),
-        "cpu",
-        checkpoint_activation=True,
-        num_slices=3,
-        memory=MemoryPolicy.fixed(activation_bytes="1MiB"),
-    )
-    sizes = []
-    model.get_submodule("1").register_forward_pre_hook(lambda _m, x: sizes.append(len(x[0])))
-    chunks = list(torch.randn(8, WIDTH).split(2))
-    for _ in range(2):
-        step(model, chunks)
-    assert set(sizes) == {2}
-    model.eval()
-    sizes.clear()
-    step(model, chunks)
-    assert sizes == [2, 8, 8]  # a trial, forward, and recomputation
-
-
 @pytest.mark.parametrize("drawn", ["from the start", "after a step without"])
 def test_chunks_of_layers_that_draw_stay_apart_unless_the_policy_joins_them(drawn: str) -> None:
     chunks = list(torch.randn(8, WIDTH).split(2))

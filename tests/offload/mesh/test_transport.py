@@ -94,22 +94,6 @@ def test_collectives_follow_compute_and_are_done_when_they_are_awaited(monkeypat
     lane.close()
 
 
-def test_a_lane_of_a_device_runs_nothing_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, slot = LateCuda(monkeypatch), torch.zeros(4)
-    lane = CollectiveLane(DEVICE)
-
-    def fail() -> None:
-        raise OSError("unreadable")
-
-    with pytest.raises(OSError, match="unreadable"):
-        lane.submit("L0", fail).wait()
-    with pytest.raises(RuntimeError, match="L0 failed on this rank"):
-        lane.submit("L1", lambda: cuda.launch(lambda: slot.fill_(7))).wait()
-    cuda.synchronize()
-    assert not slot.any()
-    lane.close()
-
-
 NCCL, GLOO = "cuda:nccl", "cpu:gloo,cuda:gloo"
 
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
-import os
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload.storage import DiskTier, HostTier, Tier, disk, open_tier
+from offload.storage import DiskTier, HostTier, Tier, open_tier
 from offload.storage.buffer import host_buffer
 from offload.storage.transfer import TransferLimits
 
@@ -214,34 +209,3 @@ def test_a_directory_that_is_memory_warns(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("offload.storage.disk.file_system", lambda path: "tmpfs")
     with pytest.warns(RuntimeWarning, match=r"is memory \(tmpfs\)"):
         DiskTier(tmp_path, CPU)
-
-
-def test_a_folder_that_is_being_made_is_not_swept_by_another_process(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Whatever happens between the system calls of its making."""
-    calls = []
-    for module, name in ((os, "open"), (fcntl, "flock"), (os, "rename")):
-        original = getattr(module, name)
-
-        def swept(*args: Any, original: Callable[..., Any] = original, **more: Any) -> Any:
-            if threading.current_thread() in sweeping:
-                return original(*args, **more)
-            sweeping.add(threading.current_thread())
-            try:
-                calls.append(original.__name__)
-                disk._remove_stale(tmp_path)
-                result = original(*args, **more)
-                disk._remove_stale(tmp_path)
-                return result
-            finally:
-                sweeping.clear()
-
-        monkeypatch.setattr(module, name, swept)
-    sweeping: set[threading.Thread] = set()
-    tier = DiskTier(tmp_path, torch.device("cpu"))
-    assert {"open", "flock"} <= set(calls)
-    assert tier.folder.exists()
-    tier.allocate(8, "weights").write(torch.ones(8, dtype=torch.uint8), 0)
-    tier.close()
-    assert not tier.folder.exists()
