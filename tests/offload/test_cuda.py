@@ -127,39 +127,6 @@ def test_the_sanitizer_finds_no_race() -> None:
     assert "CSAN" not in result.stderr, result.stderr
 
 
-@pytest.mark.parametrize("ours", [False, True])
-@pytest.mark.parametrize("recompute", [True, False])
-def test_a_grad_scaler_trains_in_fp16(recompute: bool, ours: bool) -> None:
-    """Twin: tests/pipe/test_every_wait.py, the_scale_of_a_grad_scaler_arrives_before_it_is_used.
-
-    The scale is where the loss is, the gradients are in host memory. ``ours``: an OffloadOptimizer, else one of torch.
-    """
-    bare = build(["linear", "rnn", "linear"])
-    model = OffloadModel(copy.deepcopy(bare), "cuda", num_slices=3, checkpoint_activation=recompute)
-    bare = bare.cuda()
-    results = []
-    for run in (bare, model):
-        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24)  # the first steps overflow and are skipped
-        if run is model and ours:
-            optimizer: torch.optim.Optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.05)
-        else:
-            optimizer = torch.optim.SGD(run.parameters(), lr=0.05)
-        losses, scales = [], []
-        for step in range(12):
-            x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(step)).cuda()
-            with torch.autocast("cuda", dtype=torch.float16):
-                loss = run(x).float().pow(2).mean()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-            scales.append(scaler.get_scale())
-        results.append((losses, scales))
-    assert results[1][1] == results[0][1]
-    assert results[1][0] == pytest.approx(results[0][0], rel=2e-2)
-
-
 @pytest.mark.parametrize("shards", [4, 64])
 def test_peak_device_bytes_are_those_of_the_formula(shards: int) -> None:
     """Twin: test_model.py::test_the_peak_is_a_formula_without_the_number_of_shards."""

@@ -85,19 +85,6 @@ def test_in_a_container_the_group_is_found_below_what_is_mounted(
     assert free_host_bytes(tree(tmp_path, files | group(folder, 1000, 900))) == 100
 
 
-def test_a_limit_on_private_memory_leaves_what_is_not_mapped(tmp_path: Path) -> None:
-    files = {
-        "proc/self/limits": "Limit  Soft Limit  Hard Limit  Units\nMax data size  10240  unlimited  bytes\n",
-        "proc/self/status": "Name:\tpython\nVmData:\t       9 kB\n",
-    }
-    root = tree(tmp_path, files, available=5000)
-    assert private_bytes_left(root) == free_host_bytes(root) == 1024
-    files["proc/self/limits"] = files["proc/self/limits"].replace("10240", "unlimited")
-    root = tree(tmp_path, files, available=5000)
-    assert private_bytes_left(root) is None
-    assert free_host_bytes(root) == 5000 * 1024
-
-
 def test_an_accelerator_can_still_give_what_is_free_and_what_its_allocator_keeps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
+from offload import OffloadModel, OffloadOptimizer
 from offload.storage import DeviceTier
 from tests.offload import zoo
 from tests.offload.blocks.towers import assert_equal
@@ -76,13 +76,6 @@ def test_of_a_model_that_does_not_fit_a_part_rests_there(home: str) -> None:
     assert train(model, ours, range(8)) == train(bare, plain, range(8), clip=0.1)
     assert 0 < len(there(model)) < DEPTH
     assert_equal(bare, model)
-
-
-def test_updates_that_are_pinned_to_the_host_leave_it_home(home: str) -> None:
-    policy = MemoryPolicy({"device": "1GiB", "host": "1GiB"}, update_on="host")
-    bare, plain, model, ours = pair(home, policy)
-    assert train(model, ours, range(4)) == train(bare, plain, range(4))
-    assert there(model) == []
 
 
 def test_a_first_batch_that_does_not_fit_is_refused_before_anything_moves(home: str) -> None:

@@ -115,13 +115,6 @@ def test_shards_or_recomputation_without_memory_mean_what_they_do_in_fairscale()
     assert model_of(6, num_slices=2)._offloaded.memory_limits is None
 
 
-def test_without_any_of_these_memory_is_what_the_machine_has_free() -> None:
-    model = model_of(6)
-    assert model._offloaded.memory_limits is not None
-    assert model._homes.steps.planner is not None
-    assert model._homes.recompute
-
-
 # --- limits ---------------------------------------------------------------------------------------------------------
 
 
@@ -178,15 +171,6 @@ def test_auto_is_a_part_of_what_is_free_shared_by_those_that_say_so(free: dict[t
     free[CPU] = 1000 * MIB
     del second
     assert first.nbytes == 900 * MIB
-
-
-def test_a_number_is_kept_and_what_it_promises_is_not_given_to_others(free: dict[torch.device, int]) -> None:
-    number = granted(400 * MIB, holds=150 * MIB)
-    other = granted()
-    assert number.nbytes == 400 * MIB
-    assert other.nbytes == (900 - 250) * MIB
-    number.release()
-    assert other.nbytes == 900 * MIB
 
 
 @pytest.mark.parametrize("end", ["collected", "closed", "never made"])

@@ -94,18 +94,6 @@ def test_outputs_and_gradients_equal_those_of_a_table_on_the_device(
     assert ours.weight.grad.is_sparse
 
 
-def test_weights_per_sample_have_gradients_and_the_last_offset_may_be_included() -> None:
-    theirs, ours = pair(mode="sum", include_last_offset=True)
-    indices, offsets = torch.tensor([1, 5, 5, 2]), torch.tensor([0, 1, 4])
-    weights = [torch.tensor([0.5, 2.0, 1.0, -1.0], requires_grad=True) for _ in range(2)]
-    outputs = [m(indices, offsets, per_sample_weights=w) for m, w in zip((theirs, ours), weights, strict=True)]
-    torch.testing.assert_close(outputs[1], outputs[0])
-    for output in outputs:
-        (output**2).sum().backward()
-    torch.testing.assert_close(weights[1].grad, weights[0].grad)
-    assert_equal_gradients(theirs, ours)
-
-
 def test_a_batch_without_indices_touches_no_row() -> None:
     _, ours = pair(mode="sum")
     before = ours.weight.detach().clone()
@@ -198,14 +186,6 @@ def test_a_pipeline_that_prefetches_rows_trains_the_same_table(
     assert pipeline.statistics().undistributed == {}
 
 
-@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"weight_decay": 0.1}])
-def test_an_optimizer_that_changes_rows_without_a_gradient_is_refused(options: Any) -> None:
-    model = Model(pair(mode="sum")[1])
-    with pytest.raises(ValueError, match=r"changes only rows that have a gradient, got SGD"):
-        TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), 0.1, **options), "cpu")
-    TrainPipelineSparseDist(model, torch.optim.SGD([{"params": model.bag.parameters()}], 0.1), "cpu")
-
-
 @both_homes
 def test_the_table_is_not_moved_with_the_module_and_a_copy_has_its_own(home: Any) -> None:
     _, ours = pair(home, mode="sum")
@@ -276,14 +256,3 @@ def test_rowwise_adagrad_does_what_its_formula_says_with_one_number_per_row() ->
         optimizer.step()
     torch.testing.assert_close(parameter.detach(), expected, atol=1e-6, rtol=1e-6)
     assert optimizer.state[parameter]["sum"].shape == (5,)
-
-
-def test_rowwise_adagrad_refuses_dense_gradients_before_it_changes_anything() -> None:
-    sparse, dense = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2))
-    sparse.grad = torch.sparse_coo_tensor([[1]], [[1.0, 1.0]], (3, 2), check_invariants=True)
-    dense.grad = torch.ones(3, 2)
-    with pytest.raises(TypeError, match="sparse gradient"):
-        RowWiseAdagrad([sparse, dense]).step()
-    assert torch.equal(sparse, torch.ones(3, 2))
-    with pytest.raises(ValueError, match="lr=-1"):
-        RowWiseAdagrad([sparse], lr=-1)

@@ -118,24 +118,6 @@ def test_other_tools_read_it(tmp_path: Path, home: str) -> None:
     assert all(torch.equal(saved[f"state.{n}.{key}"], v) for n, s in expected.items() for key, v in s.items())
 
 
-def test_what_other_tools_wrote_is_read(tmp_path: Path, home: str) -> None:
-    from safetensors.torch import save_file
-
-    bare = build(["linear", "batchnorm"])
-    state = {name: tensor.clone() for name, tensor in bare.state_dict().items()}
-    first = dict(list(state.items())[:3])
-    second = {name: tensor for name, tensor in state.items() if name not in first}
-    save_file(first, tmp_path / "a.safetensors")
-    save_file(second, tmp_path / "b.safetensors")
-    places = {name: "a.safetensors" if name in first else "b.safetensors" for name in state}
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
-    model = OffloadModel(build(["linear", "batchnorm"], seed=5), "cpu", home, num_slices=3, checkpoint_activation=False)
-    assert load_checkpoint(tmp_path, model).step is None
-    torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="holds a model but no optimizer"):
-        load_checkpoint(tmp_path, model, OffloadOptimizer(model, torch.optim.SGD, lr=0.1))
-
-
 def test_bare_modules_and_plain_optimizers_are_saved_and_loaded_too(tmp_path: Path) -> None:
     pair = Pair("momentum", tied=True)
     for action in ("backward", "step", "zero"):
@@ -306,15 +288,6 @@ def test_one_save_at_a_time_writes_to_a_folder(tmp_path: Path, monkeypatch: pyte
     assert [text.count("no other save writes") for text in refused] == [1, 1]
     save_checkpoint(tmp_path / "c", layers)
     load_checkpoint(tmp_path / "c", layers)
-
-
-def test_a_file_system_without_locks_is_saved_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", none)
-    save_checkpoint(tmp_path, build(["linear"]))
-    load_checkpoint(tmp_path, build(["linear"]))
 
 
 @pytest.mark.parametrize("kind", ["pretrained", "damaged"])

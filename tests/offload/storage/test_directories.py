@@ -176,16 +176,6 @@ def test_only_folders_with_our_names_are_removed(tmp_path: Path) -> None:
     assert {path.name for path in aside.iterdir()} == {"0000-weights"}
 
 
-def test_a_home_is_made_and_overwritten_beside_files_of_the_user_with_its_suffix(tmp_path: Path) -> None:
-    (tmp_path / "my.home").write_text("mine")
-    (tmp_path / "rank0-of-2").mkdir()
-    (tmp_path / "rank0-of-2/sweet.home").write_text("mine")
-    offloaded(layers(), tmp_path).close()
-    offloaded(layers(), tmp_path, overwrite=True).close()
-    offloaded(layers("meta"), tmp_path).close()
-    assert (tmp_path / "my.home").read_text() == (tmp_path / "rank0-of-2/sweet.home").read_text() == "mine"
-
-
 @pytest.mark.parametrize("what", ["link", "dangling", "fifo", "folder"])
 @pytest.mark.parametrize("name", ["home.lock", "model.home"])
 def test_a_link_or_special_file_in_the_place_of_ours_is_refused_and_left_alone(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import DiskHome, HomeError, OffloadEmbeddingBag, OffloadModel
+from offload import DiskHome, HomeError, OffloadEmbeddingBag
 from offload.storage import PersistentTier, Tier
 from offload.storage.buffer import PAGE_BYTES
 from tests.offload.persistent import WIDTH, everything, layers, offloaded, train
@@ -71,15 +71,6 @@ def test_an_adopted_home_reads_only_its_buffers(
     model.close()
 
 
-def test_a_closed_model_can_be_read_but_not_run(left: tuple[Path, dict[str, Tensor]]) -> None:
-    model = offloaded(layers("meta"), left[0])
-    model.close()
-    model.close()
-    assert the_same(everything(model), left[1])
-    with pytest.raises(RuntimeError, match="this OffloadModel was closed"):
-        model(torch.zeros(2, WIDTH))
-
-
 def test_overwriting_is_done_when_asked_for(left: tuple[Path, dict[str, Tensor]]) -> None:
     (left[0] / "notes.txt").write_text("mine")
     model = offloaded(layers(), left[0], slices=2, overwrite=True)
@@ -119,12 +110,6 @@ def test_offload_19_a_stale_or_foreign_file_with_the_right_name_is_never_trusted
     path.write_bytes(whole)
     shutil.copy(path, folder / "weights.home")
     assert_refused(folder, r"weights.home: expected model.home as the only file of a home")
-
-
-def offloaded_and_closed(folder: Path) -> OffloadModel:
-    model = offloaded(layers("meta"), folder)
-    model.close()
-    return model
 
 
 def of_version(path: Path, version: int) -> None:
@@ -219,25 +204,6 @@ def test_a_new_home_that_could_not_be_made_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["home.lock"]
     model = offloaded(layers(), tmp_path)
     model.close()
-
-
-def test_a_close_that_fails_can_be_repeated(
-    left: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = offloaded(layers("meta"), left[0])
-    train(model, range(1))
-    fsync = os.fsync
-
-    def broken(fd: int) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", broken)
-    with pytest.raises(OSError, match="Input/output error"):
-        model.close()
-    monkeypatch.setattr(os, "fsync", fsync)
-    train(model, range(1))
-    model.close()
-    assert the_same(everything(offloaded_and_closed(left[0])), everything(model))
 
 
 def test_only_models_keep_homes(tmp_path: Path) -> None:
