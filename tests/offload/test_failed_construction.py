@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from offload import OffloadModel, save_checkpoint
 from offload.engine.homes import ModelHomes
 from offload.files.tensor_file import TensorFile
-from offload.storage.disk import DiskTier
-from offload.storage.host import HostTier
 from offload.streaming.layer_homes import LayerHomes
 from tests.offload.interrupts import interrupted, lines_of
 
@@ -155,30 +153,6 @@ def test_a_failure_leaves_the_layers_as_they_were(
         x = torch.randn(3, WIDTH)
         assert torch.equal(model(x), expected(x))
         assert torch.equal(wrapped(model, home)(x), expected(x))
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"memory": "lots"},
-        {"memory": -1},
-        {"memory": {"disk": 1 << 30}},
-        {"memory": 1000},
-        {"memory": {"device": "1GiB", "host": "2GiB"}},
-    ],
-    ids=str,
-)
-def test_bad_arguments_are_refused_before_anything_moves(
-    home: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = layers()
-    before = StateBefore(model)
-    addresses = [p.data_ptr() for p in model.parameters()]
-    fail_at(monkeypatch, HostTier if home == "cpu" else DiskTier, "weights", 0, AssertionError("something moved"))
-    with pytest.raises((TypeError, ValueError), match=next(iter(arguments))):
-        wrapped(model, home, **arguments)
-    before.check()
-    assert [p.data_ptr() for p in model.parameters()] == addresses
 
 
 def test_an_interrupt_at_any_line_of_a_construction_leaves_the_layers_as_they_were() -> None:

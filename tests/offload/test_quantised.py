@@ -131,18 +131,6 @@ def test_gradients_and_moments_are_stored_of_trainable_parameters_only(
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-class Changing(Packed):
-    """Its parts are new tensors at each access."""
-
-    @property
-    def data8(self) -> Tensor:  # type: ignore[override]
-        return self._data8.detach()
-
-    @data8.setter
-    def data8(self, value: Tensor) -> None:
-        self._data8 = value
-
-
 class Sealed(Packed):
     """Cannot be taken apart."""
 
@@ -168,32 +156,14 @@ def trainable(kind: str) -> nn.Sequential:
     return model
 
 
-def unquantised() -> nn.Sequential:
-    model = layers("attributes", blocks=2)
-    model[1].base.weight.bnb_quantized = False
-    return model
-
-
-def repacking() -> nn.Sequential:
-    model = layers("attributes", blocks=2)
-    model[1].base.support_avx512bf16_for_cpu = True
-    return model
-
-
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (lambda: trainable("subclass"), r"frozen, got a trainable Packed \(1.base.weight\)"),
         (lambda: trainable("attributes"), r"frozen, got a trainable WithAttributes \(1.base.weight\)"),
-        (
-            lambda: with_weight(Changing(*Packed.pack(torch.ones(WIDTH, WIDTH)).parts())),
-            "another tensor at each access",
-        ),
         (lambda: with_weight(Sealed(*Packed.pack(torch.ones(WIDTH, WIDTH)).parts())), "NotImplementedError: sealed"),
         (lambda: with_weight(Packed(torch.ones(2, 2, dtype=torch.int8), torch.ones(2, 1).to_sparse())), "sparse_coo"),
         (lambda: with_weight(Packed(*(x.to("meta") for x in Packed.pack(torch.ones(2, 2)).parts()))), "meta device"),
-        (unquantised, "move the model first"),
-        (repacking, "support_avx512bf16_for_cpu = False"),
     ],
 )
 def test_what_cannot_be_taken_apart_is_refused_before_anything_moved(make: Any, reason: str, tmp_path: Path) -> None:

@@ -128,6 +128,14 @@ def test_adapters_train_evaluate_and_resume_under_the_trainer(huggingface: Any, 
 # --- a plain loop ----------------------------------------------------------------------------------------------------
 
 
+def test_a_resumed_loop_continues_bit_for_bit(loop: Any, home: Path, tmp_path: Path) -> None:
+    whole, expected = loop.train(home, tmp_path / "whole")
+    _, first = loop.train(home, tmp_path / "parts", until=3)
+    resumed, second = loop.train(home, tmp_path / "parts")
+    assert first + second == expected
+    assert_equal(resumed, whole)
+
+
 # --- the Trainer of Lightning ----------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,8 @@ from torch import nn
 
 from offload.embedding.bag import OffloadEmbeddingBag
 from offload.embedding.rowwise import RowWiseAdagrad
-from pipe.train import InlineLane, Lane, Ticket, TrainPipelineSparseDist
+from pipe.train import InlineLane, TrainPipelineSparseDist
+from tests.offload.scenarios.rows import LateLane
 
 # torch's own optimizers build sparse tensors without saying whether their invariants are to be checked.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
@@ -29,33 +29,7 @@ OPTIMIZERS = {
 }
 
 
-class LateLane(Lane):
-    """Reads rows only when they are waited for."""
-
-    def submit(self, job: Any) -> Any:
-        return LateTicket(job)
-
-
-class LateTicket(Ticket[Any]):
-    def __init__(self, job: Any) -> None:
-        super().__init__()
-        self.job = job
-
-    def succeeded(self) -> Any:
-        if not self.done:
-            self.run(self.job)
-        return super().succeeded()
-
-
 LANES = {"thread": lambda: None, "earliest": InlineLane, "latest": LateLane}
-
-
-@pytest.fixture
-def home(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    return tmp_path if request.param == "disk" else "cpu"
-
-
-both_homes = pytest.mark.parametrize("home", ["host", "disk"], indirect=True)
 
 
 def pair(home: Any = "cpu", **options: Any) -> Any:
@@ -71,7 +45,6 @@ def assert_equal_gradients(theirs: Any, ours: Any) -> None:
     torch.testing.assert_close(dense[1], dense[0])
 
 
-@both_homes
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("padding_idx", [None, 3, -1])
 @pytest.mark.parametrize("two_dimensional", [True, False])
@@ -186,7 +159,6 @@ def test_a_pipeline_that_prefetches_rows_trains_the_same_table(
     assert pipeline.statistics().undistributed == {}
 
 
-@both_homes
 def test_the_table_is_not_moved_with_the_module_and_a_copy_has_its_own(home: Any) -> None:
     _, ours = pair(home, mode="sum")
     address = ours.weight.data_ptr()
@@ -219,7 +191,6 @@ def test_bad_arguments_are_refused_by_name(options: Any, message: Any) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@both_homes
 def test_on_cuda_a_pipeline_that_prefetches_rows_trains_the_same_table(home: Any) -> None:
     theirs, ours = pair(home, mode="sum")
     reference, model = Model(theirs).cuda(), Model(ours).cuda()

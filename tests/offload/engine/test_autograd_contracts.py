@@ -46,9 +46,6 @@ def assert_equal(actual: list[Tensor | None], expected: list[Tensor | None], ato
             torch.testing.assert_close(a, e, rtol=0, atol=atol)
 
 
-# --- double backward ------------------------------------------------------------------------------------------------
-
-
 # --- gradients that were asked for ----------------------------------------------------------------------------------
 
 
@@ -102,6 +99,3 @@ def test_hooks_beside_updates_in_backward_are_refused_before_a_shard_is_updated(
     model(batch()).sum().backward()
     optimizer.step()
     assert not all(map(torch.equal, before, model.parameters()))
-
-
-# --- gradients that were handed out ---------------------------------------------------------------------------------

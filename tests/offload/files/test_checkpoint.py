@@ -220,9 +220,6 @@ def test_a_process_killed_at_any_moment_resumes_from_a_whole_checkpoint_to_the_s
     assert outcome["agreed"] == outcome["rounds"], outcome
 
 
-# --- the files --------------------------------------------------------------------------------------------------------
-
-
 # --- the folder -------------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import struct
+import warnings
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,66 @@ def test_only_models_keep_homes(tmp_path: Path) -> None:
     for several in (3, [tmp_path], [tmp_path / "a", tmp_path / "b"]):
         with pytest.raises(TypeError, match=r"expected one directory, got .*RAID 0"):
             DiskHome(several)  # type: ignore[arg-type]
+
+
+# --- recovered --------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+import torch
+from tests.offload.persistent import everything, layers, offloaded, train
+
+root, closes, out = Path(sys.argv[1]), sys.argv[2] == "closes", sys.argv[3]
+model = offloaded(layers(), root / "home")
+train(model, range(2))
+if closes:
+    model.close()
+    model = offloaded(layers("meta"), root / "home")
+    train(model, range(2, 4))
+torch.save({name: p.detach().clone() for name, p in model.named_parameters()}, out)
+os._exit(1)
+"""
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_home_of_a_process_that_was_killed_between_steps_is_recovered(closes: bool, tmp_path: Path) -> None:
+    out = tmp_path / "weights.pt"
+    assert run_program(SCRIPT, tmp_path, "closes" if closes else "ends", out).status == 1
+    assert_recovered(tmp_path / "home", out)
+
+
+def assert_recovered(home: Path, out: Path) -> None:
+    with pytest.raises(HomeError, match=r"ended without close\(\).*recover=True"):
+        offloaded(layers("meta"), home)
+    with pytest.warns(RuntimeWarning, match="its contents cannot be verified"):
+        model = offloaded(layers("meta"), home, recover=True)
+    for name, value in torch.load(out, weights_only=True).items():
+        assert torch.equal(model.get_parameter(name), value), name
+    train(model, range(4, 5))
+    left = everything(model)
+    model.close()
+    model = offloaded(layers("meta"), home)  # whole again
+    assert all(torch.equal(value, left[name]) for name, value in everything(model).items())
+    model.close()
+
+
+def test_a_home_that_was_closed_is_recovered_without_a_warning(tmp_path: Path) -> None:
+    model = offloaded(layers(), tmp_path)
+    left = everything(model)
+    model.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = offloaded(layers("meta"), tmp_path, recover=True)
+    assert all(torch.equal(value, left[name]) for name, value in everything(model).items())
+    model.close()
+
+
+def test_recovering_is_for_kept_homes_that_are_not_overwritten(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="recover=True is for a persistent home"):
+        DiskHome(tmp_path, recover=True)
+    with pytest.raises(ValueError, match="pass one of them"):
+        DiskHome(tmp_path, keep=True, overwrite=True, recover=True)
 
 
 class TestKeptTier(TierContract):
