@@ -129,7 +129,7 @@ def test_the_sanitizer_finds_no_race() -> None:
 
 @pytest.mark.parametrize("shards", [4, 64])
 def test_peak_device_bytes_are_those_of_the_formula(shards: int) -> None:
-    """Twin: test_model.py::test_the_peak_is_a_formula_without_the_number_of_shards."""
+    """Twin: test_memory_limit.py."""
     width, rows = 1024, 64
     layers = [nn.Linear(width, width) for _ in range(shards)]
     x = torch.randn(rows, width, device="cuda")

@@ -147,33 +147,6 @@ def test_chunks_cost_no_loads_and_two_forwards_of_each_layer() -> None:
     assert loads[1] == loads[64] <= 2 * 4
 
 
-def peak(depth: int, slices: int, tmp_path: Path) -> tuple[int, int]:
-    """(peak bytes on the device, bytes of one slot) of a step."""
-    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(depth)))
-    model = OffloadModel(
-        layers,
-        "cpu",
-        f"{tmp_path}/",
-        num_slices=slices,
-        checkpoint_activation=True,
-        num_microbatches=4,
-        memory=MemoryPolicy.fixed(boundary_bytes=2048),
-    )
-    model(batch(64)).sum().backward()
-    return model.statistics().peak_device_bytes, model._homes.streamer.slot_bytes
-
-
-def test_the_peak_is_a_formula_without_the_number_of_shards(tmp_path: Path) -> None:
-    peaks = {slices: peak(slices, slices, tmp_path) for slices in (4, 16, 64)}
-    slot = peaks[4][1]
-    cell = 16 * WIDTH * 4
-    # two slots + boundaries and their gradients within their budgets, each with cells coming, going and in use
-    # + gradients of one shard on their way home
-    bound = 2 * slot + (2048 + 1024) + 2 * (2 + 2 + 1) * cell + 2 * slot
-    assert all(nbytes <= bound for nbytes, _ in peaks.values()), (peaks, bound)
-    assert peaks[64][0] <= peaks[16][0] + cell
-
-
 # --- chunks ---------------------------------------------------------------------------------------------------------
 
 
