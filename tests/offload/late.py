@@ -87,6 +87,15 @@ class LateLane(CopyLane):
     close = wait_idle
 
 
+class PromptLane(LateLane):
+    """The opposite: runs each job as early as its declared waits allow."""
+
+    def submit(self, token: str, copy: Callable[[], None], after: Sequence[Arrival] = ()) -> Arrival:
+        arrival = super().submit(token, copy, after)
+        arrival.run()  # type: ignore[attr-defined]
+        return arrival
+
+
 def run_late(monkeypatch: pytest.MonkeyPatch, seed: int = 0, **mutations: object) -> list[LateLane]:
     """Models made from now on move their bytes on late lanes, and every slot holds NaN until it is filled."""
     made: list[LateLane] = []

@@ -91,26 +91,6 @@ def test_a_stream_that_runs_late_changes_nothing(late: str, recompute: bool, mon
     assert_trains_alike("cpu", recompute=recompute, boundary_bytes=0)
 
 
-def test_homes_may_be_written_as_soon_as_an_inference_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twin: test_every_wait.py, the_host_waits_at_the_end_of_a_pass_and_never_before."""
-    forward = nn.Linear.forward
-
-    def slow_forward(self: nn.Linear, x: Tensor) -> Tensor:
-        torch.cuda._sleep(CYCLES)
-        return forward(self, x)
-
-    bare = build(["linear", "linear"])
-    model = OffloadModel(copy.deepcopy(bare), "cuda", num_slices=4, checkpoint_activation=True)
-    x = torch.randn(3, WIDTH)
-    with torch.no_grad():
-        expected = bare.cuda()(x.cuda())
-        monkeypatch.setattr(nn.Linear, "forward", slow_forward)
-        output = model(x)
-        for parameter in model.parameters():
-            parameter.zero_()
-    assert torch.equal(output, expected)
-
-
 SANITIZED = """
 import torch
 from torch import nn
@@ -147,42 +127,9 @@ def test_the_sanitizer_finds_no_race() -> None:
     assert "CSAN" not in result.stderr, result.stderr
 
 
-@pytest.mark.parametrize("ours", [False, True])
-@pytest.mark.parametrize("recompute", [True, False])
-def test_a_grad_scaler_trains_in_fp16(recompute: bool, ours: bool) -> None:
-    """Twin: tests/pipe/test_every_wait.py, the_scale_of_a_grad_scaler_arrives_before_it_is_used.
-
-    The scale is where the loss is, the gradients are in host memory. ``ours``: an OffloadOptimizer, else one of torch.
-    """
-    bare = build(["linear", "rnn", "linear"])
-    model = OffloadModel(copy.deepcopy(bare), "cuda", num_slices=3, checkpoint_activation=recompute)
-    bare = bare.cuda()
-    results = []
-    for run in (bare, model):
-        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24)  # the first steps overflow and are skipped
-        if run is model and ours:
-            optimizer: torch.optim.Optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.05)
-        else:
-            optimizer = torch.optim.SGD(run.parameters(), lr=0.05)
-        losses, scales = [], []
-        for step in range(12):
-            x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(step)).cuda()
-            with torch.autocast("cuda", dtype=torch.float16):
-                loss = run(x).float().pow(2).mean()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-            scales.append(scaler.get_scale())
-        results.append((losses, scales))
-    assert results[1][1] == results[0][1]
-    assert results[1][0] == pytest.approx(results[0][0], rel=2e-2)
-
-
 @pytest.mark.parametrize("shards", [4, 64])
 def test_peak_device_bytes_are_those_of_the_formula(shards: int) -> None:
-    """Twin: test_model.py::test_the_peak_is_a_formula_without_the_number_of_shards."""
+    """Twin: test_memory_limit.py."""
     width, rows = 1024, 64
     layers = [nn.Linear(width, width) for _ in range(shards)]
     x = torch.randn(rows, width, device="cuda")
@@ -269,15 +216,6 @@ def test_the_host_waits_for_no_event_before_the_end_of_a_pass(
         cells = [k for k, what in enumerate(log) if what == kind]
         assert len(cells) == 12
         assert "wait" not in log[cells[0] : cells[-1]]
-
-
-def test_homes_in_host_memory_are_page_locked() -> None:
-    """Twin: test_tier.py::TestHostTier: a block has exactly the bytes asked for."""
-    model = OffloadModel(build(["linear"]), "cuda", num_slices=3, checkpoint_activation=False)
-    for shard in model._homes.shards:
-        assert shard.home is not None
-        assert shard.home.tensor.is_pinned()
-        assert shard.home.tensor.untyped_storage().nbytes() == shard.home.nbytes
 
 
 BLOCKS, CHANNELS = 12, 512

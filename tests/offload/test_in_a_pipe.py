@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gradcache import GradCache
 from offload import OffloadModel, OffloadOptimizer
 from pipe import Pipe
-from pipe.batchnorm import DeferredBatchNorm
 from tests.offload.zoo import WIDTH, build
 from tests.pipe.turns import Turner
 
@@ -172,23 +170,6 @@ def test_two_models_that_share_slots_cannot_compute_at_once(home: str) -> None:
         first(torch.ones(2, WIDTH))
 
 
-@pytest.mark.filterwarnings("ignore:the Sequential in Pipe loads its shards more than twice:RuntimeWarning")
-def test_a_grad_cache_over_stages_that_take_turns(home: str) -> None:
-    def loss(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(a @ b.T, torch.arange(len(a)))
-
-    parts = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
-    bare = nn.Sequential(*copy.deepcopy(parts))
-    pipe = Pipe(offloaded(parts, home), [1] * 3, ["cpu"], 2, "never")
-    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
-    expected = loss(bare(x), bare(y))
-    expected.backward()
-    got = GradCache([pipe, pipe], 4, loss)(x, y)
-    torch.testing.assert_close(got, expected.detach())
-    for p, q in zip(bare.parameters(), pipe.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
-
-
 # --- activation offload around a pipe ---------------------------------------------------------------------------------
 
 
@@ -253,22 +234,6 @@ def test_hooks_around_a_pipe_pack_once_what_its_offloaded_stages_save(
         weights = {(WIDTH, HIDDEN), (HIDDEN, WIDTH)}
         expected_shapes = [shape for shape in expected_shapes if shape not in weights]
     assert shapes == expected_shapes
-
-
-def test_batch_norm_inside_offloaded_stages_is_converted_before(home: str) -> None:
-    parts = blocks(2, dropout=0.0)
-    with pytest.raises(ValueError, match=r"convert before they are offloaded, got 0\.1 inside Sequential"):
-        Pipe(offloaded(copy.deepcopy(parts), home), [1, 1], ["cpu"], 2, deferred_batch_norm=True)
-    with pytest.raises(ValueError, match=r"convert before they are offloaded, got 1 inside Sequential"):
-        DeferredBatchNorm.convert_deferred_batch_norm(offloaded(parts, home)[0])
-    bare = nn.Sequential(*copy.deepcopy(parts))
-    converted = [DeferredBatchNorm.convert_deferred_batch_norm(part) for part in parts]
-    pipe = Pipe(offloaded(converted, home), [1, 1], ["cpu"], 3, "always", deferred_batch_norm=True)
-    x = torch.randn(ROWS, WIDTH)
-    pipe(x).sum().backward()
-    bare[0](x)
-    torch.testing.assert_close(pipe[0].get_buffer("1.running_var"), bare[0].get_buffer("1.running_var"))
-    assert pipe[0].get_buffer("1.num_batches_tracked") == 1
 
 
 def test_updates_in_backward_under_several_micro_batches_are_refused_before_a_layer_runs(home: str) -> None:

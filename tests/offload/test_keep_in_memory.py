@@ -1,168 +1,40 @@
-"""Shards that rest in memory although their home is a file, or are used in place: the same numbers, without a load."""
+"""Shards move between files and memory: all that were asked for or none, and nothing that other code views."""
 
 from __future__ import annotations
 
-import copy
 import errno
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
 
-from offload import OffloadModel, OffloadOptimizer
-from offload.engine.block import RUNS_NOTED
-from offload.planning.plan import Kind
 from offload.storage.disk import DiskBlock, DiskTier
 from offload.streaming.moves import HomeInUseError
-from tests.offload.blocks.towers import assert_equal
 from tests.offload.interrupts import interrupted, lines_of
 from tests.offload.open_files import open_files
-from tests.offload.planning.proof import validate
+from tests.offload.pair import Pair
 from tests.offload.test_faults import Faults
-from tests.offload.zoo import WIDTH
-
-SHARDS = 4
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "adamw": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
-    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1, "fused": True}),
-    "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
-}
 
 
-def layers(count: int = SHARDS) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.LayerNorm(WIDTH)) for _ in range(count))
-    )
+def in_memory(pair: Pair) -> list[bool]:
+    return [not shard.blocking_io for shard in pair.model._homes.shards]
 
 
-def keep(model: OffloadModel, shards: Collection[int]) -> None:
-    model._homes.keep_in_memory(shards)
+def trained(folder: Path, name: str = "momentum") -> Pair:
+    """After a step, with gradients, and the first two of four shards in memory."""
+    pair = Pair(name, f"{folder}/")
+    pair.model._homes.keep_in_memory([0, 1])
+    for action in ("backward", "step", "zero", "backward"):
+        pair.do(action)
+    pair.ours.synchronize()
+    return pair
 
 
-def batch(seed: int = 0) -> Tensor:
-    return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
-def backward(model: nn.Module, seed: int) -> Tensor:
-    torch.manual_seed(seed)
-    loss = (model(batch(seed)) - 1).pow(2).mean()
-    loss.backward()
-    return loss.detach()
-
-
-def assert_states_equal(plain: torch.optim.Optimizer, ours: torch.optim.Optimizer) -> None:
-    expected, states = plain.state_dict()["state"], ours.state_dict()["state"]
-    assert expected.keys() == states.keys()
-    for k, state in expected.items():
-        assert state.keys() == states[k].keys()
-        for key, value in state.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(states[k][key])), (k, key)
-
-
-def trained(
-    home: Any, name: str, shards: int = SHARDS, **settings: Any
-) -> tuple[nn.Module, OffloadModel, Any, OffloadOptimizer]:
-    kind, arguments = OPTIMIZERS[name]
-    bare = layers(shards)
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, shards, **settings)
-    return bare, model, kind(bare.parameters(), **arguments), OffloadOptimizer(model, kind, **arguments)
-
-
-moves = st.none() | st.sets(st.integers(0, SHARDS - 1))
-
-
-@settings(
-    max_examples=30,
-    deadline=None,
-    phases=[Phase.reuse, Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(
-    recompute=st.booleans(),
-    name=st.sampled_from(sorted(OPTIMIZERS)),
-    steps=st.lists(
-        st.tuples(moves, moves, moves, moves, st.sampled_from(["zero", "to zeros", "accumulate"])),
-        min_size=3,
-        max_size=5,
-    ),
-)
-def test_any_shards_may_rest_in_memory_at_any_time_between_passes(
-    home: str, recompute: bool, name: str, steps: list[Any]
-) -> None:
-    bare, model, plain, ours = trained(home, name, checkpoint_activation=recompute)
-    parameters = [(key, id(p)) for key, p in model.named_parameters()]
-
-    def move(shards: set[int] | None) -> None:
-        if shards is not None:
-            keep(model, shards)
-            assert model._homes.streamer.in_place() == shards
-
-    for k, (before_forward, before_backward, before_step, after_step, zero) in enumerate(steps):
-        move(before_forward)
-        losses = []
-        for run in (bare, model):
-            torch.manual_seed(k)
-            losses.append((run(batch(k)) - 1).pow(2).mean())
-        assert torch.equal(*losses)
-        try:
-            move(before_backward)
-        except HomeInUseError:
-            # Graphs of shards that were used in place refer to their homes: those of the first forwards, too, since a
-            # layer that writes its weights there would write them again.
-            assert not recompute or k < RUNS_NOTED
-        for loss in losses:
-            loss.backward()
-        move(before_step)
-        assert_equal(bare, model)
-        plain.step()
-        ours.step()
-        move(after_step)
-        if zero != "accumulate":
-            plain.zero_grad(zero == "zero")
-            ours.zero_grad(zero == "zero")
-    assert_equal(bare, model)
-    assert_states_equal(plain, ours)
-    assert [(key, id(p)) for key, p in model.named_parameters()] == parameters
-
-
-def test_a_shard_in_memory_is_neither_loaded_nor_in_a_slot(home: str) -> None:
-    _, model, _, ours = trained(home, "adamw", checkpoint_activation=True)
-    for shards, slots in (([1, 2], 2), ([0, 1, 2], 1), (range(SHARDS), 0), ([], 2)):
-        keep(model, shards)
-        before = model.statistics().shard_loads
-        for k in range(2):
-            ours.zero_grad()
-            backward(model, k)
-            ours.step()
-        plan = model.plan()
-        validate(plan)
-        loaded = {action.shard for action in plan.actions if action.kind in (Kind.LOAD, Kind.EVICT)}
-        assert loaded == {*range(SHARDS)} - {*shards}
-        assert plan.in_memory == {*shards}
-        assert plan.slots == slots
-        assert model._homes.streamer.slot_pool.slots == slots
-        assert len(model._homes.streamer.slot_pool._all) == slots
-        assert (model.statistics().shard_loads > before) == bool(loaded)
-
-
-def in_memory(model: OffloadModel) -> list[bool]:
-    return [not shard.blocking_io for shard in model._homes.shards]
-
-
-def fails(move: Callable[[], None]) -> bool:
-    try:
-        move()
-    except OSError as error:
-        return error.strerror == "moving shards between file and memory: No space left on device"
-    return False
+def step(pair: Pair) -> None:
+    for action in ("zero", "backward", "step"):
+        pair.do(action)
+    pair.assert_equal()
 
 
 @pytest.mark.parametrize(
@@ -171,147 +43,82 @@ def fails(move: Callable[[], None]) -> bool:
 def test_a_disk_that_fails_moves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
 ) -> None:
-    bare, model, plain, ours = trained(f"{tmp_path}/", "adamw")
-    keep(model, [0, 1])
-
-    def step(k: int) -> None:
-        for run, optimizer in ((bare, plain), (model, ours)):
-            optimizer.zero_grad()
-            backward(run, k)
-            optimizer.step()
-
-    step(0)
-    for run in (bare, model):
-        backward(run, 1)
-    ours.synchronize()
+    pair = trained(tmp_path, "adamw")
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     faults = Faults(monkeypatch, owner, method, error)
     failed = 0
     for fatal in range(1, 100):
         files = len(open_files(tmp_path))
         faults.calls, faults.fatal = 0, fatal
-        if not fails(lambda: keep(model, [1, 2, 3])):
+        try:
+            pair.model._homes.keep_in_memory([1, 2, 3])
+        except OSError as raised:
+            if raised.strerror != "moving shards between file and memory: No space left on device":
+                raise
+        else:
             break
         failed += 1
         error.with_traceback(None)  # its frames hold files that are about to be removed
-        assert in_memory(model) == [True, True, False, False]
-        assert len(open_files(tmp_path)) == files
-        assert_equal(bare, model)
+        assert in_memory(pair) == [True, True, False, False]
+        assert sorted(path.name for path in tmp_path.rglob("*")) == files
+        pair.assert_equal()
     assert failed
-    assert in_memory(model) == [False, True, True, True]
+    assert in_memory(pair) == [False, True, True, True]
     faults.fatal = -1
-    step(2)
-    assert_equal(bare, model)
-    assert_states_equal(plain, ours)
+    step(pair)
+    pair.assert_equal_states()
 
 
 def test_an_interrupt_at_any_line_moves_all_or_nothing(tmp_path: Path) -> None:
-    bare, model, plain, ours = trained(f"{tmp_path}/", "momentum", checkpoint_activation=True)
-    there: tuple[list[int], list[int]] = ([0, 1], [1, 2])
-    keep(model, there[0])
-
-    def step(k: int) -> None:
-        for run, optimizer in ((bare, plain), (model, ours)):
-            optimizer.zero_grad()
-            backward(run, k)
-            optimizer.step()
-
-    step(0)
-    ours.synchronize()
-    lines = lines_of(lambda: keep(model, there[1]))
-    keep(model, there[0])
-    seen = {}
-    for line in lines:
-        seen.setdefault(line[:2], line)
-    raised = 0
-    for k, line in enumerate(seen.values()):
-        before = in_memory(model)
-        wanted = there[before == [j in there[0] for j in range(SHARDS)]]
-        raised += interrupted(lambda wanted=wanted: keep(model, wanted), line) == "raised"  # type: ignore[misc]
-        assert in_memory(model) in (before, [j in wanted for j in range(SHARDS)]), line
-        step(k + 1)
-        assert_equal(bare, model)
-    assert raised > 0.6 * len(seen)
-    assert_states_equal(plain, ours)
+    pair, there = trained(tmp_path), ([0, 1], [1, 2])
+    keep = pair.model._homes.keep_in_memory
+    lines = {line[:2]: line for line in reversed(lines_of(lambda: keep(there[1])))}
+    keep(there[0])
+    raised, some = 0, list(lines.values())[::2]
+    for line in some:
+        before = in_memory(pair)
+        wanted = there[before == [j in there[0] for j in range(4)]]
+        raised += interrupted(lambda wanted=wanted: keep(wanted), line) == "raised"  # type: ignore[misc]
+        assert in_memory(pair) in (before, [j in wanted for j in range(4)]), line
+        step(pair)
+    assert raised > 0.6 * len(some)
+    pair.assert_equal_states()
 
 
-HOLDERS: dict[str, Callable[[OffloadModel, OffloadOptimizer], object]] = {
-    "a state_dict": lambda model, ours: model.state_dict(),
-    "an array": lambda model, ours: next(model[1].parameters()).detach().numpy(),
-    "a view of a state": lambda model, ours: ours.state[next(model[1].parameters())]["exp_avg"][0],
+HOLDERS: dict[str, Callable[[Pair], object]] = {
+    "a state_dict": lambda pair: pair.model.state_dict(),
+    "an array": lambda pair: next(pair.model[1].parameters()).detach().numpy(),
+    "a view of a state": lambda pair: pair.ours.state[next(pair.model[1].parameters())]["exp_avg"][0],
 }
 
 
 @pytest.mark.parametrize("into_memory", [True, False])
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_memory_that_other_code_views_does_not_move(tmp_path: Path, holder: str, into_memory: bool) -> None:
-    _, model, _, ours = trained(f"{tmp_path}/", "adamw")
-    keep(model, [] if into_memory else [1])
-    backward(model, 0)
-    ours.step()
-    ours.zero_grad()
-    ours.synchronize()
-    held = HOLDERS[holder](model, ours)
+    pair = Pair("adamw", f"{tmp_path}/", kinds=("linear", "linear"))
+    keep = pair.model._homes.keep_in_memory
+    keep([] if into_memory else [1])
+    step(pair)
+    pair.zero()
+    held = HOLDERS[holder](pair)
     with pytest.raises(HomeInUseError, match="other code holds views of their weights or optimizer states") as raised:
-        keep(model, [1, 2] if into_memory else [])
+        keep([1, 2] if into_memory else [])
     assert 1 in raised.value.shards
-    assert in_memory(model) == [False, not into_memory, False, False]
-    keep(model, [j for j in range(SHARDS) if not in_memory(model)[j]] if holder == "" else [1] * (not into_memory))
+    assert in_memory(pair) == [False, not into_memory, False, False]
     del held
-    keep(model, [1, 2] if into_memory else [])
-
-
-class Drifting(nn.Module):
-    """Writes its own weight in each forward from the ``first`` on."""
-
-    def __init__(self, first: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-        self.first = first
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls >= self.first:
-            with torch.no_grad():
-                self.weight.mul_(0.5)
-        return x * self.weight
-
-
-def drifting(first: int) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Drifting(first), nn.Linear(WIDTH, WIDTH))
-
-
-def test_layers_that_begin_to_write_their_weights_late_are_copied_from_then_on(tmp_path: Path) -> None:
-    bare = drifting(5)
-    model = OffloadModel(copy.deepcopy(bare), "cpu", tmp_path, 3, True)
-    keep(model, range(3))
-    for k in range(4):
-        backward(model, k)
-    model.zero_grad()
-    state = copy.deepcopy(model.state_dict())
-    with pytest.raises(RuntimeError, match="the layers of shard 1 wrote their own parameters"):
-        backward(model, 4)
-    model.load_state_dict(state)
-    bare.load_state_dict(state)
-    del state
-    for k in range(4, 7):
-        for run in (bare, model):
-            run.zero_grad()
-            backward(run, k)
-        assert_equal(bare, model)
+    keep([1, 2] if into_memory else [])
 
 
 def test_what_cannot_be_moved_is_refused() -> None:
-    model = OffloadModel(layers(), "cpu", "cpu", SHARDS)
+    pair = Pair("sgd")
+    keep = pair.model._homes.keep_in_memory
     with pytest.raises(ValueError, match=r"expected indices of 4 shards, got \[1, 4\]"):
-        keep(model, [1, 4])
-    handle = next(iter(model)).register_forward_hook(lambda *_: keep(model, [1]))
+        keep([1, 4])
+    handle = next(iter(pair.model)).register_forward_hook(lambda *_: keep([1]))
     with pytest.raises(RuntimeError, match="expected no running forward or backward"):
-        model(batch())
+        pair.model(pair.batch())
     handle.remove()
-    model(batch())
-    model.close()
+    pair.model(pair.batch())
+    pair.model.close()
     with pytest.raises(RuntimeError, match="was closed"):
-        keep(model, [1])
+        keep([1])

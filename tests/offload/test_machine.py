@@ -11,9 +11,7 @@ import psutil
 import pytest
 import torch
 
-import offload.limits
 import offload.machine
-from offload.limits import check_place
 from offload.machine import (
     ControlGroup,
     capacity,
@@ -22,9 +20,7 @@ from offload.machine import (
     free_bytes,
     free_device_bytes,
     free_host_bytes,
-    private_bytes_left,
 )
-from offload.storage.page_cache import available_bytes
 
 CPU = torch.device("cpu")
 MEMINFO = "MemTotal:       40 kB\nMemFree:        1 kB\nMemAvailable:   {} kB\n"
@@ -123,33 +119,6 @@ def test_in_a_container_the_group_is_found_below_what_is_mounted(
     files = {"proc/self/cgroup": line + "\n", "proc/self/mountinfo": f"9 8 0:1 {mount} rw - cgroup2 cgroup2 rw\n"}
     tree(files | group(folder, 1000, 900))
     assert free_host_bytes() == 100
-
-
-def test_a_group_outside_of_the_namespace_is_not_taken_for_the_one_that_is_mounted(tree: Tree) -> None:
-    files = {"proc/self/cgroup": "0::/../other\n", "proc/self/mountinfo": V2} | group("sys/fs/cgroup", 10, 9)
-    tree(files)
-    assert control_groups() == []
-
-
-def test_a_limit_on_private_memory_leaves_what_is_not_mapped(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree({}, available=20)
-    limit_private(monkeypatch, 10240, 9216)
-    assert private_bytes_left() == free_host_bytes() == 1024
-    limit_private(monkeypatch, resource.RLIM_INFINITY, 9216)
-    assert private_bytes_left() is None
-    assert free_host_bytes() == 20 * 1024
-
-
-def test_a_number_that_the_limit_on_private_memory_does_not_leave_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload.limits, "private_bytes_left", lambda: 999)
-    check_place(CPU, 999, 1, "")
-    with pytest.warns(RuntimeWarning, match="the 999 bytes that the limit on private memory"):
-        check_place(CPU, 1000, 1, "")
-
-
-def test_the_machine_itself_can_be_read() -> None:
-    assert 0 < free_host_bytes() <= available_bytes() + (1 << 30)
-    assert free_host_bytes() <= capacity(CPU)
 
 
 def test_an_accelerator_can_still_give_what_is_free_and_what_its_allocator_keeps(

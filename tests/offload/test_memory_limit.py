@@ -66,12 +66,9 @@ def check_peak(loop: dict[str, Any]) -> None:
     "loop",
     [
         {"in_backward": True, "memory": "100MiB"},
-        {"set_to_none": False, "optimizer": "momentum"},
-        {"growth": 4, "memory": "100MiB"},
         {"growth": 4, "memory": "100MiB", "longer": True},
-        {"home": "cpu", "accumulation": 2, "memory": "140MiB"},
+        {"home": "cpu", "accumulation": 2, "memory": "140MiB", "set_to_none": False, "optimizer": "momentum"},
         {"microbatches": 4, "rows": 1024, "memory": "60MiB"},
-        {"words": 12_000, "memory": "80MiB"},
         {"words": 12_000, "tied": True, "memory": "130MiB"},
         {"resident": "*.narrow.weight", "memory": "110MiB"},
         {"form": "everything", "memory": "60MiB"},
@@ -82,7 +79,7 @@ def test_the_peak_stays_within_the_limit(loop: dict[str, Any]) -> None:
     check_peak(PLAIN | loop)
 
 
-@settings(max_examples=3, derandomize=True)
+@settings(max_examples=2, derandomize=True)
 @given(LOOPS)
 def test_the_peak_of_any_loop_stays_within_the_limit(loop: dict[str, Any]) -> None:
     check_peak(loop)

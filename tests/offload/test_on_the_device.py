@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
+from offload import OffloadModel, OffloadOptimizer
 from offload.storage import DeviceTier
 from tests.offload import zoo
 from tests.offload.blocks.towers import assert_equal
@@ -79,30 +79,12 @@ def test_of_a_model_that_does_not_fit_a_part_rests_there(home: str) -> None:
     assert_equal(bare, model)
 
 
-def test_updates_that_are_pinned_to_the_host_leave_it_home(home: str) -> None:
-    policy = MemoryPolicy({"device": "1GiB", "host": "1GiB"}, update_on="host")
-    bare, plain, model, ours = pair(home, policy)
-    assert train(model, ours, range(4)) == train(bare, plain, range(4))
-    assert there(model) == []
-
-
 def test_a_first_batch_that_does_not_fit_is_refused_before_anything_moves(home: str) -> None:
     _, _, model, _ = pair(home, {"device": STATES, "host": "1GiB"})
     with pytest.raises(ValueError, match=r"the first batch has .* more than memory=1,966,080"):
         model(batch(0, (4 << 20) // (4 * WIDTH)))
     assert model.statistics().shard_loads == 0
     assert model(batch(0)).shape == (ROWS, WIDTH)
-
-
-def test_without_an_offload_optimizer_only_what_is_frozen_rests_there(home: str) -> None:
-    bare = stack()
-    for layer in list(bare)[1:4]:
-        layer.requires_grad_(False)
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices=DEPTH, memory={"device": "1GiB", "host": "1GiB"})
-    plain, same = (torch.optim.AdamW((p for p in m.parameters() if p.requires_grad), lr=1e-2) for m in (bare, model))
-    assert train(model, same, range(4)) == train(bare, plain, range(4))
-    assert there(model) == [1, 2, 3]
-    assert_equal(bare, model)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adafactor])

@@ -45,25 +45,6 @@ def test_updates_in_backward_end(home: str) -> None:
     OffloadOptimizer(model, torch.optim.SGD, lr=0.1, update_in_backward=True)
 
 
-def test_an_optimizer_that_is_forgotten_in_the_middle_of_a_backward_updates_all_of_it(home: str) -> None:
-    pair = Pair("sgd", home, update_in_backward=True)
-    pair.schedules.clear()
-    optimizer = weakref.ref(pair.ours)
-
-    def forget() -> None:
-        vars(pair).pop("ours", None)
-        gc.collect()
-
-    last = list(pair.model.children())[-1]
-    last.register_full_backward_hook(lambda *_: forget())
-    pair.backward()
-    pair.plain.step()
-    pair.plain.zero_grad()
-    gc.collect()
-    assert optimizer() is None
-    pair.assert_equal()
-
-
 @pytest.mark.parametrize("update_in_backward", [False, True])
 def test_what_it_decided_is_applied_and_then_threads_and_files_end(tmp_path: Path, update_in_backward: bool) -> None:
     others = set(threading.enumerate())

@@ -17,7 +17,7 @@ from torch import nn
 
 import offload.limits
 import offload.memory
-from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
+from offload import MemoryPolicy, OffloadModel
 from offload.limits import Grant, MemoryLimits
 from offload.memory import Needs, layout_of, limits_for, memory_of
 from offload.planning.budget import shown_bytes
@@ -115,23 +115,6 @@ def test_shards_or_recomputation_without_memory_mean_what_they_do_in_fairscale()
     assert model_of(6, num_slices=2)._offloaded.memory_limits is None
 
 
-def test_without_any_of_these_memory_is_what_the_machine_has_free() -> None:
-    model = model_of(6)
-    assert model._offloaded.memory_limits is not None
-    assert model._homes.steps.planner is not None
-    assert model._homes.recompute
-
-
-def test_shards_slots_and_recomputation_that_are_given_stay() -> None:
-    policy = MemoryPolicy(slots=3, boundary_bytes="1KiB", graph_bytes="2KiB", gradient_bytes="3KiB")
-    model = model_of(6, num_slices=4, memory=policy)
-    assert len(cuts_of(model)) == 4
-    assert model._homes.streamer.slots == 3
-    assert (model.memory_policy.boundary_bytes, model.memory_policy.graph_bytes) == (1024, 2048)
-    assert OffloadOptimizer(model, torch.optim.SGD, lr=0.1).gradient_bytes == 3072
-    assert not model_of(memory="auto", checkpoint_activation=False)._homes.recompute
-
-
 # --- limits ---------------------------------------------------------------------------------------------------------
 
 
@@ -159,32 +142,11 @@ def test_a_memory_that_is_too_small_says_the_least_that_works(
         OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices, memory=least - 1)
 
 
-def test_a_small_memory_makes_finer_shards_than_the_usual_ones(tmp_path: Path) -> None:
-    layer = 4 * 128 * 129
-    layers = [nn.Linear(128, 128) for _ in range(40)]
-    assert len(cuts_of(OffloadModel(nn.Sequential(*layers), "cpu", tmp_path, memory="1GiB"))) < 5
-    layers = [nn.Linear(128, 128) for _ in range(40)]
-    assert len(cuts_of(OffloadModel(nn.Sequential(*layers), "cpu", tmp_path, memory=5 * layer))) == 40
-
-
-def test_more_memory_than_the_machine_has_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload.limits, "_warned", set())
-    monkeypatch.setattr(offload.limits, "capacity", lambda place: 64 * MIB)
-    with pytest.warns(RuntimeWarning, match="more than the 64.0 MiB of host memory that this machine has"):
-        model_of(memory="65MiB")
-    model_of(memory="65MiB")
-
-
 def test_on_the_cpu_two_numbers_must_agree() -> None:
     assert limits(model_of(memory={"host": "64MiB"})).device_bytes == 64 * MIB
     assert limits(model_of(memory={"host": "64MiB", "device": 64 * MIB})).host_bytes == 64 * MIB
     with pytest.raises(ValueError, match="one number where the compute device is the CPU"):
         model_of(memory={"host": "64MiB", "device": "32MiB"})
-
-
-def test_activations_that_are_all_kept_have_no_bound() -> None:
-    with pytest.raises(ValueError, match="checkpoint_activation=False keeps all of them"):
-        model_of(memory="64MiB", checkpoint_activation=False)
 
 
 def granted(asked: int | None = None, *, least: int = 0, holds: int = 0) -> Grant:
@@ -201,22 +163,6 @@ def test_auto_is_a_part_of_what_is_free_shared_by_those_that_say_so(free: dict[t
     free[CPU] = 1000 * MIB
     del second
     assert first.nbytes == 900 * MIB
-
-
-def test_a_number_is_kept_and_what_it_promises_is_not_given_to_others(free: dict[torch.device, int]) -> None:
-    number = granted(400 * MIB, holds=150 * MIB)
-    other = granted()
-    assert number.nbytes == 400 * MIB
-    assert other.nbytes == (900 - 250) * MIB
-    number.release()
-    assert other.nbytes == 900 * MIB
-
-
-def test_ranks_of_one_host_share_what_is_free(free: dict[torch.device, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert granted().nbytes == 225 * MIB
-    free[GPU] = 1000 * MIB
-    assert Grant(GPU, None, least=0, held=lambda: 0).nbytes == 900 * MIB  # each has its own
 
 
 @pytest.mark.parametrize("end", ["collected", "closed", "never made"])

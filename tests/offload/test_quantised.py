@@ -14,12 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import DiskHome, OffloadModel, OffloadOptimizer, load_checkpoint, load_pretrained, save_checkpoint
+from offload import OffloadModel, OffloadOptimizer, load_checkpoint, load_pretrained, save_checkpoint
 from offload.engine.homes import ModelHomes
 from offload.storage.disk import DiskTier
 from tests.offload.quantised import (
     KINDS,
-    TABLE,
     WIDTH,
     Packed,
     WithAttributes,
@@ -61,36 +60,6 @@ def test_training_over_a_quantised_base_equals_the_plain_model(
     model = OffloadModel(make(kind), "cpu", home, checkpoint_activation=recompute, **given)
     assert list(model.state_dict()) == list(make(kind).state_dict())
     assert_same(train(model), train(make(kind)))
-
-
-def test_a_table_that_a_library_shares_stays_where_it_is() -> None:
-    address, other = TABLE.data_ptr(), layers("attributes")
-    model = OffloadModel(layers("attributes"), "cpu", checkpoint_activation=True)
-    train(model, steps=1)
-    assert TABLE.data_ptr() == address
-    assert other[0].base.weight.statistics.table is TABLE
-
-
-@kinds
-def test_shards_of_quantised_weights_rest_in_memory_and_leave_it(kind: str, tmp_path: Path) -> None:
-    model = OffloadModel(layers(kind), "cpu", tmp_path, 4, checkpoint_activation=True)
-    x, plain = torch.ones(1, WIDTH), layers(kind)
-    for wanted in ([0, 2], [1], []):
-        model._homes.keep_in_memory(wanted)
-        assert [s.index for s in model._homes.shards if not s.blocking_io] == wanted
-        for _ in range(3):
-            assert torch.equal(model(x), plain(x))
-
-
-@kinds
-def test_a_type_to_compute_in_casts_no_part_of_a_quantised_weight(kind: str) -> None:
-    model = OffloadModel(layers(kind), "cpu", "cpu", 4, checkpoint_activation=True, param_dtype=torch.float64)
-    x = torch.randn(3, WIDTH, dtype=torch.float64)
-    stored = {s.name: s.dtype for shard in model._homes.shards for s in shard.slices if ".base." in s.name}
-    in_home = {s.name: s.dtype for shard in model._homes.shards for s in shard.own if ".base." in s.name}
-    assert stored == in_home
-    with pytest.raises(RuntimeError, match="dtype"):
-        model(x)  # as in the plain model: float64 inputs meet a float32 weight
 
 
 @kinds
@@ -162,18 +131,6 @@ def test_gradients_and_moments_are_stored_of_trainable_parameters_only(
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-class Changing(Packed):
-    """Its parts are new tensors at each access."""
-
-    @property
-    def data8(self) -> Tensor:  # type: ignore[override]
-        return self._data8.detach()
-
-    @data8.setter
-    def data8(self, value: Tensor) -> None:
-        self._data8 = value
-
-
 class Sealed(Packed):
     """Cannot be taken apart."""
 
@@ -199,32 +156,14 @@ def trainable(kind: str) -> nn.Sequential:
     return model
 
 
-def unquantised() -> nn.Sequential:
-    model = layers("attributes", blocks=2)
-    model[1].base.weight.bnb_quantized = False
-    return model
-
-
-def repacking() -> nn.Sequential:
-    model = layers("attributes", blocks=2)
-    model[1].base.support_avx512bf16_for_cpu = True
-    return model
-
-
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (lambda: trainable("subclass"), r"frozen, got a trainable Packed \(1.base.weight\)"),
         (lambda: trainable("attributes"), r"frozen, got a trainable WithAttributes \(1.base.weight\)"),
-        (
-            lambda: with_weight(Changing(*Packed.pack(torch.ones(WIDTH, WIDTH)).parts())),
-            "another tensor at each access",
-        ),
         (lambda: with_weight(Sealed(*Packed.pack(torch.ones(WIDTH, WIDTH)).parts())), "NotImplementedError: sealed"),
         (lambda: with_weight(Packed(torch.ones(2, 2, dtype=torch.int8), torch.ones(2, 1).to_sparse())), "sparse_coo"),
         (lambda: with_weight(Packed(*(x.to("meta") for x in Packed.pack(torch.ones(2, 2)).parts()))), "meta device"),
-        (unquantised, "move the model first"),
-        (repacking, "support_avx512bf16_for_cpu = False"),
     ],
 )
 def test_what_cannot_be_taken_apart_is_refused_before_anything_moved(make: Any, reason: str, tmp_path: Path) -> None:
@@ -244,15 +183,6 @@ def test_a_quantised_weight_that_becomes_trainable_is_refused_by_the_next_forwar
             model(torch.ones(1, WIDTH))
         weight.requires_grad_(False)
         model(torch.ones(1, WIDTH)).sum().backward()
-
-
-@kinds
-def test_a_home_that_outlives_its_model_is_refused_for_quantised_weights(kind: str, tmp_path: Path) -> None:
-    model, x = layers(kind), torch.ones(1, WIDTH)
-    expected = model(x)
-    with pytest.raises(ValueError, match=r"keep=True\) for quantised weights"):
-        OffloadModel(model, "cpu", DiskHome(tmp_path, keep=True), 2, checkpoint_activation=True)
-    assert torch.equal(model(x), expected)
 
 
 def test_a_file_of_unquantised_weights_is_not_loaded_into_quantised_ones(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ In an environment of their own (``pip install torchao bitsandbytes transformers 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,55 +100,3 @@ def test_a_base_of_a_library_trains_adapters_as_the_plain_model(
     held = sum(each.nbytes for shard in model._homes.shards for each in [shard.home] if each is not None)
     assert held < 3 * WIDTH * WIDTH * 1.2
     assert_same(train(model), train(layers(make)))
-
-
-@pytest.mark.parametrize("resident", [None, "*.lora_*"], ids=["stored", "resident"])
-@pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "keep"])
-def test_peft_adapters_of_a_four_bit_llama_train_as_the_plain_model(
-    recompute: bool, resident: str | None, tmp_path: Path
-) -> None:
-    """QLoRA with the base in a file."""
-    bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install bitsandbytes")
-    tf: Any = pytest.importorskip("transformers", reason="needs transformers: pip install transformers peft")
-    peft: Any = pytest.importorskip("peft", reason="needs peft: pip install peft")
-
-    def qlora() -> Any:
-        torch.manual_seed(0)
-        config = tf.LlamaConfig(
-            vocab_size=100,
-            hidden_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            intermediate_size=128,
-            use_cache=False,
-        )
-        model = tf.LlamaForCausalLM(config)
-        for block in model.model.layers:
-            for module in (block.self_attn, block.mlp):
-                for name, linear in list(module.named_children()):
-                    if isinstance(linear, nn.Linear):
-                        layer = bnb.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, quant_type="nf4")
-                        layer.load_state_dict(linear.state_dict())
-                        layer.support_avx512bf16_for_cpu = False
-                        setattr(module, name, layer.to("cpu"))
-        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        return peft.get_peft_model(model, lora)
-
-    plain = qlora()
-    blocks = "base_model.model.model.layers"
-    given: dict[str, Any] = {"checkpoint_activation": recompute, "blocks": blocks, "resident": resident}
-    model: Any = OffloadModel(qlora(), "cpu", tmp_path, **given)
-    assert list(model.state_dict()) == list(plain.state_dict())
-    words = torch.randint(0, 100, (2, 8), generator=torch.Generator().manual_seed(0))
-    losses = []
-    for each in (plain, model):
-        sgd: Any = torch.optim.SGD
-        optimizer = OffloadOptimizer(each, sgd, lr=0.1) if each is model else sgd(each.parameters(), lr=0.1)
-        for _ in range(2):
-            loss = each(input_ids=words, labels=words).loss
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-    assert losses[:2] == losses[2:]
-    adapters = peft.get_peft_model_state_dict(plain)
-    assert all(torch.equal(value, adapters[name]) for name, value in peft.get_peft_model_state_dict(model).items())

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from offload import DiskHome, OffloadModel, OffloadOptimizer
+from offload import OffloadModel, OffloadOptimizer
 from offload.storage.disk import DiskTier
 from tests.offload.quantised import WIDTH, assert_same, layers, tower
 
@@ -72,12 +72,6 @@ def test_resident_adapters_have_nothing_in_files(form: str, tmp_path: Path, monk
     assert model.statistics().bytes_stored == 0
 
 
-def test_updates_in_backward_and_clipping_reach_resident_adapters(tmp_path: Path) -> None:
-    assert_same(train(wrap("layers", tmp_path / "a"), update_in_backward=True), train(bare("layers")))
-    streamed = wrap("layers", tmp_path / "b", resident=None)
-    assert_same(train(wrap("layers", tmp_path / "c"), max_norm=0.5), train(streamed, max_norm=0.5))
-
-
 def test_frozen_adapters_that_are_resident_end_backward_early(tmp_path: Path) -> None:
     model = wrap("blocks", tmp_path)
     for block in model.layer[:2]:
@@ -101,11 +95,3 @@ def test_frozen_adapters_that_are_resident_end_backward_early(tmp_path: Path) ->
 def test_what_cannot_be_resident_is_refused(given: Any, error: Any, reason: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=reason):
         wrap("layers", tmp_path, **given)
-
-
-def test_resident_parameters_on_the_meta_device_or_in_a_kept_home_are_refused(tmp_path: Path) -> None:
-    meta = nn.Sequential(nn.Linear(2, 2, device="meta"))
-    with pytest.raises(ValueError, match="on the meta device"):
-        OffloadModel(meta, "cpu", checkpoint_activation=True, resident="*")
-    with pytest.raises(ValueError, match="keep=True"):
-        OffloadModel(nn.Sequential(nn.Linear(2, 2)), "cpu", DiskHome(tmp_path, keep=True), resident="*.bias")

@@ -74,9 +74,7 @@ def assert_equal(model: Any, other: Any, *, exact: bool = True) -> None:
 # --- the Trainer of transformers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"optim": "sgd"}, {"optim": "sgd", "bf16": True}, {"max_grad_norm": 0.0}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"optim": "sgd", "bf16": True}], ids=str)
 def test_the_trainer_s_steps_are_those_of_the_plain_model(
     options: dict[str, Any], huggingface: Any, home: Path, tmp_path: Path
 ) -> None:
@@ -92,14 +90,6 @@ def test_the_trainer_s_steps_are_those_of_the_plain_model(
     for ours_then, plain_then in (found, norms):
         assert ours_then == (plain_then if exact else pytest.approx(plain_then, rel=1e-4))
     assert_equal(ours.model, plain.model, exact=exact)
-
-
-def test_a_resumed_trainer_continues_bit_for_bit(huggingface: Any, home: Path, tmp_path: Path) -> None:
-    whole = huggingface.train(tmp_path / "whole", home)
-    huggingface.train(tmp_path / "parts", home, steps=3)
-    resumed = huggingface.train(tmp_path / "parts", home, resume=True)
-    assert huggingface.losses(resumed) == huggingface.losses(whole)
-    assert_equal(resumed.model, whole.model)
 
 
 def test_checkpoints_of_the_plain_model_and_of_ours_are_exchanged(huggingface: Any, home: Path, tmp_path: Path) -> None:
@@ -149,7 +139,7 @@ def test_a_resumed_loop_continues_bit_for_bit(loop: Any, home: Path, tmp_path: P
 # --- the Trainer of Lightning ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.5}], ids=str)
+@pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}], ids=str)
 def test_automatic_optimization_trains_as_the_plain_module(
     options: dict[str, Any], lightning: Any, home: Path, tmp_path: Path
 ) -> None:

@@ -53,22 +53,6 @@ VISION = {
     "attention_dropout": 0.1,
 }
 T5 = {"vocab_size": WORDS, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 3, "num_heads": 2, "use_cache": False}
-WHISPER = {
-    "vocab_size": WORDS,
-    "num_mel_bins": 8,
-    "d_model": 32,
-    "encoder_layers": 3,
-    "encoder_attention_heads": 2,
-    "encoder_ffn_dim": 64,
-    "max_source_positions": 10,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-    "dropout": 0.1,
-    "attention_dropout": 0.1,
-    "activation_dropout": 0.1,
-}
 
 
 def text(k: int) -> dict[str, Tensor]:
@@ -85,10 +69,6 @@ def pixels(k: int) -> dict[str, Tensor]:
 
 def pairs(k: int) -> dict[str, Tensor]:
     return {**text(k), "decoder_input_ids": text(k)["input_ids"][:, :4]}
-
-
-def sounds(k: int) -> dict[str, Tensor]:
-    return {"input_features": torch.randn(2, 8, 20, generator=torch.Generator().manual_seed(k))}
 
 
 class Family(NamedTuple):
@@ -113,9 +93,6 @@ FAMILIES = {
         lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**DECODER, tie_word_embeddings=True)), "model.layers"
     ),
     "qwen3": Family(lambda: tf.Qwen3Model(tf.Qwen3Config(**DECODER, head_dim=16)), "layers"),
-    "gemma3": Family(
-        lambda: tf.Gemma3TextModel(tf.Gemma3TextConfig(**DECODER, head_dim=16, sliding_window=4)), "layers"
-    ),
     "t5": Family(lambda: tf.T5Model(tf.T5Config(**T5)), ("encoder.block", "decoder.block"), pairs, exact=False),
     "modernbert": Family(
         lambda: tf.ModernBertModel(
@@ -134,9 +111,6 @@ FAMILIES = {
         ),
         ("vision_model.encoder.layers", "text_model.encoder.layers"),
         lambda k: {**text(k), **pixels(k)},
-    ),
-    "whisper encoder": Family(
-        lambda: tf.models.whisper.modeling_whisper.WhisperEncoder(tf.WhisperConfig(**WHISPER)), "layers", sounds
     ),
     "mixtral": Family(
         lambda: tf.MixtralModel(tf.MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2)), "layers"

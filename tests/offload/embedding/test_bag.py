@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,8 @@ from torch import nn
 
 from offload.embedding.bag import OffloadEmbeddingBag
 from offload.embedding.rowwise import RowWiseAdagrad
-from pipe.train import InlineLane, Lane, Ticket, TrainPipelineSparseDist
+from pipe.train import InlineLane, TrainPipelineSparseDist
+from tests.offload.scenarios.rows import LateLane
 
 # torch's own optimizers build sparse tensors without saying whether their invariants are to be checked.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
@@ -29,33 +29,7 @@ OPTIMIZERS = {
 }
 
 
-class LateLane(Lane):
-    """Reads rows only when they are waited for."""
-
-    def submit(self, job: Any) -> Any:
-        return LateTicket(job)
-
-
-class LateTicket(Ticket[Any]):
-    def __init__(self, job: Any) -> None:
-        super().__init__()
-        self.job = job
-
-    def succeeded(self) -> Any:
-        if not self.done:
-            self.run(self.job)
-        return super().succeeded()
-
-
 LANES = {"thread": lambda: None, "earliest": InlineLane, "latest": LateLane}
-
-
-@pytest.fixture
-def home(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    return tmp_path if request.param == "disk" else "cpu"
-
-
-both_homes = pytest.mark.parametrize("home", ["host", "disk"], indirect=True)
 
 
 def pair(home: Any = "cpu", **options: Any) -> Any:
@@ -71,7 +45,6 @@ def assert_equal_gradients(theirs: Any, ours: Any) -> None:
     torch.testing.assert_close(dense[1], dense[0])
 
 
-@both_homes
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("padding_idx", [None, 3, -1])
 @pytest.mark.parametrize("two_dimensional", [True, False])
@@ -92,18 +65,6 @@ def test_outputs_and_gradients_equal_those_of_a_table_on_the_device(
         (ours(indices, *offsets) ** 2).sum().backward()
     assert_equal_gradients(theirs, ours)
     assert ours.weight.grad.is_sparse
-
-
-def test_weights_per_sample_have_gradients_and_the_last_offset_may_be_included() -> None:
-    theirs, ours = pair(mode="sum", include_last_offset=True)
-    indices, offsets = torch.tensor([1, 5, 5, 2]), torch.tensor([0, 1, 4])
-    weights = [torch.tensor([0.5, 2.0, 1.0, -1.0], requires_grad=True) for _ in range(2)]
-    outputs = [m(indices, offsets, per_sample_weights=w) for m, w in zip((theirs, ours), weights, strict=True)]
-    torch.testing.assert_close(outputs[1], outputs[0])
-    for output in outputs:
-        (output**2).sum().backward()
-    torch.testing.assert_close(weights[1].grad, weights[0].grad)
-    assert_equal_gradients(theirs, ours)
 
 
 def test_a_batch_without_indices_touches_no_row() -> None:
@@ -198,57 +159,6 @@ def test_a_pipeline_that_prefetches_rows_trains_the_same_table(
     assert pipeline.statistics().undistributed == {}
 
 
-def run(model: Any, lane: Any, count: Any = 8) -> Any:
-    model.bag.lane = lane
-    pipeline = TrainPipelineSparseDist(model, optimizers_of(model, "sgd"), "cpu")
-    iterator = iter(batches(count))
-    torch.manual_seed(4)
-    for _ in range(count):
-        pipeline.progress(iterator)
-    return model
-
-
-def test_without_reading_updated_rows_again_a_read_that_is_early_trains_another_table() -> None:
-    theirs, ours = pair(mode="sum")
-    reference, model = Model(theirs), Model(ours)
-    train_plainly(reference, optimizers_of(reference, "sgd"), 8, 1)
-    model.bag._refresh_stale = lambda request, batch: None
-    run(model, InlineLane())
-    assert not torch.allclose(model.bag.weight, reference.bag.weight, atol=1e-4)
-
-
-def test_rows_that_no_gradient_reached_are_not_read_again() -> None:
-    _, ours = pair(mode="sum")
-    model = Model(ours)
-    generator = torch.Generator().manual_seed(0)
-    disjoint = [
-        {"indices": torch.arange(4).view(2, 2) + 4 * k, "labels": torch.randn(2, 1, generator=generator)}
-        for k in range(5)
-    ]
-    pipeline = TrainPipelineSparseDist(model, optimizers_of(model, "sgd"), "cpu")
-    iterator = iter(disjoint)
-    for _ in range(5):
-        pipeline.progress(iterator)
-    assert ours.statistics().rows_refreshed == 0
-    assert ours.statistics().rows_read == 20
-
-
-def test_a_loaded_state_reaches_prefetched_rows() -> None:
-    _, ours = pair(mode="sum")
-    request = ours.input_dist(None, torch.tensor([[1, 2]])).wait().wait()
-    ours.load_state_dict({"weight": torch.ones(ROWS, DIM)})
-    assert torch.equal(ours.compute_and_output_dist(None, request), torch.full((1, DIM), 2.0))
-
-
-@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"weight_decay": 0.1}])
-def test_an_optimizer_that_changes_rows_without_a_gradient_is_refused(options: Any) -> None:
-    model = Model(pair(mode="sum")[1])
-    with pytest.raises(ValueError, match=r"changes only rows that have a gradient, got SGD"):
-        TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), 0.1, **options), "cpu")
-    TrainPipelineSparseDist(model, torch.optim.SGD([{"params": model.bag.parameters()}], 0.1), "cpu")
-
-
-@both_homes
 def test_the_table_is_not_moved_with_the_module_and_a_copy_has_its_own(home: Any) -> None:
     _, ours = pair(home, mode="sum")
     address = ours.weight.data_ptr()
@@ -265,26 +175,6 @@ def test_the_table_is_not_moved_with_the_module_and_a_copy_has_its_own(home: Any
         nn.ModuleList([ours]).double()
 
 
-def test_lookups_may_run_on_another_device() -> None:
-    _, ours = pair(mode="sum")
-    ours.to("meta")
-    assert ours.device.type == "meta"
-    assert ours.weight.device.type == "cpu"
-
-
-def test_an_index_outside_the_table_is_refused_in_its_turn() -> None:
-    model = Model(pair(mode="sum")[1])
-    data = batches(5)
-    data[3]["indices"][1, 1] = ROWS
-    pipeline = TrainPipelineSparseDist(model, optimizers_of(model, "sgd"), "cpu")
-    iterator = iter(data)
-    for _ in range(3):
-        pipeline.progress(iterator)
-    with pytest.raises(IndexError, match=f"indices from 0 to {ROWS - 1}"):
-        pipeline.progress(iterator)
-    pipeline.progress(iterator)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -299,15 +189,8 @@ def test_bad_arguments_are_refused_by_name(options: Any, message: Any) -> None:
         OffloadEmbeddingBag(**{"num_embeddings": 5, "embedding_dim": 2, **options})
 
 
-@pytest.mark.parametrize("indices", [torch.zeros(2, 2, 2, dtype=torch.int64), torch.zeros(3)])
-def test_indices_of_another_kind_are_refused(indices: Any) -> None:
-    with pytest.raises(ValueError, match="expected indices as a 1- or 2-dimensional integer tensor"):
-        pair()[1](indices)
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@both_homes
 def test_on_cuda_a_pipeline_that_prefetches_rows_trains_the_same_table(home: Any) -> None:
     theirs, ours = pair(home, mode="sum")
     reference, model = Model(theirs).cuda(), Model(ours).cuda()
@@ -344,14 +227,3 @@ def test_rowwise_adagrad_does_what_its_formula_says_with_one_number_per_row() ->
         optimizer.step()
     torch.testing.assert_close(parameter.detach(), expected, atol=1e-6, rtol=1e-6)
     assert optimizer.state[parameter]["sum"].shape == (5,)
-
-
-def test_rowwise_adagrad_refuses_dense_gradients_before_it_changes_anything() -> None:
-    sparse, dense = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2))
-    sparse.grad = torch.sparse_coo_tensor([[1]], [[1.0, 1.0]], (3, 2), check_invariants=True)
-    dense.grad = torch.ones(3, 2)
-    with pytest.raises(TypeError, match="sparse gradient"):
-        RowWiseAdagrad([sparse, dense]).step()
-    assert torch.equal(sparse, torch.ones(3, 2))
-    with pytest.raises(ValueError, match="lr=-1"):
-        RowWiseAdagrad([sparse], lr=-1)

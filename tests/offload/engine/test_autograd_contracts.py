@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from offload import OffloadModel, OffloadOptimizer
-from tests.offload.open_files import open_files
 
 WIDTH = 8
 
@@ -45,9 +44,6 @@ def assert_equal(actual: list[Tensor | None], expected: list[Tensor | None], ato
         assert (a is None) == (e is None)
         if a is not None:
             torch.testing.assert_close(a, e, rtol=0, atol=atol)
-
-
-# --- double backward ------------------------------------------------------------------------------------------------
 
 
 # --- gradients that were asked for ----------------------------------------------------------------------------------
@@ -103,18 +99,3 @@ def test_hooks_beside_updates_in_backward_are_refused_before_a_shard_is_updated(
     model(batch()).sum().backward()
     optimizer.step()
     assert not all(map(torch.equal, before, model.parameters()))
-
-
-# --- gradients that were handed out ---------------------------------------------------------------------------------
-
-
-def test_files_of_gradients_do_not_pile_up(tmp_path: Any) -> None:
-    model = OffloadModel(mlp(), "cpu", tmp_path, 4, True)
-    counts = []
-    for _ in range(4):
-        model.zero_grad()
-        model(batch()).sum().backward()
-        held = [p.grad for p in model.parameters()]
-        counts.append(len([p for j in range(4) for p in open_files(tmp_path, f"shard{j}-gradients")]))
-    assert counts == [4] * 4
-    assert all(gradient is not None for gradient in held)

@@ -1,7 +1,7 @@
 """After ``KeyboardInterrupt`` at any line of the engine the model is usable, and nothing is half-done.
 
 A step is interrupted before each line that it runs in turn: forward, backward, the optimizer's step and their ends. The
-short form interrupts each line of the sources once, in the first of the configurations that reaches it. The long
+short form interrupts every other line of the sources once, in the first of the configurations that reaches it. The long
 form (marked ``slow``) interrupts every line each time that it runs, in every configuration: about 15,000 interrupts
 each.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from torch.utils import _python_dispatch as dispatch
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.engine.backward import Backward
 from pipe.recompute.phase import is_checkpointing, is_recomputing
+from tests.offload.blocks.towers import loss_of, make, words
 from tests.offload.interrupts import Line, interrupted, lines_of
 from tests.offload.zoo import WIDTH, build
 
-#: Each line of the sources once, and each line each time that it runs.
-EXTENTS = ["once", pytest.param("each time", marks=pytest.mark.slow)]
+#: Every other line of the sources once, and each line each time that it runs.
+EXTENTS = ["every other", pytest.param("each time", marks=pytest.mark.slow)]
 
 #: Home, arguments of the model, optimizer.
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -40,6 +42,9 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "keep": ("host", {"checkpoint_activation": False, "num_microbatches": 2}, "in backward"),
     "cast": ("disk", {"checkpoint_activation": True, "param_dtype": torch.bfloat16}, "clipped"),
     "resting": ("disk", {"checkpoint_activation": True}, "plain"),
+    "blocks": ("host", {"checkpoint_activation": True, "blocks": "encoder.layer"}, "plain"),
+    "threads": ("host", {"checkpoint_activation": True, "blocks": "encoder.layer", "num_microbatches": 2}, "clipped"),
+    "graphs of blocks": ("host", {"checkpoint_activation": False, "blocks": "encoder.layer"}, "clipped"),
 }
 RESTING = [0, 2]  #: shards that rest in memory in the configuration of that name
 
@@ -66,7 +71,11 @@ class Run:
     def make(self) -> None:
         self.made += 1
         home = "cpu" if self.home == "host" else f"{self.folder}/{self.made}/"
-        layers = build(["inplace_dropout", "rnn"])
+        layers: Any = build(["inplace_dropout", "rnn"])
+        if "blocks" in self.arguments:
+            layers = make(3)
+            for block in layers.encoder.layer:
+                del block.calls  # also interrupted forwards count
         self.model = OffloadModel(layers, "cpu", home, num_slices=3, **self.arguments)
         self.model._homes.keep_in_memory(self.resting)
         self.optimizer: torch.optim.Optimizer
@@ -79,9 +88,11 @@ class Run:
 
     def step(self, k: int) -> None:
         torch.manual_seed(k)
-        x = torch.randn(4, WIDTH)
         self.optimizer.zero_grad()
-        (self.model(x) - 1).pow(2).mean().backward()
+        if "blocks" in self.arguments:
+            loss_of(self.model(words(4, seed=k))).backward()
+        else:
+            (self.model(torch.randn(4, WIDTH)) - 1).pow(2).mean().backward()
         self.optimizer.step()
         self.done = k + 1
 
@@ -142,6 +153,7 @@ class Run:
         assert not dispatch._get_current_dispatch_mode_stack()
         assert not is_checkpointing()
         assert not is_recomputing()
+        assert not [thread for thread in threading.enumerate() if thread.name == "offload-forward"]
 
 
 _seen: set[tuple[str, int]] = set()
@@ -154,8 +166,11 @@ def lines_to_interrupt(run: Run, extent: str) -> Iterator[Line]:
             yield line
 
 
-def interrupt_each(run: Run, lines: Sequence[Line]) -> tuple[list[str], int]:
-    """Interrupts a step at each line: what was wrong afterwards, and how many lines were reached."""
+@pytest.mark.parametrize("extent", EXTENTS)
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_after_an_interrupt_at_any_line_the_model_is_usable(configuration: str, extent: str, tmp_path: Path) -> None:
+    run = Run(configuration, tmp_path)
+    lines = list(lines_to_interrupt(run, extent))[:: 1 if extent == "each time" else 2]
     run.restart()
     wrong: list[str] = []
     raised = 0
@@ -165,15 +180,6 @@ def interrupt_each(run: Run, lines: Sequence[Line]) -> tuple[list[str], int]:
         except Exception as error:
             wrong.append(f"{line}: {type(error).__name__}: {error}")
             run.restart()
-    return wrong, raised
-
-
-@pytest.mark.parametrize("extent", EXTENTS)
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
-def test_after_an_interrupt_at_any_line_the_model_is_usable(configuration: str, extent: str, tmp_path: Path) -> None:
-    run = Run(configuration, tmp_path)
-    lines = list(lines_to_interrupt(run, extent))
-    wrong, raised = interrupt_each(run, lines)
     gc.collect()
     assert not wrong, "\n".join(wrong)
     assert raised > 0.7 * len(lines) - 20  # some are reached in the first steps only

@@ -49,26 +49,6 @@ def test_gradients_are_those_of_the_chunks_apart(home: str, skip: int | None) ->
         torch.testing.assert_close(a, c)
 
 
-def test_batch_norm_keeps_the_chunks_while_it_trains() -> None:
-    model = OffloadModel(
-        build(["batchnorm"]),
-        "cpu",
-        checkpoint_activation=True,
-        num_slices=3,
-        memory=MemoryPolicy.fixed(activation_bytes="1MiB"),
-    )
-    sizes = []
-    model.get_submodule("1").register_forward_pre_hook(lambda _m, x: sizes.append(len(x[0])))
-    chunks = list(torch.randn(8, WIDTH).split(2))
-    for _ in range(2):
-        step(model, chunks)
-    assert set(sizes) == {2}
-    model.eval()
-    sizes.clear()
-    step(model, chunks)
-    assert sizes == [2, 8, 8]  # a trial, forward, and recomputation
-
-
 @pytest.mark.parametrize("drawn", ["from the start", "after a step without"])
 def test_chunks_of_layers_that_draw_stay_apart_unless_the_policy_joins_them(drawn: str) -> None:
     chunks = list(torch.randn(8, WIDTH).split(2))
@@ -110,31 +90,3 @@ def test_an_output_that_has_no_row_for_each_row_is_refused() -> None:
     chunks = list(torch.randn(6, WIDTH).split(2))
     with pytest.raises(ValueError, match="one row for each of the 6 rows of 3 chunks"):
         model.forward_chunks(chunks)
-
-
-def test_output_fn_sees_one_chunk_at_a_time_also_when_chunks_run_together() -> None:
-    bare = build(["linear"])
-    seen = []
-
-    def centred(y: torch.Tensor) -> torch.Tensor:
-        seen.append(len(y))
-        return y - y.mean(0)
-
-    chunks = list(torch.randn(6, WIDTH).split(2))
-    gradients = []
-    for budget in (None, "1MiB"):
-        model = OffloadModel(
-            copy.deepcopy(bare),
-            "cpu",
-            checkpoint_activation=True,
-            num_slices=3,
-            memory=MemoryPolicy.fixed(activation_bytes=budget),
-        )
-        for _ in range(2):
-            model.zero_grad()
-            outputs = model.forward_chunks(chunks, output_fn=centred)
-            torch.autograd.backward(outputs, [y.detach().sin() for y in outputs])
-        gradients.append([p.grad.clone() for p in model.parameters()])
-    assert set(seen) == {2}
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b)

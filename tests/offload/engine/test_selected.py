@@ -84,22 +84,6 @@ def test_what_is_kept_is_not_computed_again(keep: Any, kept: Any, microbatches: 
             assert calls[operation] == (1 if operation is kept else 2) * cells
 
 
-class Noise(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(x * torch.rand_like(x), 0.3)
-
-
-def test_what_draws_random_numbers_is_computed_again() -> None:
-    """Without it, what draws after it would draw other numbers."""
-    torch.manual_seed(0)
-    bare, x = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), Noise()) for _ in range(3))), torch.randn(4, 16)
-    policy = MemoryPolicy.fixed(keep=[torch.ops.aten.rand_like.default])
-    model = OffloadModel(copy.deepcopy(bare), "cpu", "cpu", num_slices=3, checkpoint_activation=True, memory=policy)
-    expected, _ = backward(bare, x)
-    gradients, _ = backward(model, x)
-    assert all(map(torch.equal, gradients, expected))
-
-
 @pytest.mark.usefixtures("own_memory")
 def test_what_is_kept_counts(tmp_path: Any) -> None:
     """Five layers' results of a product take more than the least plan leaves."""

@@ -60,22 +60,3 @@ def test_sparse_gradients_update_as_in_the_plain_class(home: str, name: str, sli
     load_checkpoint(tmp_path / "c", again, its_ours)
     train(range(4, 6), (bare, plain), (again, its_ours))
     torch.testing.assert_close(dict(again.state_dict()), dict(bare.state_dict()))
-
-
-@pytest.mark.parametrize(
-    ("kind", "arguments"),
-    [
-        (torch.optim.Adam, {}),
-        (torch.optim.Adagrad, {"fused": True}),
-        (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}),
-    ],
-)
-def test_what_the_plain_class_refuses_is_refused_before_anything_moved(
-    home: str, kind: type[torch.optim.Optimizer], arguments: dict[str, Any]
-) -> None:
-    bare, plain, model, ours = pair(home, kind, arguments, slices=1)
-    before = copy.deepcopy(dict(model.state_dict()))
-    for one, optimizer in ((bare, plain), (model, ours)):
-        with pytest.raises(RuntimeError, match=r"sparse"):
-            train(range(1), (one, optimizer))
-    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)

@@ -20,7 +20,6 @@ from torch import nn
 
 from offload import OffloadModel, OffloadOptimizer, load_checkpoint, save_checkpoint
 from offload.files.save_folder import SAVE
-from offload.files.tensor_file import TensorFile, write_tensors
 from tests.offload.checkpoint_worker import STATES
 from tests.offload.pair import Pair
 from tests.offload.zoo import WIDTH, build
@@ -118,24 +117,6 @@ def test_other_tools_read_it(tmp_path: Path, home: str) -> None:
     expected = pair.ours.state_dict()["state"]
     assert saved.keys() == {f"state.{n}.{key}" for n, state in expected.items() for key in state}
     assert all(torch.equal(saved[f"state.{n}.{key}"], v) for n, s in expected.items() for key, v in s.items())
-
-
-def test_what_other_tools_wrote_is_read(tmp_path: Path, home: str) -> None:
-    from safetensors.torch import save_file
-
-    bare = build(["linear", "batchnorm"])
-    state = {name: tensor.clone() for name, tensor in bare.state_dict().items()}
-    first = dict(list(state.items())[:3])
-    second = {name: tensor for name, tensor in state.items() if name not in first}
-    save_file(first, tmp_path / "a.safetensors")
-    save_file(second, tmp_path / "b.safetensors")
-    places = {name: "a.safetensors" if name in first else "b.safetensors" for name in state}
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
-    model = OffloadModel(build(["linear", "batchnorm"], seed=5), "cpu", home, num_slices=3, checkpoint_activation=False)
-    assert load_checkpoint(tmp_path, model).step is None
-    torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="holds a model but no optimizer"):
-        load_checkpoint(tmp_path, model, OffloadOptimizer(model, torch.optim.SGD, lr=0.1))
 
 
 def test_bare_modules_and_plain_optimizers_are_saved_and_loaded_too(tmp_path: Path) -> None:
@@ -240,34 +221,6 @@ def test_a_process_killed_at_any_moment_resumes_from_a_whole_checkpoint_to_the_s
     assert outcome["agreed"] == outcome["rounds"], outcome
 
 
-# --- the files --------------------------------------------------------------------------------------------------------
-
-
-def test_every_type_and_layout_survives_a_save_and_load(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    tensors = {
-        "f64": torch.randn(3, dtype=torch.float64),
-        "bf16": torch.randn(5).bfloat16(),
-        "bool": torch.tensor([True, False, True]),
-        "scalar": torch.tensor(3),
-        "empty": torch.empty(0, 4),
-        "strided": torch.randn(4, 6)[:, ::2],
-        "transposed": torch.randn(4, 6).t(),
-        "complex": torch.randn(3, dtype=torch.complex64).conj(),
-        "f8": torch.randn(4).to(torch.float8_e4m3fn),
-    }
-    write_tensors(tmp_path / "x", tensors, {"note": "hello"})
-    opened, loaded = TensorFile(tmp_path / "x"), load_file(tmp_path / "x")
-    assert opened.metadata == {"format": "pt", "note": "hello"}
-    assert set(opened) == set(loaded) == set(tensors)
-    for name, tensor in tensors.items():
-        for found in (opened.tensor(name), loaded[name]):
-            assert found.dtype == tensor.dtype
-            assert found.shape == tensor.shape
-            assert torch.equal(found.double() if name == "f8" else found, tensor.double() if name == "f8" else tensor)
-
-
 # --- the folder -------------------------------------------------------------------------------------------------------
 
 
@@ -333,15 +286,6 @@ def test_one_save_at_a_time_writes_to_a_folder(tmp_path: Path, monkeypatch: pyte
     assert [text.count("no other save writes") for text in refused] == [1, 1]
     save_checkpoint(tmp_path / "c", layers)
     load_checkpoint(tmp_path / "c", layers)
-
-
-def test_a_file_system_without_locks_is_saved_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", none)
-    save_checkpoint(tmp_path, build(["linear"]))
-    load_checkpoint(tmp_path, build(["linear"]))
 
 
 @pytest.mark.parametrize("kind", ["pretrained", "damaged"])

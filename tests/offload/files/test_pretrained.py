@@ -160,24 +160,6 @@ def test_only_tensors_missing_from_the_files_are_initialised(tmp_path: Path) -> 
     assert bias.abs().max() <= WIDTH**-0.5
 
 
-class Assigning(nn.Linear):
-    """Initialises itself by assignment instead of in place."""
-
-    def reset_parameters(self) -> None:
-        self.weight = nn.Parameter(torch.full_like(self.weight, 2.0))
-        self.bias.data = torch.full_like(self.bias, 3.0)
-
-
-def test_initial_values_that_a_layer_assigns_are_stored(home: str) -> None:
-    with torch.device("meta"):
-        bare = nn.Sequential(Assigning(WIDTH, WIDTH), Assigning(WIDTH, WIDTH))
-        bare[1].weight = bare[0].weight
-    model = OffloadModel(bare, "cpu", home, num_slices=2, checkpoint_activation=False)
-    assert bare[0].weight is bare[1].weight
-    assert len(list(model.parameters())) == 3
-    assert torch.equal(model(torch.ones(1, WIDTH)), torch.full((1, WIDTH), 2.0 * WIDTH * (2 * WIDTH + 3) + 3))
-
-
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
@@ -261,28 +243,6 @@ def test_everything_that_does_not_fit_is_named_and_nothing_is_written(when: str,
     assert not (tmp_path / "home").exists()
 
 
-def test_without_strict_only_shapes_and_types_are_in_the_way(tmp_path: Path) -> None:
-    tensors = saved(model_of(1))
-    del tensors["0.bias"]
-    write_sharded(tmp_path / "weights", {**tensors, "stranger": torch.zeros(1)})
-    model = model_of(2)
-    kept = model.state_dict()["0.bias"].clone()
-    assert load_pretrained(model, tmp_path / "weights", strict=False) == (["0.bias"], ["stranger"])
-    assert_equal(model, {**tensors, "0.bias": kept})
-    write_sharded(tmp_path / "weights", wrong(saved(model_of(1))))
-    with pytest.raises(ValueError, match=r"^(?!.*(missing|stranger)).*3\.bias has shape"):
-        load_pretrained(model, tmp_path / "weights", strict=False)
-
-
-def test_a_tied_weight_under_both_names_counts_as_in_load_state_dict(tmp_path: Path) -> None:
-    tensors = {**saved(model_of(1)), "3.weight": torch.randn(WIDTH, WIDTH)}
-    write_sharded(tmp_path / "weights", tensors)
-    expected, model = model_of(2), model_of(3)
-    expected.load_state_dict(tensors)
-    load_pretrained(model, tmp_path / "weights")
-    assert_equal(model, expected.state_dict())
-
-
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
@@ -316,15 +276,6 @@ def test_files_that_are_not_whole_are_named(
     fault(folder)
     with pytest.raises(error, match=match):
         load_pretrained(model_of(2), folder)
-
-
-def test_of_several_indices_the_one_of_the_model_is_read(tmp_path: Path) -> None:
-    tensors = saved(model_of(1))
-    write_sharded(tmp_path, tensors)
-    write_sharded(tmp_path, {"x": torch.ones(1)}, files=1, stem="adapter")
-    model = model_of(2)
-    load_pretrained(model, tmp_path)
-    assert_equal(model, tensors)
 
 
 def test_a_model_without_memory_is_told_how(tmp_path: Path) -> None:

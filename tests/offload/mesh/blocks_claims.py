@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload import DiskHome, OffloadOptimizer
+from offload import OffloadOptimizer
 from tests.offload.mesh.models import WIDTH, Encoder, Large, batch, loss_of
-from tests.offload.mesh.world import World, difference, greatest_error, whole
+from tests.offload.mesh.world import World, difference, greatest_error
 
 
 def blocks_are_called_in_an_order_that_all_ranks_note(world: World) -> None:
@@ -108,26 +108,9 @@ def embeddings_and_heads_are_sharded_where_memory_is_too_small_for_them(world: W
     model.close()
 
 
-def a_kept_home_has_what_is_outside_of_blocks(world: World) -> None:
-    kept = DiskHome(world.folder / "kept blocks", keep=True)
-    model = world.model(Encoder(), kept, blocks="layers")
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
-    loss_of(model(world.part(batch()))).backward()
-    optimizer.step()
-    values = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
-    model.close()
-    with torch.device("meta"):
-        bare = Encoder()
-    model = world.model(bare, kept, blocks="layers")
-    assert all(torch.equal(whole(p.detach()), values[name]) for name, p in model.named_parameters())
-    loss_of(model(world.part(batch()))).backward()
-    model.close()
-
-
 CLAIMS = [
     blocks_are_called_in_an_order_that_all_ranks_note,
     a_limit_of_memory_is_planned_for_by_all_ranks_alike,
     embeddings_and_heads_are_sharded_where_memory_is_too_small_for_them,
-    a_kept_home_has_what_is_outside_of_blocks,
     ranks_that_call_blocks_otherwise_are_told_the_first_difference,
 ]

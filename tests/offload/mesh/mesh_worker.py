@@ -7,7 +7,6 @@ same claims in the same order; a claim that fails on one rank only ends the othe
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import math
 import sys
@@ -696,28 +695,6 @@ def a_failure_on_all_ranks_leaves_the_model_usable(world: World) -> None:
     assert greatest_error(model, bare) < 1e-6
 
 
-def models_that_follow_each_other_use_the_same_process_groups(world: World) -> None:
-    """One after another; not while a rank still has the model before, or has missed a message."""
-
-    def trained() -> tuple[OffloadModel, set[Any]]:
-        model = world.model(build())
-        loss_of(model(world.part(rows(0)))).backward()
-        ranks = model._homes.public.ranks
-        return model, {ranks._group.handle, ranks._messages.handle}
-
-    model, first = trained()
-    model.close()
-    model, used = trained()
-    assert used == first
-    held = [model] if world.rank else []  # a rank whose model is collected later
-    del model
-    gc.collect()
-    model, apart = trained()
-    assert not apart & used
-    for each in (model, *held):
-        each.close()
-
-
 CLAIMS = [
     trains_as_one_process_on_the_whole_batch,
     pieces_of_any_size_change_no_bit_and_no_byte,
@@ -739,7 +716,6 @@ CLAIMS = [
     ranks_that_differ_are_told_the_first_word_that_does,
     what_is_not_supported_is_refused_before_anything_changes,
     a_failure_on_all_ranks_leaves_the_model_usable,
-    models_that_follow_each_other_use_the_same_process_groups,
     *blocks_claims.CLAIMS,
     *graph_claims.CLAIMS,
 ]

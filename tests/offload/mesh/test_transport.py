@@ -5,77 +5,12 @@ Sums and bytes are those of ``test_mesh.py``, whose ranks exchange so as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from offload.mesh import ranks as of_ranks
-from offload.mesh.gradients import means_of_parts, means_of_whole
-from offload.mesh.parts import Part, WholePart, offsets_of
-from offload.mesh.ranks import CollectiveLane, Ranks, Transport, check_devices
-from offload.mesh.shard import gather_parts
+from offload.mesh.ranks import CollectiveLane, check_devices
 from tests.late_cuda import DEVICE, LateCuda
-
-META = torch.device("meta")
-
-
-class Alone(Ranks):
-    """One of two ranks, whose collectives end at once: its tensors are without values."""
-
-    def __init__(self) -> None:
-        self.transport = Transport(META, "")
-        self.count, self.rank, self.replicas, self.replica = 2, 0, 1, 0
-        self._rows = None
-        self.divide_factor = 2.0
-        self._staging = torch.empty(0)
-        self.devices: set[torch.device] = set()
-
-    def all_gather(self, staging: Tensor) -> None:
-        self.devices.add(staging.device)
-
-    def reduce(self, received: Tensor, sent: Tensor) -> None:
-        assert received.shape == sent.shape
-        self.devices |= {received.device, sent.device}
-
-    def any_rank_has(self, flags: Sequence[bool]) -> list[bool]:
-        return [*flags]
-
-
-def parameters() -> list[Tensor]:
-    """Of two types; the second is not stored as its gradient is."""
-    return [
-        torch.empty(5, 3, device=META),
-        torch.empty(4, 6, 2, 2, device=META).to(memory_format=torch.channels_last),
-        torch.empty(7, dtype=torch.bfloat16, device=META),
-    ]
-
-
-def test_what_collectives_move_is_on_the_device() -> None:
-    """A copy into host memory of what has no values raises, as any operation between both does."""
-    ranks, whole = Alone(), parameters()
-    parts = [Part.of("", each, 2) for each in whole]
-    offsets, nbytes = offsets_of(parts)
-    flat = [part.flat(each) for part, each in zip(parts, whole, strict=True)]
-    gather_parts(parts, offsets, nbytes, flat, lambda memory, begin: None, ranks)
-    means = means_of_parts(parts, [each.contiguous() for each in whole], ranks)
-    assert [None if mean is None else mean.dtype for mean in means] == [each.dtype for each in whole]
-    found = means_of_whole([WholePart.of("", each, 2) for each in whole], [whole[0], None, None], ranks)
-    assert {tensor.device for tensor in (*means, found[0]) if tensor is not None} == {META}
-    assert found[1:] == [None, None]
-    assert ranks.devices == {META}
-
-
-def test_gradients_that_are_freed_on_the_lane_are_known_to_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else compute would use their memory again while the stream of the lane reads it."""
-    used: list[tuple[tuple[int, ...], object]] = []
-    monkeypatch.setattr(of_ranks, "current_stream", lambda device: "lane")
-    monkeypatch.setattr(of_ranks, "record_stream", lambda tensor, stream: used.append((tuple(tensor.shape), stream)))
-    whole = parameters()
-    means_of_parts([Part.of("", each, 2) for each in whole], [*whole], Alone())
-    assert used == [(tuple(each.shape), "lane") for each in whole]
 
 
 def test_collectives_follow_compute_and_are_done_when_they_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,22 +22,6 @@ def test_collectives_follow_compute_and_are_done_when_they_are_awaited(monkeypat
     lane.submit("R0", lambda: cuda.launch(lambda: slot.mul_(2)), [first]).wait()
     assert (slot == 14).all()
     assert not read.any()
-    lane.close()
-
-
-def test_a_lane_of_a_device_runs_nothing_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, slot = LateCuda(monkeypatch), torch.zeros(4)
-    lane = CollectiveLane(DEVICE)
-
-    def fail() -> None:
-        raise OSError("unreadable")
-
-    with pytest.raises(OSError, match="unreadable"):
-        lane.submit("L0", fail).wait()
-    with pytest.raises(RuntimeError, match="L0 failed on this rank"):
-        lane.submit("L1", lambda: cuda.launch(lambda: slot.fill_(7))).wait()
-    cuda.synchronize()
-    assert not slot.any()
     lane.close()
 
 

@@ -23,12 +23,11 @@ import offload.optim.update_blocks
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.planning.plan import Kind
 from pipe.recompute.phase import is_recomputing
-from tests.offload.late import LateLane, run_late
+from tests.offload.late import LateLane, PromptLane, run_late
 from tests.offload.open_files import open_files
 from tests.offload.pair import CLASSES, Pair, pending
 from tests.offload.parameters_outside import ActNorm
 from tests.offload.planning.proof import validate
-from tests.offload.prompt import PromptLane
 from tests.offload.zoo import WIDTH, build
 
 ACTIONS = [

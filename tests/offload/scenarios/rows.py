@@ -35,7 +35,7 @@ def unfilled(ticket: Ticket[Any]) -> Any:
     return replace(rows, values=torch.full_like(rows.values, torch.nan))
 
 
-class _LateLane(Lane):
+class LateLane(Lane):
     def submit(self, job: Callable[[], Any]) -> Ticket[Any]:
         return _LateTicket(job)
 
@@ -45,7 +45,7 @@ def _bag() -> tuple[nn.EmbeddingBag, OffloadEmbeddingBag]:
     theirs = nn.EmbeddingBag(9, 4)
     torch.manual_seed(0)
     ours = OffloadEmbeddingBag(9, 4)
-    ours.lane = _LateLane()  # type: ignore[assignment]
+    ours.lane = LateLane()  # type: ignore[assignment]
     return theirs, ours
 
 

@@ -15,9 +15,8 @@ from offload.storage.disk import DiskBlock
 from offload.streaming.gradient_offload import GradientOffload
 from offload.streaming.lane import Arrival, CopyLane, CopyLanes
 from offload.streaming.streamer import Streamer
-from tests.offload.late import LateLane, run_late
+from tests.offload.late import LateLane, PromptLane, run_late
 from tests.offload.pair import Pair
-from tests.offload.prompt import PromptLane
 from tests.offload.scenarios.lanes import LateThread
 from tests.offload.streaming.test_late_lane import both, equal
 from tests.offload.zoo import WIDTH, build

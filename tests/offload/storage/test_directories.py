@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from offload import (
     DiskHome,
     HomeError,
     OffloadEmbeddingBag,
     OffloadModel,
-    OffloadOptimizer,
 )
 from offload.storage.buffer import PAGE_BYTES, whole_pages
 from offload.storage.persistent import read_manifest
@@ -60,26 +59,15 @@ def test_a_change_of_the_working_directory_changes_nothing(
     (tmp_path / "first").mkdir()
     (tmp_path / "second").mkdir()
 
-    def model_in(place: str) -> tuple[OffloadModel, OffloadOptimizer]:
+    def model_in(place: str) -> OffloadModel:
         monkeypatch.chdir(tmp_path / place)
-        model = OffloadModel(layers(), "cpu", home(), num_slices=3)
-        return model, OffloadOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
-
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, k: int) -> None:
-        optimizer.zero_grad()
-        model(torch.randn(6, 12, generator=torch.Generator().manual_seed(k))).square().mean().backward()
-        optimizer.step()
+        return OffloadModel(layers(), "cpu", home(), num_slices=3)
 
     bare = layers()
-    plain = torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9)
-    model, optimizer = model_in("first")
-    other, _ = model_in("second")
+    expected = train(bare, range(3))
+    model, other = model_in("first"), model_in("second")
     before = everything(other)
-    for k in range(3):
-        step(model, optimizer, k)
-        step(bare, plain, k)
-    model(torch.zeros(2, 12))
-    bare(torch.zeros(2, 12))
+    assert train(model, range(3)) == expected
     assert same(everything(bare), everything(model))
     assert same(before, everything(other))
     for one in (model, other):
@@ -107,19 +95,13 @@ def test_copies_and_tables_have_their_files_where_the_first_one_has_them(
 # --- moved directories ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_home_that_is_moved_while_it_is_used_is_not_mistaken_for_the_one_in_its_place(
-    tmp_path: Path, keep: bool
-) -> None:
-    def made() -> OffloadModel:
-        return OffloadModel(layers(), "cpu", DiskHome(tmp_path / "home", keep=keep), num_slices=3)
-
+def test_a_home_that_is_moved_while_it_is_used_is_not_mistaken_for_the_one_in_its_place(tmp_path: Path) -> None:
     bare = layers()
     expected = train(bare, range(4))
-    model = made()
+    model = offloaded(layers(), tmp_path / "home")
     found = train(model, range(2))
     (tmp_path / "home").rename(tmp_path / "old")
-    other = made()
+    other = offloaded(layers(), tmp_path / "home")
     before = everything(other)
     found += train(model, range(2, 4))
     assert found == expected
@@ -127,7 +109,7 @@ def test_a_home_that_is_moved_while_it_is_used_is_not_mistaken_for_the_one_in_it
     assert same(everything(other), before)
     model.close()
     other.close()
-    for place, values in (("home", before), ("old", everything(bare))) if keep else ():
+    for place, values in (("home", before), ("old", everything(bare))):
         again = offloaded(layers("meta"), tmp_path / place)
         assert same(everything(again), values)
         again.close()
@@ -146,16 +128,6 @@ def test_a_killed_process_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "gradstream-weights-x").write_text("mine")
     assert run_program(code, tmp_path).status == -9
     assert [path.name for path in tmp_path.iterdir()] == ["gradstream-weights-x"]
-
-
-def test_a_home_is_made_and_overwritten_beside_files_of_the_user_with_its_suffix(tmp_path: Path) -> None:
-    (tmp_path / "my.home").write_text("mine")
-    (tmp_path / "rank0-of-2").mkdir()
-    (tmp_path / "rank0-of-2/sweet.home").write_text("mine")
-    offloaded(layers(), tmp_path).close()
-    offloaded(layers(), tmp_path, overwrite=True).close()
-    offloaded(layers("meta"), tmp_path).close()
-    assert (tmp_path / "my.home").read_text() == (tmp_path / "rank0-of-2/sweet.home").read_text() == "mine"
 
 
 @pytest.mark.parametrize("what", ["link", "dangling", "fifo", "folder"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import DiskHome, HomeError, OffloadEmbeddingBag, OffloadModel
+from offload import DiskHome, HomeError, OffloadEmbeddingBag
 from offload.storage import PersistentTier, Tier
 from offload.storage.buffer import PAGE_BYTES
 from offload.storage.persistent import read_manifest
@@ -71,15 +72,6 @@ def test_an_adopted_home_reads_only_its_buffers(
     model.close()
 
 
-def test_a_closed_model_can_be_read_but_not_run(left: tuple[Path, dict[str, Tensor]]) -> None:
-    model = offloaded(layers("meta"), left[0])
-    model.close()
-    model.close()
-    assert the_same(everything(model), left[1])
-    with pytest.raises(RuntimeError, match="this OffloadModel was closed"):
-        model(torch.zeros(2, WIDTH))
-
-
 def test_overwriting_is_done_when_asked_for(left: tuple[Path, dict[str, Tensor]]) -> None:
     (left[0] / "notes.txt").write_text("mine")
     model = offloaded(layers(), left[0], slices=2, overwrite=True)
@@ -116,12 +108,6 @@ def test_offload_19_a_stale_or_foreign_file_with_the_right_name_is_never_trusted
     whole = path.read_bytes()
     path.write_bytes(b"\x01" * len(whole))
     assert_refused(folder, r"model.home: expected a file that ends with a manifest, .* another program")
-
-
-def offloaded_and_closed(folder: Path) -> OffloadModel:
-    model = offloaded(layers("meta"), folder)
-    model.close()
-    return model
 
 
 def test_a_home_of_another_format_is_refused(left: tuple[Path, dict[str, Tensor]]) -> None:
@@ -213,25 +199,6 @@ def test_a_new_home_that_could_not_be_made_leaves_nothing(
     model.close()
 
 
-def test_a_close_that_fails_can_be_repeated(
-    left: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = offloaded(layers("meta"), left[0])
-    train(model, range(1))
-    fsync = os.fsync
-
-    def broken(fd: int) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", broken)
-    with pytest.raises(OSError, match="Input/output error"):
-        model.close()
-    monkeypatch.setattr(os, "fsync", fsync)
-    train(model, range(1))
-    model.close()
-    assert the_same(everything(offloaded_and_closed(left[0])), everything(model))
-
-
 def test_only_models_keep_homes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="supported by OffloadModel only"):
         OffloadEmbeddingBag(4, 4, offload_device=DiskHome(tmp_path, keep=True))
@@ -240,6 +207,66 @@ def test_only_models_keep_homes(tmp_path: Path) -> None:
     for several in (3, [tmp_path], [tmp_path / "a", tmp_path / "b"]):
         with pytest.raises(TypeError, match=r"expected one directory, got .*RAID 0"):
             DiskHome(several)  # type: ignore[arg-type]
+
+
+# --- recovered --------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+import torch
+from tests.offload.persistent import everything, layers, offloaded, train
+
+root, closes, out = Path(sys.argv[1]), sys.argv[2] == "closes", sys.argv[3]
+model = offloaded(layers(), root / "home")
+train(model, range(2))
+if closes:
+    model.close()
+    model = offloaded(layers("meta"), root / "home")
+    train(model, range(2, 4))
+torch.save({name: p.detach().clone() for name, p in model.named_parameters()}, out)
+os._exit(1)
+"""
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_home_of_a_process_that_was_killed_between_steps_is_recovered(closes: bool, tmp_path: Path) -> None:
+    out = tmp_path / "weights.pt"
+    assert run_program(SCRIPT, tmp_path, "closes" if closes else "ends", out).status == 1
+    assert_recovered(tmp_path / "home", out)
+
+
+def assert_recovered(home: Path, out: Path) -> None:
+    with pytest.raises(HomeError, match=r"ended without close\(\).*recover=True"):
+        offloaded(layers("meta"), home)
+    with pytest.warns(RuntimeWarning, match="its contents cannot be verified"):
+        model = offloaded(layers("meta"), home, recover=True)
+    for name, value in torch.load(out, weights_only=True).items():
+        assert torch.equal(model.get_parameter(name), value), name
+    train(model, range(4, 5))
+    left = everything(model)
+    model.close()
+    model = offloaded(layers("meta"), home)  # whole again
+    assert all(torch.equal(value, left[name]) for name, value in everything(model).items())
+    model.close()
+
+
+def test_a_home_that_was_closed_is_recovered_without_a_warning(tmp_path: Path) -> None:
+    model = offloaded(layers(), tmp_path)
+    left = everything(model)
+    model.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = offloaded(layers("meta"), tmp_path, recover=True)
+    assert all(torch.equal(value, left[name]) for name, value in everything(model).items())
+    model.close()
+
+
+def test_recovering_is_for_kept_homes_that_are_not_overwritten(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="recover=True is for a persistent home"):
+        DiskHome(tmp_path, recover=True)
+    with pytest.raises(ValueError, match="pass one of them"):
+        DiskHome(tmp_path, keep=True, overwrite=True, recover=True)
 
 
 class TestKeptTier(TierContract):

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -33,24 +29,6 @@ def mixed(*, tied: bool = False) -> nn.Sequential:
     if tied:
         model[3].linear.weight = model[0].linear.weight
     return model
-
-
-def through_a_file(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_state_dict_of_several_types_in_one_home_is_saved_by_torch(home: str, tied: bool) -> None:
-    bare = mixed(tied=tied)
-    model = OffloadModel(copy.deepcopy(bare), "cpu", home, 2, checkpoint_activation=False)
-    saved, expected = through_a_file(model.state_dict()), bare.state_dict()
-    assert list(saved) == list(expected)
-    assert all(torch.equal(saved[name], value) for name, value in expected.items())
-    same = saved["0.linear.weight"].data_ptr() == saved["3.linear.weight"].data_ptr()
-    assert same is (tied and model._homes.shards[0].home is not None)
 
 
 def test_a_state_dict_of_several_types_is_the_weights_themselves(home: str) -> None:

@@ -38,21 +38,6 @@ class TierContract:
     def tier(self, tmp_path: Path) -> Tier:
         raise NotImplementedError
 
-    def test_a_block_has_exactly_the_bytes_asked_for_and_they_are_zero(self, tier: Tier) -> None:
-        for nbytes in (1, 64, 4097, 1_000_003):
-            block = tier.allocate(nbytes, "weights")
-            assert block.nbytes == nbytes
-            assert block.tensor.untyped_storage().nbytes() == nbytes
-            assert not block.tensor.any()
-
-    def test_a_read_sees_what_was_written_through_the_tensor(self, tier: Tier) -> None:
-        block = tier.allocate(1000, "weights")
-        block.tensor.copy_(torch.arange(1000) % 251)
-        slot = torch.full((1200,), 7, dtype=torch.uint8)
-        block.read_into(slot)
-        assert torch.equal(slot[:1000], block.tensor)
-        assert (slot[1000:] == 7).all()
-
     @pytest.mark.parametrize("nbytes", [MANY, MANY + 4096, MANY + 100])
     def test_large_blocks_are_read_bit_equal_whichever_way_they_were_written(self, tier: Tier, nbytes: int) -> None:
         """Through the tensor and by calls, in turn: each way sees what the other one wrote."""
@@ -121,12 +106,6 @@ class TestDiskTier(TierContract):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Tier:
         return DiskTier(tmp_path, CPU)
-
-    def test_the_files_have_the_bytes_of_their_blocks_in_whole_pages(self, tier: Tier, tmp_path: Path) -> None:
-        block = tier.allocate(5000, "weights")
-        (path,) = open_files(tmp_path)
-        assert block.nbytes == 5000
-        assert path.stat().st_size == 8192
 
     def test_scratch_returns_what_was_stored(self, tier: Tier) -> None:
         scratch = tier.scratch()

@@ -18,306 +18,282 @@ from pipe.train import InlineLane
 from tests.offload.scenarios import blocks, boundaries, files, lanes, reading, rows, training
 from tests.waits import Scenario, Site, find_sites, is_value_used, take_out
 
-#: module -> function -> [(text of the wait, the scenario that fails without it)]
-WAITS: dict[str, dict[str, list[tuple[str, Scenario]]]] = {
-    "offload.streaming.streamer": {
-        "Streamer._fill": [
-            (
-                "self._lanes.load.submit(f'L{j}', fill, arrivals + others)",
-                training.loads_see_the_updates_of_their_homes,
-            ),
-        ],
-        "Streamer.apply_pending_updates": [("arrival.synchronize()", reading.synchronize_finishes_the_update)],
-        "Streamer.evict": [("self._loads.pop(j).wait()", training.an_unused_load_never_lands)],
-        "Streamer.await_load": [("self._loads[j].wait()", training.it_trains_like_the_bare_model)],
-        "Streamer.wait_for_home_reads": [
-            ("arrival.synchronize()", training.the_host_waits_at_the_end_of_a_pass_and_never_before)
-        ],
-        "Streamer.reset": [
-            ("self._lanes.wait_idle()", training.nothing_moves_after_an_exception),
-            ("pending.wait_idle()", training.an_update_that_was_cut_off_from_its_load_ends_first),
-            ("self.gradient_offload.cancel()", training.a_store_that_failed_is_told_once),
-        ],
-    },
-    "offload.streaming.current_values": {
-        "_Parameters._finish": [
-            ("pending.start().synchronize()", reading.a_parameter_that_a_module_is_asked_for_is_updated)
-        ],
-        "_Parameters.__getitem__": [("self._finish(name)", reading.a_parameter_that_a_module_is_asked_for_is_updated)],
-        "_Parameters._finish_all": [
-            ("streamer.apply_pending_updates()", reading.parameters_are_updated),
-            ("self._finish('a parameter')", reading.what_a_collected_model_left_pending_is_updated),
-        ],
-    },
-    "offload.streaming.gradient_offload": {
-        "GradientOffload.update": [
-            (
-                "self._updater.complete(shard, kept, slot, after=[arrival for arrival, _, _ in self._drains])",
-                training.updates_in_backward_see_complete_gradients,
-            ),
-            ("self._synchronize()", training.gradients_do_not_pile_up),
-        ],
-        "GradientOffload.settle": [("self._synchronize(on_host=True)", training.it_trains_like_the_bare_model)],
-        "GradientOffload._synchronize": [
-            ("arrival.synchronize()", training.it_trains_like_the_bare_model),
-            ("arrival.wait()", training.it_trains_like_the_bare_model),
-        ],
-        "GradientOffload._send": [("self._synchronize()", training.gradients_do_not_pile_up)],
-    },
-    "offload.engine.weight_writes": {
-        "AssignedData._refuse_held": [
-            ("shard.pending.start().synchronize()", reading.data_that_is_assigned_is_not_updated_by_an_earlier_step),
-        ],
-    },
-    "offload.engine.engine": {
-        "Engine.forward": [
-            ("self.streamer.wait_for_home_reads()", training.the_host_waits_at_the_end_of_a_pass_and_never_before),
-        ],
-    },
-    "offload.engine.backward": {
-        "Backward._finish": [
-            ("self.streamer.wait_for_home_reads()", training.the_host_waits_at_the_end_of_a_pass_and_never_before),
-        ],
-        "Backward.abort": [("self.streamer.cancel()", training.nothing_moves_after_an_exception)],
-    },
-    "offload.engine.chunks": {
-        "run_chunks": [("each.cancel()", blocks.suspended_forwards_end_when_one_fails)],
-    },
-    "offload.engine.boundaries": {
-        "Boundaries._end_write": [("boundary.arrival.wait()", boundaries.what_leaves_memory_comes_back)],
-        "Boundaries._load": [
-            ("arrival.wait()", boundaries.what_leaves_memory_comes_back),
-            (
-                "part.record_stream(torch.cuda.current_stream(part.device))",
-                boundaries.memory_read_back_is_known_to_be_used_by_compute,
-            ),
-        ],
-    },
-    "offload.engine.homes": {
-        "ModelHomes._rest": [
-            ("self.streamer.apply_pending_updates()", training.shards_move_after_their_updates),
-        ],
-    },
-    "offload.streaming.lane": {
-        "ThreadCopyLane.submit": [
-            ("torch.cuda.current_stream(device).record_event()", lanes.a_thread_fills_a_slot_after_its_readers),
-            ("arrival.synchronize()", lanes.a_copy_on_a_thread_comes_after_what_it_was_given_after),
-            ("stream.wait_event(given)", lanes.a_thread_fills_a_slot_after_its_readers),
-            ("stream.synchronize()", lanes.bytes_are_there_when_a_thread_says_so),
-        ],
-        "StreamCopyLane.submit": [
-            ("torch.cuda.current_stream(self._device).record_event()", lanes.a_stream_fills_a_slot_after_its_readers),
-            ("self._stream.wait_event(given)", lanes.a_stream_fills_a_slot_after_its_readers),
-            ("arrival.wait()", lanes.a_copy_on_a_stream_comes_after_what_it_was_given_after),
-            ("self._stream.synchronize()", lanes.what_is_copied_after_the_close_is_there_when_its_memory_goes),
-        ],
-        "ThreadCopyLane.wait_idle": [("self._threads.wait_idle()", lanes.a_lane_is_at_rest_after_all_its_copies)],
-        "StreamCopyLane.wait_idle": [
-            ("self._threads.wait_idle()", lanes.a_lane_is_at_rest_after_all_its_copies),
-            ("self._stream.synchronize()", lanes.a_lane_is_at_rest_after_all_its_copies),
-        ],
-        "CopyLanes.wait_idle": [("lane.wait_idle()", training.nothing_moves_after_an_exception)],
-        "StreamCopyLane.close": [("self._stream.synchronize()", lanes.a_home_goes_after_the_last_copy_of_it)],
-    },
-    "offload.telemetry.clock": {
-        "Clock.span": [
-            ("begin.record(stream)", lanes.a_clock_counts_what_has_ended),
-            ("end.record(stream)", lanes.a_clock_counts_what_has_ended),
-            ("self._wait_idle(wait=False)", lanes.a_clock_hoards_no_events_and_never_waits_in_a_step),
-        ],
-        "Clock._wait_idle": [
-            ("end.query()", lanes.a_clock_hoards_no_events_and_never_waits_in_a_step),
-            ("end.synchronize()", lanes.a_clock_counts_what_has_ended),
-        ],
-        "Clock.seconds": [("self._wait_idle(wait=True)", lanes.a_clock_counts_what_has_ended)],
-        "Clock.seconds_each": [("self._wait_idle(wait=True)", lanes.a_forecast_counts_what_has_ended)],
-    },
-    "offload.model": {
-        "OffloadModel.close": [("self._homes.streamer.apply_pending_updates()", reading.a_closed_model_is_updated)],
-    },
-    "offload.optim.optimizer": {
-        "OffloadOptimizer._step": [
-            ("self._synchronize()", reading.a_second_step_is_a_second_update),
-            ("self._resident.wait_idle()", blocks.a_step_that_is_interrupted_while_a_thread_updates_is_whole),
-        ],
-        "OffloadOptimizer._end_step": [("self._synchronize()", reading.a_step_that_others_can_see_is_finished)],
-        "OffloadOptimizer.zero_grad": [
-            ("self._synchronize()", reading.gradients_are_zeroed_after_their_use_by_the_optimizer),
-        ],
-        "OffloadOptimizer.synchronize": [("self._synchronize()", reading.synchronize_finishes_the_update)],
-        "OffloadOptimizer._synchronize": [
-            ("self.homes.streamer.apply_pending_updates()", reading.synchronize_finishes_the_update)
-        ],
-        "OffloadOptimizer.state_dict": [("self._synchronize()", reading.the_state_of_the_optimizer_is_updated)],
-        "OffloadOptimizer.load_state_dict": [
-            ("self._synchronize()", reading.a_loaded_optimizer_is_not_updated_by_an_earlier_step),
-        ],
-    },
-    "offload.optim.update": {
-        "InBackward.complete": [
-            ("update.start(slot, after=after, holds=True)", training.updates_in_backward_see_complete_gradients)
-        ],
-        "Update.wait_idle": [
-            ("self._lane.wait_idle()", training.an_update_whose_start_was_interrupted_runs_once),
-            ("self._io_threads.wait_idle()", training.an_update_whose_start_was_interrupted_runs_once),
-        ],
-        "Update.start": [
-            ("self.wait_idle()", training.an_update_whose_start_was_interrupted_runs_once),
-            (
-                "self._lane.submit(f'{self.letter}{self._shard.index}', partial(self._run, slot, filling), after)",
-                training.updates_in_backward_see_complete_gradients,
-            ),
-        ],
-        "Update._run": [("job.param_block.cancel_prefetch()", files.an_update_that_failed_goes_on_nowhere)],
-        "Update._prepare": [
-            ("filling.run_or_wait()", files.weights_are_there_when_they_are_updated),
-        ],
-    },
-    "offload.optim.disk_update": {
-        "DiskParamBlock.flush": [
-            ("self._buffer_pool.wait_idle()", files.an_update_has_arrived_when_it_is_done),
-        ],
-        "DiskParamBlock.cancel_prefetch": [
-            ("self._buffer_pool.wait_idle()", files.an_update_that_failed_goes_on_nowhere)
-        ],
-    },
-    "offload.optim.io_buffers": {
-        "IOBuffer.wait": [("job.run_or_wait()", files.an_io_buffer_holds_what_was_asked_for)],
-        "IOBuffer._cancel": [("job.cancel()", files.a_discarded_prefetch_never_lands)],
-        "IOBufferPool.prepare": [("self._current.wait()", files.an_io_buffer_holds_what_was_asked_for)],
-        "IOBuffer.collect": [("job.run_or_wait()", files.what_fails_to_be_written_goes_on_nowhere)],
-    },
-    "offload.storage.transfer": {
-        "Transfers._move": [
-            ("helpers[-1].run_or_wait()", files.a_read_is_done_when_it_returns),
-            ("helpers.pop().cancel()", files.a_transfer_that_failed_goes_on_nowhere),
-        ],
-        "Transfers._move_staged": [("fence()", files.a_write_comes_after_the_copy_from_the_device)],
-        "CudaLink.copier": [
-            ("event.record(stream)", lanes.a_fence_is_passed_after_its_copy),
-            ("event.synchronize", lanes.a_fence_is_passed_after_its_copy),
-        ],
-        "Staging.nbytes": [("with self._changed", files.a_lane_waits_for_a_buffer_of_another)],
-        "Staging.acquire_buffer": [
-            ("with self._changed", files.a_lane_waits_for_a_buffer_of_another),
-            ("self._changed.wait()", files.a_lane_waits_for_a_buffer_of_another),
-            ("fence()", files.a_buffer_is_used_again_after_the_copy_out_of_it),
-        ],
-        "Staging.release": [
-            ("with self._changed", files.a_lane_waits_for_a_buffer_of_another),
-            ("self._changed.notify()", files.a_lane_waits_for_a_buffer_of_another),
-        ],
-    },
-    "offload.storage.page_cache": {
-        "PageCache.direct": [("with self._lock", files.one_thread_finds_out_what_the_file_system_can)],
-    },
-    "offload.mesh.ranks": {
-        "Transport.use": [
-            (
-                "record_stream(tensor, current_stream(self.device))",
-                lanes.what_a_lane_of_ranks_frees_is_known_to_the_allocator,
-            )
-        ],
-    },
-    "offload.telemetry.trace": {
-        "Tracer.span": [("with self._lock", files.one_thread_at_a_time_writes_a_trace)],
-        "Tracer.sample": [("with self._lock", files.one_thread_at_a_time_writes_a_trace)],
-    },
-    "offload.engine.suspend": {
-        "SuspendedForward.cancel": [
-            ("self._thread.join(1.0)", blocks.suspended_forwards_have_ended_when_the_call_returns)
-        ],
-    },
-    "offload.optim.resident": {
-        "ResidentParameters.run": [
-            ("future.wait()", blocks.parameters_outside_of_blocks_are_updated_by_the_step),
-        ],
-        "ResidentParameters.wait_idle": [
-            ("self._thread.wait_idle()", blocks.a_step_that_is_interrupted_while_a_thread_updates_is_whole)
-        ],
-    },
-    "offload.embedding.bag": {
-        "RowRequest.wait": [("self.ticket.wait()", rows.a_read_that_failed_is_told_by_its_wait)],
-        "OffloadEmbeddingBag.input_dist": [("fence(self.device)", rows.indices_are_read_after_they_have_come)],
-        "OffloadEmbeddingBag._read": [
-            ("before.wait()", rows.indices_are_read_after_they_have_come),
-            ("record_stream(input, self.lane.stream)", rows.what_crosses_streams_is_known_to_the_allocator),
-        ],
-        "OffloadEmbeddingBag.compute_and_output_dist": [
-            ("request.ticket.wait()", rows.a_lookup_finds_its_rows),
-            (
-                "record_stream([batch.values, batch.positions], torch.cuda.current_stream(self.device))",
-                rows.what_crosses_streams_is_known_to_the_allocator,
-            ),
-        ],
-    },
+#: Each scenario, and the waits without any of which it fails: by module, function and text.
+NEEDS: dict[Scenario, list[str]] = {
+    blocks.a_step_that_is_interrupted_while_a_thread_updates_is_whole: [
+        "optim.optimizer OffloadOptimizer._step: self._resident.wait_idle()",
+        "optim.resident ResidentParameters.wait_idle: self._thread.wait_idle()",
+    ],
+    blocks.parameters_outside_of_blocks_are_updated_by_the_step: [
+        "optim.resident ResidentParameters.run: future.wait()",
+    ],
+    blocks.suspended_forwards_end_when_one_fails: [
+        "engine.chunks run_chunks: each.cancel()",
+    ],
+    blocks.suspended_forwards_have_ended_when_the_call_returns: [
+        "engine.suspend SuspendedForward.cancel: self._thread.join(1.0)",
+    ],
+    boundaries.memory_read_back_is_known_to_be_used_by_compute: [
+        "engine.boundaries Boundaries._load: part.record_stream(torch.cuda.current_stream(part.device))",
+    ],
+    boundaries.what_leaves_memory_comes_back: [
+        "engine.boundaries Boundaries._end_write: boundary.arrival.wait()",
+        "engine.boundaries Boundaries._load: arrival.wait()",
+    ],
+    files.a_buffer_is_used_again_after_the_copy_out_of_it: [
+        "storage.transfer Staging.acquire_buffer: fence()",
+    ],
+    files.a_discarded_prefetch_never_lands: [
+        "optim.io_buffers IOBuffer._cancel: job.cancel()",
+    ],
+    files.a_lane_waits_for_a_buffer_of_another: [
+        "storage.transfer Staging.nbytes: with self._changed",
+        "storage.transfer Staging.acquire_buffer: with self._changed",
+        "storage.transfer Staging.acquire_buffer: self._changed.wait()",
+        "storage.transfer Staging.release: with self._changed",
+        "storage.transfer Staging.release: self._changed.notify()",
+    ],
+    files.a_read_is_done_when_it_returns: [
+        "storage.transfer Transfers._move: helpers[-1].run_or_wait()",
+    ],
+    files.a_transfer_that_failed_goes_on_nowhere: [
+        "storage.transfer Transfers._move: helpers.pop().cancel()",
+    ],
+    files.a_write_comes_after_the_copy_from_the_device: [
+        "storage.transfer Transfers._move_staged: fence()",
+    ],
+    files.an_io_buffer_holds_what_was_asked_for: [
+        "optim.io_buffers IOBuffer.wait: job.run_or_wait()",
+        "optim.io_buffers IOBufferPool.prepare: self._current.wait()",
+    ],
+    files.an_update_has_arrived_when_it_is_done: [
+        "optim.disk_update DiskParamBlock.flush: self._buffer_pool.wait_idle()",
+    ],
+    files.an_update_that_failed_goes_on_nowhere: [
+        "optim.update Update._run: job.param_block.cancel_prefetch()",
+        "optim.disk_update DiskParamBlock.cancel_prefetch: self._buffer_pool.wait_idle()",
+    ],
+    files.one_thread_at_a_time_writes_a_trace: [
+        "telemetry.trace Tracer.span: with self._lock",
+        "telemetry.trace Tracer.sample: with self._lock",
+    ],
+    files.one_thread_finds_out_what_the_file_system_can: [
+        "storage.page_cache PageCache.direct: with self._lock",
+    ],
+    files.weights_are_there_when_they_are_updated: [
+        "optim.update Update._prepare: filling.run_or_wait()",
+    ],
+    files.what_fails_to_be_written_goes_on_nowhere: [
+        "optim.io_buffers IOBuffer.collect: job.run_or_wait()",
+    ],
+    lanes.a_clock_counts_what_has_ended: [
+        "telemetry.clock Clock.span: begin.record(stream)",
+        "telemetry.clock Clock.span: end.record(stream)",
+        "telemetry.clock Clock._wait_idle: end.synchronize()",
+        "telemetry.clock Clock.seconds: self._wait_idle(wait=True)",
+    ],
+    lanes.a_clock_hoards_no_events_and_never_waits_in_a_step: [
+        "telemetry.clock Clock.span: self._wait_idle(wait=False)",
+        "telemetry.clock Clock._wait_idle: end.query()",
+    ],
+    lanes.a_copy_on_a_stream_comes_after_what_it_was_given_after: [
+        "streaming.lane StreamCopyLane.submit: arrival.wait()",
+    ],
+    lanes.a_copy_on_a_thread_comes_after_what_it_was_given_after: [
+        "streaming.lane ThreadCopyLane.submit: arrival.synchronize()",
+    ],
+    lanes.a_fence_is_passed_after_its_copy: [
+        "storage.transfer CudaLink.copier: event.record(stream)",
+        "storage.transfer CudaLink.copier: event.synchronize",
+    ],
+    lanes.a_forecast_counts_what_has_ended: [
+        "telemetry.clock Clock.seconds_each: self._wait_idle(wait=True)",
+    ],
+    lanes.a_home_goes_after_the_last_copy_of_it: [
+        "streaming.lane StreamCopyLane.close: self._stream.synchronize()",
+    ],
+    lanes.a_lane_is_at_rest_after_all_its_copies: [
+        "streaming.lane ThreadCopyLane.wait_idle: self._threads.wait_idle()",
+        "streaming.lane StreamCopyLane.wait_idle: self._threads.wait_idle()",
+        "streaming.lane StreamCopyLane.wait_idle: self._stream.synchronize()",
+    ],
+    lanes.a_stream_fills_a_slot_after_its_readers: [
+        "streaming.lane StreamCopyLane.submit: torch.cuda.current_stream(self._device).record_event()",
+        "streaming.lane StreamCopyLane.submit: self._stream.wait_event(given)",
+    ],
+    lanes.a_thread_fills_a_slot_after_its_readers: [
+        "streaming.lane ThreadCopyLane.submit: torch.cuda.current_stream(device).record_event()",
+        "streaming.lane ThreadCopyLane.submit: stream.wait_event(given)",
+    ],
+    lanes.bytes_are_there_when_a_thread_says_so: [
+        "streaming.lane ThreadCopyLane.submit: stream.synchronize()",
+    ],
+    lanes.what_a_lane_of_ranks_frees_is_known_to_the_allocator: [
+        "mesh.ranks Transport.use: record_stream(tensor, current_stream(self.device))",
+    ],
+    lanes.what_is_copied_after_the_close_is_there_when_its_memory_goes: [
+        "streaming.lane StreamCopyLane.submit: self._stream.synchronize()",
+    ],
+    reading.a_closed_model_is_updated: [
+        "model OffloadModel.close: self._homes.streamer.apply_pending_updates()",
+    ],
+    reading.a_loaded_optimizer_is_not_updated_by_an_earlier_step: [
+        "optim.optimizer OffloadOptimizer.load_state_dict: self._synchronize()",
+    ],
+    reading.a_parameter_that_a_module_is_asked_for_is_updated: [
+        "streaming.current_values _Parameters._finish: pending.start().synchronize()",
+        "streaming.current_values _Parameters.__getitem__: self._finish(name)",
+    ],
+    reading.a_second_step_is_a_second_update: [
+        "optim.optimizer OffloadOptimizer._step: self._synchronize()",
+    ],
+    reading.a_step_that_others_can_see_is_finished: [
+        "optim.optimizer OffloadOptimizer._end_step: self._synchronize()",
+    ],
+    reading.data_that_is_assigned_is_not_updated_by_an_earlier_step: [
+        "engine.weight_writes AssignedData._refuse_held: shard.pending.start().synchronize()",
+    ],
+    reading.gradients_are_zeroed_after_their_use_by_the_optimizer: [
+        "optim.optimizer OffloadOptimizer.zero_grad: self._synchronize()",
+    ],
+    reading.parameters_are_updated: [
+        "streaming.current_values _Parameters._finish_all: streamer.apply_pending_updates()",
+    ],
+    reading.synchronize_finishes_the_update: [
+        "streaming.streamer Streamer.apply_pending_updates: arrival.synchronize()",
+        "optim.optimizer OffloadOptimizer.synchronize: self._synchronize()",
+        "optim.optimizer OffloadOptimizer._synchronize: self.homes.streamer.apply_pending_updates()",
+    ],
+    reading.the_state_of_the_optimizer_is_updated: [
+        "optim.optimizer OffloadOptimizer.state_dict: self._synchronize()",
+    ],
+    reading.what_a_collected_model_left_pending_is_updated: [
+        "streaming.current_values _Parameters._finish_all: self._finish('a parameter')",
+    ],
+    rows.a_lookup_finds_its_rows: [
+        "embedding.bag OffloadEmbeddingBag.compute_and_output_dist: request.ticket.wait()",
+    ],
+    rows.a_read_that_failed_is_told_by_its_wait: [
+        "embedding.bag RowRequest.wait: self.ticket.wait()",
+    ],
+    rows.indices_are_read_after_they_have_come: [
+        "embedding.bag OffloadEmbeddingBag.input_dist: fence(self.device)",
+        "embedding.bag OffloadEmbeddingBag._read: before.wait()",
+    ],
+    rows.what_crosses_streams_is_known_to_the_allocator: [
+        "embedding.bag OffloadEmbeddingBag._read: record_stream(input, self.lane.stream)",
+        "embedding.bag OffloadEmbeddingBag.compute_and_output_dist: "
+        "record_stream([batch.values, batch.positions], torch.cuda.current_stream(self.device))",
+    ],
+    training.a_store_that_failed_is_told_once: [
+        "streaming.streamer Streamer.reset: self.gradient_offload.cancel()",
+    ],
+    training.an_unused_load_never_lands: [
+        "streaming.streamer Streamer.evict: self._loads.pop(j).wait()",
+    ],
+    training.an_update_that_was_cut_off_from_its_load_ends_first: [
+        "streaming.streamer Streamer.reset: pending.wait_idle()",
+    ],
+    training.an_update_whose_start_was_interrupted_runs_once: [
+        "optim.update Update.wait_idle: self._lane.wait_idle()",
+        "optim.update Update.wait_idle: self._io_threads.wait_idle()",
+        "optim.update Update.start: self.wait_idle()",
+    ],
+    training.gradients_do_not_pile_up: [
+        "streaming.gradient_offload GradientOffload.update: self._synchronize()",
+        "streaming.gradient_offload GradientOffload._send: self._synchronize()",
+    ],
+    training.it_trains_like_the_bare_model: [
+        "streaming.streamer Streamer.await_load: self._loads[j].wait()",
+        "streaming.gradient_offload GradientOffload.settle: self._synchronize(on_host=True)",
+        "streaming.gradient_offload GradientOffload._synchronize: arrival.synchronize()",
+        "streaming.gradient_offload GradientOffload._synchronize: arrival.wait()",
+    ],
+    training.loads_see_the_updates_of_their_homes: [
+        "streaming.streamer Streamer._fill: self._lanes.load.submit(f'L{j}', fill, arrivals + others)",
+    ],
+    training.nothing_moves_after_an_exception: [
+        "streaming.streamer Streamer.reset: self._lanes.wait_idle()",
+        "engine.backward Backward.abort: self.streamer.cancel()",
+        "streaming.lane CopyLanes.wait_idle: lane.wait_idle()",
+    ],
+    training.shards_move_after_their_updates: [
+        "engine.homes ModelHomes._rest: self.streamer.apply_pending_updates()",
+    ],
+    training.the_host_waits_at_the_end_of_a_pass_and_never_before: [
+        "streaming.streamer Streamer.wait_for_home_reads: arrival.synchronize()",
+        "engine.engine Engine.forward: self.streamer.wait_for_home_reads()",
+        "engine.backward Backward._finish: self.streamer.wait_for_home_reads()",
+    ],
+    training.updates_in_backward_see_complete_gradients: [
+        "streaming.gradient_offload GradientOffload.update: "
+        "self._updater.complete(shard, kept, slot, after=[arrival for arrival, _, _ in self._drains])",
+        "optim.update InBackward.complete: update.start(slot, after=after, holds=True)",
+        "optim.update Update.start: "
+        "self._lane.submit(f'{self.letter}{self._shard.index}', partial(self._run, slot, filling), after)",
+    ],
 }
+TABLE = {wait: scenario for scenario, waits in NEEDS.items() for wait in waits}
 
 #: Waits whose value is used, and what has that value without waiting.
 STAND_INS: dict[str, Callable[..., Any]] = {
-    "offload.embedding.bag OffloadEmbeddingBag.input_dist: fence(self.device)": (
+    "embedding.bag OffloadEmbeddingBag.input_dist: fence(self.device)": (
         lambda device: InlineLane().submit(lambda: None)
     ),
-    "offload.embedding.bag OffloadEmbeddingBag.compute_and_output_dist: request.ticket.wait()": rows.unfilled,
-    "offload.telemetry.clock Clock._wait_idle: end.query()": lambda event: True,
-    "offload.streaming.lane ThreadCopyLane.submit: torch.cuda.current_stream(device).record_event()": (
+    "embedding.bag OffloadEmbeddingBag.compute_and_output_dist: request.ticket.wait()": rows.unfilled,
+    "telemetry.clock Clock._wait_idle: end.query()": lambda event: True,
+    "streaming.lane ThreadCopyLane.submit: torch.cuda.current_stream(device).record_event()": (
         lambda stream: torch.cuda.Event()  # one that was never recorded
     ),
-    "offload.streaming.lane StreamCopyLane.submit: torch.cuda.current_stream(self._device).record_event()": (
+    "streaming.lane StreamCopyLane.submit: torch.cuda.current_stream(self._device).record_event()": (
         lambda stream: torch.cuda.Event()
     ),
 }
 
 #: What is found by its name and does not wait, or what a process does at its end.
 EXCEPTIONS = {
-    "offload.embedding.bag OffloadEmbeddingBag.forward: "
+    "embedding.bag OffloadEmbeddingBag.forward: "
     "self.input_dist(None, input, offsets, per_sample_weights).wait()": "returns the request at once",
-    "offload.embedding.bag OffloadEmbeddingBag.forward: "
+    "embedding.bag OffloadEmbeddingBag.forward: "
     "self.input_dist(None, input, offsets, per_sample_weights).wait().wait()": "compute_and_output_dist waits again",
-    "offload.telemetry.statistics Meter.__init__: self.wait": "a clock",
-    "offload.telemetry.statistics _Waiting.__enter__: meter.wait": "the same clock",
-    "offload.telemetry.statistics Meter.read: self.wait": "the same clock",
-    "offload.telemetry.statistics _Waiting.__exit__: self._meter.wait": "the same clock",
-    "offload.engine.backward Backward._finish: self.streamer.gradient_offload.wait_idle()": (
+    "telemetry.statistics Meter.__init__: self.wait": "a clock",
+    "telemetry.statistics _Waiting.__enter__: meter.wait": "the same clock",
+    "telemetry.statistics Meter.read: self.wait": "the same clock",
+    "telemetry.statistics _Waiting.__exit__: self._meter.wait": "the same clock",
+    "engine.backward Backward._finish: self.streamer.gradient_offload.wait_idle()": (
         "settle() before it has waited; it ends the backward"
     ),
-    "offload.streaming.streamer Streamer.await_update_in_place: pending.start().wait()": (
+    "streaming.streamer Streamer.await_update_in_place: pending.start().wait()": (
         "a layer that asks its module for a parameter waits on the host"
     ),
-    "offload.construction construct: calls.join(model, homes, home.values, undo.callback)": "connects parts of a model",
-    "offload.engine.engine Engine._run_observed: "
+    "construction construct: calls.join(model, homes, home.values, undo.callback)": "connects parts of a model",
+    "engine.engine Engine._run_observed: "
     "step.record(recorder, place, (args, kwargs), keeps=keeps, hidden=hidden)": "records sizes",
-    "offload.engine.boundaries Boundaries._load: boundary.join(parts)": "puts a tensor together of its parts",
-    "offload.engine.plans.memory_planner MemoryPlanner._plan_again: self._streamer.apply_pending_updates()": (
+    "engine.boundaries Boundaries._load: boundary.join(parts)": "puts a tensor together of its parts",
+    "engine.plans.memory_planner MemoryPlanner._plan_again: self._streamer.apply_pending_updates()": (
         "sizes of states are read, not their values"
     ),
-    "offload.identities identities_only: _IDENTITIES_ONLY.set(id(sys._getframe(2)))": "a setting of this thread",
-    "offload.identities values_may_be_read: _IDENTITIES_ONLY.set(None)": "the same setting",
-    "offload.loading _EmptyOnHost.__torch_function__: record(func, args, kwargs, result)": "no event",
-    "offload.advise.rates _steps: optimizer.synchronize()": "times updates",
-    "offload.streaming.moves move_homes: torch.cuda.synchronize(device)": "copies from a device, which needs one",
-    "offload.mesh.gradients MeshGradientOffload.cancel: super().cancel()": "passes on what is in the table above",
-    "offload.mesh.gradients MeshGradientOffload.wait_idle: super().wait_idle()": "the same",
-    "offload.mesh.gradients MeshGradientOffload.drain: arrival.wait()": (
+    "identities identities_only: _IDENTITIES_ONLY.set(id(sys._getframe(2)))": "a setting of this thread",
+    "identities values_may_be_read: _IDENTITIES_ONLY.set(None)": "the same setting",
+    "loading _EmptyOnHost.__torch_function__: record(func, args, kwargs, result)": "no event",
+    "advise.rates _steps: optimizer.synchronize()": "times updates",
+    "streaming.moves move_homes: torch.cuda.synchronize(device)": "copies from a device, which needs one",
+    "mesh.gradients MeshGradientOffload.cancel: super().cancel()": "passes on what is in the table above",
+    "mesh.gradients MeshGradientOffload.wait_idle: super().wait_idle()": "the same",
+    "mesh.gradients MeshGradientOffload.drain: arrival.wait()": (
         "needs several processes: tests/offload/mesh takes it out, too"
     ),
-    "offload.mesh.gradients _sums_of_parts: arrival.synchronize()": "bounds memory, which tests/offload/mesh measures",
-    "offload.mesh.sharded MeshParameters.store_replicated: arrival.synchronize()": "the same as of a drain",
-    "offload.mesh.ranks Ranks.copy_first_replica: arrival.synchronize()": "loads are later jobs of the same lane",
-    "offload.mesh.ranks CollectiveLane.submit: arrival.synchronize()": (
+    "mesh.gradients _sums_of_parts: arrival.synchronize()": "bounds memory, which tests/offload/mesh measures",
+    "mesh.sharded MeshParameters.store_replicated: arrival.synchronize()": "the same as of a drain",
+    "mesh.ranks Ranks.copy_first_replica: arrival.synchronize()": "loads are later jobs of the same lane",
+    "mesh.ranks CollectiveLane.submit: arrival.synchronize()": (
         "needs several processes: tests/offload/mesh takes it out, too"
     ),
 }
 #: What ranks tell each other of failures: no values of a model.
-NOTICES = "offload.mesh.notices "
+NOTICES = "mesh.notices "
 
-TABLE = {
-    f"{module} {function}: {text}": scenario
-    for module, functions in WAITS.items()
-    for function, waits in functions.items()
-    for text, scenario in waits
-}
-SITES = {str(site): site for site in find_sites(["offload"])}
+SITES = {str(site).removeprefix("offload."): site for site in find_sites(["offload"])}
 SCENARIOS = {scenario.__name__: scenario for scenario in TABLE.values()}
 
 

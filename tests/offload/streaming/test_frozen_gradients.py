@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
+from offload import OffloadModel, OffloadOptimizer
 from tests.offload.blocks.towers import assert_equal
-from tests.offload.open_files import open_files
 
 WIDTH, RANK = 64, 2
 
@@ -40,32 +39,10 @@ def adapted(folder: Path, layers: int = 4, **more: Any) -> tuple[nn.Sequential, 
     return plain, model
 
 
-def gradient_files(folder: Path) -> list[int]:
-    """Sizes of the files that hold gradients."""
-    found = [open_files(folder, f"shard{j}-gradients") for j in range(9)]
-    return [path.stat().st_size for paths in found for path in paths]
-
-
 def backward(plain: nn.Module, model: nn.Module, seed: int) -> None:
     x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed))
     for one in (plain, model):
         one(x).pow(2).mean().backward()
-
-
-def test_only_trained_parameters_take_memory_for_gradients(tmp_path: Path) -> None:
-    plain, model = adapted(tmp_path)
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
-    expected = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    trained = 2 * WIDTH * RANK * 4
-    for step in range(3):
-        backward(plain, model, step)
-        assert_equal(plain, model)
-        assert gradient_files(tmp_path) == [4096] * 4
-        assert {p.grad.untyped_storage().nbytes() for p in model.parameters() if p.grad is not None} == {trained}
-        for one in (optimizer, expected):
-            one.step()
-            one.zero_grad()
-    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.05])
@@ -100,12 +77,3 @@ def test_freezing_and_thawing_between_steps_is_that_of_the_plain_model(
                 for one in (optimizer, expected):
                     one.zero_grad()
         torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
-
-
-def test_memory_for_waiting_gradients_counts_trained_parameters(tmp_path: Path) -> None:
-    _, model = adapted(tmp_path, memory=MemoryPolicy.fixed(gradient_bytes=4 * 2 * WIDTH * RANK * 4))
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
-    model(torch.randn(3, WIDTH)).sum().backward()
-    assert gradient_files(tmp_path) == []
-    optimizer.step()
-    optimizer.synchronize()

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import weakref
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-import torch
 
-import offload.streaming.gradient_offload
-from offload import OffloadModel
-from offload.storage import Block
 from offload.telemetry.peak import anonymous_bytes
 from tests.offload.memory_bound import memory_bound
-from tests.offload.zoo import WIDTH, build
 from tests.programs import run_program
 
 _STEPS = """
@@ -64,34 +56,3 @@ def test_with_an_optimizer_on_disk_the_process_grows_by_no_more_than_the_budget(
     ended = run_program(_STEPS, f"{tmp_path}/", "32MiB", layers)
     assert ended.status == 0, ended.errors
     assert int(ended.output) < memory_bound(32 << 20)
-
-
-def test_anonymous_memory_counts_what_is_written_to_and_not_what_a_file_backs(tmp_path: Path) -> None:
-    before = anonymous_bytes()
-    if not before:
-        pytest.skip("needs a system with /proc")
-    path = tmp_path / "file"
-    path.touch()
-    os.truncate(path, 64 << 20)
-    mapped = torch.from_file(str(path), shared=True, size=64 << 20, dtype=torch.uint8)
-    mapped.fill_(1)
-    assert anonymous_bytes() - before < 16 << 20
-    ours = torch.ones(64 << 20, dtype=torch.uint8)
-    assert anonymous_bytes() - before > 48 << 20
-    del ours
-
-
-def test_a_gradient_is_freed_as_soon_as_it_is_offloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = offload.streaming.gradient_offload._store
-    alive: list[int] = []
-    earlier: list[weakref.ref[torch.UntypedStorage]] = []
-
-    def watched(block: Block, offset: int, gradient: torch.Tensor) -> Iterable[torch.Tensor]:
-        alive.append(sum(storage() is not None for storage in earlier))
-        earlier.append(weakref.ref(gradient.untyped_storage()))
-        return store(block, offset, gradient)
-
-    monkeypatch.setattr(offload.streaming.gradient_offload, "_store", watched)
-    model = OffloadModel(build(["linear", "linear"]), "cpu", f"{tmp_path}/", num_slices=1, checkpoint_activation=False)
-    model(torch.ones(2, WIDTH)).sum().backward()
-    assert alive == [0] * 8
