@@ -159,7 +159,10 @@ def construct(
         form=form,
     )
     layout, policy = layout_of(resources, needs, num_slices, given._cuts)
-    stored = {} if given.pretrained is None else Pretrained.at(given.pretrained).match({"": model})[0]
+    stored: Mapping[torch.Tensor, Any] = {}
+    if given.pretrained is not None:
+        files = given.pretrained if isinstance(given.pretrained, Pretrained) else Pretrained(given.pretrained)
+        stored, _ = files.match({"": model})
     copied = replace(
         given,
         device=device,

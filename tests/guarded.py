@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 __all__ = ["Condition", "Guarded"]
@@ -53,6 +53,10 @@ class Guarded(deque[Any]):
     def __len__(self) -> int:
         self._look()
         return super().__len__()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._look()
+        return super().__iter__()
 
     def popleft(self) -> Any:
         self._look()

@@ -80,11 +80,6 @@ class Pretrained:
             if (other := self._stored.setdefault(name, stored)) is not stored:
                 raise ValueError(f"key_map gives {other.name!r} and {stored.name!r} of {self.path} one name, {name!r}")
 
-    @classmethod
-    def at(cls, given: Pretrained | str | os.PathLike[str]) -> Pretrained:
-        """``given``, or the :class:`Pretrained` of that path."""
-        return given if isinstance(given, Pretrained) else cls(given)
-
     def headers(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """Name, shape and type of each tensor, from the headers of the files."""
         stored = self._stored.items()

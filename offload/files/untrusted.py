@@ -76,13 +76,13 @@ def open_regular(path: Path) -> int:
     return fd
 
 
-def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
-    """All bytes of a regular file. Raises ValueError, before it reads, for more than ``most``."""
+def read_regular(path: Path) -> bytes:
+    """All bytes of a regular file. Raises ValueError, before it reads, for more than :data:`MOST_BYTES`."""
     fd = open_regular(path)
     try:
         size = os.fstat(fd).st_size
-        if size > most:
-            raise ValueError(f"{path}: expected a file of at most {most:,} bytes, got {size:,}")
+        if size > MOST_BYTES:
+            raise ValueError(f"{path}: expected a file of at most {MOST_BYTES:,} bytes, got {size:,}")
         with naming(path), open(fd, "rb", closefd=False) as file:
             return file.read(size)
     finally:

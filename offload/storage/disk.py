@@ -14,10 +14,11 @@ Guarantees
 
 from __future__ import annotations
 
+import copy
 import os
+import resource
 import tempfile
 import warnings
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,9 @@ from offload.storage.transfer import Link, Transfers, move_all, open_link
 from pipe.freed import WhenFreed
 
 __all__ = ["DiskBlock", "DiskScratch", "DiskTier", "reserve"]
+
+#: Files that a process may have open, if the system lets it.
+_MOST_FILES = 1 << 16
 
 
 def _new_file(folder: Path, label: str) -> int:
@@ -132,7 +136,7 @@ class DiskBlock(Block):
         # A shared mapping outlives the file. torch takes names in UTF-8 only.
         self.tensor = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
         self._usage = transfers.cache.register(nbytes, cyclic=cyclic)
-        weakref.finalize(self, transfers.cache.unregister, self._usage)
+        self._unregisters = WhenFreed(partial(transfers.cache.unregister, self._usage))
 
     def read_into(self, destination: Tensor, offset: int = 0) -> None:
         """Reads the file, without a copy if ``destination`` is host memory."""
@@ -151,18 +155,11 @@ class DiskBlock(Block):
         self._transfers.write(self.fd, source, self._begin + offset, self._path, self._usage)
 
     def part(self, offset: int, nbytes: int) -> Block:
-        """See :meth:`Block.part`."""
-        return _DiskPart(self, offset, nbytes)
-
-
-class _DiskPart(DiskBlock):
-    """A range of a block in a file."""
-
-    def __init__(self, whole: DiskBlock, begin: int, nbytes: int) -> None:
-        self._whole = whole  # the descriptor goes with it
-        self.fd, self._path, self._transfers, self._usage = whole.fd, whole._path, whole._transfers, whole._usage
-        self._begin = whole._begin + begin
-        self.tensor = on_own_storage(whole.tensor[begin : begin + nbytes])
+        """See :meth:`Block.part`. The file is closed with the last of its parts."""
+        part = copy.copy(self)
+        part._begin += offset
+        part.tensor = on_own_storage(self.tensor[offset : offset + nbytes])
+        return part
 
 
 def reserve(fd: int, path: Path, file_bytes: int, wanted_bytes: int) -> None:
@@ -193,6 +190,10 @@ class DiskTier(Tier):
     ) -> None:
         # Without links, which may lead elsewhere before the next file is made.
         self._root = Path(os.path.realpath(directory))
+        # A shard has two files, which stay open. The usual limit of 1,024 is for programs that call select().
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 0 <= soft < (most := min(hard, _MOST_FILES) if hard >= 0 else _MOST_FILES):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             os.close(_new_file(self._root, "probe"))

@@ -13,6 +13,7 @@ from offload.storage import DiskTier, HostTier, Tier, open_tier
 from offload.storage.buffer import host_buffer
 from offload.storage.transfer import TransferLimits
 from tests.offload.open_files import open_files
+from tests.programs import run_program
 
 CPU = torch.device("cpu")
 
@@ -164,6 +165,17 @@ class TestDiskTier(TierContract):
         del part
         assert open_files(tmp_path) == []
         assert (tensor == 3).all()
+
+    def test_more_blocks_than_the_usual_limit_of_open_files(self, tmp_path: Path) -> None:
+        code = (
+            "import resource, sys, torch\n"
+            "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))\n"
+            "from offload.storage import DiskTier\n"
+            "tier = DiskTier(sys.argv[1], torch.device('cpu'))\n"
+            "blocks = [tier.allocate(8, 'weights') for _ in range(300)]"
+        )
+        ended = run_program(code, tmp_path)
+        assert ended.status == 0, ended.errors
 
 
 @pytest.mark.parametrize(
