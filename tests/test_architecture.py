@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import sys
 from collections.abc import Collection, Iterator, Sequence
@@ -98,13 +99,18 @@ ORDERS = {
 }
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def modules(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:
     """(top-level package, line) of every import in a file, wherever it stands."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name.split(".")[0], node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -133,7 +139,7 @@ def upward_imports(root: Path, order: Sequence[str]) -> Iterator[str]:
     package = root.name
     for path in sorted(root.rglob("*.py")):
         allowed = order[: order.index(part_of(path, root)) + 1]
-        for node in at_run_time(ast.parse(path.read_text(encoding="utf-8")).body):
+        for node in at_run_time(tree_of(path).body):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif node.module == package:  # from package import part, or what the package exports
@@ -156,7 +162,7 @@ def test_parts_of_a_package_import_only_parts_below_them(floor: str) -> None:
 def imported_modules(path: Path, names: Collection[str]) -> set[str]:
     """The modules of this project that a file imports anywhere, also for types only."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -195,7 +201,7 @@ OPTIONAL = {
 def test_packages_run_with_torch_and_psutil_alone() -> None:
     """As ``install_requires`` says. Torch does not require NumPy, but its conversions from and to NumPy do."""
     for path in [path for floor in FLOORS for path in modules(floor)]:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = tree_of(path)
         others = {name for name, _ in imports(path)} - sys.stdlib_module_names - {*FLOORS, "torch", "psutil"}
         exchanges = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & {"from_numpy", "numpy"}
         assert others | exchanges == OPTIONAL.get(str(path.relative_to(ROOT)), set()), path

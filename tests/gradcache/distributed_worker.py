@@ -210,7 +210,7 @@ def narrow(rank: int) -> None:
     """bfloat16 parameters are summed over chunks and processes in 32 bits."""
     torch.manual_seed(0)
     model = nn.Linear(16, 8, bias=False).bfloat16()
-    x = [torch.rand(256, 16, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(2)]
+    x = [torch.rand(1024, 16, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(2)]
     GradCache([DistributedDataParallel(model)], 1, lambda r: r.float().sum())(x[rank])
     exact = torch.stack([part.double().sum(0) for part in x]).mean(0).expand(8, 16)
     assert float((model.weight.grad.double() - exact).norm() / exact.norm()) < 0.01

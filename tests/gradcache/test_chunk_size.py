@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradcache import GradCache
 from offload import MemoryPolicy, OffloadModel
+from tests.gradcache.towers import assert_same_gradients
 
 # Input (32 bytes a row) is saved by the first layer, its output (64) by tanh, which returns what the second saves.
 BYTES_PER_ROW = 32 + 64
@@ -32,7 +33,7 @@ def rows_run(model: nn.Module) -> list[int]:
 
 
 @pytest.mark.parametrize("rows_that_fit", [1, 2, 5, 11, 100])
-def test_auto_takes_as_many_rows_as_the_budget_holds(rows_that_fit: int, assert_same_gradients: Any) -> None:
+def test_auto_takes_as_many_rows_as_the_budget_holds(rows_that_fit: int) -> None:
     bare, ours = tower(), tower()
     x = torch.randn(12, 8)
     energy(bare(x)).backward()
@@ -92,7 +93,7 @@ def test_without_a_budget_half_of_the_free_memory_is_taken() -> None:
     assert runs == [2, 4, 6, 2, 2, 6, 2, 2]
 
 
-def test_auto_over_an_offloaded_model_counts_the_shard_that_keeps_most(assert_same_gradients: Any) -> None:
+def test_auto_over_an_offloaded_model_counts_the_shard_that_keeps_most() -> None:
     """Linear and tanh save their inputs or outputs: 32 + 64 bytes a row in the first shard, 64 in the second."""
     bare = tower()
     layers = copy.deepcopy(bare)

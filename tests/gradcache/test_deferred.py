@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradcache import GradCache
 from gradcache.loss import SimpleContrastiveLoss
 from gradcache.sentence_transformers import CachedMultipleNegativesRankingLoss
-from tests.gradcache.towers import offloaded, tower
+from tests.gradcache.towers import assert_same_gradients, offloaded, tower
 
 
 def unused(*_: Any) -> Tensor:
@@ -21,7 +21,7 @@ def unused(*_: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_caller_s_own_backward_gives_the_whole_batch_s_gradient(streamed: bool, assert_same_gradients: Any) -> None:
+def test_caller_s_own_backward_gives_the_whole_batch_s_gradient(streamed: bool) -> None:
     bare = [tower(1), tower(2)]
     ours = copy.deepcopy(bare)
     called = [offloaded(model) if streamed else model for model in ours]
@@ -50,7 +50,7 @@ def test_a_tensor_that_is_the_input_of_two_models_gets_its_gradient_once() -> No
     torch.testing.assert_close(x.grad, expected)
 
 
-def test_two_batches_may_be_encoded_before_the_first_backward(assert_same_gradients: Any) -> None:
+def test_two_batches_may_be_encoded_before_the_first_backward() -> None:
     bare, ours = tower(), tower()
     batches = [torch.randn(5, 8), torch.randn(3, 8)]
     for batch in batches:
@@ -82,9 +82,7 @@ def test_frozen_tower_and_integer_outputs_need_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("rows", [2, 8])
-def test_representations_may_be_written_in_place_unless_they_share_memory(
-    rows: int, assert_same_gradients: Any
-) -> None:
+def test_representations_may_be_written_in_place_unless_they_share_memory(rows: int) -> None:
     bare, x = nn.Linear(4, 4), torch.randn(8, 4)
     ours = copy.deepcopy(bare)
     bare(x).mul_(2).square().sum().backward()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradcache import RandContext
 from gradcache.functional import cached, cat_input_tensor
 from gradcache.loss import SimpleContrastiveLoss
-from tests.gradcache.towers import tower
+from tests.gradcache.towers import assert_same_gradients, tower
 
 
 @cat_input_tensor
@@ -20,7 +20,7 @@ def contrastive(x: Tensor, y: Tensor) -> Tensor:
     return SimpleContrastiveLoss()(x, y)
 
 
-def test_loop_over_small_batches_gives_the_gradient_of_all_of_them_together(assert_same_gradients: Any) -> None:
+def test_loop_over_small_batches_gives_the_gradient_of_all_of_them_together() -> None:
     @cached
     def encode(model: nn.Module, *, batch: Tensor) -> Tensor:
         return model(batch)
@@ -41,7 +41,7 @@ def test_loop_over_small_batches_gives_the_gradient_of_all_of_them_together(asse
 
 
 @pytest.mark.parametrize("kind", ["tuple", "list", "dict"])
-def test_functions_of_several_representations(kind: str, assert_same_gradients: Any) -> None:
+def test_functions_of_several_representations(kind: str) -> None:
     def heads(model: nn.Module, x: Tensor) -> Any:
         out = model(x)
         return {"tuple": (out, out * 2), "list": [out, out * 2], "dict": {"a": out, "b": out * 2}}[kind]
@@ -58,7 +58,7 @@ def test_functions_of_several_representations(kind: str, assert_same_gradients: 
     assert_same_gradients([bare], [ours])
 
 
-def test_autocast_around_the_first_pass_is_seen_by_the_second(assert_same_gradients: Any) -> None:
+def test_autocast_around_the_first_pass_is_seen_by_the_second() -> None:
     seen: list[torch.dtype] = []
     model = tower()
 

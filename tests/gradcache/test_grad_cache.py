@@ -18,7 +18,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradcache import GradCache, RandContext
 from gradcache.loss import ContrastiveLossWithQueryClosure, SimpleContrastiveLoss
 from pipe import is_recomputing
-from tests.gradcache.towers import DRAWS, LAYERS, TABLES, WAYS, energy, in_chunks, kind_of, offloaded, tower
+from tests.gradcache.towers import (
+    DRAWS,
+    LAYERS,
+    TABLES,
+    WAYS,
+    assert_same_gradients,
+    energy,
+    in_chunks,
+    kind_of,
+    offloaded,
+    tower,
+)
 
 
 def seed() -> None:
@@ -42,14 +53,7 @@ def states() -> list[Any]:
     reduction=st.sampled_from(["mean", "sum"]),
 )
 def test_step_equals_the_whole_batch(
-    assert_same_gradients: Any,
-    rows: int,
-    sizes: list[int],
-    negatives: int,
-    kind: str,
-    slices: int,
-    recompute: bool,
-    reduction: str,
+    rows: int, sizes: list[int], negatives: int, kind: str, slices: int, recompute: bool, reduction: str
 ) -> None:
     bare = [tower(1)] * 2 if "tied" in kind else [tower(1), tower(2)]
     ours = copy.deepcopy(bare)
@@ -69,9 +73,7 @@ def test_step_equals_the_whole_batch(
 @pytest.mark.parametrize("way", [*WAYS, "shards"])
 @pytest.mark.parametrize("kind", [*LAYERS, *TABLES])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_a_tower_of_any_kind_trains_as_all_of_its_chunks_in_one_graph(
-    kind: str, way: str, assert_same_gradients: Any
-) -> None:
+def test_a_tower_of_any_kind_trains_as_all_of_its_chunks_in_one_graph(kind: str, way: str) -> None:
     """What a forward writes is met as it was by the second pass and written once; draws repeat, and go on behind."""
     if way == "shards" and kind in (*DRAWS, "sparse"):
         pytest.skip("draws layer by layer, or is refused")
@@ -106,13 +108,7 @@ KINDS = ["tanh", "relu", "its input", "batch norm", "across rows", "frozen", "a 
     streamed=st.booleans(),
 )
 def test_a_step_equals_the_loss_of_all_chunks_for_every_combination_of_layers(
-    assert_same_gradients: Any,
-    kinds: list[str],
-    rows: int,
-    size: int,
-    input_gradient: bool,
-    tied: bool,
-    streamed: bool,
+    kinds: list[str], rows: int, size: int, input_gradient: bool, tied: bool, streamed: bool
 ) -> None:
     # Plain torch refuses to write over what the layer before has saved for its backward.
     pairs = itertools.pairwise(kinds)
@@ -139,7 +135,7 @@ def test_a_step_equals_the_loss_of_all_chunks_for_every_combination_of_layers(
 # --- what changes between steps --------------------------------------------------------------------------------------
 
 
-def test_models_and_layers_may_be_exchanged_frozen_and_thawed_between_steps(assert_same_gradients: Any) -> None:
+def test_models_and_layers_may_be_exchanged_frozen_and_thawed_between_steps() -> None:
     bare, ours, x = tower(), tower(), torch.randn(8, 8)
     step = GradCache([tower(1)], 2, energy)
     step(x)
@@ -176,7 +172,7 @@ def test_a_layer_that_counts_its_calls_counts_every_chunk_once(shards: bool) -> 
 # --- what subclasses and losses of the peer do -----------------------------------------------------------------------
 
 
-def test_subclass_hooks_of_the_peer_take_part_in_a_step(assert_same_gradients: Any) -> None:
+def test_subclass_hooks_of_the_peer_take_part_in_a_step() -> None:
     """A subclass written for the peer: its own two passes with its own random states, through the same signatures."""
     called: list[str] = []
 
@@ -210,7 +206,7 @@ def test_subclass_hooks_of_the_peer_take_part_in_a_step(assert_same_gradients: A
     assert_same_gradients([bare], [ours])
 
 
-def test_query_closure_may_stand_for_one_tower(assert_same_gradients: Any) -> None:
+def test_query_closure_may_stand_for_one_tower() -> None:
     bare, ours = [tower(1), tower(2)], [tower(1), tower(2)]
     x, y = torch.randn(4, 8), torch.randn(4, 8)
     SimpleContrastiveLoss()(bare[0](x), bare[1](y)).backward()

@@ -17,7 +17,7 @@ from gradcache import GradCache
 from gradcache.functional import cached
 from gradcache.loss import SimpleContrastiveLoss
 from offload import MemoryPolicy
-from tests.gradcache.towers import WAYS, Calls, energy, in_chunks, offloaded
+from tests.gradcache.towers import WAYS, Calls, assert_same_gradients, energy, in_chunks, offloaded
 
 
 class Overwriting(nn.Module):
@@ -39,9 +39,7 @@ def cut(model_input: Mapping[str, Tensor], size: int) -> list[UserDict[str, Tens
     return [UserDict({k: v[i : i + size] for k, v in model_input.items()}) for i in range(0, rows, size)]
 
 
-def test_a_model_that_writes_over_a_tokenizer_s_mapping_meets_a_copy_in_both_passes(
-    assert_same_gradients: Any,
-) -> None:
+def test_a_model_that_writes_over_a_tokenizer_s_mapping_meets_a_copy_in_both_passes() -> None:
     """The mapping is opaque to torch: the second pass ran on what the first had written, and so did the user."""
     bare, model = Overwriting(), Overwriting()
     inputs = [UserDict({"x": torch.randn(7, 8), "mask": torch.ones(7, 8)}) for _ in range(2)]
@@ -69,7 +67,7 @@ class Clip(nn.Module):
         return self.norm(self.text(x).tanh())
 
 
-def test_bound_methods_are_towers(assert_same_gradients: Any) -> None:
+def test_bound_methods_are_towers() -> None:
     bare, clip = Clip(), Clip()
     x, y = torch.randn(8, 8), torch.randn(8, 5)
     torch.manual_seed(1)
@@ -144,7 +142,7 @@ class Fields(nn.Module):
 
 @pytest.mark.parametrize("ignored", ["hidden", "pooled"])
 @pytest.mark.parametrize("way", ["step", "encode", "shards", "shards together", "wrapped"])
-def test_an_output_with_a_field_that_the_loss_ignores(way: str, ignored: str, assert_same_gradients: Any) -> None:
+def test_an_output_with_a_field_that_the_loss_ignores(way: str, ignored: str) -> None:
     """It has no gradient, which is not that it is absent."""
     torch.manual_seed(0)
     bare = nn.Sequential(nn.Linear(8, 6), Fields())
@@ -187,9 +185,7 @@ def test_a_cached_method_of_a_plain_object_counts_buffers_once() -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("given", ["plain", "inference"])
-def test_inference_mode_returns_the_loss_as_no_grad_does(
-    streamed: bool, given: str, assert_same_gradients: Any
-) -> None:
+def test_inference_mode_returns_the_loss_as_no_grad_does(streamed: bool, given: str) -> None:
     x, y = torch.randn(2, 8, 8)
     losses, nets = [], []
     for mode in (torch.no_grad(), torch.inference_mode()):

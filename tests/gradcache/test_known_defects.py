@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradcache import GradCache
 from gradcache.functional import cached, cat_input_tensor
 from gradcache.loss import SimpleContrastiveLoss
-from tests.gradcache.towers import Calls, energy, offloaded, tower
+from tests.gradcache.towers import Calls, assert_same_gradients, energy, offloaded, tower
 
 
 class Named(nn.Module):
@@ -39,7 +39,7 @@ def test_unequal_rows_between_members_are_refused_not_truncated() -> None:
 
 
 @pytest.mark.parametrize("form", ["dict", "list", "pair", "broadcast", "tensor", "nested"])
-def test_every_form_of_input_reaches_the_model_with_all_its_rows(form: str, assert_same_gradients: Any) -> None:
+def test_every_form_of_input_reaches_the_model_with_all_its_rows(form: str) -> None:
     bare, ours = Named(), Named()
     a, b, table = torch.randn(7, 8), torch.randn(7, 8), torch.randn(3, 8)
     given, loss = {
@@ -84,9 +84,7 @@ def test_member_that_can_not_be_cut_is_refused_until_it_is_declared() -> None:
 # -- 2: the cache is cut as the input was --------------------------------------------------------------------------
 
 
-def test_cache_follows_a_split_function_that_does_not_follow_the_chunk_size(
-    assert_same_gradients: Any,
-) -> None:
+def test_cache_follows_a_split_function_that_does_not_follow_the_chunk_size() -> None:
     x = torch.randn(10, 8)
     bare, ours, shards = tower(), tower(), tower()
     weight = torch.randn(10, 6)
@@ -180,7 +178,7 @@ def test_unreduced_loss_is_refused_before_any_gradient_is_written() -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_tuple_and_dict_representations_reach_the_loss_as_they_are(streamed: bool, assert_same_gradients: Any) -> None:
+def test_tuple_and_dict_representations_reach_the_loss_as_they_are(streamed: bool) -> None:
     def two(self: Any, x: Tensor) -> dict[str, Any]:
         out = self.members[0](x)
         return {"near": (out, out * 2), "ids": torch.arange(x.size(0)), "unused": out + 1}
@@ -218,7 +216,7 @@ def test_representation_that_is_a_view_does_not_keep_the_hidden_states_alive() -
 
 
 @pytest.mark.parametrize("outer", [False, True])
-def test_autocast_in_bfloat16_equals_the_whole_batch_under_autocast(outer: bool, assert_same_gradients: Any) -> None:
+def test_autocast_in_bfloat16_equals_the_whole_batch_under_autocast(outer: bool) -> None:
     bare, ours = tower(), tower()
     x, y = torch.randn(6, 8), torch.randn(6, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -247,7 +245,7 @@ def test_weights_stay_trainable_inside_an_autocast_that_a_step_ran_in(
     assert model[0].weight.grad is not None
 
 
-def test_fp16_needs_a_scaler_and_scales_the_gradients(assert_same_gradients: Any) -> None:
+def test_fp16_needs_a_scaler_and_scales_the_gradients() -> None:
     with pytest.raises(ValueError, match="scaler"):
         GradCache([tower()], 2, energy, fp16=True)
     bare, ours = tower(), tower()

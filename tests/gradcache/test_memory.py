@@ -16,6 +16,7 @@ import offload.limits
 from gradcache import GradCache
 from gradcache.loss import SimpleContrastiveLoss
 from offload import MemoryPolicy, OffloadModel, OffloadOptimizer
+from tests.gradcache.towers import assert_same_gradients
 
 GRADIENT_BYTES = 3 * 4 * (8 * 8 + 8)
 
@@ -34,7 +35,7 @@ def step_of(models: Any, memory: Any = None, **options: Any) -> GradCache:
 
 
 @pytest.mark.parametrize("memory", ["1MiB", {"host": "1MiB"}, "auto", MemoryPolicy(boundary_bytes=100), 1 << 20])
-def test_a_step_in_a_memory_is_that_of_the_whole_batch(memory: Any, assert_same_gradients: Any) -> None:
+def test_a_step_in_a_memory_is_that_of_the_whole_batch(memory: Any) -> None:
     bare, ours, x = tower(), tower(), torch.randn(6, 8)
     energy(bare(x)).backward()
     step = step_of([ours], memory)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gradcache import GradCache
 from gradcache.loss import SimpleContrastiveLoss
 from offload import MemoryPolicy, OffloadModel
+from tests.gradcache.towers import assert_same_gradients
 
 
 def tower(seed: int = 0, depth: int = 4, dropout: float = 0.0) -> nn.Sequential:
@@ -42,7 +43,7 @@ def test_each_shard_is_loaded_at_most_twice_and_each_layer_runs_twice_per_chunk(
     assert len(calls) == 2 * 4 * 2 * chunks
 
 
-def test_dropout_in_layers_and_in_get_rep_fn_draws_the_same_masks_in_both_passes(assert_same_gradients: Any) -> None:
+def test_dropout_in_layers_and_in_get_rep_fn_draws_the_same_masks_in_both_passes() -> None:
     """With one chunk the engine draws in the order of the bare model, so even the bare model's masks are met."""
     bare = tower(dropout=0.5)
     ours = offloaded(copy.deepcopy(bare))
@@ -60,9 +61,7 @@ def test_dropout_in_layers_and_in_get_rep_fn_draws_the_same_masks_in_both_passes
     assert_same_gradients([bare], [ours])
 
 
-def test_frozen_offloaded_tower_is_loaded_once_a_step_also_with_a_trainable_head_behind_it(
-    assert_same_gradients: Any,
-) -> None:
+def test_frozen_offloaded_tower_is_loaded_once_a_step_also_with_a_trainable_head_behind_it() -> None:
     bare = tower().requires_grad_(False)
     frozen, x = offloaded(copy.deepcopy(bare)), torch.randn(4, 8)
     GradCache([tower(1), frozen], 2, SimpleContrastiveLoss())(torch.randn(4, 8), x)
@@ -100,7 +99,7 @@ def test_bfloat16_gradients_of_a_thousand_chunks_add_up_within_one_percent(how: 
     assert float((weight.grad.double() - exact).norm() / exact.norm()) < 0.01
 
 
-def test_chunks_that_the_engine_runs_together_give_the_same_gradient_in_every_step(assert_same_gradients: Any) -> None:
+def test_chunks_that_the_engine_runs_together_give_the_same_gradient_in_every_step() -> None:
     def rep(out: Tensor) -> Tensor:
         return nn.functional.dropout(nn.functional.normalize(out), 0.0)
 

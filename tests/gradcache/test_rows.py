@@ -21,6 +21,7 @@ from gradcache.sentence_transformers import (
     MegaBatchMarginLoss,
 )
 from offload import OffloadModel
+from tests.gradcache.towers import assert_same_gradients
 
 LOSS = SimpleContrastiveLoss()
 
@@ -69,7 +70,7 @@ ROWS: dict[str, tuple[Any, Callable[[Any], Tensor]]] = {
 
 @pytest.mark.parametrize("kind", ROWS)
 @pytest.mark.parametrize("execution", ["chunks", "shards"])
-def test_a_list_with_process_fn_is_cut_between_its_rows(kind: str, execution: str, assert_same_gradients: Any) -> None:
+def test_a_list_with_process_fn_is_cut_between_its_rows(kind: str, execution: str) -> None:
     given, process = ROWS[kind]
     bare = nn.Sequential(Encoder(), nn.Tanh())
     ours = copy.deepcopy(bare)
@@ -88,7 +89,7 @@ def test_a_list_with_process_fn_is_cut_between_its_rows(kind: str, execution: st
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_texts_without_process_fn_are_the_model_s_one_argument(kind: Any, assert_same_gradients: Any) -> None:
+def test_texts_without_process_fn_are_the_model_s_one_argument(kind: Any) -> None:
     class OfTexts(Encoder):
         def forward(self, texts: Any) -> Tensor:
             assert type(texts) is kind
@@ -175,7 +176,7 @@ def test_views_one_after_the_other_are_refused_before_a_loss_is_computed(executi
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_the_advised_get_rep_fn_gives_the_whole_batch_s_step(assert_same_gradients: Any) -> None:
+def test_the_advised_get_rep_fn_gives_the_whole_batch_s_step() -> None:
     bare, ours = Views(), Views()
     views = [torch.randn(8, 6).double() for _ in range(2)]
     expected = between_views(bare(*views))
@@ -185,7 +186,7 @@ def test_the_advised_get_rep_fn_gives_the_whole_batch_s_step(assert_same_gradien
     assert_same_gradients([bare], [ours])
 
 
-def test_pooled_chunks_are_refused_and_a_split_function_may_say_what_a_row_is(assert_same_gradients: Any) -> None:
+def test_pooled_chunks_are_refused_and_a_split_function_may_say_what_a_row_is() -> None:
     class Pooled(nn.Module):
         def __init__(self) -> None:
             super().__init__()

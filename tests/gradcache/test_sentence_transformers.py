@@ -18,6 +18,7 @@ from gradcache.sentence_transformers import (
     cos_sim,
 )
 from offload import OffloadModel
+from tests.gradcache.towers import assert_same_gradients
 
 WORDS = 20
 NAMES = [name for name in losses.__all__ if name.endswith("Loss")]
@@ -137,9 +138,7 @@ def by_definition(loss: Any, reps: list[Tensor], guide: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("columns", [2, 4])
 @pytest.mark.parametrize("options", GUIDED)
-def test_candidates_that_the_guide_finds_too_similar_do_not_count(
-    options: dict[str, Any], columns: int, assert_same_gradients: Any
-) -> None:
+def test_candidates_that_the_guide_finds_too_similar_do_not_count(options: dict[str, Any], columns: int) -> None:
     # In double precision: at a temperature of 0.05 the products of some CPUs differ by more than the tolerance.
     bare, ours = Encoder().double(), Encoder().double()
     loss = guided(ours, **options)
@@ -161,7 +160,7 @@ def test_candidates_that_the_guide_finds_too_similar_do_not_count(
 
 
 @pytest.mark.parametrize("guide", [{"words": WORDS + 1}, {}])
-def test_a_guide_of_another_vocabulary_or_length_gets_texts(guide: dict[str, Any], assert_same_gradients: Any) -> None:
+def test_a_guide_of_another_vocabulary_or_length_gets_texts(guide: dict[str, Any]) -> None:
     models = Encoder(), Encoder()
     same, other = Encoder(seed=5).eval(), Encoder(seed=5, **guide).eval()
     if not guide:
@@ -215,7 +214,7 @@ def margin(a: Tensor, b: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("size", [2, 7, 32])
 def test_loss_and_gradients_are_the_whole_batch_s(
-    name: str, definition: Any, options: dict[str, Any], size: int, assert_same_gradients: Any
+    name: str, definition: Any, options: dict[str, Any], size: int
 ) -> None:
     bare, ours = Encoder(), Encoder()
     expected = definition(*(bare(column)["sentence_embedding"] for column in batch(2)))
@@ -227,9 +226,7 @@ def test_loss_and_gradients_are_the_whole_batch_s(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_streamed_model_is_loaded_twice_for_all_mini_batches_and_columns(
-    name: str, assert_same_gradients: Any
-) -> None:
+def test_a_streamed_model_is_loaded_twice_for_all_mini_batches_and_columns(name: str) -> None:
     bare, ours = Encoder(dropout=0.0), Encoder(dropout=0.0)
     ours.words = OffloadModel(ours.words, "cpu", checkpoint_activation=True, blocks="layer")
     features, values = batch(2), []
@@ -343,9 +340,7 @@ def padded(lengths: list[int], left: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tokens", [None, 8, 1])
-def test_mini_batches_are_as_wide_as_their_longest_row_and_hold_so_many_tokens(
-    tokens: int | None, assert_same_gradients: Any
-) -> None:
+def test_mini_batches_are_as_wide_as_their_longest_row_and_hold_so_many_tokens(tokens: int | None) -> None:
     bare, ours = Widths(), Widths()
     columns = [padded([3, 2, 7, 1, 1]), padded([2, 2, 2, 2, 6], left=1)]
     expected = F.cross_entropy(
@@ -472,7 +467,7 @@ CASES += [("MegaBatchMarginLoss", {"use_mini_batched_version": False, "positive_
 @pytest.mark.parametrize("columns", [2, 4])
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_values_and_gradients_are_those_of_the_installed_release(
-    name: str, options: dict[str, Any], columns: int, release: Any, make_tokenizer: Any, assert_same_gradients: Any
+    name: str, options: dict[str, Any], columns: int, release: Any, make_tokenizer: Any
 ) -> None:
     if name == "MegaBatchMarginLoss" and columns > 2:
         pytest.skip("takes two columns")
@@ -496,7 +491,7 @@ def test_values_and_gradients_are_those_of_the_installed_release(
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "MegaBatchMarginLoss"])
 @pytest.mark.parametrize(("dimensions", "weights"), [(-1, [1.0, 0.3, 2.0]), (1, [1.0, 0.3, 2.0]), (2, None)])
 def test_matryoshka_around_it_gives_the_release_s_gradient(
-    name: str, dimensions: int, weights: Any, release: Any, make_tokenizer: Any, assert_same_gradients: Any
+    name: str, dimensions: int, weights: Any, release: Any, make_tokenizer: Any
 ) -> None:
     found = both(release, make_tokenizer, name)
     wrapped = [release.MatryoshkaLoss(loss.model, loss, [8, 4, 2], weights, dimensions) for loss in found]
