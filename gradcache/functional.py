@@ -100,18 +100,9 @@ def cat_input_tensor(func: Callable[..., Result]) -> Callable[..., Result]:
 
     @wraps(func)
     def joined(*args: Any, **kwargs: Any) -> Result:
-        try:
+        lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list)]
+        with representations.naming(type(item) for value in lists for item in value if isinstance(item, Mapping)):
             return concatenates(*args, **kwargs)
-        except (AttributeError, KeyError, TypeError) as error:
-            lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list)]
-            kinds = {type(item).__name__: None for value in lists for item in value if isinstance(item, Mapping)}
-            if not kinds:
-                raise
-            raise TypeError(
-                f"expected lists of tensors to concatenate, got {type(error).__name__}: {error} for lists of "
-                f"{', '.join(kinds)}; let the cached function select tensors from the model's output, as get_rep_fn "
-                f"does for a GradCache"
-            ) from error
 
     return joined
 

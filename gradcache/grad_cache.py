@@ -330,18 +330,10 @@ class GradCache:
         return self.memory.rows_for(model, self.towers, lambda n: self.split_inputs(model_input, n), measure)
 
     def _loss(self, reps: Sequence[Any], loss_kwargs: dict[str, Any]) -> Tensor:
-        with self.autocast(*reps):
-            try:
-                result = self.compute_loss(*reps, **loss_kwargs)
-            except (AttributeError, KeyError, TypeError) as error:
-                kinds = [type(rep).__name__ for rep in reps if not isinstance(rep, Tensor)]
-                if not kinds or self.get_rep_fn is not None or self.replaced("get_reps"):
-                    raise
-                raise TypeError(
-                    f"expected a loss_fn of what the models return, got {type(error).__name__}: {error} for "
-                    f"representations of type {', '.join(dict.fromkeys(kinds))}; pass get_rep_fn to select tensors "
-                    f"from a model's output, or read its members in loss_fn"
-                ) from error
+        selected = self.get_rep_fn is not None or self.replaced("get_reps")
+        kinds = [type(rep) for rep in reps if not (selected or isinstance(rep, Tensor))]
+        with self.autocast(*reps), representations.naming(kinds):
+            result = self.compute_loss(*reps, **loss_kwargs)
         loss, auxiliary = (result[0], tuple(result[1:])) if isinstance(result, (tuple, list)) else (result, ())
         if not isinstance(loss, Tensor):
             raise TypeError(f"expected loss_fn to return a tensor, or a tuple that starts with it, got {type(loss)}")

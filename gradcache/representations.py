@@ -29,6 +29,7 @@ __all__ = [
     "detached",
     "gradients",
     "has_gradient",
+    "naming",
     "past_accumulation_hooks",
     "push",
     "rows_in",
@@ -82,6 +83,21 @@ def check(representation: Any) -> None:
             f"expected representations with the same number of rows, got shapes {shapes}; pass get_rep_fn to select "
             f"those with one row for each row of the input"
         )
+
+
+@contextlib.contextmanager
+def naming(kinds: Iterable[type]) -> Iterator[None]:
+    """A context for a loss: its error names these types of representations, which are no tensors and may cause it."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError) as error:
+        if not (names := dict.fromkeys(kind.__name__ for kind in kinds)):
+            raise
+        raise TypeError(
+            f"expected a loss of what the models return, got {type(error).__name__}: {error} for representations of "
+            f"type {', '.join(names)}; pass get_rep_fn to select tensors from a model's output, or let a cached "
+            f"function return them, or read its members in the loss"
+        ) from error
 
 
 def _named(representation: Any) -> list[tuple[str, Any]]:
