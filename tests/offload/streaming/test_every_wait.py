@@ -311,9 +311,8 @@ EXCEPTIONS = {
     "offload.mesh.gradients MeshGradientOffload.drain: arrival.wait()": (
         "needs several processes: tests/offload/mesh takes it out, too"
     ),
-    "offload.mesh.gradients _sums_of_parts: arrival.synchronize()": "bounds memory, which tests/offload/mesh measures",
+    "offload.mesh.gradients means_of_parts: arrival.synchronize()": "bounds memory, which tests/offload/mesh measures",
     "offload.mesh.sharded MeshParameters.store_replicated: arrival.synchronize()": "the same as of a drain",
-    "offload.mesh.ranks Ranks.copy_first_replica: arrival.synchronize()": "loads are later jobs of the same lane",
     "offload.mesh.ranks CollectiveLane.submit: arrival.synchronize()": (
         "needs several processes: tests/offload/mesh takes it out, too"
     ),

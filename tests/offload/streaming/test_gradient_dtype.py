@@ -145,6 +145,34 @@ def test_a_gradient_that_is_not_zeroed_stays_clipped(home: str) -> None:
         assert torch.equal(p.grad, (gradient * torch.clamp(0.3 / (norm + 1e-6), max=1.0)).to(BF16))
 
 
+@pytest.mark.usefixtures("small_blocks")
+def test_a_gradient_in_memory_is_clipped_once_though_writes_are_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for fails_at in range(12):
+        memory = MemoryPolicy.fixed(gradient_bytes="1MiB")
+        twins = Twins("momentum", f"{tmp_path}/{fails_at}/", max_norm=0.3, memory=memory)
+        twins.backward()
+        before = [p.grad.float() for p in twins.model.parameters() if p.grad is not None]
+        counts, write = iter(range(1000)), DiskBlock.write
+
+        def faulty(
+            self: DiskBlock, source: Tensor, offset: int, counts: Any = counts, write: Any = write, at: int = fails_at
+        ) -> None:
+            if next(counts) == at:
+                raise OSError(28, "No space left")
+            write(self, source, offset)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskBlock, "write", faulty)
+            with pytest.raises(OSError, match="No space left"):
+                (twins.ours.step(), twins.ours.synchronize())
+            twins.ours.synchronize()
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in before]))
+        for gradient, p in zip(before, twins.model.parameters(), strict=True):
+            assert torch.equal(p.grad, (gradient * torch.clamp(0.3 / (norm + 1e-6), max=1.0)).to(BF16))
+
+
 def test_a_parameter_of_several_layers_keeps_its_gradient_in_full(home: str) -> None:
     bare = layers()
     bare[0].weight = bare[3].weight = nn.Parameter(torch.randn(72, 72) / 9)  # type: ignore[assignment]
