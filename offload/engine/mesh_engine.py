@@ -81,8 +81,6 @@ class MeshBackward(Backward):
         self._way: _Way | None = None
         #: While a backward runs: what ends the context in which modules hold whole parameters.
         self._whole = contextlib.ExitStack()
-        #: Gradients of this rank of what each rank stores whole.
-        self._outside: dict[nn.Parameter, Tensor] = {}
         #: Of the running backward: whether ranks have compared it, and whether it stores gradients.
         self._agreed = self._stores = False
 
@@ -90,7 +88,6 @@ class MeshBackward(Backward):
         """See :meth:`Backward.abort`."""
         super().abort()
         self._way = None
-        self._outside.clear()
         self._whole.close()
 
     def words_of(self, order: Sequence[int]) -> list[str]:
@@ -196,8 +193,7 @@ class MeshBackward(Backward):
         self._refuse_requests(accumulators, [p.whole for p in parameters])
         for p, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None and self._stores and p.whole.requires_grad:
-                known = self._outside.get(p.stored)
-                self._outside[p.stored] = gradient.detach() if known is None else known + gradient.detach()
+                self._gradients.add_whole(p.stored, gradient.detach())
 
     def _store_rest(self) -> None:
         if not self._agreed:  # autograd came by no block
@@ -207,12 +203,9 @@ class MeshBackward(Backward):
             self._reduce(None, shard.index, [None] * len(shard.slices))
 
     def _store_returned(self) -> None:
-        whole, self._outside = self._outside, {}
-        for p, gradient in self._gradients.take_whole().items():
-            whole[p] = gradient if p not in whole else whole[p] + gradient
         if self._stores:
-            self._public.store_replicated(whole)
-        whole.clear()
+            self._public.store_replicated(self._gradients.whole)
+        self._gradients.whole.clear()
         self._whole.close()
 
 

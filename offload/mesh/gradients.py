@@ -30,7 +30,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -145,7 +145,7 @@ class MeshGradientOffload(GradientOffload):
         #: Bytes of whole gradients that are being reduced.
         self._reducing = 0
         #: Gradients of what each rank stores whole, reduced at the end of the backward.
-        self._whole: dict[nn.Parameter, Tensor] = {}
+        self.whole: dict[nn.Parameter, Tensor] = {}
 
     def begin(self, *args: Any, **kwargs: Any) -> bool:
         """See :meth:`GradientOffload.begin`."""
@@ -165,6 +165,7 @@ class MeshGradientOffload(GradientOffload):
     def drain(self, shard: Shard, gradients: list[Tensor | None]) -> None:
         """Starts to reduce the ``gradients`` of the last visit. Those before are stored meanwhile."""
         self._continue()
+        assert isinstance(shard, MeshShard)
         if not shard.trainable:
             return
         for position, gradient in enumerate(gradients):
@@ -173,27 +174,30 @@ class MeshGradientOffload(GradientOffload):
                     f"the gradient of {shard.slices[position].name} is sparse, which is not supported with mesh=; use "
                     f"a layer with sparse=False"
                 )
-        self._set_whole_aside(cast("MeshShard", shard), gradients)
-        if not _trainable(cast("MeshShard", shard)):
+        for k, part in enumerate(shard.parts):
+            if (gradient := gradients[k]) is not None and isinstance(part, WholePart):
+                self.add_whole(shard.owner_of(k)[1].parameter, gradient.to(part.dtype))
+        positions = _trainable(shard)
+        if not positions:
             return
-        pairs = zip(shard.at_home, gradients, strict=True)
-        found = {s.parameter: gradient for s, gradient in pairs if gradient is not None}
-        gradients[:] = [None] * len(gradients)
+        found = {shard.at_home[k].parameter: g for k in positions if (g := gradients[k]) is not None}
+        gradient, gradients[:] = None, [None] * len(gradients)
         if self._sums.keeps:
-            self._sums.keep(cast("MeshShard", shard), found)
+            self._sums.keep(shard, found)
             return
-        found = self._sums.with_kept(cast("MeshShard", shard), found)
-        gradients[:] = [found.pop(s.parameter, None) for s in shard.at_home]
-        self._reducing = sum(g.numel() * g.element_size() for g in gradients if g is not None)
+        found = self._sums.with_kept(shard, found)
+        given = [found.pop(shard.at_home[k].parameter, None) for k in positions]
+        self._reducing = sum(g.numel() * g.element_size() for g in given if g is not None)
         self._meter.hold(self._reducing)
         parts: list[Tensor | None] = [None] * len(gradients)
-
         # What is being stored now. Updates in backward keep gradients of more than one shard, as in one process.
         storing = [] if self._updates else [arrival for arrival, _, _ in self._drains]
 
         def reduce() -> None:
             with self._meter.on_lane("drain", f"R{shard.index}", self._reducing, kind=REDUCTION):
-                _reduce(cast("MeshShard", shard), gradients, parts, self._ranks, storing)
+                means = means_of_parts([shard.parts[k] for k in positions], given, self._ranks, storing)
+                for k, mean in zip(positions, means, strict=True):
+                    parts[k] = mean
 
         arrival = self._ranks.lane.submit(f"R{shard.index}", reduce)
 
@@ -206,23 +210,15 @@ class MeshGradientOffload(GradientOffload):
 
         self._deferred.append(store)
 
-    def _set_whole_aside(self, shard: MeshShard, gradients: list[Tensor | None]) -> None:
-        for k, part in enumerate(shard.parts):
-            gradient = gradients[k]
-            if gradient is None or not isinstance(part, WholePart):
-                continue
-            stored, gradients[k] = shard.owner_of(k)[1].parameter, None
-            known = self._whole.get(stored)
-            self._whole[stored] = gradient.to(part.dtype) if known is None else known + gradient.to(part.dtype)
-
-    def take_whole(self) -> dict[nn.Parameter, Tensor]:
-        """Gradients of this rank that are not reduced yet, since each rank stores the parameters whole."""
-        whole, self._whole = self._whole, {}
-        return whole
+    def add_whole(self, stored: nn.Parameter, gradient: Tensor) -> None:
+        """Adds a gradient of this rank to :attr:`whole`."""
+        known = self.whole.get(stored)
+        self.whole[stored] = gradient if known is None else known + gradient
 
     def update(self, shard: Shard, slot: Tensor | None = None) -> None:
         """Starts to update a shard once its gradients are reduced; nothing if none were. No slot holds its part."""
-        if _trainable(cast("MeshShard", shard)):
+        assert isinstance(shard, MeshShard)
+        if _trainable(shard):
             self._deferred.append(partial(super().update, shard))
 
     def wait_idle(self) -> None:
@@ -233,7 +229,7 @@ class MeshGradientOffload(GradientOffload):
     def cancel(self) -> None:
         """Resets all state after a failure, once no copy is running."""
         self._deferred.clear()
-        self._whole.clear()
+        self.whole.clear()
         self._release()
         super().cancel()
 
@@ -253,22 +249,6 @@ def _trainable(shard: MeshShard) -> list[int]:
     return [k for k, (s, part) in enumerate(each) if s.parameter.requires_grad and not isinstance(part, WholePart)]
 
 
-def _reduce(
-    shard: MeshShard,
-    gradients: list[Tensor | None],
-    reduced: list[Tensor | None],
-    ranks: Ranks,
-    storing: Sequence[Arrival],
-) -> None:
-    """Fills ``reduced`` with this rank's part of the mean of each gradient; empties ``gradients``. On the lane."""
-    positions = _trainable(shard)
-    whole = [gradients[k] for k in positions]
-    gradients[:] = [None] * len(gradients)
-    means = means_of_parts([shard.parts[k] for k in positions], whole, ranks, storing)
-    for k, mean in zip(positions, means, strict=True):
-        reduced[k] = mean
-
-
 def means_of_parts(
     parts: Sequence[Part], gradients: list[Tensor | None], ranks: Ranks, storing: Sequence[Arrival] = ()
 ) -> list[Tensor | None]:
@@ -277,15 +257,6 @@ def means_of_parts(
     None for a gradient that no rank has. What a rank sends to each other one are the bytes of ``parts``, and one for
     each of them in whole cache lines. ``storing``: copies of means of an earlier call, which are freed then.
     """
-    totals = _sums_of_parts(parts, gradients, ranks, storing)
-    _make_means(totals, parts, ranks)
-    return totals
-
-
-def _sums_of_parts(
-    parts: Sequence[Part], gradients: list[Tensor | None], ranks: Ranks, storing: Sequence[Arrival]
-) -> list[Tensor | None]:
-    """This rank's parts of the sums, flat and in float32 at least. See :func:`means_of_parts`."""
     count, device = ranks.count, ranks.transport.device
     there = ranks.any_rank_has([gradient is not None for gradient in gradients])
     given, gradients[:] = [*gradients], [None] * len(gradients)
@@ -328,20 +299,14 @@ def _sums_of_parts(
             here = cut.at_rank(parts[n], ranks.rank, total).copy_(cut.sent(parts[n], ranks.rank, received[0]))
             for row in received[1:]:
                 here += cut.sent(parts[n], ranks.rank, row)
-    for n, part in enumerate(wide):
-        if there[n] and totals[n] is None:  # without elements
-            totals[n] = torch.empty(0, dtype=part.dtype, device=device)
-    return totals
-
-
-def _make_means(totals: list[Tensor | None], parts: Sequence[Part], ranks: Ranks) -> None:
-    """Turns sums over the ranks of a row into means over all, in the types of homes."""
-    nbytes = sum(aligned(part.stored_bytes(0)) for part in widened(parts))
-    ranks.add_replicas([total for total in totals if total is not None], nbytes)
+    ranks.add_replicas([total for total in totals if total is not None], sum(aligned(p.stored_bytes(0)) for p in wide))
     for n, part in enumerate(parts):
         total, totals[n] = totals[n], None
-        if total is not None:
+        if there[n]:
+            if total is None:  # without elements
+                total = torch.empty(0, dtype=part.dtype, device=device)
             totals[n] = part.rows_of(total.div_(ranks.divide_factor).to(part.dtype), ranks.rank)
+    return totals
 
 
 def means_of_whole(parts: Sequence[Part], gradients: list[Tensor | None], ranks: Ranks) -> list[Tensor | None]:

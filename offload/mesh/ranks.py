@@ -99,7 +99,8 @@ class Groups:
     """Those of one rank that no model uses."""
 
     def __init__(self) -> None:
-        self._free: list[Group] = []
+        #: Extended by a model after its last collective, in any thread.
+        self.free: list[Group] = []
         #: In which the ranks of a mesh compare what is free.
         self._meetings: dict[Kind, Any] = {}
 
@@ -117,23 +118,19 @@ class Groups:
         meeting = Kind(tuple(everybody), "gloo", timeout)
         if meeting not in self._meetings:
             self._meetings[meeting] = new_group(meeting)
-        mine = [(group.handle.group_name, group.collectives) for group in [*self._free]]
+        mine = [(group.handle.group_name, group.collectives) for group in [*self.free]]
         answers: list[Any] = [None] * len(everybody)
         dist.all_gather_object(answers, mine, group=self._meetings[meeting])
         free = dict(zip(everybody, answers, strict=True))
-        return [self._taken(kind, free) or Group(kind, new_group(kind)) for kind in kinds]
-
-    def _taken(self, kind: Kind, free: dict[int, list[tuple[str, int]]]) -> Group | None:
-        everywhere = set.intersection(*(set(free[rank]) for rank in kind.members))
-        for group in sorted(self._free, key=lambda group: group.handle.group_name):
-            if group.kind == kind and (group.handle.group_name, group.collectives) in everywhere:
-                self._free.remove(group)
-                return group
-        return None
-
-    def give_back(self, groups: Sequence[Group]) -> None:
-        """Keeps the groups of a model, after its last collective. Called in any thread."""
-        self._free.extend(groups)
+        taken = []
+        for kind in kinds:
+            everywhere = set.intersection(*(set(free[rank]) for rank in kind.members))
+            fitting = [g for g in self.free if g.kind == kind and (g.handle.group_name, g.collectives) in everywhere]
+            group = min(fitting, key=lambda group: group.handle.group_name, default=None)
+            if group is not None:
+                self.free.remove(group)
+            taken.append(group or Group(kind, new_group(kind)))
+        return taken
 
 
 #: By the store of a default process group, which ends with it, and by rank: threads may be ranks, too.
@@ -324,7 +321,7 @@ class Ranks:
         #: Those of the lane; and one for messages, which are exchanged while the lane may be waiting.
         self._group, self._messages = taken[:2]
         self._rows: Group | None = taken[2] if between_rows else None
-        self.lane.at_end = partial(pool.give_back, taken)
+        self.lane.at_end = partial(pool.free.extend, taken)
         #: The mesh of what is at home.
         self._host_mesh = mesh if transport is HOST else _mesh_on_host(mesh, [new_group(kind) for kind in of_lane])
         self._staging = torch.empty(0)
@@ -385,18 +382,10 @@ class Ranks:
         self._meter.bytes_reduced += 2 * -(-nbytes // self.replicas) * (self.replicas - 1)
 
     def copy_first_replica(self, tensor: Tensor) -> None:
-        """Gives ``tensor``, the home of a shard, the values of the first row of the mesh."""
+        """Gives ``tensor``, the home of a shard, the values of the first row of the mesh, while the lane has no job."""
         if self._rows is not None:
-            rows = self._rows
-            source = dist.get_global_rank(rows.handle, 0)
-
-            def copy() -> None:
-                with self._naming_ranks("copying the first replica"):
-                    dist.broadcast(tensor, source, rows.begin())
-
-            arrival = self.lane.submit("initial values", copy)
-            # Lane -> host. Without this, a failure would be told by a later call.
-            arrival.synchronize()
+            with self._naming_ranks("copying the first replica"):
+                dist.broadcast(tensor, dist.get_global_rank(self._rows.handle, 0), self._rows.begin())
 
     def copied_from_first(self, tensor: Tensor) -> Tensor:
         """The values that ``tensor`` has on the first rank of the mesh, in new memory."""

@@ -21,7 +21,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,7 +77,7 @@ def _plain(value: object) -> str:
 _WITH_A_GRAPH = 2
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ShownParameter:
     """One parameter in its three forms."""
 
@@ -85,6 +85,11 @@ class ShownParameter:
     whole: nn.Parameter
     shown: nn.Parameter
     part: Part
+    #: The stored gradient and the DTensor that shows it, and the model's own references to them.
+    gradient: tuple[Tensor | None, Tensor | None] = None, None
+    gradient_references: tuple[object, ...] = ()
+    #: By name of a state of an optimizer: what is stored, and the DTensor that shows it.
+    states: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 def resident_parts(resident: Shard, ranks: Ranks) -> dict[nn.Parameter, tuple[Shard, Slice, Part]]:
@@ -129,29 +134,25 @@ class MeshParameters(PublicParameters):
         """``resident``: for parameters of layers that each rank stores whole, the stored ones."""
         self._shards, self._sums = shards, sums
         self._ranks = self.ranks = ranks
-        self._all = [
-            ShownParameter(s.parameter, here.parameter, self._new(s.parameter, here.parameter, part), part)
+        self._all: list[ShownParameter] = []
+        self._by_stored: dict[nn.Parameter, ShownParameter] = {}
+        self._by_shown: dict[nn.Parameter, ShownParameter] = {}
+        self._by_whole: dict[nn.Parameter, ShownParameter] = {}
+        #: Where layers hold parameters.
+        self._places: list[tuple[dict[str, Any], str, ShownParameter]] = []
+        modules = dict.fromkeys(m for shard in shards for layer in shard.layers for m in layer.modules())
+        stored = [
+            (s.parameter, here.parameter, part)
             for shard in shards
             for s, here, part in zip(shard.own, shard.slices, shard.parts, strict=False)
         ]
-        self._all += [ShownParameter(one, p, self._new(one, p, part), part) for p, (one, part) in resident.items()]
-        self._by_stored = {p.stored: p for p in self._all}
-        self._by_shown = {p.shown: p for p in self._all}
-        self._by_whole = {p.whole: p for p in self._all}
+        self._add([*stored, *((one, p, part) for p, (one, part) in resident.items())], modules)
         for shard in shards:
             shard.shown.update((there.parameter, self.of(there)) for there in shard.at_home)
-        modules = dict.fromkeys(m for shard in shards for layer in shard.layers for m in layer.modules())
-        #: Where layers hold parameters.
-        self._places = self._places_in(modules)
         #: Number of running contexts in which layers hold whole parameters.
         self._inside = 0
-        #: Stored gradients, each with the DTensor that shows it; the same of states of optimizers.
-        self._gradients: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
-        self._states: dict[nn.Parameter, dict[str, tuple[Tensor, Tensor]]] = {}
         #: What optimizers did since ranks have last compared it.
         self._steps: list[str] = []
-        #: References to the gradients that the model itself has shown, see :meth:`_references`.
-        self._known_gradients: dict[nn.Parameter, tuple[object, ...]] = {}
         self._show()
         self.recount()
         self._known_homes = [0 if shard.home is None else shard.count_home_owners() for shard in shards]
@@ -165,13 +166,22 @@ class MeshParameters(PublicParameters):
         """Counts the engine's own references to DTensors anew."""
         self._known = self._references(Counter(p.shown for p in self._all))
 
-    def _places_in(self, modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, ShownParameter]]:
-        return [
+    def _add(
+        self, parameters: Iterable[tuple[nn.Parameter, nn.Parameter, Part]], modules: Iterable[nn.Module]
+    ) -> list[ShownParameter]:
+        """Shows DTensors of parameters, given as they are stored and as ``modules`` hold them."""
+        new = [ShownParameter(one, whole, self._new(one, whole, part), part) for one, whole, part in parameters]
+        self._all += new
+        self._by_stored.update((p.stored, p) for p in new)
+        self._by_shown.update((p.shown, p) for p in new)
+        self._by_whole.update((p.whole, p) for p in new)
+        self._places += [
             (module._parameters, key, self._by_whole[p])
             for module in modules
             for key, p in module._parameters.items()
             if p is not None
         ]
+        return new
 
     def _new(self, stored: nn.Parameter, whole: nn.Parameter, part: Part) -> nn.Parameter:
         # ``async_save`` of torch copies storages: of a view it would copy the home of the whole shard, and it fails for
@@ -258,31 +268,30 @@ class MeshParameters(PublicParameters):
             if gradient is None:
                 p.shown.grad = None
             elif self._shown_gradient(p) is not gradient:
-                part = replace(p.part, dtype=gradient.dtype)
-                self._gradients[p.stored] = gradient, self._wrap(gradient.detach(), part)
-                set_gradient(p.shown, self._gradients[p.stored][1])
+                p.gradient = gradient, self._wrap(gradient.detach(), replace(p.part, dtype=gradient.dtype))
+                set_gradient(p.shown, p.gradient[1])
                 new.append(p)
         gradient = None
-        self._known_gradients.update((p.stored, self._gradient_references(p)) for p in new)
+        for p in new:
+            p.gradient_references = self._gradient_references(p)
 
     def _shown_gradient(self, p: ShownParameter) -> Tensor | None:
         """The stored gradient that the DTensor's ``.grad`` shows, if it is the one that was shown last."""
-        stored, shown = self._gradients.get(p.stored, (None, None))
-        return stored if p.shown.grad is shown and shown is not None else None
+        stored, shown = p.gradient
+        return stored if p.shown.grad is shown else None
 
     def take_gradients(self) -> None:
         """Takes over gradients that were set, replaced or removed."""
         for p in self._all:
             gradient = p.shown.grad
             if gradient is None:
-                p.stored.grad = None
-                self._gradients.pop(p.stored, None)
+                p.stored.grad, p.gradient = None, (None, None)
             elif (known := self._shown_gradient(p)) is not None:
                 set_gradient(p.stored, known)
             else:
                 local = self._local_gradient(p, gradient)
                 set_gradient(p.stored, local)
-                self._gradients[p.stored] = local, gradient
+                p.gradient, p.gradient_references = (local, gradient), ()
 
     @staticmethod
     @torch.no_grad()
@@ -296,8 +305,9 @@ class MeshParameters(PublicParameters):
         return found
 
     def _gradient_references(self, p: ShownParameter) -> tuple[object, ...]:
-        stored, shown = self._gradients[p.stored]
+        stored, shown = p.gradient
         # Users of its memory as well: to_local() returns another view each time.
+        assert stored is not None
         return sys.getrefcount(stored), storage_uses(stored), *self._references([shown]).values()
 
     def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool:
@@ -316,7 +326,7 @@ class MeshParameters(PublicParameters):
                 return True
         for p in (self._by_shown[shown] for shown in known):
             if p.shown.grad is not None and (
-                self._shown_gradient(p) is None or self._gradient_references(p) != self._known_gradients[p.stored]
+                self._shown_gradient(p) is None or self._gradient_references(p) != p.gradient_references
             ):
                 return True
         return any(
@@ -442,8 +452,7 @@ class MeshParameters(PublicParameters):
     def show_state(self, s: Slice, state: dict[str, Any]) -> dict[str, Any]:
         """The state with a DTensor for each tensor that has an element for each of the parameter."""
         p = self._by_stored[s.parameter]
-        known = self._states.setdefault(p.stored, {})
-        shown = {}
+        known, shown = p.states, {}
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim() and value.shape == p.stored.shape:
                 if key not in known or known[key][0] is not value:
@@ -480,18 +489,11 @@ class MeshParameters(PublicParameters):
         modules = list(modules)
         parts = {name: WholePart.of(name, p, self._ranks.count) for name, p in named.items()}
         self._ranks.agree("what is outside of the blocks", " ".join(map(described, parts.values())))
-        new = []
-        for name, p in named.items():
+        for p in named.values():
             gradient, p.grad = p.grad, None
             p.data = self._ranks.copied_from_first(p)
             p.grad = gradient
-            new.append(ShownParameter(p, p, self._new(p, p, parts[name]), parts[name]))
-        self._all += new
-        self._by_stored.update((p.stored, p) for p in new)
-        self._by_shown.update((p.shown, p) for p in new)
-        self._by_whole.update((p.whole, p) for p in new)
-        modules = list(modules)
-        self._places += self._places_in(modules)
+        new = self._add([(p, p, parts[name]) for name, p in named.items()], modules)
         self._outside = {id(p.whole): p for p in new}
         self._outside_modules = [weakref.ref(module) for module in modules]
         self._show()

@@ -254,7 +254,8 @@ class DiskParamBlock(ParamBlock):
         job.clip([gradient for s, gradient in in_memory if gradient.dtype == s.full_dtype])
         while job.blocks_done < len(job.update_blocks):
             self._run_update_block(job, slot, upcoming)
-        if (coefficient := job.coefficient_on(torch.device("cpu"))) is not None:
+        coefficient = job.coefficient_on(torch.device("cpu"))
+        if coefficient is not None and job.group_changes is None:  # else it has run, and its writes are repeated
             for s, gradient in in_memory:
                 if gradient.dtype != s.full_dtype and gradient is s.parameter.grad:
                     gradient.mul_(coefficient)  # it stays clipped as well, as one in its file does already
@@ -414,16 +415,8 @@ class DiskParamBlock(ParamBlock):
         upper = weights.view(s.dtype)
         like = s.like() if update_block.end is None else torch.empty(upper.shape, dtype=s.full_dtype, device="meta")
         proxy.data = torch.zeros((), dtype=like.dtype).expand(like.shape)
-        encoded[k] = EncodedWeights(
-            form=s.form,
-            upper=upper,
-            lower=None if low is None else low.view(torch.int16),
-            wide=wide,
-            like=like,
-            step=job.step,
-            name=s.name,
-            begin=update_block.begin,
-        )
+        low = None if low is None else low.view(torch.int16)
+        encoded[k] = EncodedWeights(s, upper, low, like, job.step, update_block.begin, wide)
 
     def _gradient(
         self, job: UpdateJob, k: int, update_block: UpdateBlock, io_buffer: IOBuffer

@@ -178,17 +178,10 @@ class GroupChanges:
         self._kind = kind
         #: Whether a step is expected to write into groups. Classes of torch do not; others show it in a first step.
         self.expected = not kind.__module__.startswith("torch.optim.")
-        self._changes: dict[int, dict[str, Any]] = {}
+        #: By group: the hyperparameters that a param block of it wrote in this step, with their values.
+        self.changes: dict[int, dict[str, Any]] = {}
         self._step_key: object = None
         self._error: str | None = None
-
-    def has(self, index: int) -> bool:
-        """Whether a param block of group ``index`` was updated in this step."""
-        return index in self._changes
-
-    def of(self, index: int) -> dict[str, Any]:
-        """The hyperparameters that a param block of group ``index`` wrote in this step, with their values."""
-        return self._changes.get(index, {})
 
     def publish(
         self, groups: Sequence[dict[str, Any]], index: int, changes: dict[str, Any], step_key: object = None
@@ -198,8 +191,8 @@ class GroupChanges:
         ``step_key`` is one object for all updates of a step; another object means another step.
         """
         if step_key is not None and step_key is not self._step_key:
-            self._step_key, self._changes = step_key, {}
-        known = self._changes.setdefault(index, changes)
+            self._step_key, self.changes = step_key, {}
+        known = self.changes.setdefault(index, changes)
         if known.keys() != changes.keys() or not all(same_option(value, known[key]) for key, value in changes.items()):
             self._error = (
                 f"{self._kind.__name__} computes {sorted(known.keys() | changes.keys())} of group {index} from all "
@@ -211,8 +204,8 @@ class GroupChanges:
 
     def end_step(self) -> None:
         """Called when all groups are updated."""
-        self.expected = any(self._changes.values())
-        self._changes = {}
+        self.expected = any(self.changes.values())
+        self.changes = {}
 
     def check(self) -> None:
         """Raises RuntimeError if the class couples parameters."""

@@ -40,42 +40,9 @@ from pipe.recompute.thread_state import restores_thread_state
 from pipe.threads import Threads
 
 if TYPE_CHECKING:
-    from offload.mesh.public import PublicParameters
     from offload.model import OffloadModel
 
 __all__ = ["OffloadOptimizer", "open_update_lane"]
-
-
-# --- The factor by which a step multiplies all gradients: ``clip_grad_norm_``, and the scale of a ``GradScaler`` -----
-
-
-def clip_coefficient(
-    public: PublicParameters,
-    groups: Iterable[Mapping[str, Any]],
-    max_norm: float,
-    scale: Tensor | None,
-    *,
-    trusted: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """The global norm of the gradients, before clipping; and their factor, None for 1.
-
-    ``scale`` multiplies the gradients as they are. ``trusted``: whether the norms that came with them are still theirs.
-    """
-    stored = public.local(p for group in groups for p in group["params"])
-    grads = [p.grad for p in stored if p.grad is not None]
-    trusted &= not public.sharded  # a write to a DTensor does not increment the version of what it shows
-    attached = [attached_norm(grad) if trusted else None for grad in grads]
-    read = iter(norms_of([g for g, norm in zip(grads, attached, strict=True) if norm is None]))
-    norms = [next(read) if norm is None else norm for norm in attached]
-    total = public.total_norm(total_norm(norms))
-    if scale is not None:
-        total = total / scale.to(total)
-    # As in torch.nn.utils.clip_grad_norm_.
-    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    if scale is not None:
-        coefficient = coefficient / scale.to(coefficient)
-    # What is on a device is not waited for.
-    return total, None if coefficient.device.type == "cpu" and float(coefficient) == 1 else coefficient
 
 
 def open_update_lane(device: torch.device) -> CopyLane:
@@ -256,7 +223,7 @@ class OffloadOptimizer(MovableStates):
             return  # GradScaler skips this step
         # Without a scale a GradScaler has unscaled in place, which does not increment the version of gradients.
         trusted = not (hasattr(self, "grad_scale") and scale is None)
-        coefficient = self._coefficient(scale, trusted)
+        coefficient = self._coefficient(scale, trusted=trusted)
         options = self.options() if self.in_backward is None else self.in_backward.options_of_step(self._group_changes)
         in_order = sorted(self.param_blocks, key=lambda shard: shard.index)  # of calls, which may be noted later
         # Where nothing is loaded meanwhile; on a device with memory of its own as kernels on the stream of the caller.
@@ -264,8 +231,8 @@ class OffloadOptimizer(MovableStates):
         there = {shard for shard in in_order if runs_there and shard.on_device}
         updates = ((shard, self.update(shard, options, coefficient)) for shard in in_order if shard not in there)
         decided = [(shard, update) for shard, update in updates if update is not None]
-        resident = self._resident.jobs(options, coefficient)
-        resident += [job for shard in in_order if shard in there for job in self._jobs(shard, options, coefficient)]
+        resting = itertools.chain.from_iterable(self.param_blocks[shard] for shard in in_order if shard in there)
+        resident = self._jobs([*self._resident.blocks, *resting], options, coefficient)
         run_resident = partial(self._resident.run, resident, self._finish_job)
         decision = StepDecision(self, decided, resident, run_resident, options)
         if not self.steps:
@@ -407,7 +374,7 @@ class OffloadOptimizer(MovableStates):
         """Steps groups without gradients on one param block: the plain class writes into these groups, too."""
         for index in range(len(self.param_groups)):
             param_block = next((p for p in self._all_param_blocks() if p.group == index), None)
-            if not self._group_changes.has(index) and param_block is not None:
+            if index not in self._group_changes.changes and param_block is not None:
                 param_block.prepare(options).step()
                 self._group_changes.publish(self.param_groups, index, param_block.group_changes())
         self._group_changes.end_step()
@@ -439,23 +406,39 @@ class OffloadOptimizer(MovableStates):
         if self.in_backward is not None:
             self.in_backward.check()
 
-    def _coefficient(self, scale: Tensor | None, trusted: bool) -> Tensor | None:
-        """Factor of the gradients; None for 1."""
+    def _coefficient(self, scale: Tensor | None, *, trusted: bool) -> Tensor | None:
+        """Factor of the gradients, None for 1: of ``clip_grad_norm_``, and of the ``scale`` of a ``GradScaler``.
+
+        ``trusted``: whether the norms that came with the gradients are still theirs.
+        """
         if self.max_norm is None:
             return None if scale is None else 1 / scale.to("cpu")
-        public, groups = self.homes.public, self.param_groups
-        self.last_norm, coefficient = clip_coefficient(public, groups, self.max_norm, scale, trusted=trusted)
-        return coefficient
+        public = self.homes.public
+        stored = public.local(p for group in self.param_groups for p in group["params"])
+        grads = [p.grad for p in stored if p.grad is not None]
+        trusted &= not public.sharded  # a write to a DTensor does not increment the version of what it shows
+        attached = [attached_norm(grad) if trusted else None for grad in grads]
+        read = iter(norms_of([g for g, norm in zip(grads, attached, strict=True) if norm is None]))
+        total = public.total_norm(total_norm([next(read) if norm is None else norm for norm in attached]))
+        if scale is not None:
+            total = total / scale.to(total)
+        self.last_norm = total
+        # As in torch.nn.utils.clip_grad_norm_.
+        coefficient = torch.clamp(self.max_norm / (total + 1e-6), max=1.0)
+        if scale is not None:
+            coefficient = coefficient / scale.to(coefficient)
+        # What is on a device is not waited for.
+        return None if coefficient.device.type == "cpu" and float(coefficient) == 1 else coefficient
 
     def _jobs(
         self,
-        shard: Shard,
+        param_blocks: Iterable[ParamBlock],
         options: list[dict[str, Any]],
         coefficient: Tensor | None,
         kept: Mapping[Slice, Tensor] = MappingProxyType({}),
     ) -> list[UpdateJob]:
         jobs = []
-        for param_block in self.param_blocks[shard]:
+        for param_block in param_blocks:
             gradients: list[Tensor | None] = [kept.get(s, s.parameter.grad) for s in param_block.slices]
             if any(gradient is not None for gradient in gradients):
                 jobs.append(job := UpdateJob(param_block, gradients, options, coefficient, self.steps + 1))
@@ -472,7 +455,7 @@ class OffloadOptimizer(MovableStates):
         kept: dict[Slice, Tensor] | None = None,
     ) -> Update | None:
         """The update of one shard from its stored gradients and the ``kept`` ones; None if it has no gradient."""
-        tasks = self._jobs(shard, options, coefficient, kept or {})
+        tasks = self._jobs(self.param_blocks[shard], options, coefficient, kept or {})
         if not tasks:
             return None
         # The update may outlive the optimizer, and must not keep it from being collected.

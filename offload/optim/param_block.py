@@ -237,19 +237,11 @@ class ParamBlock(ABC):
         if not weights and not any(self.proxies[k].grad is not None for k in self.encoded):
             self.optimizer.step()
             return
-        elementwise = self.factory.kind in ELEMENTWISE
-        step_encoded(
-            self.optimizer,
-            self.proxies,
-            self.encoded,
-            self.factory.form,
-            elementwise=elementwise,
-            weights=weights,
-            changed=self._note_part,
-        )
-
-    def _note_part(self) -> None:
-        self._parts_done += 1
+        elementwise, form = self.factory.kind in ELEMENTWISE, self.factory.form
+        for _ in step_encoded(
+            self.optimizer, self.proxies, self.encoded, form, elementwise=elementwise, weights=weights
+        ):
+            self._parts_done += 1
 
     def check_dense(self, gradients: Sequence[Tensor | None]) -> None:
         """Raises TypeError for a sparse gradient of a parameter whose states are encoded, or that has a form itself."""
@@ -389,16 +381,7 @@ class HostParamBlock(ParamBlock):
 
     def _encoded_weights(self, job: UpdateJob) -> dict[int, EncodedWeights]:
         return {
-            k: EncodedWeights(
-                form=s.form,
-                upper=in_order(self.shard.home_view(s)),
-                lower=lower_part(self.shard, s),
-                wide=None,
-                like=s.like(),
-                step=job.step,
-                name=s.name,
-                begin=0,
-            )
+            k: EncodedWeights(s, in_order(self.shard.home_view(s)), lower_part(self.shard, s), s.like(), job.step)
             for k, s in enumerate(self.slices)
             if s.form is not None and job.gradients[k] is not None
         }

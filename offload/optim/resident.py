@@ -94,14 +94,6 @@ class ResidentParameters:
         if mine:
             self.blocks.append(ResidentParamBlock(mine, group, self._factory))
 
-    def jobs(self, options: list[dict[str, Any]], coefficient: Tensor | None) -> list[UpdateJob]:
-        """The updates of one step, of parameters that have gradients."""
-        jobs = [UpdateJob(block, [p.grad for p in block.parameters], options, coefficient) for block in self.blocks]
-        jobs = [job for job in jobs if any(gradient is not None for gradient in job.gradients)]
-        for job in jobs:
-            job.param_block.check_dense(job.gradients)
-        return jobs
-
     def run(self, jobs: Sequence[UpdateJob], finished: Callable[[UpdateJob], None]) -> None:
         """Runs the updates that are not done. After an interrupt :meth:`wait_idle` has to be called before."""
         left = [job for job in jobs if not job.done]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -33,6 +33,7 @@ from offload.optim import dynamic_map
 from offload.optim.dynamic_map import BLOCK
 from offload.storage.buffer import thread_memory
 from offload.storage.contract import in_order
+from offload.streaming.slices import Slice
 from offload.streaming.weight_forms import WeightForm, pieces
 
 __all__ = [
@@ -297,18 +298,23 @@ def _described(value: Any) -> str:
 class EncodedWeights:
     """The weights of one proxy where they are stored in a form: its parameter's, or a part of it; all flat."""
 
-    form: WeightForm
+    parameter: Slice
     #: bfloat16; int16 or None.
     upper: Tensor
     lower: Tensor | None
-    #: The upper values as float32, in a slot, which are read from there and stored there as well.
-    wide: Tensor | None
     #: Type and layout of the weights.
     like: Tensor
-    #: What decides how the result is rounded: the step, the parameter, and the first of its elements.
+    #: What decides how the result is rounded, beside the parameter: the step, and the first of the elements.
     step: int
-    name: str
-    begin: int
+    begin: int = 0
+    #: The upper values as float32, in a slot, which are read from there and stored there as well.
+    wide: Tensor | None = None
+
+    @property
+    def form(self) -> WeightForm:
+        """That in which the parameter is stored."""
+        assert self.parameter.form is not None
+        return self.parameter.form
 
     def read(self, part: slice) -> Tensor:
         """The values of the elements ``part``; valid until the thread reads others."""
@@ -321,7 +327,7 @@ class EncodedWeights:
     def write(self, part: slice, values: Tensor) -> None:
         """Stores the updated values of the elements ``part``; overwrites ``values``."""
         lower, begin = None if self.lower is None else self.lower[part], self.begin + part.start
-        self.form.store(values, self.upper[part], lower, step=self.step, name=self.name, begin=begin)
+        self.form.store(values, self.upper[part], lower, step=self.step, name=self.parameter.name, begin=begin)
         if self.wide is not None:
             self.wide[part] = self.upper[part]
 
@@ -334,9 +340,8 @@ def step_encoded(
     *,
     elementwise: bool,
     weights: Mapping[int, EncodedWeights],
-    changed: Callable[[], None],
-) -> None:
-    """Updates ``proxies`` (dense, contiguous where ``encoded``) that have a gradient; tells when a part has changed.
+) -> Iterator[None]:
+    """Updates ``proxies`` (dense, contiguous where ``encoded``) that have a gradient, and yields after each part.
 
     ``encoded``: positions of those with states in ``form``; before their first update they have none. Their
     ``optimizer.state`` has the same tensors afterwards, and new ones for new states. ``weights``: the values of those
@@ -345,7 +350,7 @@ def step_encoded(
     """
     chosen = [k for k, p in enumerate(proxies) if (k in encoded or k in weights) and p.grad is not None]
     if not elementwise:
-        _step_whole(optimizer, proxies, [k for k in chosen if k in encoded], form, weights, changed)
+        yield from _step_whole(optimizer, proxies, [k for k in chosen if k in encoded], form, weights)
         return
     gradients = [p.grad for p in proxies]
     try:
@@ -354,14 +359,14 @@ def step_encoded(
         others = [p for p in proxies if p.grad is not None]
         if others:
             optimizer.step()
-            changed()
+            yield
         for p in others:
             p.grad = None  # they are updated, once
         for k in chosen:
             gradient, used = gradients[k], form if k in encoded else FULL
             assert gradient is not None
             assert used is not None
-            _step_in_pieces(optimizer, proxies[k], gradient, used, weights.get(k), changed)
+            yield from _step_in_pieces(optimizer, proxies[k], gradient, used, weights.get(k))
     finally:
         for p, gradient in zip(proxies, gradients, strict=True):
             p.grad = gradient
@@ -373,8 +378,7 @@ def _step_in_pieces(
     gradient: Tensor,
     form: StateForm,
     stored_weights: EncodedWeights | None,
-    changed: Callable[[], None],
-) -> None:
+) -> Iterator[None]:
     whole, before = proxy.data, optimizer.state[proxy]
     like = whole if stored_weights is None else stored_weights.like
     others, stored = _split(before, whole, form)
@@ -391,7 +395,7 @@ def _step_in_pieces(
             for key in keys:
                 state[key] = form.decoded(key, stored, part, whole.dtype)
             optimizer.step()
-            changed()
+            yield
             for key in [key for key, value in state.items() if is_full(value, proxy)]:
                 if form.names(key)[0] not in stored:
                     stored.update(form.allocate(key, like))
@@ -418,8 +422,7 @@ def _step_whole(
     encoded: Sequence[int],
     form: StateForm | None,
     weights: Mapping[int, EncodedWeights],
-    changed: Callable[[], None],
-) -> None:
+) -> Iterator[None]:
     chosen = [proxies[k] for k in encoded]
     before = [optimizer.state[p] for p in chosen]
     split = [_split(state, p, form) for p, state in zip(chosen, before, strict=True)] if form is not None else []
@@ -434,7 +437,7 @@ def _step_whole(
         for p, (others, stored) in zip(chosen, split, strict=True):
             optimizer.state[p] = in_full({**_copied(others), **stored}, p)
         optimizer.step()
-        changed()
+        yield
         for p, (_, stored) in zip(chosen, split, strict=True):
             assert form is not None
             form.encode(optimizer.state[p], p, stored)

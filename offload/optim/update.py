@@ -344,7 +344,7 @@ class InBackward:
         # The same list: updates of one step have one.
         self._options += now[len(self._options) :]
         for index, group in enumerate(now):
-            self._options[index].update((k, v) for k, v in group.items() if k not in changes.of(index))
+            self._options[index].update((k, v) for k, v in group.items() if k not in changes.changes.get(index, {}))
         return self._options
 
     def begin(self, waiting: int, order: Sequence[int] | None = None) -> bool:

@@ -283,9 +283,8 @@ EXCEPTIONS = {
     "mesh.gradients MeshGradientOffload.drain: arrival.wait()": (
         "needs several processes: tests/offload/mesh takes it out, too"
     ),
-    "mesh.gradients _sums_of_parts: arrival.synchronize()": "bounds memory, which tests/offload/mesh measures",
+    "mesh.gradients means_of_parts: arrival.synchronize()": "bounds memory, which tests/offload/mesh measures",
     "mesh.sharded MeshParameters.store_replicated: arrival.synchronize()": "the same as of a drain",
-    "mesh.ranks Ranks.copy_first_replica: arrival.synchronize()": "loads are later jobs of the same lane",
     "mesh.ranks CollectiveLane.submit: arrival.synchronize()": (
         "needs several processes: tests/offload/mesh takes it out, too"
     ),
