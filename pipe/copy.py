@@ -47,17 +47,20 @@ def _moved(tensors: Any, source: AbstractStream, target: AbstractStream) -> list
     return moved
 
 
+def _outputs(ctx: Any, prev_stream: AbstractStream, next_stream: AbstractStream, output: list[Any]) -> tuple[Any, ...]:
+    ctx.set_materialize_grads(False)
+    ctx.prev_stream, ctx.next_stream = prev_stream, next_stream
+    ctx.mark_non_differentiable(*(x for x, needed in zip(output, ctx.needs_input_grad[2:], strict=True) if not needed))
+    return tuple(output)
+
+
 class Copy(torch.autograd.Function):
     """Copies tensors to the device of the next stream."""
 
     @staticmethod
     def forward(ctx: Any, prev_stream: AbstractStream, next_stream: AbstractStream, *input: Tensor) -> tuple[Any, ...]:
         """The tensors on the next device."""
-        ctx.set_materialize_grads(False)
-        ctx.prev_stream, ctx.next_stream = prev_stream, next_stream
-        output = _moved(input, prev_stream, next_stream)
-        ctx.mark_non_differentiable(*_without_gradient(ctx, output))
-        return tuple(output)
+        return _outputs(ctx, prev_stream, next_stream, _moved(input, prev_stream, next_stream))
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor | None) -> tuple[Any, ...]:
@@ -72,19 +75,11 @@ class Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, prev_stream: AbstractStream, next_stream: AbstractStream, *input: Tensor) -> tuple[Any, ...]:
         """The same tensors."""
-        ctx.set_materialize_grads(False)
-        ctx.prev_stream, ctx.next_stream = prev_stream, next_stream
         wait_stream(next_stream, prev_stream)
-        output = [tensor.detach() for tensor in input]
-        ctx.mark_non_differentiable(*_without_gradient(ctx, output))
-        return tuple(output)
+        return _outputs(ctx, prev_stream, next_stream, [tensor.detach() for tensor in input])
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor | None) -> tuple[Any, ...]:
         """The same gradients."""
         wait_stream(ctx.prev_stream, ctx.next_stream)
         return (None, None, *grad_output)
-
-
-def _without_gradient(ctx: Any, output: list[Tensor]) -> list[Tensor]:
-    return [tensor for tensor, needed in zip(output, ctx.needs_input_grad[2:], strict=True) if not needed]

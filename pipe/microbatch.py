@@ -100,11 +100,12 @@ def split_nested(value: Any, chunks: int) -> list[Any]:
         raise ValueError(f"expected at least 1 micro-batch, got chunks={chunks}")
     count = len(rows_of_micro_batches(value, chunks))
     leaves, spec = flatten(value)
-    if count > 1 and any(_is_split(leaf) and leaf.layout is not torch.strided for leaf in leaves):
-        raise TypeError(
-            f"expected dense tensors to split into {count} micro-batches, got another layout; pass NoChunk(tensor) if "
-            f"all rows share it, or use a single micro-batch"
-        )
+    for leaf in leaves if count > 1 else ():
+        if _is_split(leaf) and leaf.layout is not torch.strided:
+            raise TypeError(
+                f"expected dense tensors to split into {count} micro-batches, got one of layout {leaf.layout}; pass "
+                f"NoChunk(tensor) if all rows share it, or use a single micro-batch"
+            )
     columns = [
         torch.tensor_split(leaf, count) if count > 1 and _is_split(leaf) else (_whole(leaf),) * count for leaf in leaves
     ]
@@ -138,6 +139,11 @@ def gather_nested(values: list[Any], rows: RowsOfOutputs | None = None) -> Any:
             raise ValueError(
                 f"output leaf {k} is 0-dimensional and cannot be concatenated over {len(values)} micro-batches; "
                 f"return one value per row, or use a single micro-batch"
+            )
+        elif first.layout not in (torch.strided, torch.sparse_coo):
+            raise ValueError(
+                f"output leaf {k} has the layout {first.layout} and cannot be concatenated over {len(values)} "
+                f"micro-batches; return a dense or COO tensor, or use a single micro-batch"
             )
         else:
             dimension = 0 if rows is None else rows.dimension(k, column)

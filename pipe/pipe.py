@@ -103,9 +103,7 @@ class Pipe(nn.Module):
         if checkpoint not in CHECKPOINT_MODES:
             raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', got {checkpoint!r}")
         if isinstance(balance, int):
-            raise TypeError(
-                f"expected balance to list the layers of each stage, got {balance}; for chunks pass chunks="
-            )
+            raise TypeError(f"expected the layers of each stage, got balance={balance}; pass chunks={balance}?")
         balance = None if balance is None else list(balance)
         verify_skippables(module)
         if deferred_batch_norm:

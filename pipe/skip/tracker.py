@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from pipe.skip.namespace import Key
 
-__all__ = ["SkipTracker", "current_skip_tracker", "exchange_tracker", "use_skip_tracker"]
+__all__ = ["SkipTracker", "current_skip_tracker", "use_skip_tracker"]
 
 
 class SkipTracker:
@@ -47,17 +47,11 @@ Tracker = TypeVar("Tracker", bound=SkipTracker)
 @contextlib.contextmanager
 def use_skip_tracker(tracker: Tracker) -> Iterator[Tracker]:
     """A context in which skippable layers of this thread use ``tracker``."""
-    before = exchange_tracker(tracker)
+    before, _thread_local.tracker = _thread_local.tracker, tracker
     try:
         yield tracker
     finally:
-        exchange_tracker(before)
-
-
-def exchange_tracker(tracker: SkipTracker) -> SkipTracker:
-    """Makes ``tracker`` that of this thread; returns the one before it."""
-    before, _thread_local.tracker = _thread_local.tracker, tracker
-    return before
+        _thread_local.tracker = before
 
 
 def current_skip_tracker() -> SkipTracker:

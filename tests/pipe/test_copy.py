@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipe import Pipe, pipeline, stream
+from pipe import Pipe, pipeline
 from pipe import copy as copies
 from pipe.copy import Copy, Wait
 from pipe.nested import map_tensors
@@ -111,15 +111,6 @@ def test_a_copy_runs_on_both_copy_streams_and_tells_the_allocator_in_both_direct
     assert log == ["use b", "use a", "[1.0] read on b", "[1.0] read on compute"]
 
 
-def test_a_wait_is_reversed_in_backward(log: Any) -> None:
-    x = torch.zeros(1, requires_grad=True)
-    (y,) = Wait.apply(FakeStream("a"), FakeStream("b"), x)
-    assert log == ["b waits for a"]
-    log.clear()
-    y.backward()
-    assert log == ["a waits for b"]
-
-
 class Timeline:
     """Runs a two-stage pipe on the CPU that takes its stages for two devices, and logs what a CUDA one would do."""
 
@@ -195,27 +186,6 @@ def test_stages_of_one_device_need_no_copies_and_no_waits(monkeypatch: pytest.Mo
         monkeypatch.setattr(pipeline, name, lambda *args, name=name: called.append(name))
     Pipe(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), [1, 1], chunks=2)(torch.ones(2, 1)).sum().backward()
     assert not called
-
-
-def test_the_host_waits_for_a_stream_only_where_the_cpu_would_read_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = []
-
-    class Cuda:
-        def __init__(self, name: Any) -> None:
-            self.name = name
-
-        def wait_stream(self, other: Any) -> None:
-            events.append(f"{self.name} waits for {other.name}")
-
-        def synchronize(self) -> None:
-            events.append(f"host waits for {self.name}")
-
-    monkeypatch.setattr(stream, "is_cuda", lambda s: isinstance(s, Cuda))
-    a, b = Cuda("a"), Cuda("b")
-    wait_stream(a, b)
-    wait_stream(CPUStream, a)
-    wait_stream(a, CPUStream)
-    assert events == ["a waits for b", "host waits for a"]
 
 
 @pytest.mark.cuda

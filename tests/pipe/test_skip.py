@@ -67,15 +67,6 @@ def test_none_can_be_handed_on() -> None:
     assert torch.equal(Pipe(model, [1, 1, 1], chunks=2)(x), x)
 
 
-def test_a_layer_may_stash_in_forward_without_being_a_generator_only_if_it_declares_nothing() -> None:
-    @skippable()
-    class Plain(nn.Module):
-        def forward(self, x: Any) -> Any:
-            return x * 2
-
-    assert Plain()(torch.ones(1)).item() == 2
-
-
 @pytest.mark.parametrize("mode", ["always", "except_last", "never"])
 def test_skips_between_stages_have_the_gradients_of_the_bare_module(mode: Any) -> None:
     torch.manual_seed(0)
@@ -167,10 +158,6 @@ def test_routes_are_known_before_any_forward_and_nested_layers_count() -> None:
     assert routes == [Route((None, "a"), 0, 1), Route((None, "b"), 1, 2)]
 
 
-def test_a_skip_inside_one_stage_has_no_route() -> None:
-    assert skip_routes([nn.Sequential(StashA(), PopA())]) == []
-
-
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
@@ -239,16 +226,3 @@ def test_defect_pipe_8_skippable_layers_can_be_copied_and_pickled() -> None:
 
 def _hook(module: Any, args: Any, output: Any) -> Any:
     return None
-
-
-def test_a_copy_of_a_model_keeps_parameters_tied() -> None:
-    layer = Exchange(3)
-    tied = nn.Sequential(layer, nn.Linear(3, 3))
-    tied[1].weight = layer.module.linear.weight
-    copied = copy.deepcopy(tied)
-    assert copied[1].weight is copied[0].module.linear.weight
-    assert copied[1].weight is not tied[1].weight
-
-
-def test_repr_shows_the_layer() -> None:
-    assert repr(Exchange(3)).startswith("@skippable(Exchange(")
