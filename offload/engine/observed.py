@@ -178,9 +178,9 @@ class ObservedStep:
         else:
             self._boundary_bytes += new
         if j or k:
-            self._steps.boundaries.record(j, self.rows[i], self._boundary_bytes)
+            self._steps.boundaries.add(j, self.rows[i], self._boundary_bytes)
         if j and k == 0:
-            self._steps.gradients.record(j, self.rows[i], new)
+            self._steps.gradients.add(j, self.rows[i], new)
         self._code_before(block, value)
 
     def _code_before(self, block: int, value: Any) -> None:
@@ -222,8 +222,8 @@ class ObservedStep:
         j = len(self._homes.shards)
         if cell.j == j - 1 and cell.k == cell.blocks - 1:
             nbytes = sum({id(x): bytes_of_boundary(x) for x in tensors}.values())
-            self._steps.boundaries.record(j, self.rows[cell.i], nbytes)
-            self._steps.gradients.record(j, self.rows[cell.i], nbytes)
+            self._steps.boundaries.add(j, self.rows[cell.i], nbytes)
+            self._steps.gradients.add(j, self.rows[cell.i], nbytes)
 
     def recorder(self, shard: Shard, i: int, memory: Tensor | None, kept: bool) -> Recorder | None:
         """Records what a cell saves, in the first steps of its size."""

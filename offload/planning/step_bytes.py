@@ -42,7 +42,7 @@ def step_bytes(model: StepModel, choice: Choice) -> StepBytes:
     walk.forward()
     if model.first < model.shards:
         walk.backward()
-    return walk.result
+    return walk.peak
 
 
 class _Walk:
@@ -81,9 +81,9 @@ class _Walk:
         self._largest = max(sizes, default=0)
         bounded = model.spills and choice.boundary_bytes < math.inf
         self._room = max(0, int(choice.boundary_bytes) - MOVING * self._largest) if bounded else sum(sizes)
-        self.result = StepBytes()
+        self.peak = StepBytes()
         self._count(self._weights[0][0])
-        self.result.begin = self.result.memory
+        self.peak.begin = self.peak.memory
         self._outside += outside.activations
 
     def forward(self) -> None:
@@ -106,11 +106,11 @@ class _Walk:
                 elif j >= model.first:
                     self._graphs += cell.selected
                     self._saved += cell.enters
-        self.result.spilled = max(0, self._saved - self._room)
+        self.peak.spilled = max(0, self._saved - self._room)
 
     def backward(self) -> None:
         """Counts the backward."""
-        model, kept, result = self._model, self._choice.kept, self.result
+        model, kept, peak = self._model, self._choice.kept, self.peak
         self._output = 2 * sum(nbytes for nbytes, _ in model.output_bytes)  # the user has it until backward is over
         self._output_gradients = sum(nbytes for _, nbytes in model.output_bytes)
         made: set[int] = set()
@@ -125,7 +125,7 @@ class _Walk:
                 else:
                     self._graphs -= cell.selected  # from now on they are a part of its graph
                     inside, activations, read = cell.backward, cell.activations, cell.enters
-                result.activations = max(result.activations, self._graphs + activations)
+                peak.activations = max(peak.activations, self._graphs + activations)
                 self._count(weights, inside, cell.gradient)
                 self._saved -= read
                 if j + 1 < model.shards:
@@ -159,7 +159,7 @@ class _Walk:
         # The engine waits for the previous shard's gradients only when these are complete.
         own, moving = model.gradient_bytes[j], (model.draining_bytes or model.gradient_bytes)[j]
         now = weights + max(sum(self._draining) + own, moving) + self._boundaries() + self._output_gradients
-        self.result.device = max(self.result.device, now)
+        self.peak.device = max(self.peak.device, now)
         self._draining.append(moving)
 
     def _boundaries(self) -> int:
@@ -172,12 +172,12 @@ class _Walk:
     def _count(self, weights: int, inside: int = 0, moving: int = 0) -> None:
         """Counts a cell, or code between cells: what it takes ``inside``, and boundaries and gradients beside it."""
         boundaries, draining = self._boundaries(), sum(self._draining)
-        self.result.device = max(self.result.device, weights + draining + boundaries + self._output_gradients)
+        self.peak.device = max(self.peak.device, weights + draining + boundaries + self._output_gradients)
         boundaries, gradients = boundaries + moving, self._gradients + draining
         now = self._fixed + weights + gradients + boundaries + self._graphs + inside + self._output + self._outside
-        if now > self.result.memory:
-            self.result.memory = now
-            self.result.uses = self._constant | {
+        if now > self.peak.memory:
+            self.peak.memory = now
+            self.peak.uses = self._constant | {
                 "slots": weights,
                 "gradients": gradients,
                 "boundaries": boundaries,

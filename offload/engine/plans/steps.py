@@ -31,8 +31,8 @@ class SizesSeen:
         self._shards = shards
         self._seen: dict[tuple[int, float], int] = {}
 
-    def record(self, j: int, rows: float, nbytes: int) -> None:
-        """Records one."""
+    def add(self, j: int, rows: float, nbytes: int) -> None:
+        """Adds one."""
         remember(self._seen, (j, rows), nbytes, each=self._shards)
 
     def of(self, rows: Sequence[float]) -> Sizes:
