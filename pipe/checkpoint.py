@@ -85,8 +85,8 @@ def checkpoint(
 
     Raises:
         TypeError: for options of ``torch.utils.checkpoint`` that choose what is kept or compared.
-        RuntimeError: if the function changes its input in place; in backward, if a parameter, a mode, or an object
-            that the function reads has been changed since.
+        RuntimeError: if the function changes its input in place; in backward, if a parameter, a mode, or a tensor that
+            the function reads has been changed since. Other values have those of the forward again.
 
     Layers whose shapes are found in their first forward (``nn.LazyLinear``) are not recomputed in that forward. In code
     that ``torch.compile`` compiles it is ``torch.utils.checkpoint``.
