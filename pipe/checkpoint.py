@@ -85,8 +85,8 @@ def checkpoint(
 
     Raises:
         TypeError: for options of ``torch.utils.checkpoint`` that choose what is kept or compared.
-        RuntimeError: if the function changes its input in place; in backward, if a parameter, a mode, or an object
-            that the function reads has been changed since.
+        RuntimeError: if the function changes its input in place; in backward, if a parameter, a mode, or a tensor that
+            the function reads has been changed since. Other values have those of the forward again.
 
     Layers whose shapes are found in their first forward (``nn.LazyLinear``) are not recomputed in that forward. In code
     that ``torch.compile`` compiles it is ``torch.utils.checkpoint``.
@@ -115,8 +115,7 @@ def _first(
     found = _before(function, args, kwargs, module)
     if found is None:
         return None, function(*args, **kwargs)
-    call = Call("a checkpointed function", function, found, None)
-    call.to_the_end = True  # so that all that the second run saves is compared
+    call = Call("a checkpointed function", function, found, to_the_end=True)
     inputs = call.save_inputs(args, kwargs)
     before = [tensor._version for tensor in inputs]
     output = call.first(function, args, kwargs)
@@ -139,7 +138,8 @@ def _before(
     others = [x for x in leaves if type(x) not in LEAVES and not isinstance(x, Tensor)]
     if module is None and (others or not isinstance(function, nn.Module)):
         found = captured(function, *others)
-    layers = Layers(*found.modules, *[x for x in (module or function,) if isinstance(x, nn.Module)])
+    used = function if module is None else module
+    layers = Layers(*found.modules, *([used] if isinstance(used, nn.Module) else []))
     for each in layers.modules:
         if isinstance(each, LazyModuleMixin) and each.has_uninitialized_params():
             return None

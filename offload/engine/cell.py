@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from offload.engine.block import RUNS_NOTED, Block, Known
 from offload.engine.saved_weights import REFERENCES, Reference, SavedWeights
@@ -26,14 +27,14 @@ from offload.engine.selected import Selected
 from offload.engine.visit import Visit, enter
 from offload.streaming.casts import Casts, CastsSeen
 from pipe.nested import map_distinct, tensors_in
-from pipe.recompute.recomputed import recomputed, unchanged
+from pipe.recompute.recomputed import Call, unchanged
 from pipe.recompute.replay import Replay
 from pipe.recompute.thread_state import lasting_hooks
 from pipe.torch_private.tracing import uncompiled_hooks
 
 __all__ = ["UNWATCHED", "Cell", "Watch"]
 
-Call = Callable[..., Any]
+Run = Callable[..., Any]
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
@@ -68,7 +69,7 @@ class Cell:
 
     __slots__ = ("_call", "_known", "block", "token", "views", "visit", "watch")
 
-    def __init__(self, block: Block, known: Known, call: Call, views: Sequence[Tensor]) -> None:
+    def __init__(self, block: Block, known: Known, call: Run, views: Sequence[Tensor]) -> None:
         self.block, self._known, self._call, self.views = block, known, call, views
         #: Of its shard in the graph; None without a graph, or for weights where they rest that nothing watches.
         self.visit: Visit | None = None
@@ -127,7 +128,7 @@ class Cell:
             tensor, version = saved
             return unchanged(tensor, version, name)
 
-        with torch.autograd.graph.saved_tensors_hooks(*uncompiled_hooks(pack, unpack)), casts or _NOTHING:
+        with saved_tensors_hooks(*uncompiled_hooks(pack, unpack)), casts or _NOTHING:
             output = self._noted(self._call, enter(visit, views, self.token), args, kwargs)
         if casts is not None and not casts.found:
             block.without_casts.add(block.autocast())
@@ -170,19 +171,17 @@ class Cell:
         # A second run starts from what the first one was given, which that may write in place.
         copied = not known.spares_input
         places = SavedWeights(visit, views[0], None) if views else None
-        output = recomputed(
-            first,
-            args,
-            kwargs,
+        recomputed = Call(
+            block.name,
+            again,
             state,
-            again=again,
             references=None if places is None else (places.refer, places.resolve),
-            saved=map_distinct(_copied, (args, kwargs)) if copied else None,
-            inputs_hooks=watch.entering,
             on_save=saved_by,
             begins=None if begins is None else partial(begins, visit),
-            name=block.name,
         )
+        with saved_tensors_hooks(*watch.entering) if watch.entering is not None else _NOTHING:
+            recomputed.save_inputs(*(map_distinct(_copied, (args, kwargs)) if copied else (args, kwargs)))
+        output = recomputed.first(first, args, kwargs)
         if casts is not None and watch.casts is not None:
             watch.casts(casts)
         if selected is not None and watch.selected is not None:
@@ -206,7 +205,7 @@ class Cell:
             block.inputs.refuse(known.modes)
         return output
 
-    def _noted(self, call: Call, weights: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _noted(self, call: Run, weights: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A run of which it is noted what the block writes into its input and its weights."""
         known = self._known
         known.runs += 1
@@ -223,7 +222,7 @@ class Cell:
             known.spares_input = known.inputs_seen >= RUNS_NOTED and not self.block.inputs.writes(known.modes)
         return output
 
-    def _run(self, call: Call, weights: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _run(self, call: Run, weights: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A run of which it is noted what the block writes into its weights."""
         block, views, visit = self.block, self.views, self.visit
         if views:

@@ -92,7 +92,7 @@ class Contents:
         """Of modules; only modes and buffers, if not ``attributes``, and of modules of these packages."""
         before: list[tuple[Any, Any]] = []
         for module in modules:
-            whole = attributes and not _keeps_its_own(type(module))
+            whole = attributes and not _keeps_its_own(type(module))  # type: ignore[arg-type]
             before.append((module, _held_by(module, whole)))
             if whole:
                 own = module.__dict__
@@ -180,7 +180,9 @@ class Contents:
 
 def _put_held(own: dict[str, Any], held: _Held) -> bool:
     changed = False
-    parts = [(own["_buffers"], held.buffers)] if held.buffers or own["_buffers"] else []
+    parts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+    if held.buffers or own["_buffers"]:
+        parts.append((own["_buffers"], held.buffers))
     if not held.whole:
         own.update(held.attributes)
     else:
@@ -191,7 +193,8 @@ def _put_held(own: dict[str, Any], held: _Held) -> bool:
             own.update(held.attributes)
         now = _hooks_of(own)
         if held.hooks or any(now):
-            parts += zip(now, held.hooks or ({},) * len(now), strict=True)
+            none: tuple[dict[int, Any], ...] = ({},) * len(now)
+            parts += zip(now, held.hooks or none, strict=True)
     for kind, before in parts:
         if not _same_items(kind, before):
             changed = True

@@ -22,15 +22,15 @@ Source: ``torch.utils.checkpoint`` without reentrant autograd, which keeps a hol
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from pipe.nested import LEAVES, TreeSpec, flatten, unflatten
+from pipe.nested import LEAVES, flatten, unflatten
 from pipe.recompute.phase import phase
 from pipe.recompute.replay import Replay, Rewound
 from pipe.recompute.thread_state import close_contexts, holds_generators, release_generators, shared_generators
@@ -38,7 +38,7 @@ from pipe.torch_private.autograd import at_end_of_backward, backward_number
 from pipe.torch_private.dispatch import subclasses_enabled, with_subclasses
 from pipe.torch_private.tracing import uncompiled_hooks
 
-__all__ = ["Call", "Stop", "recomputed"]
+__all__ = ["Call", "Stop", "unchanged"]
 
 
 References = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -65,18 +65,56 @@ _PLAIN = Tensor, torch.nn.Parameter
 _PHONY = torch.empty(0, requires_grad=True)
 
 
+@dataclass(slots=True)
+class _Input:
+    """A tensor among the arguments: its number, and what makes the tensor of the second run like it."""
+
+    number: int
+    requires_grad: bool
+    kind: type[Tensor]
+    attributes: dict[str, Any]
+
+    def made_of(self, saved: Tensor) -> Tensor:
+        tensor = saved.detach()
+        # What autograd returns of a subclass is a plain tensor, unless that has a ``__torch_dispatch__``.
+        if type(tensor) is not self.kind:
+            tensor = tensor.as_subclass(self.kind)
+            vars(tensor).update(self.attributes)
+        return tensor.requires_grad_(self.requires_grad)
+
+
 class Call:
-    """One call: what it saved, and what its second run needs."""
+    """One call: what it saved, and what its second run needs.
+
+    Args:
+        name: for errors.
+        again: what runs in backward, with the arguments of :meth:`save_inputs`.
+        state: of the modules that run, begun just before.
+        references: what replaces a tensor of the second run until it is used, and what makes the tensor of it.
+        on_save: called with each tensor that the call would save.
+        begins: called before a second run, and before what it gets is read.
+        to_the_end: whether second runs do not stop when all tensors have been made, so that all that they save is
+            compared.
+    """
 
     __slots__ = (
-        "again", "begins", "count", "ended", "kinds", "leaves", "made", "name", "number", "on_save", "places",
-        "references", "repeated", "saved", "spec", "state", "to_the_end",
+        "again", "begins", "count", "ended", "kinds", "leaves", "made", "name", "number", "on_save", "references",
+        "saved", "spec", "state", "to_the_end",
     )  # fmt: skip
 
-    def __init__(self, name: str, again: Callable[..., Any], state: Replay, references: References | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        again: Callable[..., Any],
+        state: Replay,
+        *,
+        references: References | None = None,
+        on_save: Callable[[Tensor], None] | None = None,
+        begins: Callable[[], None] | None = None,
+        to_the_end: bool = False,
+    ) -> None:
         self.name, self.again, self.state, self.references = name, again, state, references
-        #: Whether second runs do not stop when all tensors have been made.
-        self.to_the_end = False
+        self.on_save, self.begins, self.to_the_end = on_save, begins, to_the_end
         #: Whether the first run has ended. Until then, backwards inside it run the part before them again.
         self.ended = False
         self.count = 0
@@ -85,28 +123,24 @@ class Call:
         #: The same tensors of the second run, in the backward of this number; None where used.
         self.made: list[Any] | None = None
         self.number = -1
-        self.on_save: Callable[[Tensor], None] | None = None
-        self.begins: Callable[[], None] | None = None
-        #: How the arguments are nested; None for plain tensors.
-        self.spec: TreeSpec | None = None
 
     def save_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """Saves the arguments of further runs; returns their tensors."""
-        if kwargs or any(not isinstance(x, Tensor) for x in args):
-            leaves, self.spec = flatten((args, kwargs))
-            objects = [x for x in leaves if type(x) not in LEAVES and not isinstance(x, Tensor)]
-            if objects:
-                self.state.add_arguments(objects)
-        else:
-            leaves = list(args)
-        self.places = [k for k, x in enumerate(leaves) if isinstance(x, Tensor)]
-        self.repeated: Sequence[tuple[int, int]] = ()
-        if self.places[1:]:
-            # One tensor at several places is one in the second run, too: a write to it is seen at all of them.
-            first = {id(leaves[k]): k for k in reversed(self.places)}
-            self.repeated = [(k, first[id(leaves[k])]) for k in self.places if first[id(leaves[k])] != k]
-            self.places = sorted(first.values())
-        tensors = [leaves[k] for k in self.places]
+        """Saves the arguments of further runs, which may be nested; returns their tensors, each once."""
+        leaves, self.spec = flatten((args, kwargs))
+        objects = [x for x in leaves if type(x) not in LEAVES and not isinstance(x, Tensor)]
+        if objects:
+            self.state.add_arguments(objects)
+        # One tensor at several places is one in the second run, too: a write to it is seen at all of them.
+        inputs: dict[int, _Input] = {}
+        tensors: list[Tensor] = []
+        for k, x in enumerate(leaves):
+            if isinstance(x, Tensor):
+                if id(x) not in inputs:
+                    own = vars(x) if type(x) not in _PLAIN else {}
+                    kind = Tensor if type(x) in _PLAIN else type(x)
+                    inputs[id(x)] = _Input(len(tensors), x.requires_grad, kind, dict(own))
+                    tensors.append(x)
+                leaves[k] = inputs[id(x)]
         if any(x.is_nested and x.layout is torch.strided for x in tensors):
             raise TypeError(
                 f"expected dense, sparse or jagged tensors, got a nested tensor of the strided layout that enters "
@@ -114,12 +148,6 @@ class Call:
             )
         # The output, not its node: before torch 2.13 what a node has saved goes with the last tensor that it made.
         self.saved: Tensor = _Inputs.apply(_PHONY, *tensors)  # type: ignore[no-untyped-call]
-        for k in self.places:
-            x = leaves[k]
-            # What autograd returns of a subclass is a plain tensor, unless that has a ``__torch_dispatch__``.
-            leaves[k] = x.requires_grad if type(x) in _PLAIN else (x.requires_grad, type(x), dict(vars(x)))
-        for k, _ in self.repeated:
-            leaves[k] = None
         self.leaves = leaves
         return tensors
 
@@ -165,15 +193,13 @@ class Call:
                 f"an input of {self.name} was changed in place between the forward and its backward; clone it before "
                 f"changing it"
             ) from error
-        for k, tensor in zip(self.places, entered, strict=True):
-            if type(leaves[k]) is tuple:
-                requires_grad, kind, attributes = leaves[k]
-                leaves[k] = _as_kind(tensor.detach(), kind, attributes).requires_grad_(requires_grad)
-            else:
-                leaves[k] = tensor.detach().requires_grad_(leaves[k])
-        for k, at in self.repeated:
-            leaves[k] = leaves[at]
-        args, kwargs = (leaves, {}) if self.spec is None else unflatten(leaves, self.spec)
+        known: dict[int, Tensor] = {}
+        for k, x in enumerate(leaves):
+            if type(x) is _Input:
+                if x.number not in known:
+                    known[x.number] = x.made_of(entered[x.number])
+                leaves[k] = known[x.number]
+        args, kwargs = unflatten(leaves, self.spec)
         made: list[Any] = []
         left = self.count
         stops = not (self.to_the_end and self.ended)
@@ -242,49 +268,8 @@ def unchanged(tensor: Tensor, version: int, name: str) -> Tensor:
     return tensor
 
 
-def _as_kind(tensor: Tensor, kind: type[Tensor], attributes: dict[str, Any]) -> Tensor:
-    if type(tensor) is not kind:
-        tensor = tensor.as_subclass(kind)
-        vars(tensor).update(attributes)
-    return tensor
-
-
 def _same(tensor: Any) -> Any:
     return tensor
-
-
-def recomputed(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    state: Replay,
-    *,
-    again: Callable[..., Any] | None = None,
-    references: References | None = None,
-    saved: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
-    inputs_hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None,
-    on_save: Callable[[Tensor], None] | None = None,
-    begins: Callable[[], None] | None = None,
-    name: str = "a checkpointed function",
-) -> Any:
-    """``function(*args, **kwargs)``, of which only the arguments are kept.
-
-    Args:
-        function: the call; ``again`` is what runs in backward in its place, with the same arguments (None: the same).
-        args, kwargs: may be nested.
-        state: of the modules that run, begun just before.
-        saved: the arguments of the second run, where the first one may change its own.
-        inputs_hooks: saved-tensor hooks for the arguments.
-        on_save: called with each tensor that the call would save.
-        begins: called before a second run, and before what it gets is read.
-        references: what replaces a tensor of the second run until it is used, and what makes the tensor of it.
-        name: for errors.
-    """
-    call = Call(name, again or function, state, references)
-    call.on_save, call.begins = on_save, begins
-    with contextlib.nullcontext() if inputs_hooks is None else saved_tensors_hooks(*inputs_hooks):
-        call.save_inputs(*((args, kwargs) if saved is None else saved))
-    return call.first(function, args, kwargs)
 
 
 def _shown(kinds: list[tuple[Any, ...]]) -> str:

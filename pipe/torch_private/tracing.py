@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -53,50 +53,21 @@ def compiled_alike(compiled: Callable[..., Any], function: Callable[..., Any]) -
     return cast("Callable[..., Any]", context(function))
 
 
-def uncompiled_hooks(*hooks: Callable[[Any], Any]) -> tuple[Callable[[Any], Any], ...]:
-    """Hooks that ``torch.compile`` does not compile.
+def uncompiled_hooks(*hooks: Any) -> tuple[Any, ...]:
+    """Hooks that ``torch.compile`` does not compile: their code is marked, once.
 
-    Saved-tensor hooks run inside the layers, so a compiled layer would compile them too. Their code is marked once,
-    where the compiler allows that; else each call passes through a function that it does not look into.
+    Saved-tensor hooks run inside the layers, so a compiled layer would compile them too.
     """
-    if "torch._dynamo" not in sys.modules:
-        return hooks
-    for hook in hooks:
-        code = (
-            hook.__func__.__code__
-            if type(hook) is MethodType
-            else hook.__code__
-            if type(hook) is FunctionType
-            else None
-        )
-        if code not in _codes:
-            break
-    else:
-        return hooks
-    marked = tuple(map(_marked, hooks))
-    return hooks if all(marked) else tuple(functools.partial(_call_uncompiled(), hook) for hook in hooks)
+    if "torch._dynamo" in sys.modules:
+        for hook in hooks:
+            code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+            if code is not None and code not in _uncompiled:
+                sys.modules["torch._dynamo"].eval_frame.skip_code(code)
+                _uncompiled.add(code)
+    return hooks
 
 
-_codes: set[Any] = set()
-
-
-def _marked(hook: Any) -> bool:
-    """Whether the compiler leaves out the code of a hook."""
-    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
-    if code in _codes:
-        return True
-    skip = getattr(sys.modules["torch._dynamo"].eval_frame, "skip_code", None)
-    if skip is None or code is None:
-        return False
-    skip(code)
-    _codes.add(code)
-    return True
-
-
-@functools.cache
-def _call_uncompiled() -> Callable[..., Any]:
-    disabled: Callable[..., Any] = torch.compiler.disable(lambda function, argument: function(argument))
-    return disabled
+_uncompiled: set[Any] = set()
 
 
 def transform_of_functions_under_way() -> bool:

@@ -244,6 +244,21 @@ def test_an_object_that_holds_what_was_computed_from_it() -> None:
     assert g.x is output
 
 
+def test_an_object_that_each_checkpoint_of_a_chain_updates() -> None:
+    found = []
+    for run in (lambda function, graph: function(graph), checkpoint):
+        torch.manual_seed(0)
+        layers, g = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)]), Graph()
+        g.x = torch.randn(8, WIDTH)
+        for layer in layers:
+            g.x = run(lambda graph, layer=layer: layer(graph.x).tanh(), g)
+        output = g.x
+        output.square().mean().backward()
+        assert g.x is output
+        found.append(gradients(layers))
+    assert_same(*found)
+
+
 def test_outputs_that_are_stored_in_what_the_function_holds_are_freed() -> None:
     freed = []
     layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())

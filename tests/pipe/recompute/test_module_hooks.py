@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from pipe.checkpoint import checkpoint
-from pipe.recompute.replay import Layers
 
 
 def halve(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -123,15 +122,6 @@ def test_a_hook_that_a_forward_registers_is_in_its_recomputation() -> None:
     for layers in (plain, ours):
         layers[1] = Lazy()
     assert_same(run(ours, lambda m: None, lambda x: checkpoint(ours, x)), run(plain, lambda m: None, plain))
-
-
-def test_a_hook_that_a_forward_registers_is_in_a_second_forward_that_does_not_register_it() -> None:
-    layer = Lazy()
-    module_state = Layers(layer).begin()
-    first = layer(batch())
-    module_state.record_changes()
-    with module_state.again():
-        assert torch.equal(layer(batch()), first)
 
 
 def test_a_forward_set_after_the_forward_is_not_in_its_recomputation() -> None:

@@ -93,20 +93,6 @@ def test_defect_pipe_4_saved_tensor_hooks_are_carried_into_another_thread() -> N
     assert seen == [1]
 
 
-def test_a_set_default_device_is_carried_into_another_thread() -> None:
-    torch.set_default_device("meta")
-    try:
-        thread_state = ThreadState.capture()
-    finally:
-        torch.set_default_device(None)
-
-    def elsewhere() -> Any:
-        with thread_state.again():
-            return torch.empty(1).device.type
-
-    assert in_thread(elsewhere) == "meta"
-
-
 WITH_DEFAULT = ContextVar("with default", default=0)
 WITHOUT = ContextVar[int]("without")
 
@@ -142,22 +128,6 @@ def test_dispatch_modes_are_carried_and_entered_once() -> None:
 
     in_thread(elsewhere)
     assert counting.calls == 2
-
-
-def test_a_function_mode_that_is_active_is_not_entered_twice() -> None:
-    calls = []
-
-    class Noting(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.sin:
-                calls.append(1)
-            return func(*args, **(kwargs or {}))
-
-    with Noting():
-        thread_state = ThreadState.capture()
-        with thread_state.again():
-            torch.sin(torch.ones(1))
-    assert calls == [1]
 
 
 def test_a_mode_is_pushed_without_the_effects_of_entering_it() -> None:
@@ -212,40 +182,6 @@ def test_settings_are_restored_where_an_interrupt_stopped_the_exit_of_a_context(
     with pytest.raises(KeyboardInterrupt):
         run()
     assert torch.is_grad_enabled()
-
-
-@pytest.mark.parametrize("exit_", [contextlib._GeneratorContextManager.__exit__, contextlib.ExitStack.__exit__])
-def test_a_context_whose_exit_was_interrupted_ends_before_its_traceback_is_freed(exit_: Any) -> None:
-    ended: list[str] = []
-
-    @contextlib.contextmanager
-    def inner() -> Iterator[None]:
-        try:
-            yield
-        finally:
-            ended.append("inner")
-
-    @restores_thread_state
-    def run() -> None:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(inner())
-            stack.callback(ended.append, "callback")
-
-    def trace(frame: Any, event: str, arg: Any) -> Any:
-        def line(frame: Any, event: str, arg: Any) -> Any:
-            sys.settrace(before)
-            raise KeyboardInterrupt
-
-        return line if frame.f_code is exit_.__code__ else None
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run()
-    finally:
-        sys.settrace(before)
-    assert ended == ["callback", "inner"]
 
 
 @pytest.mark.parametrize("function", [contextlib.ExitStack.__exit__, contextlib.ExitStack.enter_context])
