@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from offload.engine.block import RUNS_NOTED
 from offload.engine.engine import Engine
 from offload.engine.own_attributes import OwnAttributes
 from offload.engine.suspend import BlockCall, Result, SuspendedForward
@@ -33,7 +34,12 @@ def run_chunks(
     ``outside``: the modules outside of the blocks.
     """
     own = OwnAttributes(len(chunks))
-    everywhere = [*outside, *itertools.chain(*(block.region.modules for block in engine.numbered))]
+    inside = [*itertools.chain(*(block.region.modules for block in engine.numbered))]
+    everywhere = [*outside, *inside]
+    # Few models set attributes of their blocks between these; copies of the attributes of all of them take time.
+    watches = engine.sets_between or engine.chunked < RUNS_NOTED
+    engine.chunked += 1
+    attributes = {id(vars(module)) for module in inside} if watches else set()
     known: list[set[Any]] = [set() for _ in chunks]
     forwards: list[SuspendedForward] = []
 
@@ -69,8 +75,9 @@ def run_chunks(
                 states[i] = Result(None)  # frees the arguments
                 del call
             for i in list(outputs):
-                with own.running(i, outside):
+                with own.running(i, everywhere if watches else outside):
                     states[i] = forwards[i].resume(outputs.pop(i))
+                engine.sets_between = engine.sets_between or not attributes.isdisjoint(own.set_last)
         results = [state.value for state in states if isinstance(state, Result)]
         for result, nodes in zip(results, known, strict=True):
             set_sequence_numbers(tensors_in(result), nodes)

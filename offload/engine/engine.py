@@ -99,6 +99,8 @@ class Engine:
         #: Forwards so far, with a backward and without, of which the first are observed.
         self._observed = {True: 0, False: 0}
         self._made_in = os.getpid()
+        #: Forwards of several chunks so far, and whether in one of them code between blocks has set their attributes.
+        self.chunked, self.sets_between = 0, False
         self._weights = [Weights(shard, homes.device, homes.public) for shard in homes.shards]
         self._slots = Slots(homes.streamer)
         self.backward = self.backward_kind(homes, self._weights, self._slots)

@@ -25,6 +25,8 @@ class OwnAttributes:
 
     def __init__(self, chunks: int) -> None:
         self._set: list[dict[tuple[int, str], tuple[dict[str, Any], Any]]] = [{} for _ in range(chunks)]
+        #: The identities of the attributes of all modules that the code which ran last has set.
+        self.set_last: set[int] = set()
 
     @contextlib.contextmanager
     def running(self, i: int, modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -35,8 +37,10 @@ class OwnAttributes:
         try:
             yield
         finally:
+            self.set_last = set()
             for owner, old in before:
                 if _differs(owner, old):
+                    self.set_last.add(id(owner))
                     for name in owner.keys() | old.keys():
                         value = owner.get(name, _MISSING)
                         if value is not old.get(name, _MISSING):

@@ -3,7 +3,7 @@
 A layer with its own ``torch.Generator`` (so that its masks do not depend on the draws of other layers) would draw
 other numbers in a recomputation, unless that generator is found and rewound like the global ones.
 
-:func:`held_generators` finds ``torch.Generator``, ``random.Random``, ``numpy.random.Generator`` and
+:func:`places_of_generators` finds ``torch.Generator``, ``random.Random``, ``numpy.random.Generator`` and
 ``numpy.random.RandomState`` as an attribute of a module, or as an element of a list, tuple, set or dict that is an
 attribute; :func:`generators_among` finds those among arguments. Others (an attribute of an attribute) are not.
 """
@@ -21,7 +21,15 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Generator", "generator_types", "generators_among", "generators_of", "held_generators"]
+__all__ = [
+    "Generator",
+    "Place",
+    "generator_types",
+    "generators_among",
+    "generators_in",
+    "generators_of",
+    "places_of_generators",
+]
 
 # The attributes of every module: containers of modules, tensors and hooks.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -68,7 +76,7 @@ _NUMPY = Generator("numpy", lambda: _numpy().get_state(legacy=False), lambda sta
 
 
 def generators_of(devices: Iterable[torch.device], held: Iterable[Any] = ()) -> list[Generator]:
-    """The generators of the process, of ``devices``, and those that :func:`held_generators` found."""
+    """The generators of the process, of ``devices``, and those that modules hold."""
     # A forward can only draw from NumPy if it has been imported.
     found = [_CPU, _PYTHON, _NUMPY] if "numpy" in sys.modules else [_CPU, _PYTHON]
     for device in sorted({d for d in devices if d.type not in ("cpu", "meta")}, key=str):
@@ -78,17 +86,29 @@ def generators_of(devices: Iterable[torch.device], held: Iterable[Any] = ()) -> 
     return found + [_held(generator) for generator in held]
 
 
-def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
-    """The generators that ``modules`` hold themselves, each once. Their submodules are not searched."""
-    held: list[Any] = []
-    for module in modules:
-        for name, value in module.__dict__.items():
-            if type(value) not in _NONE and name not in _OF_EVERY_MODULE:
-                if isinstance(value, (list, tuple, set, dict)):
-                    held += value.values() if isinstance(value, dict) else value
-                else:
-                    held.append(value)
-    return _among(held)
+#: The attributes of a module, the name of one, and its value, which is or holds generators.
+Place = tuple[dict[str, Any], str, Any]
+
+
+def places_of_generators(modules: Iterable[nn.Module]) -> list[Place]:
+    """Where ``modules`` hold generators themselves. Their submodules are not searched."""
+    return [
+        (module.__dict__, name, value)
+        for module in modules
+        for name, value in module.__dict__.items()
+        if type(value) not in _NONE and name not in _OF_EVERY_MODULE and _among(_values_in(value))
+    ]
+
+
+def generators_in(places: Iterable[Place]) -> list[Any]:
+    """The generators in some places, each once."""
+    return _among([x for _, _, value in places for x in _values_in(value)])
+
+
+def _values_in(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (list, tuple, set)) else (value,)
 
 
 def generators_among(values: Iterable[Any]) -> list[Generator]:

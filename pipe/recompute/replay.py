@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from pipe.nested import tensors_in
 from pipe.recompute.buffers import Buffer, BufferHabits
 from pipe.recompute.contents import Contents
-from pipe.recompute.generators import Generator, generators_among, generators_of, held_generators
+from pipe.recompute.generators import Generator, generators_among, generators_in, generators_of, places_of_generators
 from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.phase import enable_recomputing, phase
 from pipe.recompute.thread_state import Settings, shared_generators
@@ -122,12 +122,16 @@ class Layers:
             for name, b in owner._buffers.items()
             if b is not None
         ]
-        self.generators = held_generators(self.modules)
+        self._find_generators()
         self._begun, self._changes = 0, False
         self._runs: dict[Modes, int] = {}
         #: Those that they may draw from, and those that are compared in every run.
         self._generators: list[Generator] = []
         self._compared: list[Generator] = []
+
+    def _find_generators(self) -> None:
+        self._places = places_of_generators(self.modules)
+        self.generators = generators_in(self._places)
 
     @property
     def own_devices(self) -> set[torch.device]:
@@ -177,9 +181,11 @@ class Layers:
         Modules without buffers that changed no attribute in their first runs cost one comparison of each generator.
         """
         stateful = bool(self._buffers) or self._changes or False in [plain for _, plain in modes]
+        if self._places and any(owner.get(name) is not value for owner, name, value in self._places):
+            self._begun, self._changes = 0, True  # each run may have generators of its own
         if self._begun < RUNS_NOTED:  # generators may be assigned at any time before
             self._begun += 1
-            self.generators = held_generators(self.modules)
+            self._find_generators()
             self._generators = generators_of(self.devices, self.generators)
             # Those of torch, and of the modules themselves, take no time. Of others, those that the first runs used.
             self._compared = [each for each in self._generators if each.name not in ("python", "numpy")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -314,24 +313,9 @@ WAYS: dict[str, dict[str, Any]] = {
 #: Refused where both blocks are in one shard.
 REFUSED = {(Neighbour, way) for way in ("one shard", "cast around", "chunks")}
 
-#: What is not as in the plain model.
-WRONG = {
-    **{(Generators, way): "what is drawn in a recomputation is of another generator" for way in WAYS},
-    **{(Attribute, way): "chunks share what is set between blocks" for way in ("micro-batches", "chunks")},
-}
-del WRONG[Generators, "kept"]
 
-
-def cases() -> list[Any]:
-    found = []
-    for kind, way in itertools.product(MODELS, WAYS):
-        wrong = WRONG.get((kind, way))
-        marks = () if wrong is None else pytest.mark.xfail(reason=wrong, strict=True)
-        found.append(pytest.param(kind, way, marks=marks))
-    return found
-
-
-@pytest.mark.parametrize(("kind", "way"), cases())
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", MODELS)
 def test_each_trains_as_before_it_was_wrapped(kind: type[Model], way: str) -> None:
     bare = kind()
     choices = {"checkpoint_activation": True, **WAYS[way]}
