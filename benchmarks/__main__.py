@@ -24,6 +24,7 @@ BENCHMARKS = {  # name -> the question
     "gradcache-batch": "how large may an exact contrastive batch be in fixed memory, and what do its chunks cost?",
     "qwen-embedding": "train the architecture of Qwen3-Embedding-0.6B under a memory cap: who can, and in what time?",
     "mesh": "several ranks train one model, beside FSDP2 and DeepSpeed: memory of a rank, time, bytes from others?",
+    "host-time": "what does the host do beside layers: Python calls a block, and processor time?",
     "gpu": "on a GPU: CUDA tests; training beside plain torch and peers: memory, time, and what does a step wait for?",
 }
 PACKAGES = {

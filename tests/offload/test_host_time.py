@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-import cProfile
-import gc
-import pstats
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from benchmarks.host_time import WARM_UP, calls_in, layers
+from benchmarks.host_time import checkpointed as checkpointed_by_torch
 from offload import OffloadModel, OffloadOptimizer
 
-BLOCKS, WARM_UP, PROFILED = 16, 14, 3
+BLOCKS = 16
 
 
 def blocks() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(BLOCKS)))
-
-
-def calls_in(step: Callable[[], object]) -> float:
-    """Python calls of the caller's thread in a step."""
-    profile = cProfile.Profile()
-    gc.collect()
-    gc.disable()  # finalizers of others would count
-    try:
-        profile.enable()
-        for _ in range(PROFILED):
-            step()
-        profile.disable()
-    finally:
-        gc.enable()
-    counted: Any = pstats.Stats(profile)
-    return float(counted.total_calls) / PROFILED
+    return layers(BLOCKS)
 
 
 def calls_of(step: Callable[[], object]) -> float:
@@ -50,15 +30,8 @@ def calls_of(step: Callable[[], object]) -> float:
 @pytest.fixture(scope="module")
 def checkpointed() -> float:
     """Calls of ``torch.utils.checkpoint``."""
-    layers, x = blocks(), torch.randn(4, 16)
-
-    def step() -> None:
-        value: Tensor = x
-        for layer in layers:
-            value = checkpoint(layer, value, use_reentrant=False)
-        value.mean().backward()
-
-    return calls_of(step)
+    model, x = blocks(), torch.randn(4, 16)
+    return calls_of(lambda: checkpointed_by_torch(model, x).mean().backward())
 
 
 @pytest.mark.parametrize(
