@@ -179,7 +179,7 @@ class SimpleContrastiveLoss:
     Args:
         n_hard_negatives: targets that follow each query's own one; ``y`` has ``1 + n_hard_negatives`` rows per query.
         tile_rows: queries whose scores exist at a time; None: all, or, of a million scores and more than there are
-            representations, as many as take the memory of these. A loss in parts is not differentiable twice.
+            representations, as many as take half the memory of these. A loss in parts is not differentiable twice.
         temperature: scores are divided by it.
         symmetric: mean of this loss and the one with queries and targets in exchanged roles.
     """
@@ -244,7 +244,7 @@ class SimpleContrastiveLoss:
         scores, given = x.size(0) * y.size(0), x.numel() + y.numel()
         if self.tile_rows is not None or scores < max(LARGE, given) or torch.compiler.is_compiling():
             return self.tile_rows
-        return max(given // y.size(0), 1)
+        return max(given // (2 * y.size(0)), 1)
 
     def _target(self, x: Tensor, y: Tensor, target: Tensor | None) -> Tensor:
         if target is not None:
