@@ -38,9 +38,9 @@ TINY = {"dim": 16, "rows": 64}  # layers take next to no time: nearly all of a s
 KINDS = ("processor", "clock")
 TIME = (
     "Time: steps of the pipes in turn, in one process; medians. A step clears the gradients of the one before. "
-    " `processor` is processor time, which other work on the "
-    "machine does not change; `clock` is time by the clock. The bound is on processor time of the first table. glibc "
-    "keeps freed memory here, so that no pipe pays for pages that another one returned."
+    "`processor` is processor time, which other work on the machine does not change; `clock` is time by the clock. The "
+    "bound is on processor time of the first table. glibc keeps freed memory here, so that no pipe pays for pages that "
+    "another one returned."
 )
 TINY_TIME = f"The same with {TINY['dim']} channels and {TINY['rows']} rows: what a pipe itself costs. No bound."
 PEAK = (

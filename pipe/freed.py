@@ -15,9 +15,11 @@ So what a graph may hold has neither. It holds a :class:`Life` instead, which no
 from __future__ import annotations
 
 import ctypes
+import signal
+import threading
 import time
 import weakref
-from _thread import interrupt_main, start_new_thread
+from _thread import start_new_thread
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -32,7 +34,9 @@ _untrack.argtypes, _untrack.restype = [ctypes.py_object], None
 
 def _interrupt_again() -> None:
     time.sleep(0.01)  # until the finalizer has returned, where it would be lost once more
-    interrupt_main()
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, signal.SIGINT)  # which also ends a wait for a lock
 
 
 class Life:
