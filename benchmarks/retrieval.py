@@ -198,13 +198,13 @@ def _cap_table(outcomes: Sequence[Outcome]) -> str:
     for outcome in outcomes:
         losses = outcome.values("loss")
         died = f"died in step {len(losses) + 1}, as intended" if outcome.lacked_memory else outcome.reason
-        shown = f"{losses[0]:.4f} -> {losses[-1]:.4f}" if losses and not died else "-"
+        shown = ", ".join(f"{loss:.4f}" for loss in losses) if not died else "-"
         rows.append([outcome.name, died or f"trained {len(losses)} steps", shown, mebibytes(outcome.peak_bytes)])
     words = (
         f"Under a hard cap of {mebibytes(outcomes[0].case.arguments['cap_bytes'])} of private memory (`RLIMIT_DATA`, "
         "which also counts what is mapped and not used):"
     )
-    return f"{words}\n\n{markdown_table(['method', 'outcome', 'loss', 'memory held'], rows)}"
+    return f"{words}\n\n{markdown_table(['method', 'outcome', 'losses of the batches', 'memory held'], rows)}"
 
 
 def bounds(run: Run) -> list[str]:
