@@ -30,10 +30,9 @@ class Ranks:
     def __init__(self, device: str = "cpu") -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
-        if "RANK" not in os.environ:
-            os.environ.update(torchrun_environments(1)[0])
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         if not dist.is_initialized():
-            dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", timeout=TIMEOUT)
+            dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", timeout=TIMEOUT, **alone)
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self.mesh: Any = init_device_mesh(torch.device(device).type, (self.count,))
 
