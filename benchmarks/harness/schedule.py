@@ -14,7 +14,6 @@ from pathlib import Path
 
 from benchmarks.harness.case import Case, Outcome
 from benchmarks.harness.process import CaseProcess
-from offload.progress import progress
 
 MAXIMUM_ERROR = 0.03  # of a median: two runs then rarely differ by a tenth
 MOST_TIMES = 3
@@ -48,6 +47,8 @@ def run_group(
                 processes = first + [_start(case, folder, 0 if first else warmup, inner) for case in lot]
                 _warm_up(processes, warmup if first else 0)
                 ratios = processes[-1].outcome.ratios
+                from offload.progress import progress  # a case may import the packages of another commit
+
                 rounds = rounds_until_known(ratios, turns) if first else progress(range(turns), "steps", "round")
                 for k in rounds:
                     if len(lot) > 1 and not sys.stderr.isatty():
