@@ -37,6 +37,8 @@ def run_group(
     Before the counted turns come ``warmup`` turns whose steps are dropped; those of ``pairs`` are taken in turn, too.
     The reference is the first case. ``done`` gets the outcomes so far whenever a case has ended.
     """
+    from offload.progress import progress  # not above: a case may import the packages of another commit
+
     kept = 1 if order == "pairs" else 0
     lots = [cases] if order == "rounds" else [[case] for case in cases[kept:]]
     with contextlib.ExitStack() as stack:
@@ -47,8 +49,6 @@ def run_group(
                 processes = first + [_start(case, folder, 0 if first else warmup, inner) for case in lot]
                 _warm_up(processes, warmup if first else 0)
                 ratios = processes[-1].outcome.ratios
-                from offload.progress import progress  # a case may import the packages of another commit
-
                 rounds = rounds_until_known(ratios, turns) if first else progress(range(turns), "steps", "round")
                 for k in rounds:
                     if len(lot) > 1 and not sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""Computes the memory of a step: what is there while each cell runs, forward and backward.
+"""Predicts the memory of a step: the bytes that are held while each cell runs, forward and backward.
 
 It follows the order of use that all plans have, and needs no plan. What is on its way counts from its submission until
 the engine waits for it, so the result is an upper bound of what the engine then holds.

@@ -65,7 +65,7 @@ def test_the_trial_runs_once_per_shape_and_leaves_buffers_and_generators_alone()
 
 
 class Streamed(nn.Linear):
-    """A model of somebody else that takes all chunks."""
+    """A model that is no OffloadModel and has its own ``forward_chunks``."""
 
     def __init__(self) -> None:
         super().__init__(8, 8)

@@ -124,7 +124,7 @@ def test_bare_modules_and_plain_optimizers_are_saved_and_loaded_too(tmp_path: Pa
     for action in ("backward", "step", "zero"):
         pair.do(action)
     save_checkpoint(tmp_path, pair.bare, pair.plain)
-    assert load_checkpoint(tmp_path, pair.bare, pair.plain).step is None  # nobody counted them
+    assert load_checkpoint(tmp_path, pair.bare, pair.plain).step is None  # a plain optimizer has no count of steps
     again = Pair("momentum", tied=True, slices=2)
     load_checkpoint(tmp_path, again.model, again.ours)
     load_checkpoint(tmp_path, again.bare, again.plain)

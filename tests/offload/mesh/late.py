@@ -1,4 +1,4 @@
-"""Collectives that run when somebody waits for them."""
+"""A lane that runs each collective late: when its arrival is waited for."""
 
 from __future__ import annotations
 
