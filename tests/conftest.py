@@ -32,6 +32,15 @@ def collect_only_what_tests_make() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def leave_no_process_group() -> Iterator[None]:
+    """Where a module leaves one, the module that makes the next one fails, in another order of modules another one."""
+    import torch.distributed as dist
+
+    yield
+    assert not dist.is_initialized(), "a process group outlives the module that made it"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def seed_no_device_that_is_not_there() -> Iterator[None]:
     """For each kind of such devices ``torch.manual_seed`` formats the stack, for later: half a millisecond each."""

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from benchmarks.__main__ import load, main
 from benchmarks.harness import benchmark as harness
 from benchmarks.harness.benchmark import read_header, read_run
@@ -60,6 +62,9 @@ def run_case(case: Case, folder: str | Path, turns: int = 0) -> Outcome:
             found.skipped = str(reason)
         except Exception as error:
             found.failure = f"exit status 1: {type(error).__name__}: {error}"
+        finally:
+            if dist.is_initialized():  # which ends with the process of a case
+                dist.destroy_process_group()
     return found
 
 
