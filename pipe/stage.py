@@ -32,16 +32,11 @@ def writes_input(layers: nn.Module) -> bool:
 
     Layers without parameters may return their input unchanged; a layer with parameters returns a new tensor.
     """
-    waiting: list[nn.Module | None] = [layers]
-    while waiting:
-        layer = waiting.pop()
-        if layer is None:
-            continue
+    for layer in layers.modules():
         if layer.__dict__.get("inplace", getattr(type(layer), "inplace", False)):
             return True
         if layer._parameters and any(parameter is not None for parameter in layer._parameters.values()):
             return False
-        waiting += reversed(layer._modules.values())
     return False
 
 

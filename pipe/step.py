@@ -16,7 +16,8 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -30,57 +31,47 @@ from pipe.nested import map_tensors, tensors_in
 from pipe.refusals import refuse_holders
 from pipe.schedule import Clocks, StageAction
 from pipe.stage import Stage, Values
-from pipe.stream import use_device
+from pipe.stream import to_device, use_device
 
-__all__ = ["PipelineStep", "moved", "split_target", "step_of_one_cell"]
+__all__ = ["PipelineStep", "split_target", "step_of_one_cell"]
 
 #: Stands for the cell that has made the input of a micro-batch.
 _USER = -1
 
 
-def step_of_one_cell(
-    stage: Stage, input: Any, target: Any, loss: MicroLoss, record: Callable[[StageAction], None]
-) -> Tensor:
+def step_of_one_cell(stage: Stage, input: Any, target: Any, loss: MicroLoss) -> Tensor:
     """Runs the step of one micro-batch on one stage, as the layers would run it; returns its loss, detached."""
     with contextlib.nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
-        record(StageAction("F", 0, 0))
         total, count = loss.of(stage([input])[0], target)
         total = total if count is None else (total / count).to(total.dtype)
-        record(StageAction("B", 0, 0))
         total.backward()
     return total.detach()
 
 
+@dataclass
 class PipelineStep:
     """One step over all micro-batches, with input, target and loss of each.
 
-    Args:
+    Attributes:
         clocks: the schedule for these stages and micro-batches.
         turns: number of places where stages take turns (:mod:`pipe.turn`); 0 if each stage has its own.
         checkpoint_stop: the micro-batches before this one are checkpointed.
-        record: called with each action when it begins.
+        trace: gets each action when it begins.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[Stage],
-        clocks: Clocks,
-        inputs: Sequence[Any],
-        targets: Sequence[Any],
-        losses: Sequence[MicroLoss],
-        *,
-        turns: int = 0,
-        checkpoint_stop: int = 0,
-        record: Callable[[StageAction], None],
-    ) -> None:
-        self.stages = stages
-        self.clocks = clocks
-        self.targets = targets
-        self.losses = losses
-        self.turns = turns
-        self.record = record
-        self._checkpointed = {cell for cell in _held(clocks, turns > 0) if cell[1] < checkpoint_stop}
-        self._values: list[Values] = [{None: value} for value in inputs]
+    stages: Sequence[Stage]
+    clocks: Clocks
+    inputs: Sequence[Any]
+    targets: Sequence[Any]
+    losses: Sequence[MicroLoss]
+    turns: int = 0
+    checkpoint_stop: int = 0
+    trace: list[StageAction] | None = None
+
+    def __post_init__(self) -> None:
+        held = _held(self.clocks, self.turns > 0)
+        self._checkpointed = {cell for cell in held if cell[1] < self.checkpoint_stop}
+        self._values: list[Values] = [{None: value} for value in self.inputs]
         #: For each cell between forward and backward, the leaves that stand for inputs, with the stage that made each.
         self._sources: dict[tuple[int, int], list[tuple[Tensor, Tensor, int]]] = {}
         #: For each cell, its outputs that have a gradient, and the gradients.
@@ -103,7 +94,8 @@ class PipelineStep:
         return total
 
     def _act(self, action: StageAction) -> None:
-        self.record(action)
+        if self.trace is not None:
+            self.trace.append(action)
         kind, j, i = action
         (self._forward if kind == "F" else self._backward)(j, i)
         if not self.turns:
@@ -120,8 +112,8 @@ class PipelineStep:
 
         def receive(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
-                return moved(tensor, stage.device)
-            leaf = moved(tensor.detach(), stage.device).requires_grad_()
+                return to_device(tensor, stage.device)
+            leaf = to_device(tensor.detach(), stage.device).requires_grad_()
             sources.append((leaf, tensor, source))
             return leaf
 
@@ -185,17 +177,12 @@ def _run_backward(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
         torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device; the host does not wait for a copy there."""
-    return tensor.to(device, non_blocking=device.type != "cpu")
-
-
-def split_target(target: Any, rows: Sequence[int]) -> list[Any]:
-    """The target, split as the input was, into micro-batches of ``rows`` rows."""
+def split_target(target: Any, rows: Sequence[int], device: torch.device | None = None) -> list[Any]:
+    """The target, split as the input was, into micro-batches of ``rows`` rows, on ``device``."""
     if len(rows) > 1 and tensors_in(target) and rows_of(target) != sum(rows):
         raise ValueError(
             f"expected a target of {sum(rows)} rows as the input has, got {rows_of(target)}; pass one target for each "
             f"row, or NoChunk(tensor) for one that all rows share"
         )
-    targets = split_nested(target, len(rows))
+    targets = split_nested(target, len(rows), device)
     return targets if len(targets) == len(rows) else targets * len(rows)

@@ -26,7 +26,7 @@ from offload.engine.saved_weights import REFERENCES, Reference, SavedWeights
 from offload.engine.selected import Selected
 from offload.engine.visit import Visit, enter
 from offload.streaming.casts import Casts, CastsSeen
-from pipe.nested import map_distinct, tensors_in
+from pipe.nested import map_tensors, tensors_in
 from pipe.recompute.recomputed import Call, unchanged
 from pipe.recompute.replay import Replay
 from pipe.recompute.thread_state import lasting_hooks
@@ -180,7 +180,7 @@ class Cell:
             begins=None if begins is None else partial(begins, visit),
         )
         with saved_tensors_hooks(*watch.entering) if watch.entering is not None else _NOTHING:
-            recomputed.save_inputs(*(map_distinct(_copied, (args, kwargs)) if copied else (args, kwargs)))
+            recomputed.save_inputs(*(map_tensors(_copied, (args, kwargs)) if copied else (args, kwargs)))
         output = recomputed.first(first, args, kwargs)
         if casts is not None and watch.casts is not None:
             watch.casts(casts)

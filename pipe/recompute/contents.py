@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from pipe.nested import attributes_of
 from pipe.recompute.thread_state import PACKAGES
-from pipe.torch_private.modules import HOOKS_OF_MODULES
+from pipe.torch_private.modules import HOOKS_OF_MODULES, global_module_hooks
 
 __all__ = ["CONTAINERS", "PLAIN", "Contents", "Variables", "of_a_library"]
 
@@ -77,13 +77,16 @@ def _keeps_its_own(kind: type[nn.Module]) -> bool:
 class Contents:
     """What some values hold now.
 
-    ``records``: whether containers are records: what a further run adds to them is added to the present elements.
+    ``hooks``: those that run for all modules, if they are to be restored as well. ``records``: whether containers are
+    records: what a further run adds to them is added to the present elements.
     """
 
-    __slots__ = ("_before", "_keeps", "_records")
+    __slots__ = ("_before", "_hooks", "_keeps", "_records")
 
-    def __init__(self, before: list[tuple[Any, Any]], *, records: bool = False) -> None:
-        self._before, self._records = before, records
+    def __init__(
+        self, before: list[tuple[Any, Any]], hooks: list[dict[int, Any]] | None = None, *, records: bool = False
+    ) -> None:
+        self._before, self._hooks, self._records = before, hooks, records
         #: By ``id``, from which element on containers keep what they have when they get their contents.
         self._keeps: dict[int, int] = {}
 
@@ -97,7 +100,7 @@ class Contents:
             if whole:
                 own = module.__dict__
                 before += [(v, _content_of(v)) for k, v in own.items() if type(v) not in PLAIN and k not in _OF_TORCH]
-        return cls(before)
+        return cls(before, [{**hooks} for hooks in global_module_hooks()])
 
     @classmethod
     def of(cls, values: Iterable[Any], *, records: bool = False) -> Contents:
@@ -175,6 +178,10 @@ class Contents:
                 if added or _differs(value, content):
                     changed = True
                     _put(value, content, added)
+        if self._hooks is not None and self._hooks != (now := global_module_hooks()):
+            for hooks, before in zip(now, self._hooks, strict=True):
+                hooks.clear()
+                hooks.update(before)
         return changed
 
 

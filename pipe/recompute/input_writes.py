@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipe.nested import map_distinct, tensors_in
+from pipe.nested import map_tensors, tensors_in
 from pipe.torch_private.tensors import memory_of
 
 __all__ = ["InputWrites"]
@@ -38,7 +38,7 @@ class InputWrites:
 
     def copy(self, value: Any) -> Any:
         """A copy for one run."""
-        return map_distinct(Tensor.clone, value)
+        return map_tensors(Tensor.clone, value)
 
     @contextlib.contextmanager
     def survived(self, value: Any, kind: Hashable) -> Iterator[Any]:

@@ -124,8 +124,8 @@ class Call:
         self.made: list[Any] | None = None
         self.number = -1
 
-    def save_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """Saves the arguments of further runs, which may be nested; returns their tensors, each once."""
+    def save_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Saves the arguments of further runs, which may be nested."""
         leaves, self.spec = flatten((args, kwargs))
         objects = [x for x in leaves if type(x) not in LEAVES and not isinstance(x, Tensor)]
         if objects:
@@ -149,7 +149,6 @@ class Call:
         # The output, not its node: before torch 2.13 what a node has saved goes with the last tensor that it made.
         self.saved: Tensor = _Inputs.apply(_PHONY, *tensors)  # type: ignore[no-untyped-call]
         self.leaves = leaves
-        return tensors
 
     def first(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The first run: ``function(*args, **kwargs)``."""
@@ -190,8 +189,8 @@ class Call:
             if "inplace" not in str(error):
                 raise
             raise RuntimeError(
-                f"an input of {self.name} was changed in place between the forward and its backward; clone it before "
-                f"changing it"
+                f"an input of {self.name} was changed in place before its backward, which runs it again from the "
+                f"input: clone it before changing it, and use inplace=False in its first layer"
             ) from error
         known: dict[int, Tensor] = {}
         for k, x in enumerate(leaves):

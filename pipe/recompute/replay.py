@@ -18,8 +18,8 @@ Guarantees
     * Every generator repeats the draws of the first run, and has its present state afterwards. One that the first run
       did not draw from is neither read nor written again.
     * Further runs in several threads that draw from generators of the process or of layers run one at a time.
-    * If parameters, modules or modes are compared, :class:`RuntimeError` names those that were changed: gradients would
-      be silently wrong.
+    * If parameters and modules are compared, :class:`RuntimeError` names those that were changed: gradients would be
+      silently wrong.
 
 Assumes
     * Nothing else draws from a shared generator *while* a run that draws from it is repeated, and one module does not
@@ -48,7 +48,7 @@ from pipe.recompute.generators import Generator, generators_among, generators_in
 from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.phase import enable_recomputing, phase
 from pipe.recompute.thread_state import Settings, shared_generators
-from pipe.torch_private.modules import caches_parametrizations, global_module_hooks
+from pipe.torch_private.modules import caches_parametrizations
 
 __all__ = ["Layers", "Modes", "Replay", "Rewound", "devices_of", "refuse_cached_parametrizations", "trial"]
 
@@ -245,14 +245,14 @@ class Replay:
         settings: of the thread.
         layers: the modules that run.
         attributes: whether their attributes are saved.
-        compares: whether :meth:`check` finds parameters and modes that were changed.
+        compares: whether :meth:`check` finds parameters that were changed.
         unchanged_in: the modes in which they run without changing anything, so that nothing of them is saved.
         objects: what else the function that runs uses.
     """
 
     __slots__ = (
-        "_attributes", "_buffers", "_compares", "_contents", "_hooks", "_layers", "_members", "_objects", "_states",
-        "_training", "_unchanged_in", "_wanted", "copies_input", "settings",
+        "_attributes", "_buffers", "_compares", "_contents", "_layers", "_members", "_objects", "_states",
+        "_unchanged_in", "_wanted", "copies_input", "settings",
     )  # fmt: skip
 
     def __init__(
@@ -271,11 +271,9 @@ class Replay:
         self._attributes, self._unchanged_in = attributes, unchanged_in
         self._contents: Contents | None = None
         self._buffers: list[Buffer] = []
-        self._hooks: list[Any] | None = None
         if layers is not None and unchanged_in is None:
             self._contents = Contents.of_modules(layers.modules, attributes)
             self._buffers = layers.buffers_before()
-            self._training = layers.training if compares else []
         #: Of objects that the function refers to, and of those that it gets as arguments.
         self._objects = [Contents.of(objects, records=True)] if objects else []
         #: Whether the layers write into their input, so that each run needs a copy of it.
@@ -310,7 +308,6 @@ class Replay:
         changed = False
         if self._contents is not None:
             changed = self._contents.record_changes()
-            self._hooks = _global_hooks()
             for buffer in self._buffers:
                 buffer.note_write()
         for objects in self._objects:
@@ -347,7 +344,7 @@ class Replay:
         """Raises RuntimeError if a further run would read other values than the first; ``name``: of it.
 
         That is if a buffer that the first run only read was written in place since, and its value is lost; and, if that
-        is compared, if a parameter was modified in place or replaced, or a module changed its mode.
+        is compared, if a parameter was modified in place or replaced.
         """
         for buffer in self._buffers:
             if buffer.value.is_lost:
@@ -360,8 +357,8 @@ class Replay:
             raise RuntimeError(
                 "expected the module of the checkpointed forward to be the same in backward, but "
                 + "; ".join(changed)
-                + "; call backward() before optimizer.step(), train(), eval(), requires_grad_() or a replacement, or "
-                "compute without checkpointing"
+                + "; call backward() before optimizer.step(), requires_grad_() or a replacement, or compute without "
+                "checkpointing"
             )
 
     def _changed(self) -> list[str]:
@@ -375,10 +372,6 @@ class Replay:
                 changed.append(f"parameter {name!r} was modified in place {p._version - version} time(s)")
             if p.requires_grad is not wanted:
                 changed.append(f"parameter {name!r} changed from requires_grad={wanted} to {p.requires_grad}")
-        for (module, name), mode in zip(layers.names.items(), self._training, strict=True):
-            if module.training != mode:
-                now = f"training={module.training}"
-                changed.append(f"module {name or 'itself'!r} changed from training={mode} to {now}")
         return changed
 
     @property
@@ -453,12 +446,6 @@ class Rewound:
 
     def _put(self, held: Contents) -> None:
         replay = self._replay
-        if replay._hooks is not None and replay._hooks != _global_hooks():
-            raise RuntimeError(
-                "hooks for all modules (register_module_forward_hook and its like) were registered or removed between "
-                "a forward and its backward, which runs layers again: it would compute something else; register them "
-                "before the forward and remove them after the backward, or compute without checkpointing"
-            )
         held.check("before its backward")
         assert replay._layers is not None
         replay._layers.learn((), held.put())
@@ -500,13 +487,3 @@ def _is_sharded(member: Any) -> bool:
     """Whether it is a DTensor: sharded modules replace sharded by whole parameters and vice versa."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(member, module.DTensor)
-
-
-def _global_hooks() -> list[Any]:
-    """Hooks for all modules, without those of torch itself, which change no result."""
-    return [
-        (key, hook)
-        for hooks in global_module_hooks()
-        for key, hook in hooks.items()
-        if not str(getattr(hook, "__module__", None)).startswith("torch.")
-    ]

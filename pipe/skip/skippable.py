@@ -22,6 +22,7 @@ Source: torchgpipe, "Long Skip Connections".
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
@@ -32,23 +33,19 @@ from pipe.skip.tracker import current_skip_tracker
 __all__ = ["Skippable", "pop", "skippable", "stash", "verify_skippables"]
 
 
+@dataclass(slots=True)
 class stash:  # a command, spelled as in torchgpipe  # noqa: N801, RUF100
     """The command to stash a tensor (or None) for a later layer: ``yield stash("name", tensor)``."""
 
-    __slots__ = ("name", "tensor")
-
-    def __init__(self, name: str, tensor: Tensor | None) -> None:
-        self.name = name
-        self.tensor = tensor
+    name: str
+    tensor: Tensor | None
 
 
+@dataclass(slots=True)
 class pop:  # noqa: N801, RUF100
     """The command to pop a stashed tensor: ``tensor = yield pop("name")``."""
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
 
 Self = TypeVar("Self", bound="Skippable")
