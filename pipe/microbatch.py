@@ -119,9 +119,10 @@ def gather_nested(values: list[Any], rows: RowsOfOutputs | None = None) -> Any:
     for k, column in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
         first = column[0]
         if not isinstance(first, Tensor):
-            if any(leaf is not first for leaf in column):
-                refuse_holder(f"output leaf {k} of {len(values)} micro-batches", holder_in(first))
-            if any(leaf is not first and leaf != first for leaf in column):
+            others = [leaf for leaf in column if leaf is not first]
+            if others:
+                refuse_holder(f"output leaf {k} of {len(values)} micro-batches", first)
+            if any(leaf != first for leaf in others):
                 raise ValueError(f"output leaf {k} is a {type(first).__name__} that differs between micro-batches")
             gathered.append(first)
         elif rows is not None and rows.share(column):
@@ -160,8 +161,9 @@ class _CatSparse(torch.autograd.Function):
         return None, *pieces
 
 
-def refuse_holder(where: str, holder: Any) -> None:
-    """Refuses an object with tensors as attributes, such as a dataclass, where its tensors would not be seen."""
+def refuse_holder(where: str, value: Any, *, needs_grad: bool = False) -> None:
+    """Refuses an object with tensors (that need a gradient) as attributes, such as a dataclass, which are not seen."""
+    holder = holder_in(value, needs_grad=needs_grad)
     if holder is not None:
         raise TypeError(
             f"expected tensors in tuples, lists, dicts or other pytree nodes as {where}, got a "

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pipe.nested import map_tensors
 from pipe.skip.layout import Route
 from pipe.skip.namespace import Key
+from pipe.skip.skippable import Skippable
 from pipe.skip.tracker import SkipTracker, use_skip_tracker
 from pipe.turn import takers_in
 
@@ -56,6 +57,7 @@ class Stage:
         self.arriving = [Route(None, max(index - 1, 0), index), *popped]
         self.leaving = [Route(None, index, min(index + 1, count - 1)), *stashed]
         self._popped, self._stashed = [route.key for route in popped], [route.key for route in stashed]
+        self._skips = any(isinstance(layer, Skippable) for layer in layers.modules())
         self._takers = takers_in(layers)
         self.follow()
 
@@ -75,6 +77,9 @@ class Stage:
             # An in-place operation on a micro-batch would write into the storage of the mini-batch, and on a saved
             # boundary it would change the input of the recomputation.
             value = map_tensors(Tensor.clone, value)
-        with use_skip_tracker(SkipTracker(zip(self._popped, popped, strict=True))) as tracker:
+        if not self._skips:
+            return [self.layers(value)]
+        tracker: SkipTracker = dict(zip(self._popped, popped, strict=True))
+        with use_skip_tracker(tracker):
             value = self.layers(value)
-        return [value, *(tracker.load(key) for key in self._stashed)]
+        return [value, *map(tracker.pop, self._stashed)]

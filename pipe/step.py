@@ -16,9 +16,9 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -69,8 +69,9 @@ class PipelineStep:
     trace: list[StageAction] | None = None
 
     def __post_init__(self) -> None:
-        held = _held(self.clocks, self.turns > 0)
-        self._checkpointed = {cell for cell in held if cell[1] < self.checkpoint_stop}
+        last = [a for a in chain.from_iterable(self.clocks) if a.stage == len(self.stages) - 1]
+        #: Micro-batches whose backward follows their forward on the last stage: a checkpoint would only cost time.
+        self._at_once = {a.micro_batch for a, b in pairwise(last) if (a.kind, b.kind) == ("F", "B")}
         self._values: list[Values] = [{None: value} for value in self.inputs]
         #: For each cell between forward and backward, the leaves that stand for inputs, with the stage that made each.
         self._sources: dict[tuple[int, int], list[tuple[Tensor, Tensor, int]]] = {}
@@ -126,14 +127,15 @@ class PipelineStep:
             self._receive(values.pop(route.key), stage, route.stashed_at if j else _USER, sources)
             for route in stage.arriving
         ]
-        checkpointed = (j, i) in self._checkpointed
+        is_last = j == len(self.stages) - 1
+        checkpointed = i < self.checkpoint_stop and not (is_last and i in self._at_once)
         # Without its Recompute half: the gradient is already computed when this cell's backward begins.
         outputs = Checkpointing(stage, inputs, module=stage.layers).checkpoint() if checkpointed else stage(inputs)
         for route, output in zip(stage.leaving, outputs, strict=True):
             copied = self.stages[route.popped_at].device != stage.device
             refuse_holders(j, output, checkpointed=checkpointed, copied=copied)
             values[route.key] = output
-        if j == len(self.stages) - 1:
+        if is_last:
             loss, count = self.losses[i].of(values.pop(None), self.targets[i])
             self._losses[i] = loss.detach()
             if count is not None:
@@ -157,19 +159,6 @@ class PipelineStep:
             if leaf.grad is not None:
                 gradient = leaf.grad.to(output.device, non_blocking=leaf.is_cuda)
                 self._gradients.setdefault((source, i), []).append((output, gradient))
-
-
-def _held(clocks: Clocks, in_turns: bool) -> set[tuple[int, int]]:
-    """The cells whose activations are held. If the backward follows the forward, checkpointing would only cost time."""
-    cells, before = set(), dict[Hashable, StageAction]()
-    for action in chain.from_iterable(clocks):
-        place = in_turns or action.stage
-        if action.kind == "F":
-            cells.add(action[1:])
-        elif before[place] == ("F", *action[1:]):
-            cells.discard(action[1:])
-        before[place] = action
-    return cells
 
 
 def _run_backward(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:

@@ -38,7 +38,8 @@ PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 CONTAINERS = list, dict, set, deque
 #: Packages that are not followed.
 _OTHERS = sys.stdlib_module_names - {"__main__"} | {"torch", *PACKAGES}
-_hooks_of: Callable[[dict[str, Any]], tuple[dict[int, Any], ...]] = itemgetter(*HOOKS_OF_MODULES)
+#: The buffers and hooks of a module.
+_members_of: Callable[[dict[str, Any]], tuple[dict[Any, Any], ...]] = itemgetter("_buffers", *HOOKS_OF_MODULES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +51,18 @@ class Variables:
 
 
 class _Held(NamedTuple):
-    """What a module holds: its attributes and hooks (none: it has no hooks), or only its mode; and its buffers."""
+    """What a module holds: its attributes, or only its mode; its buffers, and if it is whole, its hooks."""
 
     attributes: dict[str, Any]
     whole: bool
-    hooks: tuple[dict[int, Any], ...]
-    buffers: dict[str, Any]
+    members: list[dict[Any, Any]]
 
 
 def _held_by(module: nn.Module, whole: bool) -> _Held:
     own = module.__dict__
-    attributes = {**own} if whole else {"training": own["training"]} if "training" in own else {}
-    hooks = tuple([{**kind} for kind in found]) if whole and any(found := _hooks_of(own)) else ()
-    return _Held(attributes, whole, hooks, {**own["_buffers"]})
+    if whole:
+        return _Held({**own}, True, [{**each} for each in _members_of(own)])
+    return _Held({"training": own["training"]} if "training" in own else {}, False, [{**own["_buffers"]}])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -186,27 +186,17 @@ class Contents:
 
 
 def _put_held(own: dict[str, Any], held: _Held) -> bool:
-    changed = False
-    parts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-    if held.buffers or own["_buffers"]:
-        parts.append((own["_buffers"], held.buffers))
-    if not held.whole:
+    changed = held.whole and not _same_items(own, held.attributes)
+    if changed:
+        for name in own.keys() - held.attributes.keys():
+            del own[name]
+    if changed or not held.whole:
         own.update(held.attributes)
-    else:
-        if not _same_items(own, held.attributes):
+    for now, before in zip(_members_of(own), held.members, strict=False):
+        if (now or before) and not _same_items(now, before):
             changed = True
-            for name in own.keys() - held.attributes.keys():
-                del own[name]
-            own.update(held.attributes)
-        now = _hooks_of(own)
-        if held.hooks or any(now):
-            none: tuple[dict[int, Any], ...] = ({},) * len(now)
-            parts += zip(now, held.hooks or none, strict=True)
-    for kind, before in parts:
-        if not _same_items(kind, before):
-            changed = True
-            kind.clear()
-            kind.update(before)
+            now.clear()
+            now.update(before)
     return changed
 
 

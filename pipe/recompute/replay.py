@@ -44,7 +44,13 @@ from torch import Tensor, nn
 from pipe.nested import tensors_in
 from pipe.recompute.buffers import Buffer, BufferHabits
 from pipe.recompute.contents import Contents
-from pipe.recompute.generators import Generator, generators_among, generators_in, generators_of, places_of_generators
+from pipe.recompute.generators import (
+    Generator,
+    generators_among,
+    generators_of,
+    held_generator,
+    places_of_generators,
+)
 from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.phase import enable_recomputing, phase
 from pipe.recompute.thread_state import Settings, shared_generators
@@ -131,7 +137,7 @@ class Layers:
 
     def _find_generators(self) -> None:
         self._places = places_of_generators(self.modules)
-        self.generators = generators_in(self._places)
+        self.generators = generators_among([value for _, _, value in self._places])
 
     @property
     def own_devices(self) -> set[torch.device]:
@@ -289,7 +295,7 @@ class Replay:
         """Before the first run: adds what can be reached from the objects that the function gets as arguments."""
         reached = Contents.reachable(objects)
         known = {id(generator.owner) for generator, _ in self._states}
-        more = [each for each in generators_among(reached.values) if id(each.owner) not in known]
+        more = [held_generator(x) for x in generators_among(reached.values) if id(x) not in known]
         self._states += [(each, each.get()) for each in more]
         self._objects.append(reached)
 

@@ -104,7 +104,7 @@ class Skippable(nn.Module):
         popped: dict[str, Any] = {}
         for key in self.poppable():
             try:
-                popped[key[1]] = tracker.load(key)
+                popped[key[1]] = tracker.pop(key)
             except KeyError:
                 raise RuntimeError(f"'{key[1]}' has not been stashed") from None
         stashed: dict[str, Any] = {}
@@ -115,7 +115,7 @@ class Skippable(nn.Module):
         if popped:
             raise RuntimeError(f"{', '.join(repr(name) for name in popped)} must be popped but have not")
         for key in self.stashable():
-            tracker.save(key, stashed[key[1]])
+            tracker[key] = stashed[key[1]]
         return output
 
     def _run(self, output: Any, stashed: dict[str, Any], popped: dict[str, Any]) -> Any:

@@ -288,7 +288,7 @@ def test_an_exception_in_the_recomputation_reaches_the_caller_and_restores_every
 def test_an_input_changed_in_place_is_an_error_not_another_gradient() -> None:
     pair = torch.ones(2), torch.ones(2, requires_grad=True)
     output = checkpoint(lambda pair: pair[0].add_(1) * pair[1], pair)
-    with pytest.raises(RuntimeError, match=r"an input .* changed in place"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
 
 

@@ -20,7 +20,7 @@ from pipe.microbatch import gather_nested, split_nested
 from pipe.nested import tensors_in
 from pipe.schedule import clock_cycles, fill_drain, one_forward_one_backward
 from pipe.skip import Namespace, pop, skippable, stash
-from pipe.skip.tracker import SkipTracker, use_skip_tracker
+from pipe.skip.tracker import use_skip_tracker
 from tests.programs import run_program
 
 WIDTH = 4
@@ -124,9 +124,7 @@ def reference(model: Any, balance: Any, x: Any, chunks: Any, order: Any) -> Any:
         begin += size
     skips = [{} for _ in values]
     for i, j in order:
-        tracker = SkipTracker()
-        tracker.tensors = skips[i]
-        with use_skip_tracker(tracker):
+        with use_skip_tracker(skips[i]):
             # As in a Pipe, an in-place layer does not write into another micro-batch.
             values[i] = stages[j](torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, values[i]))
     return gather_nested(values)
