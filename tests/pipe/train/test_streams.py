@@ -21,7 +21,6 @@ from pipe.train import (
     ThreadLane,
     TrainPipelineBase,
     TrainPipelineSparseDist,
-    lane,
 )
 from pipe.train.lane import Ticket
 
@@ -84,7 +83,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     machine = Machine()
-    monkeypatch.setattr(lane, "_on", machine.on)
+    monkeypatch.setattr(torch.cuda, "stream", machine.on)
     monkeypatch.setattr(torch.cuda, "current_stream", machine.current)
     return machine
 
