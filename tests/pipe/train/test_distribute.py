@@ -48,15 +48,6 @@ def test_the_next_batch_is_distributed_before_the_forward_and_exchanged_before_t
     ]
 
 
-@pytest.mark.parametrize("distribute", [0, 1, 2, 3])
-def test_each_batch_is_distributed_exactly_once_at_any_depth(lab: Any, distribute: Any) -> None:
-    model = lab.sparse_model()
-    ahead = {"load": 3, "copy": 3, "distribute": distribute}
-    lab.run(pipeline_of(lab, model, ahead=ahead), iter(lab.batches(6)))
-    assert [model.inner["sparse"].count(event) for event in ("input_dist", "exchange", "compute")] == [6, 6, 6]
-    assert model.inner["sparse"].count("forward") == 1
-
-
 def twice(again: Any, self: Any, batch: Any) -> Any:
     return self.sparse(batch["x"]) + self.sparse(batch["x"], **again)
 

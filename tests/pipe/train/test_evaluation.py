@@ -38,18 +38,6 @@ def test_outputs_are_those_of_the_model_and_nothing_is_trained(lab: Any, make: A
         assert model.inner["sparse"].count("forward") == 1
 
 
-def test_every_iterator_is_run_to_its_end_and_a_reset_drops_what_is_in_flight(lab: Any) -> None:
-    model = lab.sparse_model().eval()
-    pipeline = EvalPipelineSparseDist(model, None, "cpu")
-    for count in (4, 0, 1):
-        assert len(lab.run(pipeline, iter(lab.batches(count)))) == count
-    left = iter(lab.batches(6))
-    pipeline.progress(left)
-    pipeline.reset()
-    assert len(lab.run(pipeline, iter(lab.batches(2)))) == 2
-    assert len(list(left)) == 3
-
-
 def test_evaluation_in_the_middle_of_an_epoch_leaves_the_training_as_it_is(lab: Any) -> None:
     reference, model = lab.sparse_model(), lab.sparse_model()
     torch.manual_seed(2)

@@ -32,17 +32,6 @@ def test_a_model_is_trained_as_in_a_plain_loop_whether_its_modules_prefetch_or_n
     assert pipeline.statistics().undistributed == {}
 
 
-def test_rows_are_prefetched_between_the_forward_before_and_the_forward_that_needs_them(lab: Any) -> None:
-    model, batches = lab.sparse_model(FakeCached), lab.batches(6)
-    number = {id(batch["x"]): k for k, batch in enumerate(batches)}
-    lab.run(prefetching(lab, model), iter(batches))
-    log = [f"{event}.{number[key]}" for event, key in model.inner["sparse"].log if event in ("compute", "prefetch")]
-    assert " ".join(log) == (
-        "compute.0 prefetch.1 compute.1 prefetch.2 compute.2 prefetch.3 compute.3 prefetch.4 compute.4 prefetch.5 "
-        "compute.5"
-    )
-
-
 def test_a_module_that_is_called_with_other_objects_than_were_prefetched_is_refused(lab: Any) -> None:
     class Fickle(nn.Module):
         """Distributes something else from its third batch on."""

@@ -9,6 +9,8 @@ import pytest
 from tests.pipe.train.conftest import claims_of, outputs_of_ranks
 
 PROGRAM = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from pipe.train import TrainPipelineBase, TrainPipelineSparseDist
 
@@ -64,6 +66,21 @@ def replicas_equal_one_model_on_all_rows_and_communicate_once_per_window_if_they
         assert ahead or len(reductions) == 4, reductions
         torch.testing.assert_close(weights_of(model), weights_of(plain_loop((7, 2), 3)), atol=1e-6, rtol=1e-6)
         assert_ranks_hold_the_same(model)
+
+def windows_of_models_that_torch_shards_step_with_the_mean_of_their_batches_the_partial_one_included():
+    # What these keep of a backward that does not reduce is in no .grad.
+    mesh = init_device_mesh("cpu", (world,))
+    sharded = Net()
+    for layer in (sharded.body[0], sharded.body[2], sharded):
+        fully_shard(layer, mesh=mesh)
+    assert len(run(pipeline_of(sharded, grad_accum=3), batches(5))) == 5
+    whole = FullyShardedDataParallel(Net(), use_orig_params=True, device_id=torch.device("cpu"))
+    assert len(run(pipeline_of(whole, grad_accum=3), batches(5))) == 5
+    found = [torch.cat([p.full_tensor().flatten() for p in sharded.parameters()])]
+    with FullyShardedDataParallel.summon_full_params(whole):
+        found.append(weights_of(whole))
+    for weights in found:
+        torch.testing.assert_close(weights.detach(), weights_of(plain_loop((5,), 3)), atol=1e-6, rtol=1e-6)
 
 def ranks_agree_to_read_in_turn_where_one_of_them_must():
     class Dropped(Net):

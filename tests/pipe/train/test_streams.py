@@ -82,9 +82,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     return machine
 
 
-KINDS = pytest.mark.parametrize("kind", [TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist])
-
-
 def train(lab: Any, kind: Any, machine: Any) -> None:
     """Six batches in the pipeline, each stage of which (but load) is issued on the machine."""
     numbers = {}
@@ -102,7 +99,7 @@ def train(lab: Any, kind: Any, machine: Any) -> None:
     assert len(lab.run(pipeline, iter(lab.batches(6)))) == 6
 
 
-@KINDS
+@pytest.mark.parametrize("kind", [TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist])
 def test_every_stage_is_issued_on_a_stream_that_waits_for_the_stages_before_and_for_no_compute(
     lab: Any, machine: Any, kind: Any
 ) -> None:
@@ -115,19 +112,6 @@ def test_every_stage_is_issued_on_a_stream_that_waits_for_the_stages_before_and_
                 assert needed <= machine.seen[stage, i], (stage, i)
         assert stage == "forward" or not any(name == "forward" for name, _ in machine.seen[stage, 5])
     assert all(machine.seen["copy", i] == {("copy", k) for k in range(i)} for i in range(6))
-
-
-@KINDS
-def test_without_the_events_a_stage_would_be_issued_too_early(
-    lab: Any, machine: Any, kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def succeeded(ticket: Any) -> Any:  # waits on the host alone
-        ticket.wait_idle()
-        return ticket._error is None
-
-    monkeypatch.setattr(Ticket, "succeeded", succeeded)
-    train(lab, kind, machine)
-    assert ("copy", 3) not in machine.seen["forward", 3]
 
 
 def test_a_lookup_is_issued_behind_the_rows_and_rows_behind_the_indices(

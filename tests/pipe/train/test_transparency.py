@@ -57,22 +57,6 @@ def test_any_depth_any_lanes_and_any_number_of_epochs_change_nothing(
     check(lab, partial(kind, ahead=ahead, lanes=lanes, enqueue_batch_after_forward=behind), counts, grad_accum)
 
 
-def test_a_pipeline_without_look_ahead_never_reads_beyond_the_batch_it_runs(lab: Any) -> None:
-    read = []
-
-    def loader() -> Any:
-        for k, batch in enumerate(lab.batches(4)):
-            read.append(k)
-            yield batch
-
-    model = lab.model()
-    pipeline = TrainPipelineBase(model, lab.optimizer(model), "cpu", ahead={"load": 0, "copy": 0})
-    batches = loader()
-    for k in range(4):
-        pipeline.progress(batches)
-        assert read == list(range(k + 1))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("grad_accum", [None, 3])
 def test_autocast_and_gradient_scaling_equal_a_plain_loop_with_them(lab: Any, dtype: Any, grad_accum: Any) -> None:
