@@ -208,15 +208,20 @@ class FakeCached(FakeSparse):
 
 
 class SparseNet(nn.Module):
-    """A model with a module that distributes its input, inside other modules."""
+    """A model with a module that distributes its input, inside other modules; ``use`` calls it."""
 
-    def __init__(self, sparse: Callable[[], nn.Module] = FakeSparse) -> None:
+    def __init__(
+        self,
+        sparse: Callable[[], nn.Module] = FakeSparse,
+        use: Callable[[Any, Any], Any] = lambda self, batch: self.inner["sparse"](batch["x"], flip=True),
+    ) -> None:
         super().__init__()
         self.inner = nn.ModuleDict({"sparse": sparse()})
-        self.net = Net(lambda batch: batch)
+        self.net, self.use, self.calls = Net(lambda batch: batch), use, 0
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        return self.net((self.inner["sparse"](batch["x"], flip=True), batch["y"]))  # type: ignore[no-any-return]
+        self.calls += 1
+        return self.net((self.use(self, batch), batch["y"]))  # type: ignore[no-any-return]
 
 
 class LateLane(Lane):

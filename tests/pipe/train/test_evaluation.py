@@ -39,19 +39,17 @@ def test_outputs_are_those_of_the_model_and_nothing_is_trained(lab: Any, make: A
 
 
 def test_evaluation_in_the_middle_of_an_epoch_leaves_the_training_as_it_is(lab: Any) -> None:
-    reference, model = lab.sparse_model(), lab.sparse_model()
-    torch.manual_seed(2)
-    lab.plain_loop(reference, [lab.batches(6)], 3)
-    torch.manual_seed(2)
-    training = TrainPipelineSparseDist(model, lab.optimizer(model), "cpu", grad_accum=3)
-    evaluation = EvalPipelineSparseDist(model, None, "cpu")
-    batches = iter(lab.batches(6))
-    for _ in range(6):
-        training.progress(batches)
-        model.eval()
-        assert len(lab.run(evaluation, iter(lab.batches(2, seed=9)))) == 2
-        model.train()
-    lab.assert_same(model, reference)
+    def run(training: Any, batches: Any) -> Any:
+        model, outputs = training.detach(), []
+        evaluation = EvalPipelineSparseDist(model, None, "cpu")
+        for _ in range(6):
+            outputs.append(training.progress(batches))
+            model.eval()
+            assert len(lab.run(evaluation, iter(lab.batches(2, seed=9)))) == 2
+            model.train()
+        return outputs
+
+    lab.check_training(TrainPipelineSparseDist, lab.sparse_model, lambda: [lab.batches(6)], 3, run=run)
 
 
 def test_autocast_and_a_forward_of_the_callers_own_are_used(lab: Any) -> None:

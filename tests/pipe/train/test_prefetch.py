@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipe.train import Lanes, PrefetchTrainPipelineSparseDist, TrainPipelineSparseDist
-from tests.pipe.train.conftest import FakeCached, FakeSparse, Net
+from tests.pipe.train.conftest import FakeCached, FakeSparse, SparseNet
 
 
 def prefetching(lab: Any, model: Any, **options: Any) -> Any:
@@ -33,24 +33,15 @@ def test_a_model_is_trained_as_in_a_plain_loop_whether_its_modules_prefetch_or_n
 
 
 def test_a_module_that_is_called_with_other_objects_than_were_prefetched_is_refused(lab: Any) -> None:
-    class Fickle(nn.Module):
-        """Distributes something else from its third batch on."""
+    def use(self: Any, batch: Any) -> Any:
+        return self.inner["sparse"](batch["x"] if self.calls < 3 else batch["x"] * 1.0)
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.sparse, self.calls = FakeCached(), 0
-            self.net = Net(lambda batch: batch)
-
-        def forward(self, batch: Any) -> Any:
-            self.calls += 1
-            features = batch["x"] if self.calls < 3 else batch["x"] * 1.0
-            return self.net((self.sparse(features), batch["y"]))
-
-    model = Fickle()
-    pipeline, batches = prefetching(lab, model), iter(lab.batches(5))
+    pipeline, batches = prefetching(lab, SparseNet(FakeCached, use)), iter(lab.batches(5))
     for _ in range(2):
         pipeline.progress(batches)
-    with pytest.raises(RuntimeError, match=r"'sparse' has prefetched rows for other objects.*TrainPipelineSparseDist"):
+    with pytest.raises(
+        RuntimeError, match="has prefetched rows for other objects.*TrainPipelineSparseDist"
+    ):
         pipeline.progress(batches)
 
 
