@@ -1,15 +1,12 @@
 """What ranks do in ``test_mesh``, in forked children of one process.
 
-Run as ``python -m tests.offload.mesh.mesh_worker FOLDER``; prints how claims are broken, by claim. All ranks check the
-same claims in the same order; a claim that fails on one rank only ends the others by the timeout of the group.
+A claim that fails on one rank only ends the others by the timeout of the group.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import math
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +38,6 @@ from offload.mesh.parts import bytes_at_once
 from offload.mesh.ranks import HOST, Transport
 from tests.offload.late import LateLane as LateUpdates
 from tests.offload.mesh import blocks_claims, device_memory_claims, graph_claims
-from tests.offload.mesh.forked import check_claims
 from tests.offload.mesh.late import LateLane
 from tests.offload.mesh.models import Adapted, Encoder, batch, batches, build, loss_of, rows
 from tests.offload.mesh.world import World, difference, greatest_error, whole
@@ -752,6 +748,7 @@ def stages(folder: Path) -> Iterator[tuple[int, dict[str, Callable[[], None]]]]:
             finally:
                 dist.barrier()
 
+    warnings.filterwarnings("error", category=UserWarning, module="offload")
     distributed: Any = dist  # its annotations leave these out
     levels = distributed.DebugLevel
     for title, (ranks, claims, transport) in STAGES.items():
@@ -766,13 +763,3 @@ def name_of(claim: Callable[[World], None], title: str) -> str:
 
 
 NAMES = [name_of(claim, title) for title, (_, claims, _) in STAGES.items() for claim in claims]
-
-
-def main(name: str) -> None:
-    torch.set_num_threads(1)
-    warnings.filterwarnings("error", category=UserWarning, module="offload")
-    print(json.dumps(check_claims(stages(Path(name)), Path(name))))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
