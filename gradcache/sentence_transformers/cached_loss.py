@@ -101,7 +101,7 @@ class CachedLoss(nn.Module):
 
     def get_config_dict(self) -> dict[str, Any]:
         """The arguments, for a model card."""
-        given = {name for kind in type(self).__mro__ for name in inspect.signature(kind.__init__).parameters}
+        given = {name for kind in type(self).__mro__ for name in inspect.signature(kind).parameters}
         given -= {"model", "show_progress_bar"}
         return {name: getattr(self, name) for name in sorted(given) if hasattr(self, name)}
 
