@@ -135,11 +135,6 @@ def kept_bytes(model: nn.Module, chunk: Any, encoder: Callable[[Any], Any]) -> i
 
 def kept_by_a_shard(model: Any, chunk: Any, process: Callable[[Any], Any], output_fn: Callable[[Any], Any]) -> int:
     """The same for a model that streams its shards: bytes that the graph of one shard keeps for a chunk."""
-    if not hasattr(model, "activation_bytes"):
-        raise ValueError(
-            f"expected a number of rows for a {type(model).__name__}, which has no activation_bytes(chunk) to choose "
-            f"by, got chunk_sizes='auto'"
-        )
     replay = Replay.capture(devices_in_use(tensors_in(chunk), list(model.parameters())))
     with _as_if_trained(model), replay.again():
         call = call_arguments(process(map_tensors(lambda tensor: tensor.detach().clone(), chunk)))

@@ -23,12 +23,12 @@ from offload.engine.plans.outside import bytes_staying
 from offload.files.pretrained import Pretrained
 from offload.limits import MemoryLimits
 from offload.memory import MemoryArguments, Needs, layout_of, limits_for, memory_of
-from offload.mesh.sharding import Sharding, check_mesh, open_home
+from offload.mesh.sharding import Sharding, check_mesh
 from offload.persistence import PersistentHome
 from offload.policy import MemoryPolicy
 from offload.reports import MicroBatches, Reports
 from offload.running import LayersInOrder
-from offload.storage import DiskHome, home_of
+from offload.storage import DiskHome, home_of, open_tier
 from offload.streaming.current_values import leave_pending_updates
 from offload.streaming.lane import open_lanes
 from offload.streaming.quantised import check_storable, separate, stored_tensors
@@ -175,7 +175,7 @@ def construct(
     )
     meter = Meter(device)
     sharding = None if mesh is None else Sharding(mesh, given.gradient_divide_factor, meter, device)
-    tier = open_home(offload_device, device, sharding)
+    tier = sharding.open_tier(offload_device, device) if sharding else open_tier(offload_device, device, keeps=True)
     # A failure from here on, such as a full disk or an interrupt, leaves the layers as they were.
     undo.callback(tier.close)
     memory_limits = limits_for(resources, layout, needs, meter)

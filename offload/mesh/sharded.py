@@ -133,7 +133,7 @@ class MeshParameters(PublicParameters):
     ) -> None:
         """``resident``: for parameters of layers that each rank stores whole, the stored ones."""
         self._shards, self._sums = shards, sums
-        self._ranks = self.ranks = ranks
+        self.ranks = ranks
         self._all: list[ShownParameter] = []
         self._by_stored: dict[nn.Parameter, ShownParameter] = {}
         self._by_shown: dict[nn.Parameter, ShownParameter] = {}
@@ -196,7 +196,7 @@ class MeshParameters(PublicParameters):
 
         wrapped: Tensor = DTensor.from_local(
             local,
-            self._ranks.mesh_of(local),
+            self.ranks.mesh_of(local),
             self._placements(part),
             run_check=False,
             shape=torch.Size(part.shape),
@@ -207,7 +207,7 @@ class MeshParameters(PublicParameters):
     def _placements(self, part: Part) -> list[Any]:
         from torch.distributed.tensor import Replicate, Shard
 
-        replicas = [Replicate()] * (self._ranks.dimensions - 1)
+        replicas = [Replicate()] * (self.ranks.dimensions - 1)
         return [*replicas, Replicate() if isinstance(part, WholePart) else Shard(0)]
 
     def of(self, s: Slice) -> nn.Parameter:
@@ -256,7 +256,7 @@ class MeshParameters(PublicParameters):
             except GeneratorExit:
                 raise
             except BaseException as error:
-                self._ranks.raised(error)
+                self.ranks.raised(error)
                 raise
 
     def _show(self) -> None:
@@ -373,12 +373,12 @@ class MeshParameters(PublicParameters):
 
         Raises RuntimeError on all if they differ.
         """
-        words = [f"gradient_divide_factor={self._ranks.divide_factor}"]
+        words = [f"gradient_divide_factor={self.ranks.divide_factor}"]
         for shard in self._shards:
             words.append(f"{shard.index}:{','.join(map(described, shard.parts))}")
             dtypes = dict.fromkeys(str(s.dtype) for s in shard.slices)
             words.append(f"computed-in:{','.join(dtypes)};gradients-in:{shard.gradient_types.dtype}")
-        self._ranks.agree("the construction of the model", " ".join(words))
+        self.ranks.agree("the construction of the model", " ".join(words))
 
     def begin_forward(self, words: str) -> None:
         """Compares what decides the collectives of a forward over all ranks. Raises RuntimeError on all otherwise."""
@@ -387,12 +387,12 @@ class MeshParameters(PublicParameters):
     def begin_backward(self, words: str, place: int, *, stores: bool) -> int:
         """The same for the backward of one forward. Returns the greatest ``place`` of any rank."""
         found = [f"{'stores' if stores else 'drops'} {self._sums.described()} {words}"]
-        found += [p.part.name + "+gradient" * self._has_gradient(p) for p in self._all if p.whole.requires_grad]
+        found += [p.part.name + "+gradient" * (p.stored.grad is not None) for p in self._all if p.whole.requires_grad]
         return int(max(self._agree("a backward", " ".join(found), place)))
 
     def leave_order(self, name: str, place: int) -> None:
         """Compares a call of a block in another order than before. Raises RuntimeError on all if one differs."""
-        self._ranks.agree("a call of a block in a new order", f"call {place} {name}")
+        self.ranks.agree("a call of a block in a new order", f"call {place} {name}")
 
     @property
     def kept(self) -> list[MeshShard]:
@@ -400,13 +400,9 @@ class MeshParameters(PublicParameters):
         return [] if self._sums.keeps else self._sums.shards
 
     def _agree(self, what: str, words: str, number: float = 0.0) -> list[float]:
-        found = self._ranks.agree(what, " ".join((*self._steps, words)), number, everywhere=True)
+        found = self.ranks.agree(what, " ".join((*self._steps, words)), number, everywhere=True)
         self._steps.clear()  # not if they differ: then ranks have different weights, and every later pass raises
         return found
-
-    @staticmethod
-    def _has_gradient(p: ShownParameter) -> bool:
-        return p.stored.grad is not None
 
     # --- optimizers -----------------------------------------------------------------------------------------------
 
@@ -430,23 +426,23 @@ class MeshParameters(PublicParameters):
             )
         found: Tensor | None = getattr(optimizer, "found_inf", None)
         if found is not None:
-            everywhere = self._ranks.agree("a step with a GradScaler", "", float(found))
+            everywhere = self.ranks.agree("a step with a GradScaler", "", float(found))
             optimizer.found_inf = torch.full_like(found, max(everywhere))  # type: ignore[attr-defined]
         self.take_gradients()
 
     def note_step(self, optimizer: ModelOptimizer) -> None:
         """Notes class, options, and how many parameters have gradients: ranks compare them at the next pass."""
-        counts = [sum(self._has_gradient(self._by_shown[p]) for p in g["params"]) for g in optimizer.param_groups]
+        counts = [sum(self._by_shown[p].stored.grad is not None for p in g["params"]) for g in optimizer.param_groups]
         self._steps.append(described_step(optimizer, counts))
 
     def local(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """The stored parameters of DTensors; of those that each rank stores whole, on the first rank of a row only."""
         found = [self._by_shown[p] for p in parameters]
-        return [p.stored for p in found if not (isinstance(p.part, WholePart) and self._ranks.rank)]
+        return [p.stored for p in found if not (isinstance(p.part, WholePart) and self.ranks.rank)]
 
     def total_norm(self, norm: Tensor) -> Tensor:
         """The norm of all gradients, from that of this rank's parts; a sum in rank order, equal on all ranks."""
-        squares = self._ranks.agree("the norm of gradients", "", float(norm) ** 2)
+        squares = self.ranks.agree("the norm of gradients", "", float(norm) ** 2)
         return torch.tensor(math.sqrt(sum(squares)), dtype=norm.dtype)
 
     def show_state(self, s: Slice, state: dict[str, Any]) -> dict[str, Any]:
@@ -465,7 +461,7 @@ class MeshParameters(PublicParameters):
     def stored_state(self, s: Slice, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """This rank's part of a state: of DTensors, or of tensors of the whole parameter's shape."""
         p = self._by_stored[s.parameter]
-        begin, end = p.part.span(self._ranks.rank)
+        begin, end = p.part.span(self.ranks.rank)
         found = {}
         for key, value in state.items():
             if hasattr(value, "to_local"):
@@ -487,11 +483,11 @@ class MeshParameters(PublicParameters):
         Raises RuntimeError on all ranks if their names or shapes differ.
         """
         modules = list(modules)
-        parts = {name: WholePart.of(name, p, self._ranks.count) for name, p in named.items()}
-        self._ranks.agree("what is outside of the blocks", " ".join(map(described, parts.values())))
+        parts = {name: WholePart.of(name, p, self.ranks.count) for name, p in named.items()}
+        self.ranks.agree("what is outside of the blocks", " ".join(map(described, parts.values())))
         for p in named.values():
             gradient, p.grad = p.grad, None
-            p.data = self._ranks.copied_from_first(p)
+            p.data = self.ranks.copied_from_first(p)
             p.grad = gradient
         new = self._add([(p, p, parts[name]) for name, p in named.items()], modules)
         self._outside = {id(p.whole): p for p in new}
@@ -548,7 +544,7 @@ class MeshParameters(PublicParameters):
         if not trained:
             return
         means: list[Tensor | None] = []
-        parts, ranks = [p.part for p in trained], self._ranks
+        parts, ranks = [p.part for p in trained], self.ranks
         arrival = ranks.lane.submit("R-outside", lambda: means.extend(means_of_whole(parts, given, ranks)))
         with error_context("reducing gradients of what each rank stores whole"):
             # Lane of ranks -> host. Without this, the gradients are read before they are there.
@@ -568,10 +564,10 @@ class MeshParameters(PublicParameters):
 
     def exchange_bytes(self) -> ExchangeBytes | None:
         """See :meth:`PublicParameters.exchange_bytes`."""
-        if self._ranks.transport is HOST:
+        if self.ranks.transport is HOST:
             return None
-        return exchange_bytes(self._shards, [p.part for p in self._trained_whole()], self._ranks)
+        return exchange_bytes(self._shards, [p.part for p in self._trained_whole()], self.ranks)
 
     def compare(self, what: str, number: float) -> list[float]:
         """See :meth:`PublicParameters.compare`. Raises RuntimeError on all ranks if they begin different calls."""
-        return self._ranks.agree(what, "", number, everywhere=True)
+        return self.ranks.agree(what, "", number, everywhere=True)

@@ -20,6 +20,7 @@ __all__ = [
     "in_backward",
     "is_requested",
     "keeps_graph",
+    "not_differentiable",
     "outside_inference_mode",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
@@ -80,6 +81,12 @@ def will_run(node: Any) -> bool:
 
 #: Within a backward: whether the graph is retained. Releases without this function are assumed to retain it.
 keeps_graph: Callable[[], bool] = getattr(_autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
+
+def not_differentiable(tensor: Tensor, error: str) -> Tensor:
+    """The tensor with a graph whose backward raises RuntimeError with this text."""
+    marked: Tensor = torch._C._functions.DelayedError(error.encode(), 1)(tensor.detach().requires_grad_())  # type: ignore[attr-defined, unused-ignore]
+    return marked
 
 
 def has_hooks(leaf: Tensor) -> bool:

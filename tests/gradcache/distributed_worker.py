@@ -24,11 +24,7 @@ from gradcache.functional import cached, cat_input_tensor, gather_input_tensor
 from gradcache.loss import DistributedContrastiveLoss, SimpleContrastiveLoss
 from gradcache.sentence_transformers import CachedGISTEmbedLoss, CachedMultipleNegativesRankingLoss
 from offload import OffloadModel
-
-
-def tower(seed: int) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 6))
+from tests.gradcache.towers import Sentences, tower
 
 
 def batch(rows: int, seed: int) -> Tensor:
@@ -316,7 +312,7 @@ def sharded(rank: int) -> None:
     SimpleContrastiveLoss()(expected(x), expected(y)).backward()
     for with_whole in (False, True):
         model = tower(1)
-        for layer in [model[0], model[2], *([model] if with_whole else [])]:
+        for layer in [model[0], model[-1], *([model] if with_whole else [])]:
             fully_shard(layer)
         GradCache([model, model], 2, DistributedContrastiveLoss())(*parts_of([4, 4], rank, x, y))
         assert_same([model], [expected])
@@ -399,27 +395,24 @@ def hooks_of_shards(rank: int, how: str) -> None:
     assert len(calls) == 4
 
 
-class Sentences(nn.Module):
-    """Speaks as a SentenceTransformer does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = tower(1)
-
-    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"sentence_embedding": self.encoder(features["input_ids"])}
+class Tokenizer:
+    def get_vocab(self) -> dict[str, int]:
+        return {}
 
 
-def ranking(rank: int, **options: Any) -> None:
-    """The loss of sentence-transformers over the rows of both processes, as many as they are."""
+def ranking(rank: int, guided: bool = False, **options: Any) -> None:
+    """A loss of sentence-transformers over the rows of both processes, as many as they are."""
     columns = [batch(8, k) for k in range(3, 6)]
-    expected, model = Sentences(), Sentences()
-    loss = CachedMultipleNegativesRankingLoss(expected, mini_batch_size=3, **options)
-    value = loss([{"input_ids": column} for column in columns])
+    expected, model, guide = Sentences(), Sentences(), Sentences()
+    for each in (expected, model, guide):
+        each.tokenizer = Tokenizer()  # type: ignore[assignment]
+    guide.encoder = tower(2)
+    kind: Any = partial(CachedGISTEmbedLoss, guide=guide) if guided else CachedMultipleNegativesRankingLoss
+    value = kind(expected, mini_batch_size=3, **options)([{"input_ids": column} for column in columns])
     value.backward()
-    mine = CachedMultipleNegativesRankingLoss(
-        DistributedDataParallel(model), mini_batch_size=2, gather_across_devices=True, **options
-    )([{"input_ids": column} for column in parts_of([5, 3], rank, *columns)])
+    loss = kind(model, mini_batch_size=2, gather_across_devices=True, **options)
+    loss.model = DistributedDataParallel(model)
+    mine = loss([{"input_ids": column} for column in parts_of([5, 3], rank, *columns)])
     mine.backward()
     assert abs(float(mine) - float(value)) < 1e-5
     assert_same([model], [expected], 1e-5)
@@ -435,30 +428,6 @@ RANKINGS: list[dict[str, Any]] = [
         for mode in ("in_batch_negatives", "hard_negatives", "all_negatives")
     ),
 ]
-
-
-class Tokenizer:
-    def get_vocab(self) -> dict[str, int]:
-        return {}
-
-
-def guided(rank: int) -> None:
-    """The loss with a guide; other anchors count in their own process alone, so they are left out."""
-    columns = [batch(8, k) for k in range(3, 6)]
-    expected, model, guide = Sentences(), Sentences(), Sentences()
-    for each in (expected, model, guide):
-        each.tokenizer = Tokenizer()  # type: ignore[assignment]
-    guide.encoder = tower(2)
-    options = {"temperature": 0.2, "contrast_anchors": False}
-    loss = CachedGISTEmbedLoss(expected, guide, mini_batch_size=3, **options)
-    value = loss([{"input_ids": column} for column in columns])
-    value.backward()
-    mine = CachedGISTEmbedLoss(model, guide, mini_batch_size=2, gather_across_devices=True, **options)
-    mine.model = DistributedDataParallel(model)
-    found = mine([{"input_ids": column} for column in parts_of([5, 3], rank, *columns)])
-    found.backward()
-    assert abs(float(found) - float(value)) < 1e-5
-    assert_same([model], [expected], 1e-5)
 
 
 CLAIMS: dict[str, Callable[[int], None]] = {
@@ -492,7 +461,10 @@ CLAIMS: dict[str, Callable[[int], None]] = {
     },
     "an offloaded tower in a wrapper is refused": offloaded_tower_in_a_wrapper,
     **{f"ranking over all processes {k}": partial(ranking, **options) for k, options in enumerate(RANKINGS)},
-    "a guide over all processes leaves out candidates of the whole batch": guided,
+    # Other anchors count in their own process alone.
+    "a guide over all processes leaves out candidates of the whole batch": partial(
+        ranking, guided=True, temperature=0.2, contrast_anchors=False
+    ),
 }
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradcache import GradCache
 from offload import MemoryPolicy, OffloadModel
-from tests.gradcache.towers import assert_same_gradients
+from tests.gradcache.towers import assert_same_gradients, energy
 
 # Input (32 bytes a row) is saved by the first layer, its output (64) by tanh, which returns what the second saves.
 BYTES_PER_ROW = 32 + 64
@@ -20,10 +19,6 @@ BYTES_PER_ROW = 32 + 64
 def tower() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 6))
-
-
-def energy(*reps: Tensor) -> Tensor:
-    return torch.stack([rep.square().sum() for rep in reps]).sum()
 
 
 def rows_run(model: nn.Module) -> list[int]:
@@ -64,24 +59,12 @@ def test_the_trial_runs_once_per_shape_and_leaves_buffers_and_generators_alone()
     assert runs == [8, 8]
 
 
-class Streamed(nn.Linear):
-    """A model that is no OffloadModel and has its own ``forward_chunks``."""
-
-    def __init__(self) -> None:
-        super().__init__(8, 8)
-
-    def forward_chunks(self, chunks: Any, output_fn: Any = None) -> Any:
-        raise AssertionError("nothing runs")
-
-
 def test_budget_below_one_row_and_other_misuse_are_named() -> None:
     x = torch.randn(4, 8)
     with pytest.raises(ValueError, match=f"one row keeps {BYTES_PER_ROW}"):
         GradCache([tower()], "auto", energy, memory=MemoryPolicy(activation_bytes=20))(x)
     with pytest.raises(ValueError, match="activation_bytes=0"):
         GradCache([tower()], "auto", energy, memory=MemoryPolicy(activation_bytes=0))
-    with pytest.raises(ValueError, match="has no activation_bytes"):
-        GradCache([Streamed()], "auto", energy)(x)
     with pytest.raises(ValueError, match="at least 1 row"):
         GradCache([tower()], "large", energy)
 

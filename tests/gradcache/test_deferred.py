@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradcache import GradCache
 from gradcache.loss import SimpleContrastiveLoss
 from gradcache.sentence_transformers import CachedMultipleNegativesRankingLoss
-from tests.gradcache.towers import assert_same_gradients, offloaded, tower
+from tests.gradcache.towers import Sentences, assert_same_gradients, offloaded, tower
 
 
 def unused(*_: Any) -> Tensor:
@@ -94,15 +94,6 @@ def test_representations_may_be_written_in_place_unless_they_share_memory(rows: 
         two.encode(x)[0]["all"].mul_(2)
 
 
-class Sentences(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = tower()
-
-    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"sentence_embedding": self.encoder(features["input_ids"])}
-
-
 def by_encode(x: Tensor) -> Tensor:
     model = tower()
     return SimpleContrastiveLoss()(*GradCache([model, model], 2, unused).encode(x, x + 1))
@@ -130,12 +121,3 @@ def test_a_loss_that_is_kept_after_its_backward_keeps_nothing_of_the_size_of_rep
     assert before > 0
     assert held() == 0
     assert loss.requires_grad
-
-
-def test_a_second_backward_through_tiles_is_refused_as_torch_refuses_it() -> None:
-    x = torch.randn(4, 8, requires_grad=True)
-    loss = SimpleContrastiveLoss(tile_rows=2)(x, x)
-    loss.backward(retain_graph=True)
-    loss.backward()
-    with pytest.raises(RuntimeError, match="retain_graph=True"):
-        loss.backward()

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from gradcache import GradCache
 from gradcache.functional import cached
 from gradcache.loss import SimpleContrastiveLoss
 from offload import MemoryPolicy
-from tests.gradcache.towers import WAYS, Calls, assert_same_gradients, energy, in_chunks, offloaded
+from tests.gradcache.towers import WAYS, Calls, Output, assert_same_gradients, energy, in_chunks, offloaded
 
 
 class Overwriting(nn.Module):
@@ -114,21 +113,6 @@ def test_integer_types_of_another_library_are_accepted_as_sizes() -> None:
     for wrong in ([2.0], [True], ["3"], [0], [np.float32(2)]):
         with pytest.raises(ValueError, match="at least 1 row"):
             GradCache([nn.Linear(8, 4)], wrong, lambda r: r.sum())  # type: ignore[arg-type]
-
-
-class Output(dict[str, Any]):
-    """Drops fields that are None, as the outputs of transformers do."""
-
-    def __init__(self, **fields: Any) -> None:
-        super().__init__({name: value for name, value in fields.items() if value is not None})
-
-
-pytree.register_pytree_node(
-    Output,
-    lambda output: (list(output.values()), list(output)),
-    lambda values, names: Output(**dict(zip(names, values, strict=True))),
-    serialized_type_name="tests.gradcache.Output",
-)
 
 
 class Fields(nn.Module):

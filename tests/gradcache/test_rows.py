@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from gradcache import GradCache
 from gradcache.chunks import split_input
@@ -21,7 +20,7 @@ from gradcache.sentence_transformers import (
     MegaBatchMarginLoss,
 )
 from offload import OffloadModel
-from tests.gradcache.towers import assert_same_gradients
+from tests.gradcache.towers import Output, assert_same_gradients
 
 LOSS = SimpleContrastiveLoss()
 
@@ -214,22 +213,6 @@ def test_pooled_chunks_are_refused_and_a_split_function_may_say_what_a_row_is() 
 
 class Cache:
     """As the keys and values that a decoder returns: an object, unequal to any other."""
-
-
-class Output(dict[str, Any]):
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-
-pytree.register_pytree_node(
-    Output,
-    lambda output: (list(output.values()), list(output)),
-    lambda values, names: Output(zip(names, values, strict=True)),
-    serialized_type_name="tests.gradcache.rows.Output",
-)
 
 
 class Returns(nn.Module):
