@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from offload.storage import Block, Tier
-from offload.streaming.casts import Casts
 from offload.streaming.contract import PendingUpdate
 from offload.streaming.slices import Slice, read_converted
 from offload.streaming.stored_gradients import GradientRegion, GradientTypes
@@ -66,8 +65,6 @@ class Shard:
     loaded_versions: tuple[int, ...] = ()
     #: Whether layers wrote to the weights in its slot in a backward, which is not stored.
     written: bool = False
-    #: Casts of its weights that kept graphs refer to.
-    weight_casts: Casts = field(default_factory=Casts)
     #: The memory of own parameters at home, each on a storage of its own, by their offset.
     own_memory: dict[int, Tensor] = field(default_factory=dict)
     _slot: Tensor | None = None
@@ -208,7 +205,6 @@ class Shard:
 
     def drop(self) -> None:
         """Leaves its slot, if it has one, which is never copied back; once no copy into it is running."""
-        self.weight_casts.end_visit()
         self._slot, self.loaded = None, False
 
     @property
