@@ -92,8 +92,10 @@ class SavedWeights:
         if tensor.layout is not torch.strided:
             return tensor
         cast = None
-        if not self._begin <= tensor.data_ptr() < self._end and (cast := self._cast(tensor)) is None:
-            return tensor
+        if not self._begin <= tensor.data_ptr() < self._end:
+            cast = self._cast(tensor) if self.running else None
+            if cast is None:
+                return tensor
         signs = tensor.is_conj(), tensor.is_neg()
         return Reference(cast, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), *signs)
 
@@ -120,10 +122,8 @@ class SavedWeights:
 
     def _cast(self, tensor: Tensor) -> _Cast | None:
         """The cast of a trained weight that a tensor is, or is a view of; None if it was written, or the weight."""
-        if not self.running or tensor._version:
-            return None
         node, output = origin_of_cast(tensor)
-        if getattr(node, "visit", None) is not self._visit:
+        if getattr(node, "visit", None) is not self._visit or tensor._version:
             return None
         k = self._visit.positions[output]
         view, version = self.running[k]

@@ -233,13 +233,11 @@ class Shard:
     def detach_gradients(self) -> None:
         """Drops regions whose earlier gradients are still used, or that only waste space: on frozen parameters, or on
         those of other shards."""
-        regions = self.gradient_regions
-        if not any(region.stored() for region in regions):
-            own = {id(s.parameter) for s in self.own}
-            placed = (s.parameter for region in regions for s in region.slices)
-            fitting = all(p.requires_grad and id(p) in own for p in placed)
-            regions = regions if fitting and len(regions) == 1 else []
-        self.gradient_regions = [region for region in regions if not region.in_use()]
+        found = [(region, len(region.stored())) for region in self.gradient_regions]
+        if not any(stored for _, stored in found):
+            trained = [*map(id, [s for s in self.own if s.parameter.requires_grad])]
+            found = [(region, 0) for region, _ in found if [*map(id, region.slices)] == trained]
+        self.gradient_regions = [region for region, stored in found if not region.in_use(stored)]
 
     def gradient_region(self, parameter: nn.Parameter) -> GradientRegion | None:
         """The region with a place for the gradient of an own parameter, if there is one."""
