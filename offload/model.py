@@ -496,8 +496,8 @@ def offload(
         num_slices: number of shards, balanced by bytes; from 1 to the number of layers. None: one for each of
             ``blocks``; else with ``memory`` one for each layer, or for neighbours that are small; else 3.
         checkpoint_activation: if True, keep only the inputs of each shard and recompute the rest in backward; if False,
-            keep all activations of the layers, but no second copy of their weights, nor of casts of them. None: True
-            with ``memory``, else False.
+            keep all activations of the layers, but no second copy of their weights, nor of casts of those that train.
+            None: True with ``memory``, else False.
         num_microbatches: parts into which a batch is split along dimension 0. Each shard is loaded once per pass and
             runs all of them. Any number of rows; the last micro-batch may be smaller. The result is that of the bare
             model where layers treat each row on its own. Layers that look across rows (batch normalisation) see one

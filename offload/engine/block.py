@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from offload.engine.weights import Weights
-from offload.streaming.casts import Casts, CastsSeen
 from pipe.nested import map_tensors
 from pipe.recompute.replay import Layers, Modes
 
@@ -63,8 +62,6 @@ class Block:
         #: Whether a run has written weights.
         self.writes = False
         self.inputs = region.inputs
-        #: Settings of autocast in which a run has made no cast of a weight.
-        self.without_casts: set[Any] = set()
         self._known: dict[Modes, Known] = {}
 
     def known(self) -> Known:
@@ -107,17 +104,6 @@ class Block:
             return value.clone() if in_slot else value
 
         return own(output) if isinstance(output, Tensor) else map_tensors(own, output)
-
-    def autocast(self) -> Any:
-        """The type to which autocast casts its weights now; False for none."""
-        kind = self.weights.shard.slot.device.type
-        return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-
-    def casts_in(self, views: Sequence[Tensor], known: Casts | None = None) -> CastsSeen | None:
-        """A context in which casts of weights are found. It looks at each operation, until a run has made none."""
-        if not views or self.autocast() in self.without_casts:
-            return None
-        return CastsSeen(self.weights.shard.weight_casts if known is None else known, self.weights.shard.slot)
 
 
 def has_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -223,9 +223,10 @@ class Boundaries:
 
     def _fetch_before(self, order: int) -> None:
         """Begins to read what backward uses next, unless that is in memory."""
-        before = max((each for each in (*self._away, *self._held) if each < order), default=None)
-        if before is not None and (boundary := self._away.get(before)) is not None:
-            self._fetch(boundary)
+        if self._away:
+            before = max((each for each in (*self._away, *self._held) if each < order), default=None)
+            if before in self._away:
+                self._fetch(self._away[before])
 
     def _done(self, kind: Kind, cell: Cell) -> str:
         """Notes that a boundary leaves memory or returns, once for all tensors that enter a cell."""

@@ -25,7 +25,6 @@ from offload.engine.block import RUNS_NOTED, Block, Known
 from offload.engine.saved_weights import REFERENCES, Reference, SavedWeights
 from offload.engine.selected import Selected
 from offload.engine.visit import Visit, enter
-from offload.streaming.casts import Casts, CastsSeen
 from pipe.nested import map_tensors, tensors_in
 from pipe.recompute.recomputed import Call, unchanged
 from pipe.recompute.replay import Replay
@@ -47,8 +46,6 @@ class Watch:
     """
 
     saved: Callable[[Tensor], None] | None = None
-    #: With the casts of weights that a recomputed cell has made.
-    casts: Callable[[CastsSeen], None] | None = None
     #: With the bytes of results that a recomputed cell keeps.
     selected: Callable[[int], None] | None = None
     begins: Callable[[Visit], None] | None = None
@@ -67,7 +64,7 @@ class Cell:
         views: of the slot, by :attr:`.Shard.slices`; empty where weights are used where they rest, or there are none.
     """
 
-    __slots__ = ("_call", "_known", "block", "token", "views", "visit", "watch")
+    __slots__ = ("_call", "_known", "_saved", "block", "token", "views", "visit", "watch")
 
     def __init__(self, block: Block, known: Known, call: Run, views: Sequence[Tensor]) -> None:
         self.block, self._known, self._call, self.views = block, known, call, views
@@ -75,6 +72,8 @@ class Cell:
         self.visit: Visit | None = None
         self.token: Tensor | None = None
         self.watch = UNWATCHED
+        #: What replaces the weights that a kept graph saves.
+        self._saved: SavedWeights | None = None
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output without a graph."""
@@ -97,8 +96,7 @@ class Cell:
     def _keep_by_reference(self, visit: Visit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         block, views, watched = self.block, self.views, self.block.region
         outer, name = lasting_hooks(), block.name
-        casts = block.casts_in(views)
-        weights = SavedWeights(visit, views[0], casts) if views else None
+        weights = self._saved = SavedWeights(visit, views[0]) if views else None
         refer, resolve = (_same, _same) if weights is None else (weights.refer, weights.resolve)
         saved_by, begins, life = self.watch.saved, self.watch.begins, visit.life()
         changing = {buffer.data_ptr() for buffer in watched.changing()}
@@ -128,11 +126,14 @@ class Cell:
             tensor, version = saved
             return unchanged(tensor, version, name)
 
-        with saved_tensors_hooks(*uncompiled_hooks(pack, unpack)), casts or _NOTHING:
-            output = self._noted(self._call, enter(visit, views, self.token), args, kwargs)
-        if casts is not None and not casts.found:
-            block.without_casts.add(block.autocast())
-        return output
+        if weights is not None:
+            weights.running = [(view, view._version) for view in views]
+        try:
+            with saved_tensors_hooks(*uncompiled_hooks(pack, unpack)):
+                return self._noted(self._call, enter(visit, views, self.token), args, kwargs)
+        finally:
+            if weights is not None:
+                weights.running = ()  # hooks of the graph hold it
 
     def recompute(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output with a graph that runs the block again when backward reaches it."""
@@ -142,19 +143,13 @@ class Cell:
         state = block.region.begin_in(known.modes)
         written = len(visit.written)
 
-        saved_by = watch.saved
-        casts = block.casts_in(views, Casts()) if saved_by is not None else None
-        if casts is not None and saved_by is not None:
-            saved_by = partial(_unless_cast, casts, saved_by)
-
         selected = Selected(block.select) if block.select else None
         call_first = call_again = self._call
         if selected is not None:
             call_first, call_again = selected.first(call_first), selected.again(call_again)
 
         def first(*args: Any, **kwargs: Any) -> Any:
-            with casts or _NOTHING:
-                return self._noted(call_first, enter(visit, views, self.token), args, kwargs)
+            return self._noted(call_first, enter(visit, views, self.token), args, kwargs)
 
         def again(*args: Any, _life: Any = life, **kwargs: Any) -> Any:
             views = visit.views(visit)
@@ -170,20 +165,18 @@ class Cell:
 
         # A second run starts from what the first one was given, which that may write in place.
         copied = not known.spares_input
-        places = SavedWeights(visit, views[0], None) if views else None
+        places = SavedWeights(visit, views[0]) if views else None
         recomputed = Call(
             block.name,
             again,
             state,
             references=None if places is None else (places.refer, places.resolve),
-            on_save=saved_by,
+            on_save=watch.saved,
             begins=None if begins is None else partial(begins, visit),
         )
         with saved_tensors_hooks(*watch.entering) if watch.entering is not None else _NOTHING:
             recomputed.save_inputs(*(map_tensors(_copied, (args, kwargs)) if copied else (args, kwargs)))
         output = recomputed.first(first, args, kwargs)
-        if casts is not None and watch.casts is not None:
-            watch.casts(casts)
         if selected is not None and watch.selected is not None:
             watch.selected(selected.nbytes)
         if visit.wrote and not views:
@@ -274,6 +267,8 @@ class Cell:
         for k in written:
             owner, s = shard.owner_of(k)
             home = owner.home_view(s)
+            if self._saved is not None:
+                self._saved.preserve(k, home.to(self.views[k].device, self.views[k].dtype))
             if visit is not None and not block.keeps:  # the run may be undone
                 visit.written.append((k, home.clone()))
             home.copy_(self.views[k].detach())
@@ -281,11 +276,6 @@ class Cell:
         shard.loaded_versions = shard.versions()
         if visit is not None:
             visit.versions = shard.loaded_versions
-
-
-def _unless_cast(casts: CastsSeen, function: Callable[[Tensor], None], tensor: Tensor) -> None:
-    if tensor.layout is not torch.strided or casts.find(tensor) is None:
-        function(tensor)
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:

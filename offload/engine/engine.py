@@ -349,7 +349,6 @@ class Engine:
         boundaries = this.boundaries
         cell.watch = Watch(
             None if recorder is None else recorder.add,
-            None if recorder is None else recorder.add_casts,
             partial(step.record_selected, place) if graph and self._homes.policy.keep else None,
             partial(self._begin_cell, step, None if keeps else boundaries, place),
             None if boundaries is None or not graph or not (shard.index or k) else boundaries.hooks((shard.index, i)),

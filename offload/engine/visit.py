@@ -117,10 +117,12 @@ class Visit:
         return sums
 
     def restore_written(self, count: int, views: Sequence[Tensor]) -> None:
-        """Restores in the slot, and forgets, what was written after the first ``count`` writes."""
+        """Restores at home and in the slot, and forgets, what was written after the first ``count`` writes."""
         with torch.no_grad():
             for k, before in reversed(self.written[count:]):
-                views[k].copy_(before)
+                owner, s = self.weights.owners[k]
+                for place in (owner.home_view(s), views[k]):
+                    place.copy_(before)
         del self.written[count:]
 
 

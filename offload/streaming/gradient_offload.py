@@ -125,7 +125,7 @@ class GradientOffload:
 
     def is_updated(self, slot: Tensor) -> bool:
         """Whether an update writes to a slot."""
-        return slot.data_ptr() in self._in_slots
+        return bool(self._in_slots) and slot.data_ptr() in self._in_slots
 
     def pop_update(self, slot: Tensor) -> list[Arrival]:
         """The update that writes to a slot, for what is about to fill it."""

@@ -154,13 +154,13 @@ def _moved_gradients(shard: Shard, tier: Tier) -> tuple[list[GradientRegion], li
     moved: list[NewMemory] = []
     from_device = isinstance(shard.tier, DeviceTier)
     if isinstance(tier, DeviceTier):
-        if any(region.in_use() for region in shard.gradient_regions):
+        if any(region.in_use(len(region.stored())) for region in shard.gradient_regions):
             raise HomeInUseError([shard.index])
         gradients = [s.parameter.grad for s in shard.own if s.parameter.grad is not None]
         return [], [(g, g.detach().to(tier.device, copy=True)) for g in gradients]
     if not (tier.blocking_io or from_device):
         for region in shard.gradient_regions:
-            if region.in_use():
+            if region.in_use(len(region.stored())):
                 stay.append(region)
                 continue
             for s in region.stored():

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from offload.storage import Block, Tier
-from offload.streaming.casts import Casts
 from offload.streaming.contract import PendingUpdate
 from offload.streaming.slices import Slice, read_converted
 from offload.streaming.stored_gradients import GradientRegion, GradientTypes
@@ -66,8 +65,6 @@ class Shard:
     loaded_versions: tuple[int, ...] = ()
     #: Whether layers wrote to the weights in its slot in a backward, which is not stored.
     written: bool = False
-    #: Casts of its weights that kept graphs refer to.
-    weight_casts: Casts = field(default_factory=Casts)
     #: The memory of own parameters at home, each on a storage of its own, by their offset.
     own_memory: dict[int, Tensor] = field(default_factory=dict)
     _slot: Tensor | None = None
@@ -208,7 +205,6 @@ class Shard:
 
     def drop(self) -> None:
         """Leaves its slot, if it has one, which is never copied back; once no copy into it is running."""
-        self.weight_casts.end_visit()
         self._slot, self.loaded = None, False
 
     @property
@@ -237,13 +233,11 @@ class Shard:
     def detach_gradients(self) -> None:
         """Drops regions whose earlier gradients are still used, or that only waste space: on frozen parameters, or on
         those of other shards."""
-        regions = self.gradient_regions
-        if not any(region.stored() for region in regions):
-            own = {id(s.parameter) for s in self.own}
-            placed = (s.parameter for region in regions for s in region.slices)
-            fitting = all(p.requires_grad and id(p) in own for p in placed)
-            regions = regions if fitting and len(regions) == 1 else []
-        self.gradient_regions = [region for region in regions if not region.in_use()]
+        found = [(region, len(region.stored())) for region in self.gradient_regions]
+        if not any(stored for _, stored in found):
+            trained = [*map(id, [s for s in self.own if s.parameter.requires_grad])]
+            found = [(region, 0) for region, _ in found if [*map(id, region.slices)] == trained]
+        self.gradient_regions = [region for region, stored in found if not region.in_use(stored)]
 
     def gradient_region(self, parameter: nn.Parameter) -> GradientRegion | None:
         """The region with a place for the gradient of an own parameter, if there is one."""

@@ -83,10 +83,14 @@ class Slice:
 
     def view(self, block: Tensor) -> Tensor:
         """The parameter's values in ``block`` (flat, uint8); no copy."""
+        return self.view_at(block, self.offset, self.dtype)
+
+    def view_at(self, block: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
+        """A tensor of the parameter's layout and of this type at an offset of ``block`` (flat, uint8); no copy."""
         # Not an autograd view, which would reference its base: references to the storage of a block are counted.
-        offset = block.storage_offset() + self.offset
-        memory = torch.empty(0, dtype=self.dtype, device=block.device)
-        return memory.set_(block.untyped_storage(), offset // self.dtype.itemsize, self.parameter.shape, self.stride)
+        memory = torch.empty(0, dtype=dtype, device=block.device)
+        begin = (block.storage_offset() + offset) // dtype.itemsize
+        return memory.set_(block.untyped_storage(), begin, self.parameter.shape, self.stride)
 
     def own_view(self, block: Tensor) -> Tensor:
         """The same on a storage of its own, which begins and ends with the parameter, in the memory of ``block``.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -111,8 +111,7 @@ class GradientRegion:
 
     def view(self, s: Slice) -> Tensor:
         """The place of the gradient of a parameter."""
-        place = replace(s.in_full(self.offsets[id(s.parameter)]), dtype=self.types.of(s))
-        return place.view(self.block.tensor)
+        return s.view_at(self.block.tensor, self.offsets[id(s.parameter)], self.types.of(s))
 
     def holds(self, gradient: Tensor | None) -> bool:
         """Whether a gradient is stored here."""
@@ -126,6 +125,6 @@ class GradientRegion:
         """The parameters whose gradients are stored here, of whichever shard."""
         return [s for s in self.slices if (gradient := s.parameter.grad) is not None and self.holds(gradient)]
 
-    def in_use(self) -> bool:
-        """Whether other code refers to its memory: a gradient from before, which was not freed."""
-        return storage_uses(self.block.tensor) > 1 + len(self.stored())
+    def in_use(self, stored: int) -> bool:
+        """Whether other code than so many stored gradients refers to its memory: one from before, which lives on."""
+        return storage_uses(self.block.tensor) > 1 + stored
