@@ -20,6 +20,7 @@ from offload.blocks.fixed_structure import methods_refused
 from offload.construction import Arguments, Offloaded, construct
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
+from offload.engine.plans.prediction import Estimate
 from offload.files.pretrained import KeyMap, Pretrained
 from offload.identities import identities_only
 from offload.loading import from_files
@@ -31,7 +32,6 @@ from offload.module import (
     store_values,
 )
 from offload.planning.budget import shown_bytes
-from offload.planning.estimate import Estimate
 from offload.planning.plan import Plan
 from offload.policy import MemoryPolicy
 from offload.streaming.heap import return_freed_memory

@@ -13,9 +13,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from offload.planning.residency import MOVING, WRITES_IN_FLIGHT
 from offload.planning.slot_sizes import slots_in_use
-from offload.planning.step_model import Choice, StepModel
+from offload.planning.step_model import MOVING, WRITES_IN_FLIGHT, Choice, StepModel
 
 __all__ = ["StepBytes", "step_bytes"]
 
@@ -54,15 +53,15 @@ class _Walk:
         there = in_memory if model.host_bytes is not None else in_memory | choice.waiting
         #: Shards whose gradients stay after their drain. Of those that rest in memory an optimizer takes them when it
         #: steps, also if it updates others in backward.
-        self._stays = there if model.updates["updates"] else there | model.gradients_stay
+        self._stays = there if model.updates.in_backward else there | model.gradients_stay
         #: Those whose gradients are there all the time, and are added to.
         home = there | model.gradients_stay
         begins = home if model.begins is None else model.begins
-        self._pending = frozenset[int]() if model.accumulates else begins & model.updates["pending"]
+        self._pending = frozenset[int]() if model.accumulates else begins & model.updates.pending
         self._held = begins | home if model.accumulates else begins - self._pending if model.begins else frozenset()
         self._gradients = sum(model.gradient_bytes[j] for j in self._pending | self._held)
         #: Gradients that are being stored. With updates in backward the engine waits for them one shard later.
-        self._draining: deque[int] = deque(maxlen=2 if model.updates["updates"] else 1)
+        self._draining: deque[int] = deque(maxlen=2 if model.updates.in_backward else 1)
         casts = sum(model.cast_bytes.get(j, 0) for j in in_memory)
         self._constant = {
             "homes": model.home_bytes + sum(model.resting_bytes[j] for j in in_memory),

@@ -32,7 +32,6 @@ def plan_memory(homes: ModelHomes, limits: MemoryLimits, policy: MemoryPolicy) -
         return
     if not has_own_memory(homes.device):
         homes.tier.limit_staging(limits.device_bytes // STAGING_SHARE)
-    homes.steps.reserve(homes.public, homes.public.buffer_bytes)
     kind = MeshMemoryPlanner if homes.public.sharded else MemoryPlanner
     homes.steps.planner = kind(limits, policy, homes)
 

@@ -25,6 +25,8 @@ from offload.advise.sources import Source, source_of
 from offload.advise.works import works_of
 from offload.files.tensor_file import TensorFile
 from offload.planning.choose import moves, predict
+from offload.planning.plan import Kind
+from offload.planning.step_model import Choice
 from tests.programs import run_program
 
 RATES = Rates(
@@ -150,9 +152,11 @@ def test_beside_a_device_shards_and_gradients_are_in_host_memory_as_far_as_it_re
     model = beside.step_model(1 << 40)
     assert model.host_bytes == spare
     loaded = [s.loaded for s in beside.shards]
-    assert model.costs.load[2] == loaded[2] / 40e9 < model.costs.load[3] == loaded[3] / RATES.read_bytes
-    assert model.costs.update[2] == beside.shards[2].gradients / RATES.memory_update_bytes
-    assert model.costs.updated_at_step == {0, 1, 2}
+    seconds = model.seconds(Choice(2))
+    assert seconds[Kind.LOAD][2] == pytest.approx(loaded[2] / 40e9)
+    assert seconds[Kind.LOAD][3] == pytest.approx(loaded[3] / RATES.read_bytes)
+    assert seconds[Kind.UPDATE][2] == pytest.approx(beside.shards[2].gradients / RATES.memory_update_bytes)
+    assert model.updated_at_step == {0, 1, 2}
     part, whole = beside.at(1 << 40), replace(beside, host_bytes=1 << 40).at(1 << 40)
     assert part is not None
     assert part.choice.in_memory == frozenset()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from offload.planning.budget import shown_bytes
-from offload.planning.estimate import Estimate
+from offload.engine.plans.prediction import Estimate
 from offload.telemetry.statistics import Meter
 
 
