@@ -13,10 +13,9 @@ from torch import nn
 
 from offload.advise.profile import Work
 from offload.advise.rates import Rates
-from offload.engine.plans.least_limit import least_limit
 from offload.engine.plans.steps import BUFFERS_SHARE
 from offload.optim.update_blocks import StoredStates, update_block_bytes_of
-from offload.planning.choose import NothingFitsError, Prediction, choose, moves, predict
+from offload.planning.choose import NothingFitsError, Prediction, choose, least_limit, moves, predict
 from offload.planning.memory_profile import MemoryProfile
 from offload.planning.partition import aligned
 from offload.planning.step_model import Costs, Key, OutsideBytes, StepModel, Updates

@@ -27,7 +27,17 @@ from offload.planning.simulate import Forecast, simulate
 from offload.planning.step_bytes import StepBytes, step_bytes
 from offload.planning.step_model import MOVING, Choice, StepModel
 
-__all__ = ["NothingFitsError", "Prediction", "choose", "fill", "least_bytes", "moves", "predict", "seconds_saved"]
+__all__ = [
+    "NothingFitsError",
+    "Prediction",
+    "choose",
+    "fill",
+    "least_bytes",
+    "least_limit",
+    "moves",
+    "predict",
+    "seconds_saved",
+]
 
 #: Numbers of bytes for boundaries among which is chosen.
 LEVELS = 32
@@ -154,6 +164,13 @@ def fill(model: StepModel, choice: Choice, limit_bytes: int, *, resizes: bool = 
 def least_bytes(model: StepModel, choice: Choice) -> int:
     """Predicted bytes with the slots and shards in memory of ``choice`` and nothing that is left out to save bytes."""
     return _bytes(model, _leanest(model, choice))
+
+
+def least_limit(needed: Callable[[int], int], limit: int) -> int:
+    """The least number, not below ``limit``, that is no less than what is ``needed`` with it, which grows with it."""
+    while (more := needed(limit)) > limit:
+        limit = more
+    return limit
 
 
 def _leanest(model: StepModel, choice: Choice) -> Choice:

@@ -156,12 +156,9 @@ class CellBytes(NamedTuple):
     #: At the peak of its backward, recomputed or with its graph, with the gradients of its weights.
     backward: int
     kept_backward: int
-    #: The same without these.
-    activations: int
-    kept_activations: int
 
 
-_NOTHING = MemoryProfile(1, ())
+_NOTHING, _NO_UPDATES = MemoryProfile(1, ()), Updates()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +169,7 @@ class StepModel:
     #: The first shard that backward has to reach.
     first: int = 0
     costs: Costs = field(default_factory=Costs)
-    updates: Updates = Updates()
+    updates: Updates = _NO_UPDATES
     #: Rows of each micro-batch.
     rows: Sequence[float] = (1,)
     #: Bytes of a slot for each shard, and of what a load of it reads.
@@ -252,8 +249,6 @@ class StepModel:
             int(self.selected_bytes_per_row.get(j, 0.0) * rows),
             recomputed.peak_bytes(rows, own, adds=adds),
             kept.peak_bytes(rows, own, adds=adds),
-            recomputed.peak_bytes(rows, 0),
-            kept.peak_bytes(rows, 0),
         )
 
     def seconds(self, choice: Choice) -> Mapping[Kind, Sequence[float]]:
@@ -274,9 +269,3 @@ class StepModel:
             Kind.BACKWARD: costs.backward, Kind.BACKWARD_KEPT: costs.kept_backward,
             Kind.SPILL: boundary, Kind.PREFETCH: boundary,
         }  # fmt: skip
-
-    @cached_property
-    def output_bytes(self) -> Sequence[tuple[int, int]]:
-        """Of the output of each micro-batch, and of its gradient."""
-        keys = [(self.shards, i) for i in range(len(self.rows))]
-        return [(self.boundaries(key), self.gradients(key)) for key in keys]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import re
-import sys
 import tempfile
 import time
 import warnings
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 
 from offload import DiskHome, MemoryPolicy, OffloadModel, OffloadOptimizer
 from offload.engine.plans.memory_planner import MemoryPlanner
+from offload.limits import HOST, Grant, MemoryLimits
 from offload.planning.choose import moves
 from offload.telemetry.peak import anonymous_bytes
 
@@ -72,7 +71,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, rows: 
 
 def beside_a_device(model: OffloadModel, host_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host has so many bytes."""
-    monkeypatch.setattr(planner_of(model), "_limits", SimpleNamespace(device_bytes=1 << 40, host_bytes=host_bytes))
+    monkeypatch.setattr(
+        planner_of(model), "_limits", MemoryLimits(*(Grant(HOST, n, least=0, held=int) for n in (1 << 40, host_bytes)))
+    )
 
 
 @pytest.mark.usefixtures("own_memory")
@@ -248,22 +249,6 @@ def test_the_report_is_a_table_that_adds_up_to_the_peak_and_says_what_more_memor
     assert all(re.fullmatch(r"[\d.e+]+ m?s", row[1 if len(row) < 4 else 2]) for row in seconds[1:]), seconds
     assert others[1][:2] == ["more memory", "50.00"]
     assert "shards in memory" in others[1][3]
-
-
-def test_the_picture_shows_the_uses_beside_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = OffloadModel(stack(), "cpu", tmp_path / "home", memory="40MiB")
-    with pytest.raises(RuntimeError, match="run one training step first"):
-        model.memory_report().plot(tmp_path / "memory.png")
-    train(model, OffloadOptimizer(model, torch.optim.AdamW), 3)
-    report = model.memory_report()
-    report.plot(tmp_path / "memory.svg")
-    picture = (tmp_path / "memory.svg").read_text(encoding="utf-8")
-    comments = re.findall(r"<!-- (.*?) -->", picture)  # of each text that is drawn
-    for words in (r"memory of a step on cpu: [\d.]+ MiB of 40.0 MiB", "limit: 40.0 MiB", "slots: .* MiB", "measured"):
-        assert any(re.fullmatch(words, text) for text in comments), (words, comments)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'gradstream\[bench\]'"):
-        report.plot(tmp_path / "memory.png")
 
 
 def test_two_forwards_before_a_backward_keep_the_plan_of_the_first(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import gc
 import itertools
 import pickle
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> dict[torch.device, int]:
     """Free bytes of each device; no other grants."""
     found = {CPU: 1000 * MIB}
     monkeypatch.setattr(offload.limits, "free_bytes", lambda place: found[place])
-    monkeypatch.setattr(offload.limits, "_living", {})
+    monkeypatch.setattr(offload.limits, "_living", weakref.WeakValueDictionary())
     return found
 
 
@@ -102,7 +103,7 @@ def test_a_memory_makes_a_shard_of_each_large_layer_and_recomputes() -> None:
     model = model_of(memory="64MiB")
     assert cuts_of(model) == [1] * 4
     assert model._homes.recompute
-    assert limits(model).device_bytes == limits(model).host_bytes == 64 * MIB
+    assert limits(model).device.nbytes == limits(model).host.nbytes == 64 * MIB
     assert cuts_of(OffloadModel(build(["linear", "linear"]), "cpu", memory="64MiB")) == [4]
 
 
@@ -143,8 +144,8 @@ def test_a_memory_that_is_too_small_says_the_least_that_works(
 
 
 def test_on_the_cpu_two_numbers_must_agree() -> None:
-    assert limits(model_of(memory={"host": "64MiB"})).device_bytes == 64 * MIB
-    assert limits(model_of(memory={"host": "64MiB", "device": 64 * MIB})).host_bytes == 64 * MIB
+    assert limits(model_of(memory={"host": "64MiB"})).device.nbytes == 64 * MIB
+    assert limits(model_of(memory={"host": "64MiB", "device": 64 * MIB})).host.nbytes == 64 * MIB
     with pytest.raises(ValueError, match="one number where the compute device is the CPU"):
         model_of(memory={"host": "64MiB", "device": "32MiB"})
 
@@ -200,16 +201,16 @@ def test_an_accelerator_and_the_host_have_limits_of_their_own(
         return made
 
     one = limits_of("64MiB")
-    assert one.device_bytes == 64 * MIB
+    assert one.device.nbytes == 64 * MIB
     # One number is for the compute device. Homes in host memory are the model's own.
-    assert one.host_bytes == 900 * MIB + (0 if on_disk else 8 * layer)
+    assert one.host.nbytes == 900 * MIB + (0 if on_disk else 8 * layer)
     one.release()
     both = limits_of({"device": "auto", "host": "64MiB"})
-    assert (both.device_bytes, both.host_bytes) == (1800 * MIB, 64 * MIB)
+    assert (both.device.nbytes, both.host.nbytes) == (1800 * MIB, 64 * MIB)
     with pytest.raises(ValueError, match=f"at least {shown_bytes(4 * layer)} of the memory of cuda:0"):
         limits_of(1000)
     if on_disk:
-        assert limits_of({"host": 1000}).host_bytes == 1000
+        assert limits_of({"host": 1000}).host.nbytes == 1000
     else:
         with pytest.raises(ValueError, match=f"at least {shown_bytes(8 * layer)} of host memory.* pass a directory"):
             limits_of({"host": 1000})

@@ -30,13 +30,13 @@ from offload.engine.plans.between_steps import (
     states_of_others,
     unowned_gradients,
 )
-from offload.engine.plans.least_limit import too_little
 from offload.engine.plans.measured import step_model
 from offload.engine.plans.row_units import remember, shown, split
 from offload.engine.plans.step_memory import StepMemory, bound_of
 from offload.limits import MemoryLimits
 from offload.planning.budget import GAPS_SHARE, shown_bytes
-from offload.planning.choose import NothingFitsError, Prediction, choose, fill, least_bytes, predict
+from offload.planning.choose import NothingFitsError, Prediction, choose, fill, least_bytes, least_limit, predict
+from offload.planning.partition import smallest_shard
 from offload.planning.step_model import Choice, Given, StepModel
 from offload.policy import MemoryPolicy
 from offload.streaming.moves import HomeInUseError
@@ -99,7 +99,7 @@ class MemoryPlanner:
     @property
     def limit_bytes(self) -> int:
         """Bytes of the memory that layers compute in."""
-        return self._limits.device_bytes
+        return self._limits.device.nbytes
 
     @property
     def _homes(self) -> ModelHomes:
@@ -254,7 +254,7 @@ class MemoryPlanner:
             gradients_wait=any(shard.blocking_io for shard in homes.shards)
             and not (model.updates.in_backward or model.draining_bytes),
             margin_bytes=self._memory.margin(sum(rows)),
-            host_bytes=None if self._memory.on_host else bytes_left(homes, self._limits.host_bytes),
+            host_bytes=None if self._memory.on_host else bytes_left(homes, self._limits.host.nbytes),
             given=given,
         )
 
@@ -262,7 +262,7 @@ class MemoryPlanner:
         """On a device: shards whose homes are files rest in host memory, as many as its limit allows."""
         homes = self._homes
         if not (self._memory.on_host or homes.public.sharded):
-            there = shards_that_fit(homes, self._limits.host_bytes, self._given.resident_bytes)
+            there = shards_that_fit(homes, self._limits.host.nbytes, self._given.resident_bytes)
             self._move(partial(homes.keep_in_memory, there))
 
     def _plan_again(self, rows: Sequence[float]) -> None:
@@ -354,15 +354,50 @@ class MemoryPlanner:
 
     def _refuse(self, error: NothingFitsError, rows: Sequence[float]) -> None:
         """Raises ValueError for a batch that does not fit; warns for one no larger than one that ran, which goes on."""
-        if error.least_bytes <= self.limit_bytes:
+        least, limit, margin, homes = error.least_bytes, self.limit_bytes, self._memory.margin(sum(rows)), self._homes
+        if least <= limit:
             return  # it fits just so: with the least memory
-        homes = self._homes
-        margin = self._memory.margin(sum(rows))
-        message = too_little(homes, rows, error.least_bytes, self.limit_bytes, margin)
-        fits_by_count = self._decided_by_count and error.least_bytes - margin <= self.limit_bytes
+        outside = homes.outside_bytes()
+        parts = [
+            (margin, "by which earlier steps exceeded their prediction"),
+            (
+                outside.begins + outside.gradients - outside.held,
+                "for parameters in no shard, their gradients and states",
+            ),
+        ]
+        said = ", ".join(f"{shown_bytes(nbytes)} of them {what}" for nbytes, what in parts if nbytes)
+        as_long, or_shorter = (
+            (" as long as those of the first batch", " or shorter") if homes.row_units.differ else ("", "")
+        )
+        message = (
+            f"a step of micro-batches of {shown(max(rows))} rows{as_long} takes at least {shown_bytes(least)} on "
+            f"{self._device}, {shown_bytes(least - limit)} more than memory={shown_bytes(limit)}"
+            + (f" ({said})" if said else "")
+            + f"; {self._what_works(least)} works with it; pass more memory, fewer{or_shorter} rows, or more "
+            f"micro-batches (num_microbatches)"
+        )
+        fits_by_count = self._decided_by_count and least - margin <= limit
         if not (fits_by_count or self._has_run(rows, lengths=False)):
             raise TooLargeError(message)
         self._warn(message, (len(rows), max(rows)))
+
+    def _what_works(self, least: int) -> str:
+        """The arguments with which a model, run in the same way, fits a step that takes ``least`` bytes in this one.
+
+        Buffers of optimizers and of transfers are a part of the limit, so a step needs more with a larger one.
+        """
+        homes, limit, optimizers = self._homes, self.limit_bytes, self._optimizers
+        staging, buffers = (homes.tier.staging_bytes, optimizers.buffer_bytes()) if self._memory.on_host else (0, 0)
+
+        def needed(nbytes: int) -> int:
+            reserved = optimizers.buffer_bytes(homes.steps.spare_bytes(nbytes)) if buffers else 0
+            return least + max(0, reserved - buffers) + max(0, -(-staging * nbytes // limit) - staging)
+
+        works = least_limit(needed, max(least, limit))
+        # With more memory, small layers would share a shard, which needs more.
+        sizes = [shard.slot_bytes for shard in homes.shards]
+        merges = len(sizes) > 1 and not homes.layers_apart and min(sizes) < smallest_shard(sum(sizes), works)
+        return f"memory={works}" + (f" and num_slices={len(sizes)}" if merges else "")
 
     def _has_run(self, rows: Sequence[float], *, lengths: bool = True) -> bool:
         """Whether a batch that ran was at least as large: in all, and in its largest micro-batch.

@@ -31,17 +31,10 @@ class Estimate:
     #: Bytes that the step reads from homes, and bytes of gradients that it writes there.
     bytes_loaded: int
     bytes_stored: int
-    #: The most bytes in each place: on the compute device (what the engine holds; the activations inside one cell come
-    #: on top), at home (parameters, gradients, boundaries that are written out), and in host memory between the two
-    #: ("staging"), which includes the buffers of optimizers. Where shards rest in host memory although their homes are
-    #: files: these, with their gradients and optimizer states ("memory").
-    peak_bytes: dict[str, int]
-    #: On the compute device on top of that: what layers save for their backward, of one cell where it is recomputed,
-    #: of all cells where it is not; and the gradients of activations that one cell computes from it.
-    activation_bytes: int
-    #: The most bytes at one time in the memory that layers compute in, all of the above together; where that is host
-    #: memory, homes in host memory with their optimizer states included. Less than the sum of the above, whose peaks
-    #: come at different times.
+    #: At home: parameters, gradients, and boundaries that are written out.
+    home_bytes: int
+    #: The most bytes at one time in the memory that layers compute in: slots, boundaries, activations and all else;
+    #: where that is host memory, homes in host memory with their optimizer states included.
     memory_bytes: int
 
     def __str__(self) -> str:
@@ -69,29 +62,20 @@ def _next_step(homes: ModelHomes, rows: Sequence[float], *, training: bool) -> t
 
 def predict_step(homes: ModelHomes, rows: Sequence[float]) -> Estimate:
     """Predicts the next step, on micro-batches of so many rows."""
-    shards, meter, tier, optimizers = homes.shards, homes.meter, homes.tier, homes.streamer.gradient_offload.optimizers
+    shards, meter = homes.shards, homes.meter
     seen = all(meter.backward_seconds_per_row(shard.index) for shard in shards if shard.trainable)
     model, choice = _next_step(homes, rows, training=True)
     if not seen or (len(choice.in_memory) < len(shards) and not meter.bytes_loaded):
         raise RuntimeError("run one training step first: estimate() predicts from the bandwidths that it measures")
-    predicted = predict(model, choice)
-    stores = [
+    predicted, each = predict(model, choice), homes.bytes_in_memory()
+    stored = [
         sum(shard.gradient_types.nbytes(s) for s in shard.at_home if s.parameter.requires_grad) for shard in shards
     ]
-    resting = homes.bytes_in_memory()
-    at_home = [resting[shard.index] for shard in shards if shard.blocking_io == tier.blocking_io]
-    kept = [resting[shard.index] for shard in shards if not shard.blocking_io]
-    plan, peak = predicted.plan, predicted.peak
+    at_home = [each[shard.index] for shard in shards if shard.blocking_io == homes.tier.blocking_io]
     return Estimate(
         *predicted.forecast,
-        bytes_loaded=sum(model.loaded_bytes[j] for j in plan.loads),
-        bytes_stored=sum(stores[a.shard] for a in plan.actions if a.kind is Kind.DRAIN),
-        peak_bytes={
-            "device": peak.device,
-            tier.name: sum(each.weights + each.gradients for each in at_home) + peak.spilled,
-            "staging": tier.staging_bytes + homes.public.buffer_bytes + optimizers.buffer_bytes(),
-        }
-        | ({"memory": sum(each.total for each in kept)} if kept and tier.blocking_io else {}),
-        activation_bytes=peak.activations,
-        memory_bytes=peak.memory,
+        bytes_loaded=sum(model.loaded_bytes[j] for j in predicted.plan.loads),
+        bytes_stored=sum(stored[a.shard] for a in predicted.plan.actions if a.kind is Kind.DRAIN),
+        home_bytes=sum(there.weights + there.gradients for there in at_home) + predicted.peak.spilled,
+        memory_bytes=predicted.peak.memory,
     )

@@ -61,4 +61,4 @@ def test_an_estimate_counts_what_a_step_then_moves(tmp_path: Path) -> None:
     assert estimate.bytes_loaded == after.bytes_loaded - before.bytes_loaded
     assert estimate.bytes_stored == after.bytes_stored - before.bytes_stored
     assert estimate.seconds >= estimate.compute_seconds > 0
-    assert after.peak_device_bytes <= estimate.peak_bytes["device"]
+    assert after.peak_device_bytes <= estimate.memory_bytes

@@ -137,13 +137,12 @@ def test_the_gradients_of_a_home_in_host_memory_are_counted_once(monkeypatch: py
     step(model, x)
     estimate, slot = model.estimate(4), model._homes.streamer.slot_bytes
     boundary = 4 * WIDTH * 4
-    # At the end of forward, and the output's gradient; then each cell of backward uses up as much as it makes.
-    assert estimate.peak_bytes["device"] == 2 * slot + (DEPTH - 1) * boundary + boundary
-    assert model.statistics().peak_device_bytes <= estimate.peak_bytes["device"]
     weights = sum(p.numel() * 4 for p in model.parameters())
-    assert estimate.peak_bytes["host"] == 2 * weights
+    assert estimate.home_bytes == 2 * weights
     # Beside slots and homes: gradients, activations of one cell, the boundaries that are left, an output.
-    assert estimate.memory_bytes < 2 * slot + 2 * weights + estimate.activation_bytes + 10 * boundary
+    activations = 4 * (2 + WIDTH + 4 * 4 * WIDTH) * 4
+    assert model.statistics().peak_device_bytes < estimate.memory_bytes
+    assert estimate.memory_bytes < 2 * slot + 2 * weights + activations + 10 * boundary
 
 
 def test_a_tied_weight_is_stored_once() -> None:
@@ -151,7 +150,7 @@ def test_a_tied_weight_is_stored_once() -> None:
     second.widen.weight = first.widen.weight
     model = OffloadModel(nn.Sequential(first, second), "cpu", num_slices=2, checkpoint_activation=True)
     step(model, torch.randn(2, WIDTH))
-    assert model.estimate(2).peak_bytes["host"] == 2 * sum(p.numel() * 4 for p in model.parameters())
+    assert model.estimate(2).home_bytes == 2 * sum(p.numel() * 4 for p in model.parameters())
 
 
 def test_backward_frees_saved_activations_one_by_one(home: str) -> None:
