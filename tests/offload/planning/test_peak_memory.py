@@ -174,33 +174,22 @@ def test_backward_frees_saved_activations_one_by_one(home: str) -> None:
     assert alive == list(range(DEPTH, 0, -1))
 
 
-@pytest.mark.parametrize("checkpoint", [True, False])
-def test_a_backward_that_failed_midway_is_refused_the_second_time(home: str, checkpoint: bool) -> None:
+@pytest.mark.parametrize(("checkpoint", "retains"), [(True, False), (False, False), (True, True)])
+def test_a_backward_that_failed_midway_is_refused_the_second_time_unless_its_graph_was_retained(
+    home: str, checkpoint: bool, retains: bool
+) -> None:
     blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
     model = OffloadModel(blocks, "cpu", home, num_slices=DEPTH, checkpoint_activation=checkpoint)
     x, failing = torch.randn(3, WIDTH), [True]
     list(model.children())[1].register_forward_hook(lambda block, args, output: _Failing.apply(output, failing))
     loss = model(x).sum()
     with pytest.raises(ValueError, match="on purpose"):
-        loss.backward()
+        loss.backward(retain_graph=retains)
     failing.clear()
-    with pytest.raises(RuntimeError, match="a second time"):
-        loss.backward()
-    model.zero_grad()
-    model(x).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
-def test_a_retained_backward_that_failed_can_be_tried_again(home: str) -> None:
-    model = OffloadModel(
-        nn.Sequential(*(Block() for _ in range(DEPTH))), "cpu", home, checkpoint_activation=True, num_slices=3
-    )
-    failing = [True]
-    list(model.children())[1].register_forward_hook(lambda block, args, output: _Failing.apply(output, failing))
-    loss = model(torch.randn(3, WIDTH)).sum()
-    with pytest.raises(ValueError, match="on purpose"):
-        loss.backward(retain_graph=True)
-    failing.clear()
+    if not retains:
+        with pytest.raises(RuntimeError, match="a second time"):
+            loss.backward()
+        loss = model(x).sum()
     model.zero_grad()
     loss.backward()
     assert all(p.grad is not None for p in model.parameters())
