@@ -99,12 +99,15 @@ def cuts_of(model: OffloadModel) -> list[int]:
     return [len(shard.layers) for shard in model._homes.shards]
 
 
-def test_a_memory_makes_a_shard_of_each_large_layer_and_recomputes() -> None:
-    model = model_of(memory="64MiB")
-    assert cuts_of(model) == [1] * 4
-    assert model._homes.recompute
-    assert limits(model).device.nbytes == limits(model).host.nbytes == 64 * MIB
+def test_a_memory_makes_a_shard_of_each_large_layer_recomputes_and_is_one_number_on_the_cpu() -> None:
+    for memory in ("64MiB", {"host": "64MiB"}, {"host": "64MiB", "device": 64 * MIB}):
+        model = model_of(memory=memory)
+        assert cuts_of(model) == [1] * 4
+        assert model._homes.recompute
+        assert limits(model).device.nbytes == limits(model).host.nbytes == 64 * MIB
     assert cuts_of(OffloadModel(build(["linear", "linear"]), "cpu", memory="64MiB")) == [4]
+    with pytest.raises(ValueError, match="one number where the compute device is the CPU"):
+        model_of(memory={"host": "64MiB", "device": "32MiB"})
 
 
 def test_shards_or_recomputation_without_memory_mean_what_they_do_in_fairscale() -> None:
@@ -141,13 +144,6 @@ def test_a_memory_that_is_too_small_says_the_least_that_works(
     model(torch.randn(2, 512)).sum().backward()
     with pytest.raises(ValueError, match="which is 1 bytes short"):
         OffloadModel(copy.deepcopy(bare), "cpu", home, num_slices, memory=least - 1)
-
-
-def test_on_the_cpu_two_numbers_must_agree() -> None:
-    assert limits(model_of(memory={"host": "64MiB"})).device.nbytes == 64 * MIB
-    assert limits(model_of(memory={"host": "64MiB", "device": 64 * MIB})).host.nbytes == 64 * MIB
-    with pytest.raises(ValueError, match="one number where the compute device is the CPU"):
-        model_of(memory={"host": "64MiB", "device": "32MiB"})
 
 
 def granted(asked: int | None = None, *, least: int = 0, holds: int = 0) -> Grant:
