@@ -66,7 +66,7 @@ class StepMemory:
         if self.policy is None or isinstance(model, StreamedModel):
             return free_bytes(device_of(model)) // _SHARE_OF_FREE
         limits, gradients = self._granted(towers)
-        left = max(limits.device_bytes - gradients, 1)
+        left = max(limits.device.nbytes - gradients, 1)
         # In host memory the other half is for temporaries of layers, the batch and its representations.
         return max(left // 2, 1) if limits.device is limits.host else left
 

@@ -158,7 +158,7 @@ def construct(
         apart=calls.apart,
         form=form,
     )
-    layout, policy = layout_of(resources, needs, num_slices, given._cuts)
+    cuts, policy = layout_of(resources, needs, num_slices, given._cuts)
     stored: Mapping[torch.Tensor, Any] = {}
     if given.pretrained is not None:
         files = given.pretrained if isinstance(given.pretrained, Pretrained) else Pretrained(given.pretrained)
@@ -178,7 +178,7 @@ def construct(
     tier = sharding.open_tier(offload_device, device) if sharding else open_tier(offload_device, device, keeps=True)
     # A failure from here on, such as a full disk or an interrupt, leaves the layers as they were.
     undo.callback(tier.close)
-    memory_limits = limits_for(resources, layout, needs, meter)
+    memory_limits = limits_for(resources, cuts, needs, meter)
     if memory_limits is not None:
         undo.callback(memory_limits.release)
     home = PersistentHome(tier, named, stored, calls.around, sharding)
@@ -194,7 +194,7 @@ def construct(
     undo.callback(lanes.close)
     homes = ModelHomes(
         named,
-        layout.cuts,
+        cuts,
         home.values,
         policy=policy,
         device=device,

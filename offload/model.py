@@ -20,6 +20,7 @@ from offload.blocks.fixed_structure import methods_refused
 from offload.construction import Arguments, Offloaded, construct
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
+from offload.engine.plans.prediction import Estimate
 from offload.files.pretrained import KeyMap, Pretrained
 from offload.identities import identities_only
 from offload.loading import from_files
@@ -31,7 +32,6 @@ from offload.module import (
     store_values,
 )
 from offload.planning.budget import shown_bytes
-from offload.planning.estimate import Estimate
 from offload.planning.plan import Plan
 from offload.policy import MemoryPolicy
 from offload.streaming.heap import return_freed_memory
@@ -277,7 +277,7 @@ class OffloadModel(nn.Module):
         return self._offloaded.reports.plan(batch_rows, training=training)
 
     def estimate(self, batch_rows: int) -> Estimate:
-        """Predicts a training step on a batch of ``batch_rows`` rows: seconds, bytes moved, peak bytes by tier.
+        """Predicts a training step on a batch of ``batch_rows`` rows: seconds, bytes moved, bytes at the peak.
 
         The plan is simulated with the median of the latest layer times and bandwidths, without the first step's; times
         of layers are assumed to be proportional to rows. A process is often slow in its second step, too, so times are
@@ -292,8 +292,8 @@ class OffloadModel(nn.Module):
     def memory_report(self) -> MemoryReport:
         """How steps use the memory that they may, and why: ``print(model.memory_report())``.
 
-        It has each choice with its bytes, predicted and measured, the runner-up and what more memory would buy;
-        ``.plot("memory.png")`` draws the memory over one step. Raises RuntimeError if there is no ``memory``.
+        It has each use with its bytes, predicted and measured, and what more memory would buy. Raises RuntimeError if
+        there is no ``memory``.
         """
         return self._homes.memory_report()
 

@@ -15,6 +15,7 @@ from offload.arguments import layers_of, names_given, names_taken
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
 from offload.engine.inputs import as_call, refuse_transforms
+from offload.engine.plans.memory_planner import TooLargeError
 from offload.engine.plans.regroup import (
     by_chunk,
     kind_of,
@@ -26,7 +27,6 @@ from offload.engine.plans.regroup import (
 from offload.engine.sequential import measured_activations, run_layers
 from offload.engine.structure import Structure
 from offload.limits import cell_bytes
-from offload.planning.residency import TooLargeError
 from offload.policy import MemoryPolicy
 from offload.reports import MicroBatches
 from pipe.interception import offered
@@ -142,16 +142,11 @@ class LayersInOrder:
 
         By counted bytes, which are the same in every process: chunks that run together may have other bits.
         """
-        planner = self.homes.steps.planner
         groups = [gather_nested([calls[i] for i in run]) for run in runs]
         rows = [[rows_in(calls[i]) or 0 for i in run] for run in runs]
         output_fns = [output_fn and by_chunk(output_fn, sizes) for sizes in rows]
-
-        def apart(outputs: Sequence[Any]) -> list[Any]:
-            return [piece for output, sizes in zip(outputs, rows, strict=True) for piece in split_output(output, sizes)]
-
-        with contextlib.nullcontext() if planner is None else planner.by_count():
-            return apart(self._run_layers(groups, output_fns))
+        outputs = self._run_layers(groups, output_fns)
+        return [piece for output, sizes in zip(outputs, rows, strict=True) for piece in split_output(output, sizes)]
 
     @property
     def _joins_chunks(self) -> bool:

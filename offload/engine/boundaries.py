@@ -5,7 +5,7 @@ Backward uses the last ones first, so the earliest are written; they are read ba
 
 Guarantees
     * With those that are being written, read or used, they take at most ``budget_bytes``, which leaves room for
-      :data:`~offload.planning.residency.MOVING` of them at least.
+      :data:`~offload.planning.step_model.MOVING` of them at least.
     * A tensor that several cells save is in memory once, and is freed with the graph of the last of them.
     * A tensor that was changed in place since it was saved raises RuntimeError.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from offload.engine.layouts import bytes_of_boundary, take_apart
 from offload.planning.plan import Action, Kind
-from offload.planning.residency import MOVING, WRITES_IN_FLIGHT
+from offload.planning.step_model import MOVING, WRITES_IN_FLIGHT
 from offload.storage import Scratch
 from offload.streaming.lane import Arrival, CopyLane
 from offload.telemetry.statistics import Meter

@@ -387,7 +387,7 @@ class ModelHomes:
         engine = self._engine()
         draws = engine is None or engine.draws
         layers = [layer for shard in self.shards for layer in shard.layers]
-        if (draws and not planner.may_draw_otherwise) or looks_across_rows(layers):
+        if (draws and not self.policy.join_chunks) or looks_across_rows(layers):
             return 1
         count: int = planner.microbatches(rows, rows if units is None else units)
         return count

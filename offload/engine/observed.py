@@ -292,7 +292,6 @@ class ObservedStep:
             frozenset(self.resident),
             frozenset(self.pending),
             in_memory=streamer.in_place(),
-            grows=self._steps.boundaries_grow,
         )
 
     def _drained_where_they_rest(self) -> None:

@@ -1,23 +1,15 @@
-"""Sizes as users write them, the layout of a model in shards and slots, and the least bytes that it needs.
-
-Memory that the layers of one cell allocate while they run is not included.
+"""Sizes as users write them, and as they are shown.
 
 This module knows nothing of tensors or torch.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from decimal import Decimal
 
-from offload.planning.residency import MOVING
-from offload.planning.slot_sizes import slots_in_use
-
-__all__ = ["GAPS_SHARE", "Layout", "parse_bytes", "requirement", "shown_bytes"]
+__all__ = ["GAPS_SHARE", "parse_bytes", "shown_bytes"]
 
 _UNITS = {"": 1, "b": 1} | {
     prefix + suffix: base**power
@@ -27,8 +19,6 @@ _UNITS = {"": 1, "b": 1} | {
 _SHOWN = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 #: Of a limit of memory, one part in so many is left to gaps between the blocks of the allocator of a process.
 GAPS_SHARE = 8
-#: Minimum for boundaries and their gradients, with the output's: each has at least one byte.
-SMALLEST_BOUNDARIES = 2 * MOVING
 
 
 def parse_bytes(value: int | str, name: str = "memory", *, least: int = 1) -> int:
@@ -55,28 +45,3 @@ def shown_bytes(nbytes: float) -> str:
         if nbytes >= factor:
             return f"{math.ceil(10 * nbytes / factor) / 10:,.1f} {unit}"
     return f"{nbytes:,.0f} bytes"
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Layers in each shard, number of slots, and bytes for boundaries."""
-
-    cuts: tuple[int, ...]
-    slots: int
-    boundary_bytes: int
-
-
-def requirement(
-    slot_bytes: Sequence[int], gradient_bytes: Sequence[int], cuts: Sequence[int], slots: int, *, apart: bool = False
-) -> int:
-    """Bytes of slots, gradients and the smallest boundaries for shards of so many layers.
-
-    ``apart``: see :func:`.slot_sizes`.
-    """
-    ends = [0, *itertools.accumulate(cuts)]
-    parts = [slice(*ends_of_shard) for ends_of_shard in itertools.pairwise(ends)]
-    shards, gradients = ([sum(sizes[part]) for part in parts] for sizes in (slot_bytes, gradient_bytes))
-    # Those of a shard are stored while the next ones are computed.
-    pairs = map(sum, itertools.pairwise([0, *gradients]))
-    forward, backward = slots_in_use(shards, min(slots, len(cuts)), apart=apart)
-    return max(*forward, *map(sum, zip(backward, pairs, strict=True))) + SMALLEST_BOUNDARIES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from offload.planning.budget import shown_bytes
@@ -30,15 +30,9 @@ def shown_seconds(seconds: float) -> str:
 
 def shown_record(record: Any) -> str:
     """The fields of a dataclass as a table, with the unit that their names tell."""
-    rows = [row for field in dataclasses.fields(record) for row in _rows(field.name, getattr(record, field.name))]
-    return table([(name.replace("_", " "), number, "") for name, number in rows])
-
-
-def _rows(name: str, value: float | Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _rows(f"{name}, {key}", each)
-    elif "bytes" in name:
-        yield name, shown_bytes(value)
-    else:
-        yield name, shown_seconds(value) if "seconds" in name else f"{value:,}"
+    rows = []
+    for field in dataclasses.fields(record):
+        name, value = field.name, getattr(record, field.name)
+        number = shown_seconds(value) if "seconds" in name else shown_bytes(value) if "bytes" in name else f"{value:,}"
+        rows.append((name.replace("_", " "), number, ""))
+    return table(rows)

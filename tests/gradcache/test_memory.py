@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def test_the_memory_of_an_offloaded_tower_is_the_models() -> None:
 
 
 def test_steps_that_say_auto_share_the_machine_with_models_that_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload.limits, "_living", {})
+    monkeypatch.setattr(offload.limits, "_living", weakref.WeakValueDictionary())
     monkeypatch.setattr(offload.limits, "free_bytes", lambda place: 1 << 30)
     model = tower()
     step = step_of([model], "auto")

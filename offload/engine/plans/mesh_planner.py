@@ -31,8 +31,7 @@ def plan_memory(homes: ModelHomes, limits: MemoryLimits, policy: MemoryPolicy) -
     if not policy.plans:
         return
     if not has_own_memory(homes.device):
-        homes.tier.limit_staging(limits.device_bytes // STAGING_SHARE)
-    homes.steps.reserve(homes.public, homes.public.buffer_bytes)
+        homes.tier.limit_staging(limits.device.nbytes // STAGING_SHARE)
     kind = MeshMemoryPlanner if homes.public.sharded else MemoryPlanner
     homes.steps.planner = kind(limits, policy, homes)
 
