@@ -28,13 +28,12 @@ from offload.planning.partition import aligned
 from offload.progress import progress
 from offload.storage import Block, Tier
 from offload.storage.buffer import PAGE_BYTES, empty_on_host, whole_pages
-from offload.streaming.formed_weights import formed_values, seal, store_formed
 from offload.streaming.materialize import Materializer, Values
 from offload.streaming.quantised import StoredTensor, stored_tensors
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice, layout
 from offload.streaming.stored_gradients import GradientTypes, set_gradient
-from offload.streaming.stored_values import note_owner
+from offload.streaming.stored_values import StoredValues, note_owner, seal
 from offload.streaming.weight_forms import WeightForm
 
 __all__ = ["LayerHomes", "LayerLayout", "make_shards"]
@@ -153,7 +152,7 @@ class FormedWeights:
                 p.data = empty_on_host(p)  # what a file replaces is still needed if the construction fails
         for owner, s in shard.loans:
             if s.form is not None and not materializer.idle:  # a module may initialise a tied parameter again
-                s.point_to(formed_values(owner, s))
+                s.point_to(StoredValues(owner, s).in_full())
                 self._stored.append((owner, s))
         for s in shard.formed:
             if materializer.is_in_place(s.parameter):
@@ -162,7 +161,7 @@ class FormedWeights:
     def store(self) -> None:
         """Stores the values that the parameters have now."""
         for owner, s in self._stored:
-            store_formed(owner, s, s.parameter.detach())
+            StoredValues(owner, s).store(s.parameter.detach())
             gradient, s.parameter.grad = s.parameter.grad, None
             owner.point_home(s)
             set_gradient(s.parameter, None if gradient is None else gradient.to(s.parameter.device))

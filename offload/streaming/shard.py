@@ -234,6 +234,10 @@ class Shard:
         with outside_inference_mode():
             return s.view(self.home.tensor)
 
+    def lower_view(self, s: Slice) -> Tensor | None:
+        """The lower halves of an own parameter, int16, in the order of its memory; None if they are not stored."""
+        return None if self.lower is None else self.lower.tensor[s.offset : s.offset + s.nbytes].view(torch.int16)
+
     def detach_gradients(self) -> None:
         """Drops regions whose earlier gradients are still used, or that only waste space: on frozen parameters, or on
         those of other shards."""
