@@ -35,7 +35,7 @@ from offload.planning.estimate import Estimate
 from offload.planning.plan import Plan
 from offload.policy import MemoryPolicy
 from offload.streaming.heap import return_freed_memory
-from offload.streaming.slot_pool import share_slots
+from offload.streaming.streamer import share_slots
 from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.statistics import Statistics
 from offload.telemetry.trace import Event

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from offload.mesh.public import PublicParameters
 from offload.streaming.quantised import refresh
 from offload.streaming.shard import Shard
-from offload.streaming.slot_pool import SlotPool
+from offload.streaming.streamer import SlotPool
 from pipe.torch_private.autograd import outside_inference_mode
 from pipe.torch_private.tensors import storage_uses
 
