@@ -43,7 +43,7 @@ class HomeInUseError(RuntimeError):
 
     def __init__(self, shards: Sequence[int]) -> None:
         super().__init__(
-            f"shards {[*shards]} cannot move between file and memory, nor be cut otherwise: other code holds views of "
+            f"shards {[*shards]} cannot move between file and memory: other code holds views of "
             f"their weights or optimizer states (a state_dict(), a NumPy array, a forward whose backward did not run "
             f"yet), which might no longer show later values; nothing was moved. Delete them, or move other shards"
         )

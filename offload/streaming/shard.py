@@ -10,7 +10,8 @@ their gradients are added to the owner's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,12 +20,13 @@ from torch import Tensor, nn
 from offload.storage import Block, Tier
 from offload.streaming.casts import Casts
 from offload.streaming.contract import PendingUpdate
+from offload.streaming.quantised import stored_tensors
 from offload.streaming.slices import Slice, read_converted
-from offload.streaming.stored_gradients import GradientRegion, GradientTypes
+from offload.streaming.stored_gradients import GradientRegion, GradientTypes, set_gradient
 from pipe.torch_private.autograd import outside_inference_mode, set_versions
 from pipe.torch_private.tensors import storage_uses
 
-__all__ = ["Shard", "regions_of"]
+__all__ = ["Shard", "round_gradients"]
 
 
 @dataclass(eq=False)
@@ -53,7 +55,7 @@ class Shard:
     sealed: tuple[int, ...] | None = None
     #: Whether layers use the home itself instead of a copy in a slot.
     in_place: bool = False
-    #: The places of stored gradients: one region, more after other cuts.
+    #: The places of stored gradients: one region, and others for what was thawed while it was in use.
     gradient_regions: list[GradientRegion] = field(default_factory=list)
     #: In which types they are stored.
     gradient_types: GradientTypes = field(default_factory=GradientTypes)
@@ -228,6 +230,12 @@ class Shard:
                 self.own_memory[s.offset] = memory
         s.point_to(memory)
 
+    def move_home(self, s: Slice) -> None:
+        """Points an own parameter to its stored values, and moves its gradient to where these are."""
+        gradient, s.parameter.grad = s.parameter.grad, None
+        self.point_home(s)
+        set_gradient(s.parameter, None if gradient is None else gradient.to(s.parameter.device))
+
     def home_view(self, s: Slice) -> Tensor:
         """A view of a parameter's stored values, for the engine: in the storage of the home."""
         assert self.home is not None
@@ -239,13 +247,10 @@ class Shard:
         return None if self.lower is None else self.lower.tensor[s.offset : s.offset + s.nbytes].view(torch.int16)
 
     def detach_gradients(self) -> None:
-        """Drops regions whose earlier gradients are still used, or that only waste space: on frozen parameters, or on
-        those of other shards."""
+        """Drops regions whose earlier gradients are still used, or that waste space on frozen parameters."""
         regions = self.gradient_regions
         if not any(region.stored() for region in regions):
-            own = {id(s.parameter) for s in self.own}
-            placed = (s.parameter for region in regions for s in region.slices)
-            fitting = all(p.requires_grad and id(p) in own for p in placed)
+            fitting = all(s.parameter.requires_grad for region in regions for s in region.slices)
             regions = regions if fitting and len(regions) == 1 else []
         self.gradient_regions = [region for region in regions if not region.in_use()]
 
@@ -296,6 +301,16 @@ class Shard:
         return (self, self.own[position]) if borrowed < 0 else self.loans[borrowed]
 
 
-def regions_of(shards: Iterable[Shard]) -> Iterator[GradientRegion]:
-    """The regions of gradients of some shards, each once."""
-    return iter(dict.fromkeys(region for shard in shards for region in shard.gradient_regions))
+def round_gradients(shards: Sequence[Shard], dtype: torch.dtype, *, accumulates: bool) -> None:
+    """Stores floating-point gradients of all shards of a model rounded to ``dtype``, see :class:`.GradientTypes`."""
+    layers = [layer for shard in shards for layer in shard.layers]
+    uses = Counter(id(each.parameter) for layer in layers for each in stored_tensors([("", layer)]))
+    rounded: set[int] = set()
+    # As it is stored, and as layers use it, which differ with a mesh.
+    for there, here in (pair for shard in shards for pair in zip(shard.own, shard.slices, strict=False)):
+        wide = there.full_dtype.is_floating_point and there.full_dtype.itemsize > dtype.itemsize
+        if wide and uses[id(here.parameter)] == 1:
+            rounded |= {id(there.parameter), id(here.parameter)}
+    types = GradientTypes(dtype, accumulates, frozenset(rounded))
+    for shard in shards:
+        shard.gradient_types = types

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from offload import OffloadModel, save_checkpoint
 from offload.engine.homes import ModelHomes
 from offload.files.tensor_file import TensorFile
-from offload.streaming.layer_homes import LayerHomes
+from offload.streaming.materialize import Materializer
 from tests.offload.interrupts import interrupted, lines_of
 from tests.offload.open_files import open_files
 
@@ -116,9 +116,9 @@ def fail_when_all_moved(monkeypatch: pytest.MonkeyPatch, error: BaseException) -
 UNREADABLE = OSError(errno.EIO, "Input/output error")
 NO_THREAD = RuntimeError("can't start new thread")
 FAILURES: dict[str, tuple[type[BaseException], Callable[[pytest.MonkeyPatch], None]]] = {
-    "no memory for the first shard": (MemoryError, lambda p: fail_at(p, LayerHomes, "shard", 0, MemoryError())),
-    "no memory for a middle shard": (MemoryError, lambda p: fail_at(p, LayerHomes, "shard", 2, MemoryError())),
-    "no memory for the last shard": (MemoryError, lambda p: fail_at(p, LayerHomes, "shard", 4, MemoryError())),
+    "no memory for the first shard": (MemoryError, lambda p: fail_at(p, Materializer, "fill", 0, MemoryError())),
+    "no memory for a middle shard": (MemoryError, lambda p: fail_at(p, Materializer, "fill", 2, MemoryError())),
+    "no memory for the last shard": (MemoryError, lambda p: fail_at(p, Materializer, "fill", 4, MemoryError())),
     "the first weight is unreadable": (OSError, lambda p: fail_at(p, TensorFile, "read_into", 0, UNREADABLE)),
     "a middle weight is unreadable": (OSError, lambda p: fail_at(p, TensorFile, "read_into", 3, UNREADABLE)),
     "the last weight is unreadable": (OSError, lambda p: fail_at(p, TensorFile, "read_into", 11, UNREADABLE)),
