@@ -417,7 +417,7 @@ class OffloadModel(nn.Module):
         own = {key: value for key, value in vars(self).items() if key not in ("_offloaded", "forward")}
         if calls.forward_of_instance is not None:
             own["forward"] = calls.forward_of_instance
-        bare = copy_of_bare(self, offloaded.kind, own, offloaded.homes, memo, results=results)
+        bare = copy_of_bare(self, offloaded.kind, own, memo, results=results)
         arguments = replace(offloaded.arguments, blocks=calls.blocks)
         if calls.apart:
             for name in calls.named:

@@ -221,7 +221,7 @@ class Backward:
 
         Without that, autograd would add a gradient of code outside of the blocks while a lane writes.
         """
-        parameters = [shard.owner_of(k)[1].parameter for k, g in enumerate(gradients) if g is not None]
+        parameters = [shard.places[k][1].parameter for k, g in enumerate(gradients) if g is not None]
         for parameter in parameters:
             self._give_back(parameter)
         self.streamer.gradient_offload.drain(shard, gradients)

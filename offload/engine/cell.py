@@ -272,7 +272,7 @@ class Cell:
         block.writes = True
         shard.check_stores(written)
         for k in written:
-            owner, s = shard.owner_of(k)
+            owner, s = shard.places[k]
             home = owner.home_view(s)
             if visit is not None and not block.keeps:  # the run may be undone
                 visit.written.append((k, home.clone()))

@@ -31,7 +31,6 @@ from offload.streaming.materialize import Materializer, Values
 from offload.streaming.quantised import StoredTensor, stored_tensors
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice, layout
-from pipe.torch_private.autograd import set_versions
 
 if TYPE_CHECKING:
     from offload.streaming.contract import PendingUpdate
@@ -75,12 +74,6 @@ class MeshShard(Shard):
             for here, there in zip(self.slices, self.at_home, strict=True)
         )
 
-    def set_versions(self, versions: tuple[int, ...]) -> None:
-        """Declares that the parameters hold the same values as when their counters were ``versions``."""
-        if versions != self.versions():
-            stored = [self._versions_at_home(there.parameter) for there in self.at_home]
-            set_versions(self.parameters, [v - n for v, n in zip(versions, stored, strict=True)])
-
     def _versions_at_home(self, stored: nn.Parameter) -> int:
         """Fused and foreach operations on DTensors increment no counter."""
         shown: Any = self.shown.get(stored)
@@ -90,7 +83,7 @@ class MeshShard(Shard):
         """Reads this rank's part, gathers those of the others, and copies all into ``slot``. On the lane of ranks."""
         for k, here in enumerate(self.slices):
             if isinstance(self.parts[k], WholePart):
-                owner, there = self.owner_of(k)
+                owner, there = self.places[k]
                 here.view(slot).copy_(owner.home_view(there))
         slots = zip(self.slices, self.parts, strict=True)
         wholes = [None if isinstance(part, WholePart) else part.flat(here.view(slot)) for here, part in slots]

@@ -23,7 +23,7 @@ from offload.streaming.contract import PendingUpdate
 from offload.streaming.quantised import stored_tensors
 from offload.streaming.slices import Slice, read_converted
 from offload.streaming.stored_gradients import GradientRegion, GradientTypes, set_gradient
-from pipe.torch_private.autograd import outside_inference_mode, set_versions
+from pipe.torch_private.autograd import outside_inference_mode
 from pipe.torch_private.tensors import storage_uses
 
 __all__ = ["Shard", "round_gradients"]
@@ -99,6 +99,11 @@ class Shard:
         """Whether any parameter takes a gradient."""
         return any(parameter.requires_grad for parameter in self.parameters)
 
+    @functools.cached_property
+    def places(self) -> list[tuple[Shard, Slice]]:
+        """For each parameter of :attr:`slices`, the shard that stores it and its slice there."""
+        return [*((self, s) for s in self.own), *self.loans]
+
     @property
     def at_home(self) -> list[Slice]:
         """Slices in storage of the parameters of :attr:`slices`, in this shard or the owner's."""
@@ -165,11 +170,6 @@ class Shard:
     def versions(self) -> tuple[int, ...]:
         """Version counter of each parameter: equal counters mean no write in between."""
         return tuple([s.parameter._version for s in self.slices])
-
-    def set_versions(self, versions: tuple[int, ...]) -> None:
-        """Declares that the parameters hold the same values as when their counters were ``versions``."""
-        if versions != self.versions():
-            set_versions(self.parameters, versions)
 
     def assigned(self) -> list[Slice]:
         """While not bound: the own parameters whose ``.data`` the user has replaced."""
@@ -273,7 +273,7 @@ class Shard:
 
     def copies(self, position: int) -> bool:
         """Whether a load copies the parameter at ``position`` of :attr:`slices`; else layers use it where it rests."""
-        return not self.owner_of(position)[0].resident
+        return not self.places[position][0].resident
 
     def whole_like(self, s: Slice) -> Tensor:
         """A tensor without memory, like an own parameter, of which other processes may store a part."""
@@ -281,24 +281,12 @@ class Shard:
 
     def check_stores(self, positions: Sequence[int]) -> None:
         """Raises RuntimeError if writes of layers to parameters at ``positions`` cannot be stored."""
-        found = [s.name for s in (self.owner_of(k)[1] for k in positions) if s.form is not None]
+        found = [s.name for s in (self.places[k][1] for k in positions) if s.form is not None]
         if found:
-            if not self.in_place:
-                self.set_versions(self.loaded_versions)  # what they wrote is dropped with the slot
             raise RuntimeError(
                 f"layers of shard {self.index} wrote their own parameters ({', '.join(found)}) while they ran, but "
                 f"with store_dtype= only an OffloadOptimizer writes parameters; make the model without store_dtype"
             )
-
-    @functools.cached_property
-    def places(self) -> list[tuple[Shard, Slice]]:
-        """For each parameter of :attr:`slices`, the shard that stores it and its slice there."""
-        return [self.owner_of(position) for position in range(len(self.slices))]
-
-    def owner_of(self, position: int) -> tuple[Shard, Slice]:
-        """The shard that stores the parameter at ``position`` of :attr:`slices`, and its slice there."""
-        borrowed = position - len(self.own)
-        return (self, self.own[position]) if borrowed < 0 else self.loans[borrowed]
 
 
 def round_gradients(shards: Sequence[Shard], dtype: torch.dtype, *, accumulates: bool) -> None:
