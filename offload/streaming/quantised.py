@@ -218,22 +218,20 @@ def with_parts(tensor: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return type(tensor).__tensor_unflatten__(made, context, tensor.size(), tensor.stride())
 
 
-def refresh(parameter: Tensor) -> None:
+def refresh(parameter: Any) -> None:
     """Makes a quantised parameter report the device where its parts are now."""
-    if is_wrapped(parameter):
-        with no_subclasses():
-            _refresh(parameter)
-
-
-def _refresh(tensor: Any) -> torch.device:
-    names, context = tensor.__tensor_flatten__()
-    parts = {name: getattr(tensor, name) for name in names}
-    places = [_refresh(x) if is_wrapped(x) else x.device for x in parts.values()]
-    if places and tensor.device != places[0]:
-        # The shape, type and device of a subclass are in its own tensor, which has no memory.
-        tensor.data = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
-    found: torch.device = tensor.device
-    return found
+    if not is_wrapped(parameter):
+        return
+    with no_subclasses():
+        names, context = parameter.__tensor_flatten__()
+        parts = {name: getattr(parameter, name) for name in names}
+        for part in parts.values():
+            refresh(part)
+        places = [part.device for part in parts.values()]
+        if places and parameter.device != places[0]:
+            # The shape, type and device of a subclass are in its own tensor, which has no memory.
+            unflattened = type(parameter).__tensor_unflatten__(parts, context, parameter.size(), parameter.stride())
+            parameter.data = unflattened
 
 
 # --- taking apart -----------------------------------------------------------------------------------------------------
