@@ -99,7 +99,7 @@ def open_home(
 ) -> Tier:
     """The storage of this process; of this rank, with a mesh."""
     if sharding is None:
-        return open_tier(offload_device, device)
+        return open_tier(offload_device, device, keeps=True)
     return sharding.open_tier(offload_device, device)
 
 

@@ -28,15 +28,22 @@ __all__ = [
 ]
 
 
-def open_tier(offload_device: str | torch.device | os.PathLike[str], device: torch.device) -> Tier:
+def open_tier(
+    offload_device: str | torch.device | os.PathLike[str], device: torch.device, *, keeps: bool = False
+) -> Tier:
     """Opens the storage that ``offload_device`` names: host memory (``"cpu"``) or a directory.
 
-    A directory is an ``os.PathLike``, such as a :class:`DiskHome`, or a string with a path separator. Raises TypeError
-    or ValueError for anything else, or a persistent home that is in use; OSError if the directory cannot be written to.
+    A directory is an ``os.PathLike``, such as a :class:`DiskHome`, or a string with a path separator. ``keeps``: the
+    caller supports homes that outlive it. Raises TypeError or ValueError for anything else, or a persistent home that
+    is in use or that the caller does not support; OSError if the directory cannot be written to.
     """
     home = home_of(offload_device)
+    if home is not None and not home.keep:
+        return DiskTier(home, device, direct=home.direct)
     if home is not None:
-        return PersistentTier(home, device) if home.keep else DiskTier(home, device, direct=home.direct)
+        if not keeps:
+            raise ValueError("DiskHome(keep=True) is supported by OffloadModel only; pass a directory")
+        return PersistentTier(home, device)
     if not isinstance(offload_device, (str, torch.device)):
         raise TypeError(
             f"expected 'cpu' or a directory as offload_device, got {type(offload_device).__name__} "
