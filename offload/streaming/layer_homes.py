@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from offload.planning.partition import aligned
 from offload.progress import progress
 from offload.storage import Tier
-from offload.storage.buffer import PAGE_BYTES, empty_on_host, whole_pages
+from offload.storage.buffer import PAGE_BYTES, whole_pages
 from offload.streaming.materialize import Materializer, Values
 from offload.streaming.quantised import StoredTensor, stored_tensors
 from offload.streaming.shard import Shard
@@ -141,13 +141,13 @@ def _fill(shard: Shard, materializer: Materializer) -> None:
     """Gives the parameters of a new shard their values, where they are stored."""
     formed = [(shard, s) for s in shard.formed]  # initialised in memory of their own, then stored
     for s in shard.own:
-        p, has_values = s.parameter, materializer.has_values(s.parameter)
+        p = s.parameter
         if s.form is None:
-            if has_values:
+            if materializer.has_values(p):
                 shard.home_view(s).copy_(p.detach())
             shard.move_home(s)
-        elif not (has_values or materializer.is_empty(p)):
-            p.data = empty_on_host(p)  # what a file replaces is still needed if the construction fails
+        elif not (materializer.idle or materializer.is_empty(p)):
+            p.data = p.detach().clone()  # what a file or a module replaces is needed if the construction fails
     for owner, s in shard.loans:
         if s.form is not None and not materializer.idle:  # a module may initialise a tied parameter again
             s.point_to(StoredValues(owner, s).in_full())
