@@ -35,7 +35,7 @@ from offload.planning.budget import shown_bytes
 from offload.planning.plan import Plan
 from offload.policy import MemoryPolicy
 from offload.streaming.heap import return_freed_memory
-from offload.streaming.slot_pool import share_slots
+from offload.streaming.streamer import share_slots
 from offload.telemetry.memory_report import MemoryReport
 from offload.telemetry.statistics import Statistics
 from offload.telemetry.trace import Event
@@ -417,7 +417,7 @@ class OffloadModel(nn.Module):
         own = {key: value for key, value in vars(self).items() if key not in ("_offloaded", "forward")}
         if calls.forward_of_instance is not None:
             own["forward"] = calls.forward_of_instance
-        bare = copy_of_bare(self, offloaded.kind, own, offloaded.homes, memo, results=results)
+        bare = copy_of_bare(self, offloaded.kind, own, memo, results=results)
         arguments = replace(offloaded.arguments, blocks=calls.blocks)
         if calls.apart:
             for name in calls.named:

@@ -132,7 +132,7 @@ class LayersInOrder:
         input_fn: Callable[[Any], Any] | None = None,
     ) -> list[Any]:
         layers = [shard.layers for shard in self.homes.shards]
-        dtype = self.homes.layer_homes.dtype
+        dtype = self.homes.param_dtype
         return run_layers(self.engine, layers, chunks, output_fns=output_fns, input_fn=input_fn, dtype=dtype)
 
     def _forward_joined(
@@ -179,7 +179,7 @@ class LayersInOrder:
         """See :meth:`offload.OffloadModel.activation_bytes`."""
         call = map_tensors(Tensor.clone, as_call(0, chunk))  # of a view, the whole base would be counted
         layers = [shard.layers for shard in self.homes.shards]
-        dtype = self.homes.layer_homes.dtype
+        dtype = self.homes.param_dtype
         return measured_activations(self.engine, layers, call, output_fn=output_fn, dtype=dtype)
 
 

@@ -265,7 +265,7 @@ class Cell:
         block.writes = True
         shard.check_stores(written)
         for k in written:
-            owner, s = shard.owner_of(k)
+            owner, s = shard.places[k]
             home = owner.home_view(s)
             if self._saved is not None:
                 self._saved.preserve(k, home.to(self.views[k].device, self.views[k].dtype))

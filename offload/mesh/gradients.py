@@ -176,7 +176,7 @@ class MeshGradientOffload(GradientOffload):
                 )
         for k, part in enumerate(shard.parts):
             if (gradient := gradients[k]) is not None and isinstance(part, WholePart):
-                self.add_whole(shard.owner_of(k)[1].parameter, gradient.to(part.dtype))
+                self.add_whole(shard.places[k][1].parameter, gradient.to(part.dtype))
         positions = _trainable(shard)
         if not positions:
             return

@@ -20,7 +20,7 @@ from offload.mesh.sharded import MeshParameters, resident_parts
 from offload.storage import DiskHome, HomeError, PersistentTier, Tier, open_tier
 from offload.storage.persistent import RANKS, homes_in
 from offload.streaming.lane import CopyLanes, ThreadCopyLane
-from offload.streaming.layer_homes import LayerHomes
+from offload.streaming.layer_homes import LayerLayout
 from offload.streaming.materialize import Values
 from offload.streaming.shard import Shard
 from offload.telemetry.statistics import Meter
@@ -141,13 +141,12 @@ class Sharding:
         dtype: torch.dtype | None,
         values: Mapping[Tensor, Values],
         resident: Shard | None,
-    ) -> tuple[list[Shard], LayerHomes]:
+    ) -> list[Shard]:
         """See :func:`make_mesh_shards`. ``resident``: the owner of parameters that stay on the device of each rank."""
         whole = {} if resident is None else resident_parts(resident, self.ranks)
         #: For each of them, the parameter that layers use: the stored one, and what it is.
         self._resident = {p: (s.parameter, part) for p, (_, s, part) in whole.items()}
-        shards, homes = make_mesh_shards(layers, cuts, tier, dtype, values, ranks=self.ranks, whole_parts=whole)
-        return list(shards), homes
+        return [*make_mesh_shards(layers, cuts, tier, dtype, values, ranks=self.ranks, whole_parts=whole)]
 
     def gradient_offload(self, shards: Sequence[Shard], **choices: Any) -> MeshGradientOffload:
         """What reduces and stores gradients."""

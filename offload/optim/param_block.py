@@ -24,9 +24,9 @@ from offload.optim.io_buffers import UpdateBlock, Write
 from offload.optim.state_forms import EncodedWeights, StateForm, fitting_form, release, step_encoded
 from offload.storage.buffer import copied_to
 from offload.storage.contract import in_order
-from offload.streaming.formed_weights import formed_values, lower_part
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
+from offload.streaming.stored_values import StoredValues
 from pipe.torch_private.tensors import multiply_all
 
 __all__ = ["ELEMENTWISE", "HostParamBlock", "OptimizerFactory", "ParamBlock", "PartialUpdateError", "UpdateJob"]
@@ -180,7 +180,7 @@ class ParamBlock(ABC):
         if self.factory.kind in ELEMENTWISE and self.factory.kind is not torch.optim.Adagrad:
             formed = []
         for s, p in formed:
-            p.data = formed_values(self.shard, s)
+            p.data = StoredValues(self.shard, s).in_full()
         try:
             yield
         finally:
@@ -381,7 +381,7 @@ class HostParamBlock(ParamBlock):
 
     def _encoded_weights(self, job: UpdateJob) -> dict[int, EncodedWeights]:
         return {
-            k: EncodedWeights(s, in_order(self.shard.home_view(s)), lower_part(self.shard, s), s.like(), job.step)
+            k: EncodedWeights(s, in_order(self.shard.home_view(s)), self.shard.lower_view(s), s.like(), job.step)
             for k, s in enumerate(self.slices)
             if s.form is not None and job.gradients[k] is not None
         }

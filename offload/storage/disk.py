@@ -141,7 +141,7 @@ class DiskBlock(Block):
     def read_into(self, destination: Tensor, offset: int = 0) -> None:
         """Reads the file, without a copy if ``destination`` is host memory."""
         destination = destination[: self.nbytes - offset]
-        self._transfers.read(self.fd, destination, self._begin + offset, self._path, self._usage)
+        self._transfers.move(self.fd, destination, self._begin + offset, self._path, self._usage, write=False)
 
     def staged(self) -> Tensor:
         """A copy made by one large read, which is faster than page faults of the mapping."""
@@ -152,7 +152,7 @@ class DiskBlock(Block):
     def write(self, source: Tensor, offset: int) -> None:
         """Writes to the file."""
         assert offset + source.numel() <= self.nbytes
-        self._transfers.write(self.fd, source, self._begin + offset, self._path, self._usage)
+        self._transfers.move(self.fd, source, self._begin + offset, self._path, self._usage, write=True)
 
     def part(self, offset: int, nbytes: int) -> Block:
         """See :meth:`Block.part`. The file is closed with the last of its parts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ __all__ = [
     "run_hooks_with_gradient_only",
     "saved_tensor_hooks",
     "set_sequence_numbers",
-    "set_versions",
     "will_run",
 ]
 
@@ -36,11 +35,6 @@ SavedTensorHooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
 _autograd: Any = torch._C._autograd
-
-
-def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Sets the version counters (of in-place changes) of tensors."""
-    _autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def in_backward() -> bool:

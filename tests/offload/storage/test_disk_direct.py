@@ -17,6 +17,7 @@ from offload.storage import DiskTier, Tier
 from offload.storage import page_cache as cache_module
 from offload.storage.buffer import PAGE_BYTES, host_buffer
 from offload.storage.page_cache import CACHE_HOLDS
+from offload.storage.transfer import IN_FLIGHT
 from tests.offload.storage.test_tiers import MANY, STAGED, TierContract, noise
 
 CPU = torch.device("cpu")
@@ -72,8 +73,8 @@ class TestDirectTier(TierContract):
         self, tier: Tier, name: str, number: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         block, memory = (
-            tier.allocate(8 * STAGED.piece_bytes, "shard3-weights"),
-            host_buffer(8 * STAGED.piece_bytes + 64)[64:],
+            tier.allocate(8 * STAGED, "shard3-weights"),
+            host_buffer(8 * STAGED + 64)[64:],
         )
         block.read_into(memory)
         calls = Calls(monkeypatch)
@@ -81,7 +82,7 @@ class TestDirectTier(TierContract):
         begun: list[int] = []
 
         def fault(call: str, direct: bool, offset: int) -> None:
-            if offset == STAGED.piece_bytes:
+            if offset == STAGED:
                 begun.append(len(calls.log))
                 raise OSError(number, os.strerror(number))
 
@@ -89,7 +90,7 @@ class TestDirectTier(TierContract):
         with pytest.raises(OSError, match=rf"shard3-weights: {os.strerror(number)}") as caught:
             block.read_into(memory) if name == "preadv" else block.write(memory, 0)
         assert caught.value.errno == number
-        assert len(calls.log) <= begun[0] + STAGED.in_flight  # what was on its way ended; nothing more was begun
+        assert len(calls.log) <= begun[0] + IN_FLIGHT  # what was on its way ended; nothing more was begun
         assert tier.transfers.staging.nbytes > 0  # type: ignore[attr-defined]  # and its buffers are free
         calls.fault = lambda *_: None
         block.write(noise(8, 1), 0)

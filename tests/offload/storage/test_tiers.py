@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from offload.storage import DiskTier, HostTier, Tier, open_tier
 from offload.storage.buffer import host_buffer
-from offload.storage.transfer import TransferLimits
 from tests.offload.open_files import open_files
 from tests.programs import run_program
 
@@ -19,9 +18,9 @@ CPU = torch.device("cpu")
 
 
 #: In these tests transfers are cut into smaller pieces: by ``small_pieces`` of ``conftest``.
-UNSTAGED, STAGED = TransferLimits(1 << 20, 4), TransferLimits(1 << 19, 4)
+UNSTAGED, STAGED = 1 << 20, 1 << 19
 #: Larger than a few pieces of a transfer, and no multiple of one.
-MANY = UNSTAGED.piece_bytes + STAGED.piece_bytes + 5 * 4096  # several pieces either way
+MANY = UNSTAGED + STAGED + 5 * 4096  # several pieces either way
 
 
 NOISE = torch.randint(0, 256, (2 * MANY,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

@@ -54,10 +54,10 @@ NEEDS: dict[Scenario, list[str]] = {
         "storage.transfer Staging.release: self._changed.notify()",
     ],
     files.a_read_is_done_when_it_returns: [
-        "storage.transfer Transfers._move: helpers[-1].run_or_wait()",
+        "storage.transfer Transfers.move: helpers[-1].run_or_wait()",
     ],
     files.a_transfer_that_failed_goes_on_nowhere: [
-        "storage.transfer Transfers._move: helpers.pop().cancel()",
+        "storage.transfer Transfers.move: helpers.pop().cancel()",
     ],
     files.a_write_comes_after_the_copy_from_the_device: [
         "storage.transfer Transfers._move_staged: fence()",
