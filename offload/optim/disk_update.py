@@ -198,7 +198,7 @@ class DiskParamBlock(ParamBlock):
         buffer_pool: IOBufferPool,
         max_bytes: int,
     ) -> None:
-        super().__init__(shard, slices, group, factory)
+        super().__init__(shard, slices, group, factory, torch.device("cpu"))
         self._max_bytes = max_bytes
         self._buffer_pool = buffer_pool
         self.state_files = StateFiles(shard, self.slices, tier, factory.kind)
@@ -454,10 +454,9 @@ class DiskParamBlock(ParamBlock):
     def _restore_views(self, k: int) -> None:
         """Parameter and states are views of their files again; states that only an I/O buffer holds are dropped."""
         assert self.optimizer is not None
-        proxy, state = self.proxies[k], self.optimizer.state[self.proxies[k]]
-        proxy.grad = None
-        proxy.data = self.at_rest(self.slices[k])
-        self.state_files.show(k, state)
+        self.proxies[k].grad = None
+        self.proxies[k].data = self._blank[k]
+        self.state_files.show(k, self.optimizer.state[self.proxies[k]])
 
     def _store_all_states(self) -> None:
         """Writes all states to files, in one block."""

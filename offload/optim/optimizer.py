@@ -257,8 +257,8 @@ class OffloadOptimizer(MovableStates):
     def _held_elsewhere(self) -> bool:
         """Whether other code holds parameters of the optimizer, and so can read them without asking the model."""
         references = self._optimizers.references(self)
-        held = self.homes.public.held_elsewhere(*references)
-        return self.homes.references.held_elsewhere(*references) if held is None else held
+        held = self.homes.public.held_elsewhere(references)
+        return self.homes.references.held_elsewhere(references) if held is None else held
 
     def _decide(self, decision: StepDecision) -> None:
         """Makes all updates pending, even if an exception interrupts it: it is repeated before homes are used."""

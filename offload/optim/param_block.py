@@ -137,9 +137,19 @@ class UpdateJob:
 
 
 class ParamBlock(ABC):
-    """Parameters ``slices`` of ``shard``, all of the user's group with the index ``group``."""
+    """Parameters ``slices`` of ``shard``, all of the user's group with the index ``group``.
 
-    def __init__(self, shard: Shard, slices: Sequence[Slice], group: int, factory: OptimizerFactory) -> None:
+    ``device``: where they are updated; None: where they are.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        slices: Sequence[Slice],
+        group: int,
+        factory: OptimizerFactory,
+        device: torch.device | None = None,
+    ) -> None:
         self.shard = shard
         self.slices = list(slices)
         self.group = group
@@ -150,12 +160,20 @@ class ParamBlock(ABC):
         self._parts_done = 0
         #: Why it cannot be updated any more.
         self.stopped: PartialUpdateError | None = None
-        #: Leaves that share memory with the parameters' homes, but neither gradients nor version counters. Of a
-        #: parameter that is stored in a form: type and shape only, until an update decodes it.
-        self.proxies = [self.at_rest(s) for s in self.slices]
+        #: Values of the types and shapes of the parameters, in the memory of one element.
+        self._blank = [
+            torch.zeros((), dtype=s.full_dtype, device=device or s.parameter.device).expand(s.parameter.shape)
+            for s in self.slices
+        ]
+        #: What the optimizer takes for the parameters; blank except in an update.
+        self.proxies = [blank.detach() for blank in self._blank]
         form = factory.form
-        #: Positions of the parameters whose states are stored in the form.
-        self.encoded = {k for k, s in enumerate(self.slices) if form is not None and form.encodes(shard.whole_like(s))}
+        #: Positions of the parameters whose states are stored in the form. They are encoded on the host.
+        self.encoded = {
+            k
+            for k, s in enumerate(self.slices)
+            if form is not None and self.proxies[k].device.type == "cpu" and form.encodes(shard.whole_like(s))
+        }
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -163,36 +181,34 @@ class ParamBlock(ABC):
         return [s.parameter for s in self.slices]
 
     def at_rest(self, s: Slice) -> Tensor:
-        """The tensor that the proxy of a parameter refers to between updates."""
-        if s.form is None:
-            return self.shard.home_view(s).detach()
-        return torch.zeros((), dtype=s.full_dtype).expand(s.parameter.shape)
+        """The memory of a parameter between updates."""
+        return self.shard.memory_of(s)
 
-    @property
-    def home_views(self) -> int:
-        """The number of its tensors on the home of the shard."""
-        return sum(s.form is None for s in self.slices)
+    def _bind(self, *, decodes: bool = False) -> None:
+        """Gives proxies the memory of their parameters; and to those that are stored in a form a copy, if it
+        ``decodes``."""
+        for s, proxy in zip(self.slices, self.proxies, strict=True):
+            if s.form is None:
+                proxy.data = self.at_rest(s)
+            elif decodes:
+                proxy.data = formed_values(self.shard, s)
 
-    @contextlib.contextmanager
-    def _values_for_constructor(self) -> Iterator[None]:
-        """A context in which proxies have their values, if the class may read them or make states like them."""
-        formed = [(s, p) for s, p in zip(self.slices, self.proxies, strict=True) if s.form is not None]
-        if self.factory.kind in ELEMENTWISE and self.factory.kind is not torch.optim.Adagrad:
-            formed = []
-        for s, p in formed:
-            p.data = formed_values(self.shard, s)
-        try:
-            yield
-        finally:
-            for s, p in formed:
-                p.data = self.at_rest(s)
+    def _unbind(self) -> None:
+        """Takes gradients and memory from the proxies: users may replace what parameters have, or move it."""
+        for proxy, blank in zip(self.proxies, self._blank, strict=True):
+            proxy.grad = None
+            proxy.data = blank
 
     def prepare(self, options: Sequence[Mapping[str, Any]], *, sparse: bool = False) -> Optimizer:
         """The optimizer, with its group among ``options``; without fused kernels if a gradient is ``sparse``."""
         chosen = dict(options[self.group]) if sparse else self.factory.options(options[self.group], self.proxies)
         if self.optimizer is None:
-            with self._values_for_constructor():
+            # A class may read the values, or make states like them. Those of torch do not read them.
+            self._bind(decodes=self.factory.kind not in ELEMENTWISE or self.factory.kind is torch.optim.Adagrad)
+            try:
                 self.optimizer = self.factory.kind([{**chosen, "params": self.proxies}], **self.factory.arguments)
+            finally:
+                self._unbind()
             self._encode_states()
         # Copies, since param blocks share a group, and a class may write into its values.
         self.optimizer.param_groups[0].update(copied_options(chosen))
@@ -343,6 +359,7 @@ class HostParamBlock(ParamBlock):
         gradients = [None if g is None else copied_to(g, p.device) for g, p in pairs]
         rounded = {k for k, g in enumerate(gradients) if g is not None and g.dtype != self.proxies[k].dtype}
         job.clip([g for k, g in enumerate(gradients) if g is not None and k not in rounded])
+        self._bind()
         try:
             with self._arithmetic():
                 encoded = self._encoded_weights(job)
@@ -357,8 +374,7 @@ class HostParamBlock(ParamBlock):
                         gradient.copy_(self._wide(job, k))  # it stays clipped as well
                 job.group_changes = self.group_changes()
         finally:
-            for proxy in self.proxies:
-                proxy.grad = None
+            self._unbind()
 
     def _parts(self, gradients: Sequence[Tensor | None], rounded: Collection[int]) -> list[list[int]]:
         """The parameters that are updated in one call each.

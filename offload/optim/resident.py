@@ -5,19 +5,16 @@ A thread computes the updates, on the stream of the caller. So an interrupt of t
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from offload.optim.param_block import HostParamBlock, OptimizerFactory, ParamBlock, UpdateJob
 from offload.optim.update import note_update
 from offload.streaming.quantised import StoredTensor, is_taken_apart
 from offload.streaming.shard import Shard
-from offload.streaming.slices import layout
+from offload.streaming.slices import Slice, layout
 from pipe.stream import current_stream, use_device, use_stream
 from pipe.threads import Threads
 
@@ -27,54 +24,13 @@ __all__ = ["ResidentParamBlock", "ResidentParameters"]
 class ResidentParamBlock(HostParamBlock):
     """Parameters that are updated where they are; users may replace their memory between updates."""
 
-    #: Whether proxies have the parameters' memory.
-    _bound = False
-
     def __init__(self, parameters: Iterable[nn.Parameter], group: int, factory: OptimizerFactory) -> None:
         slices, _ = layout(StoredTensor("", p) for p in parameters)
-        super().__init__(Shard(-1, 0, []), (), group, factory)
-        self.slices = slices
-        self.proxies = [s.parameter.detach() for s in slices]
-        if (form := factory.form) is not None:
-            # States are encoded on the host.
-            self.encoded = {k for k, p in enumerate(self.proxies) if p.device.type == "cpu" and form.encodes(p)}
-        self._release()
+        super().__init__(Shard(-1, 0, []), slices, group, factory)
 
-    @contextlib.contextmanager
-    def _values(self) -> Iterator[None]:
-        """A context in which proxies have the parameters' memory."""
-        if self._bound:
-            yield
-            return
-        try:
-            self._bound = True
-            for proxy, parameter in zip(self.proxies, self.parameters, strict=True):
-                proxy.data = parameter.data
-            yield
-        finally:
-            self._release()
-
-    def _release(self) -> None:
-        """Frees gradients and values of proxies, which keep their shapes and types."""
-        for proxy in self.proxies:
-            proxy.grad = None
-            proxy.data = torch.empty((), dtype=proxy.dtype, device=proxy.device).expand(proxy.shape)
-        self._bound = False
-
-    def prepare(self, options: Sequence[Mapping[str, Any]], *, sparse: bool = False) -> Optimizer:
-        """See :meth:`ParamBlock.prepare`."""
-        with self._values():
-            return super().prepare(options, sparse=sparse)
-
-    def load_states(self, states: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
-        """See :meth:`ParamBlock.load_states`."""
-        with self._values():
-            super().load_states(states, options)
-
-    def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
-        """Updates the parameters."""
-        with self._values():
-            super().run(job, slot, upcoming)
+    def at_rest(self, s: Slice) -> Tensor:
+        """See :meth:`ParamBlock.at_rest`."""
+        return s.parameter.data
 
 
 class ResidentParameters:

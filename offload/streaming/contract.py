@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from offload.storage import Block, Tier
+from offload.storage import Tier
 from offload.streaming.lane import Arrival
 from offload.streaming.slices import Slice
 
@@ -97,9 +97,7 @@ class ModelOptimizer(Protocol):
     def states_in_use(self, shard: Any) -> bool:
         """Whether other code holds states of a shard."""
 
-    def prepare_move(
-        self, shard: Any, tier: Tier, home: Block
-    ) -> tuple[list[tuple[Tensor, Tensor]], Callable[[], None]]:
+    def prepare_move(self, shard: Any, tier: Tier) -> tuple[list[tuple[Tensor, Tensor]], Callable[[], None]]:
         """Copies the states of a shard to where it will rest; returns what makes the copies count."""
 
     def reserve_buffers(self) -> None:
