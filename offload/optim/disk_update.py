@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +32,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.optim.dynamic_map import BLOCK
-from offload.optim.io_buffers import IOBuffer, IOBufferPool, Read, UpdateBlock, Write, contiguous, write_together
+from offload.optim.io_buffers import Blocks, IOBuffer, IOBufferPool, Read, UpdateBlock, Write
 from offload.optim.param_block import ELEMENTWISE, OptimizerFactory, ParamBlock, UpdateJob
 from offload.optim.state_forms import EncodedWeights, elements_per_entry
 from offload.planning.partition import aligned
@@ -238,7 +240,7 @@ class DiskParamBlock(ParamBlock):
             self._store_all_states()
         return optimizer
 
-    def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
+    def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Blocks] = tuple) -> None:
         """Updates block by block, from where an earlier attempt failed, and begins to read the jobs in ``upcoming``."""
         self.prepare(job.options, sparse=job.sparse)
         self._begin(job)
@@ -261,17 +263,22 @@ class DiskParamBlock(ParamBlock):
                     gradient.mul_(coefficient)  # it stays clipped as well, as one in its file does already
         job.group_changes = self.group_changes()
 
-    def prefetch(self, job: UpdateJob) -> bool:
-        """Begins to read the blocks that are still to be updated into idle I/O buffers; True if one is left over."""
+    def to_read(self, job: UpdateJob, skip: int = 0) -> Blocks:
+        """The blocks that are still to be updated, but the first to ``skip``."""
         self._begin(job)
-        return self._prefetch_from(job.blocks_done, job)
+        for index in range(job.blocks_done + skip, len(job.update_blocks)):
+            yield (job, index), partial(self._requests, job, index)
+
+    def prefetch(self, update_blocks: Blocks) -> None:
+        """See :meth:`ParamBlock.prefetch`."""
+        self._buffer_pool.prefetch(update_blocks)
 
     def flush(self, job: UpdateJob) -> None:
         """Returns when everything computed is in its file; failed writes are repeated."""
         self._buffer_pool.wait_idle()
-        for group in contiguous(job.unwritten):
-            write_together(group)
-            job.mark_written(group)
+        for write in job.unwritten:
+            write.block.write(write.source, write.offset)
+            write.written = True
 
     def cancel_prefetch(self) -> None:
         """Returns when no transfer is running, successful or not: each job knows which of its writes are missing."""
@@ -297,8 +304,8 @@ class DiskParamBlock(ParamBlock):
             step = max(step // BLOCK, 1) * BLOCK  # elements that share a scale, or random bits, are not separated
         job.update_blocks = [UpdateBlock(begin, min(begin + step, count)) for begin in range(0, count, step)]
 
-    def _requests(self, job: UpdateJob, index: int) -> tuple[Hashable, list[Read], int]:
-        """Key of a block of a job, reads of its parts that are in files, and bytes for its other parts."""
+    def _requests(self, job: UpdateJob, index: int) -> tuple[list[Read], int]:
+        """Reads of the parts of a block that are in files, and bytes for its other parts."""
         update_block, reads, spare_bytes = job.update_blocks[index], [], 0
         for k, gradient in enumerate(job.gradients):
             if gradient is None:
@@ -316,7 +323,7 @@ class DiskParamBlock(ParamBlock):
                 spare_bytes += update_block.span(s.full_nbytes, s.full_dtype.itemsize)[1] + PAGE_BYTES
             if job.states_before[k] is not None:  # else the optimizer makes new states, for each block
                 reads += self.state_files.reads(k, update_block)
-        return (job, index), reads, spare_bytes
+        return reads, spare_bytes
 
     def _gradient_file_offset(self, s: Slice, gradient: Tensor) -> tuple[Block, int] | None:
         """Block and offset of a gradient in the file of the shard's gradients; None if it is stored elsewhere."""
@@ -326,12 +333,10 @@ class DiskParamBlock(ParamBlock):
         block, place = region.block, region.offsets[id(s.parameter)]
         return (block, place) if gradient.data_ptr() == block.tensor.data_ptr() + place else None
 
-    def _run_update_block(
-        self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]]
-    ) -> None:
+    def _run_update_block(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Blocks]) -> None:
         optimizer, update_block = self.optimizer, job.update_blocks[job.blocks_done]
         assert optimizer is not None
-        io_buffer = self._buffer_pool.prepare(*self._requests(job, job.blocks_done))
+        io_buffer = self._buffer_pool.prepare(*next(iter(self.to_read(job))))
         chosen = [k for k, gradient in enumerate(job.gradients) if gradient is not None]
         writes: list[Write] = []
         weights: dict[int, EncodedWeights] = {}
@@ -343,7 +348,7 @@ class DiskParamBlock(ParamBlock):
                 writes += back
                 self._bind_states(job, k, update_block, io_buffer)
             job.bytes_read += io_buffer.bytes_read
-            self._prefetch_next(job.blocks_done + 1, job, upcoming)
+            self.prefetch(itertools.chain(self.to_read(job, 1), upcoming()))
             self._step(weights)
             states = self.states()
             self.state_files.allocate(states, chosen, update_block)
@@ -358,26 +363,11 @@ class DiskParamBlock(ParamBlock):
             raise
         for k in chosen:
             self._restore_views(k)
-        job.unwritten += writes
+        job.writes += writes
+        job.bytes_written += sum(write.nbytes for write in writes)
         job.blocks_done += 1
-        self._buffer_pool.write_back(writes, job.mark_written)
-        self._prefetch_next(job.blocks_done, job, upcoming)
-
-    def _prefetch_next(self, first: int, job: UpdateJob, upcoming: Callable[[], Iterable[UpdateJob]]) -> None:
-        """Begins to read blocks: those of this job from ``first`` on, then those of ``upcoming`` jobs."""
-        if self._prefetch_from(first, job):
-            for other in upcoming():
-                if not other.param_block.prefetch(other):
-                    return
-
-    def _prefetch_from(self, first: int, job: UpdateJob) -> bool:
-        for index in range(first, len(job.update_blocks)):
-            if self._buffer_pool.is_prefetching((job, index)):
-                continue
-            if not self._buffer_pool.has_idle_buffer():
-                return False
-            self._buffer_pool.prefetch(*self._requests(job, index))
-        return self._buffer_pool.has_idle_buffer()
+        self._buffer_pool.write_back(writes)
+        self.prefetch(itertools.chain(self.to_read(job), upcoming()))
 
     def _bind_weights(
         self,
@@ -464,6 +454,6 @@ class DiskParamBlock(ParamBlock):
         self.state_files.allocate(states, range(len(states)), UpdateBlock())
         for k, state in enumerate(states):
             for write in self.state_files.writes(k, state, UpdateBlock()):
-                write_together([write])
+                write.block.write(write.source, write.offset)
             if state:
                 self._restore_views(k)

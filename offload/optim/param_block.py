@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offload.optim.groups import copied_options, options_of, same_option
-from offload.optim.io_buffers import UpdateBlock, Write
+from offload.optim.io_buffers import Blocks, UpdateBlock, Write
 from offload.optim.state_forms import EncodedWeights, StateForm, fitting_form, release, step_encoded
 from offload.storage.buffer import copied_to
 from offload.storage.contract import in_order
@@ -29,7 +29,14 @@ from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
 from pipe.torch_private.tensors import multiply_all
 
-__all__ = ["ELEMENTWISE", "HostParamBlock", "OptimizerFactory", "ParamBlock", "PartialUpdateError", "UpdateJob"]
+__all__ = [
+    "ELEMENTWISE",
+    "HostParamBlock",
+    "OptimizerFactory",
+    "ParamBlock",
+    "PartialUpdateError",
+    "UpdateJob",
+]
 
 #: Classes with a fused kernel for the CPU whose result agrees with the plain one to rounding. Not SGD: its plain update
 #: is bound by memory already, and stays bit-equal to that of a resident model.
@@ -93,11 +100,11 @@ class UpdateJob:
     #: Whether the gradients are multiplied by the coefficient already.
     scaled: bool = False
     #: In files: its blocks, empty before its first use; how many of them are computed; the states before the step that
-    #: are not in files; and moves that are computed but not known to be written.
+    #: are not in files; and what it has to write.
     update_blocks: list[UpdateBlock] = field(default_factory=list)
     blocks_done: int = 0
     states_before: list[dict[str, Any] | None] = field(default_factory=list)
-    unwritten: list[Write] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
     #: What the class changed in its group, such as a count of steps; None before it has run.
     group_changes: dict[str, Any] | None = None
     #: Bytes read from files, and written to them.
@@ -130,10 +137,11 @@ class UpdateJob:
         """Whether a gradient is sparse."""
         return any(gradient is not None and gradient.is_sparse for gradient in self.gradients)
 
-    def mark_written(self, moves: Sequence[Write]) -> None:
-        """Removes completed moves from ``unwritten``."""
-        self.bytes_written += sum(move.source.numel() for move in moves)
-        self.unwritten = [move for move in self.unwritten if move not in moves]
+    @property
+    def unwritten(self) -> list[Write]:
+        """What is computed but not known to be written."""
+        self.writes = [write for write in self.writes if not write.written]
+        return self.writes
 
 
 class ParamBlock(ABC):
@@ -337,22 +345,25 @@ class ParamBlock(ABC):
     def cancel_prefetch(self) -> None:  # noqa: B027
         """Returns when no transfer is running, successful or not."""
 
-    def prefetch(self, job: UpdateJob) -> bool:
-        """Begins to read what :meth:`run` will need; returns whether a buffer is left for more."""
-        return True
+    def to_read(self, job: UpdateJob) -> Blocks:
+        """The blocks that :meth:`run` will read."""
+        return ()
+
+    def prefetch(self, update_blocks: Blocks) -> None:  # noqa: B027
+        """Begins to read blocks into idle I/O buffers."""
 
     @abstractmethod
-    def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
+    def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Blocks] = tuple) -> None:
         """Updates the parameters; the last writes may still be running, until :meth:`flush`.
 
-        ``slot`` is memory that already holds the shard's home, or None; ``upcoming`` returns the known next jobs.
+        ``slot`` is memory that already holds the shard's home, or None; ``upcoming`` returns what the next jobs read.
         """
 
 
 class HostParamBlock(ParamBlock):
     """A param block in memory: weights are updated where they rest, and states stay where torch made them."""
 
-    def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
+    def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Blocks] = tuple) -> None:
         """Updates the parameters in place."""
         self.prepare(job.options, sparse=job.sparse)
         pairs = zip(job.gradients, self.proxies, strict=True)

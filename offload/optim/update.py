@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from offload.optim.groups import GroupChanges
+from offload.optim.io_buffers import Blocks
 from offload.optim.param_block import UpdateJob
 from offload.streaming.contract import ModelOptimizer
 from offload.streaming.formed_weights import seal
@@ -143,9 +144,7 @@ class Update:
         for job in self.tasks:
             job.param_block.flush(job)
         if slot is not None:
-            for job in self._upcoming(0):
-                if not job.param_block.prefetch(job):
-                    break
+            self.tasks[0].param_block.prefetch(self._upcoming(0))
         if filling is not None:
             # Reader -> update lane. Without this, weights are updated while they are being read.
             filling.run_or_wait()
@@ -167,11 +166,13 @@ class Update:
         job.gradients = []  # frees their memory
         self._finished(job)
 
-    def _upcoming(self, first: int) -> Iterator[UpdateJob]:
-        """The unfinished jobs of this update from ``first`` on, then those of the updates that follow."""
+    def _upcoming(self, first: int) -> Blocks:
+        """What the unfinished jobs of this update from ``first`` on read, then those of the updates that follow."""
         update: Update | None = self
         while update is not None:
-            yield from (job for job in update.tasks[first:] if not job.done)
+            for job in update.tasks[first:]:
+                if not job.done:
+                    yield from job.param_block.to_read(job)
             update, first = update.following, 0
 
 

@@ -44,7 +44,7 @@ NEEDS: dict[Scenario, list[str]] = {
         "storage.transfer Staging.acquire_buffer: fence()",
     ],
     files.a_discarded_prefetch_never_lands: [
-        "optim.io_buffers IOBuffer._cancel: job.cancel()",
+        "optim.io_buffers IOBuffer.clear: job.cancel()",
     ],
     files.a_lane_waits_for_a_buffer_of_another: [
         "storage.transfer Staging.nbytes: with self._changed",
