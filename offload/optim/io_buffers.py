@@ -24,7 +24,6 @@ Assumes
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -47,7 +46,6 @@ __all__ = [
     "Read",
     "UpdateBlock",
     "Write",
-    "buffer_pool_bytes",
 ]
 
 
@@ -158,21 +156,6 @@ IO_BUFFERS = 3
 
 #: States with the shape of the parameter that any class of ``torch.optim`` keeps at most.
 MOST_STATES = 3
-
-
-def buffer_pool_bytes(
-    update_block_bytes: int, share: float = 1.0, *, states: int = MOST_STATES, rounded: bool = True
-) -> int:
-    """Most bytes that all I/O buffers take, for blocks of so many bytes of weights.
-
-    Args:
-        update_block_bytes: of weights, and of their gradient in full.
-        share: the bytes of a stored state for each byte of the parameter.
-        states: their number.
-        rounded: whether gradients may be stored in another type, which takes as many bytes at most.
-    """
-    state_bytes = math.ceil(share * update_block_bytes) + (1 if share == 1 else 2) * PAGE_BYTES  # codes and scales
-    return IO_BUFFERS * ((3 if rounded else 2) * (update_block_bytes + PAGE_BYTES) + states * state_bytes)
 
 
 class IOBuffer:
