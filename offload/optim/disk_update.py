@@ -20,7 +20,6 @@ Guarantees
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -69,9 +68,10 @@ def copy_unstored(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class StateFile(NamedTuple):
-    """Where a state is stored: a part of a block, and a tensor on it."""
+    """Where a state is stored: from an offset of a block on, and a tensor on it."""
 
     block: Block
+    offset: int
     view: Tensor
 
     @classmethod
@@ -81,12 +81,7 @@ class StateFile(NamedTuple):
         begin = (block.tensor.storage_offset() + offset) // like.dtype.itemsize
         with outside_inference_mode():
             view = torch.empty(0, dtype=like.dtype)
-            return cls(block, view.set_(block.tensor.untyped_storage(), begin, like.shape, like.stride()))
-
-    @property
-    def offset(self) -> int:
-        """Of the state in its block, in bytes."""
-        return int(self.view.storage_offset()) * self.view.element_size() - int(self.block.tensor.storage_offset())
+            return cls(block, offset, view.set_(block.tensor.untyped_storage(), begin, like.shape, like.stride()))
 
     def span(self, key: str, update_block: UpdateBlock) -> tuple[int, int]:
         """Offset and size of what belongs to a block of the parameter; the state is named ``key``."""
@@ -269,22 +264,6 @@ class DiskParamBlock(ParamBlock):
         for index in range(job.blocks_done + skip, len(job.update_blocks)):
             yield (job, index), partial(self._requests, job, index)
 
-    def prefetch(self, update_blocks: Blocks) -> None:
-        """See :meth:`ParamBlock.prefetch`."""
-        self._buffer_pool.prefetch(update_blocks)
-
-    def flush(self, job: UpdateJob) -> None:
-        """Returns when everything computed is in its file; failed writes are repeated."""
-        self._buffer_pool.wait_idle()
-        for write in job.unwritten:
-            write.block.write(write.source, write.offset)
-            write.written = True
-
-    def cancel_prefetch(self) -> None:
-        """Returns when no transfer is running, successful or not: each job knows which of its writes are missing."""
-        with contextlib.suppress(Exception):
-            self._buffer_pool.wait_idle()
-
     def _begin(self, job: UpdateJob) -> None:
         """Cuts the job into blocks and records the states before it, on its first use."""
         if job.update_blocks:
@@ -348,7 +327,7 @@ class DiskParamBlock(ParamBlock):
                 writes += back
                 self._bind_states(job, k, update_block, io_buffer)
             job.bytes_read += io_buffer.bytes_read
-            self.prefetch(itertools.chain(self.to_read(job, 1), upcoming()))
+            self._buffer_pool.prefetch(itertools.chain(self.to_read(job, 1), upcoming()))
             self._step(weights)
             states = self.states()
             self.state_files.allocate(states, chosen, update_block)
@@ -367,7 +346,7 @@ class DiskParamBlock(ParamBlock):
         job.bytes_written += sum(write.nbytes for write in writes)
         job.blocks_done += 1
         self._buffer_pool.write_back(writes)
-        self.prefetch(itertools.chain(self.to_read(job), upcoming()))
+        self._buffer_pool.prefetch(itertools.chain(self.to_read(job), upcoming()))
 
     def _bind_weights(
         self,
@@ -454,6 +433,6 @@ class DiskParamBlock(ParamBlock):
         self.state_files.allocate(states, range(len(states)), UpdateBlock())
         for k, state in enumerate(states):
             for write in self.state_files.writes(k, state, UpdateBlock()):
-                write.block.write(write.source, write.offset)
+                write.run()
             if state:
                 self._restore_views(k)

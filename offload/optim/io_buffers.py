@@ -85,6 +85,11 @@ class Write:
         """Number of bytes."""
         return self.source.numel()
 
+    def run(self) -> None:
+        """Writes them, on the calling thread."""
+        self.block.write(self.source, self.offset)
+        self.written = True
+
 
 #: Returns what a block reads, and bytes for its other parts.
 Requests = Callable[[], tuple[Sequence[Read], int]]

@@ -26,7 +26,6 @@ from pipe.torch_private.tensors import storage_uses
 
 if TYPE_CHECKING:
     from offload.engine.homes import ModelHomes
-    from offload.optim.resident import ResidentParameters
 
 __all__ = ["MovableStates"]
 
@@ -59,8 +58,8 @@ class MovableStates(Optimizer):
     stored: StoredStates
     #: Of each shard, for the parameters of this optimizer.
     param_blocks: dict[Shard, list[ParamBlock]]
-    #: Those that stay on the compute device.
-    _resident: ResidentParameters
+    #: Of parameters that stay on the compute device.
+    resident_blocks: list[ParamBlock]
 
     @abstractmethod
     def options(self) -> list[dict[str, Any]]:
@@ -120,7 +119,7 @@ class MovableStates(Optimizer):
 
     def resident_state_bytes(self) -> int:
         """Bytes of the states of parameters that stay on the compute device; 0 before their first update."""
-        return _nbytes(self._state_tensors(self._resident.blocks))
+        return _nbytes(self._state_tensors(self.resident_blocks))
 
     def states_in_use(self, shard: Shard) -> bool:
         """Whether other code has views of the states of a shard, besides the tensors themselves."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,13 @@ from torch.optim import Optimizer
 
 from offload.optim.groups import copied_options, options_of, same_option
 from offload.optim.io_buffers import Blocks, UpdateBlock, Write
-from offload.optim.state_forms import EncodedWeights, StateForm, fitting_form, release, step_encoded
+from offload.optim.state_forms import EncodedWeights, StateForm, fitting_form, step_encoded
 from offload.storage.buffer import copied_to
 from offload.storage.contract import in_order
 from offload.streaming.formed_weights import formed_values, lower_part
+from offload.streaming.quantised import StoredTensor
 from offload.streaming.shard import Shard
-from offload.streaming.slices import Slice
+from offload.streaming.slices import Slice, layout
 from pipe.torch_private.tensors import multiply_all
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "OptimizerFactory",
     "ParamBlock",
     "PartialUpdateError",
+    "ResidentParamBlock",
     "UpdateJob",
 ]
 
@@ -306,15 +308,15 @@ class ParamBlock(ABC):
         try:
             optimizer = self.prepare(options)
             saved = optimizer.state_dict()
-            saved["state"] = {}
+            saved["state"], kept = {}, dict[int, dict[str, Tensor]]()
             for k, (state, proxy) in enumerate(zip(states, self.proxies, strict=True)):
                 if state:
                     mine = {key: self._copied(value) for key, value in state.items()}
-                    saved["state"][k] = fitting_form(mine, proxy, self.factory.form if k in self.encoded else None)
+                    form = self.factory.form if k in self.encoded else None
+                    saved["state"][k], kept[k] = fitting_form(mine, proxy, form)
             optimizer.load_state_dict(saved)
-            for proxy in self.proxies:
-                if proxy in optimizer.state:
-                    optimizer.state[proxy] = release(optimizer.state[proxy])
+            for k, stored in kept.items():
+                optimizer.state[self.proxies[k]].update(stored)
             self._encode_states()
         except BaseException:
             self.optimizer = previous
@@ -339,22 +341,13 @@ class ParamBlock(ABC):
     def _copied(value: Any) -> Any:
         return value.detach().clone() if isinstance(value, Tensor) else value
 
-    def flush(self, job: UpdateJob) -> None:  # noqa: B027
-        """Returns when everything computed is stored; failed writes are repeated. Nothing to do in memory."""
-
-    def cancel_prefetch(self) -> None:  # noqa: B027
-        """Returns when no transfer is running, successful or not."""
-
     def to_read(self, job: UpdateJob) -> Blocks:
         """The blocks that :meth:`run` will read."""
         return ()
 
-    def prefetch(self, update_blocks: Blocks) -> None:  # noqa: B027
-        """Begins to read blocks into idle I/O buffers."""
-
     @abstractmethod
     def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Blocks] = tuple) -> None:
-        """Updates the parameters; the last writes may still be running, until :meth:`flush`.
+        """Updates the parameters; the last writes may still be running.
 
         ``slot`` is memory that already holds the shard's home, or None; ``upcoming`` returns what the next jobs read.
         """
@@ -412,3 +405,15 @@ class HostParamBlock(ParamBlock):
             for k, s in enumerate(self.slices)
             if s.form is not None and job.gradients[k] is not None
         }
+
+
+class ResidentParamBlock(HostParamBlock):
+    """Parameters that stay on the compute device; users may replace their memory between updates."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], group: int, factory: OptimizerFactory) -> None:
+        slices, _ = layout(StoredTensor("", p) for p in parameters)
+        super().__init__(Shard(-1, 0, []), slices, group, factory)
+
+    def at_rest(self, s: Slice) -> Tensor:
+        """See :meth:`ParamBlock.at_rest`."""
+        return s.parameter.data

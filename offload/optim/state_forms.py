@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -41,12 +41,11 @@ __all__ = [
     "LEAST_ELEMENTS",
     "EncodedWeights",
     "StateForm",
+    "check_stored",
     "elements_per_entry",
     "fitting_form",
     "form_of",
-    "hold_state_dict",
     "in_full",
-    "release",
     "step_encoded",
 ]
 
@@ -222,35 +221,6 @@ def is_full(value: Any, parameter: Tensor) -> bool:
     return whole and value.dtype == parameter.dtype
 
 
-@dataclass(frozen=True, eq=False)
-class _Held:
-    """Hides a stored state from ``load_state_dict`` of ``torch.optim``, which would cast a tensor."""
-
-    tensor: Tensor
-
-
-def hold(state: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
-    """The states of a parameter for ``load_state_dict`` of ``torch.optim``, which these ``names`` pass unchanged."""
-    return {name: _Held(value) if name in names else value for name, value in state.items()}
-
-
-def release(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Undoes :func:`hold`."""
-    return {name: value.tensor if isinstance(value, _Held) else value for name, value in state.items()}
-
-
-def hold_state_dict(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A ``state_dict()`` for parameters of these groups, all of whose states :func:`hold` hides.
-
-    Raises ValueError if a state in 8 bits cannot be that of its parameter.
-    """
-    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    parameters = [p for group in groups for p in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=False):  # torch refuses another number of them
-        _check_stored(state_dict["state"].get(number, {}), parameter)
-    return {**state_dict, "state": {number: hold(state, state) for number, state in state_dict["state"].items()}}
-
-
 def in_full(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     """The states of a parameter in full, whatever form they have."""
     found = dict(state)
@@ -263,14 +233,16 @@ def in_full(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     return found
 
 
-def fitting_form(state: Mapping[str, Any], parameter: Tensor, form: StateForm | None) -> dict[str, Any]:
-    """The states of a parameter for ``load_state_dict``: in full where they have another form than the given one."""
-    kept = [] if form is None else [n for key in form.keys(state, parameter) for n in form.names(key)]
-    others = in_full({name: value for name, value in state.items() if name not in kept}, parameter)
-    return hold({**others, **{name: state[name].contiguous() for name in kept}}, kept)
+def fitting_form(
+    state: Mapping[str, Any], parameter: Tensor, form: StateForm | None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The states of a parameter for ``load_state_dict`` of ``torch.optim``, in full; and those that have the given form
+    already, which that would cast."""
+    others, kept = _split(state, parameter, form)
+    return in_full(others, parameter), {name: value.contiguous() for name, value in kept.items()}
 
 
-def _check_stored(state: Mapping[str, Any], parameter: Tensor) -> None:
+def check_stored(state: Mapping[str, Any], parameter: Tensor) -> None:
     """Raises ValueError for states in 8 bits that cannot be those of a parameter."""
     keys = dict.fromkeys(n.removesuffix(_CODES).removesuffix(_SCALES) for n in state if n.endswith((_CODES, _SCALES)))
     for key in keys:
@@ -425,7 +397,7 @@ def _step_whole(
 ) -> Iterator[None]:
     chosen = [proxies[k] for k in encoded]
     before = [optimizer.state[p] for p in chosen]
-    split = [_split(state, p, form) for p, state in zip(chosen, before, strict=True)] if form is not None else []
+    split = [_split(state, p, form) for p, state in zip(chosen, before, strict=True)]
     stand_ins = {k: proxies[k].data for k in weights}
     try:
         for k, stored_weights in weights.items():
@@ -454,9 +426,11 @@ def _step_whole(
             proxies[k].data = data
 
 
-def _split(state: Mapping[str, Any], parameter: Tensor, form: StateForm) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split(
+    state: Mapping[str, Any], parameter: Tensor, form: StateForm | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The states that are not in the form, and those that are."""
-    names = [name for key in form.keys(state, parameter) for name in form.names(key)]
+    names = [] if form is None else [name for key in form.keys(state, parameter) for name in form.names(key)]
     return {n: v for n, v in state.items() if n not in names}, {n: state[n] for n in names}
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.optim.disk_update import DiskParamBlock
 from offload.optim.io_buffers import IOBufferPool, Read, Write
 from offload.storage import DiskTier
 from offload.storage.buffer import host_buffer
@@ -66,7 +65,7 @@ class Begun(Future[Any]):
 def late_threads(monkeypatch: pytest.MonkeyPatch) -> list[LateThreads]:
     made: list[LateThreads] = []
 
-    def threads(*_: object) -> LateThreads:
+    def threads(*_: object, **__: object) -> LateThreads:
         made.append(LateThreads())
         return made[-1]
 
@@ -337,7 +336,7 @@ def an_update_that_failed_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, path:
     for fatal in range(0, 12, 2):
         _fails_once(monkeypatch, path, DiskBlock, "write", OSError("full"), fatal)
         _fails_once(monkeypatch, path, DiskBlock, "read_into", OSError("broken"), fatal)
-    _fails_once(monkeypatch, path, DiskParamBlock, "prefetch", MemoryError(), 0)
+    _fails_once(monkeypatch, path, IOBufferPool, "prefetch", MemoryError(), 0)
 
 
 def _fails_once(
@@ -358,9 +357,9 @@ def _fails_once(
             assert not pair.ours.buffer_pool._writing, "transfers go on after a failure"
             filling = pair.ours._filler.under_way()  # type: ignore[attr-defined]
             assert filling == 0, "transfers go on after a failure"
-        for task in pair.model._homes.shards[0].pending.tasks:
-            task.param_block.flush(task)
-            assert not task.unwritten, "bytes are left unwritten"
+        update: Any = pair.model._homes.shards[0].pending
+        update.flush()
+        assert not any(task.unwritten for task in update.tasks), "bytes are left unwritten"
         pair.eval()
         pair.assert_equal()
         pair.assert_equal_states()
