@@ -119,7 +119,8 @@ class OffloadOptimizer(MovableStates):
         check_choices(optimizer_class, max_norm, update_in_backward)
         self.max_norm = max_norm
         self.update_in_backward = update_in_backward
-        self._steps = 0
+        #: Number of steps.
+        self.steps = 0
         #: A step whose call has raised although it is decided: repeating the call only ends it.
         self._raised: StepDecision | None = None
         #: Global norm of the gradients at the last step, before clipping; None without ``max_norm``.
@@ -297,19 +298,9 @@ class OffloadOptimizer(MovableStates):
         self.homes.public.drop_sums(p for group in self.param_groups for p in group["params"])
         self._raised = None
 
-    @property
-    def steps(self) -> int:
-        """Number of steps. One that raised counts as soon as all of it is applied."""
-        raised = self._raised
-        return self._steps if raised is None or raised.done else raised.number - 1
-
-    @steps.setter
-    def steps(self, number: int) -> None:
-        self._steps, self._raised = number, None
-
     def count_step(self, number: int) -> None:
         """Counts the step of this number, which is decided."""
-        self._steps = number
+        self.steps = number
         if self.in_backward is not None:
             self.in_backward.close()
 
@@ -367,6 +358,7 @@ class OffloadOptimizer(MovableStates):
             check_stored(state, parameter)
         # Without the states, which torch would cast, also those that are stored in a form; it refuses other groups.
         super().load_state_dict({**state_dict, "state": {}})
+        self._raised = None
         self.state.update(states)
         if self._rounds_weights():
             self.steps = state_dict.get("steps", self.steps)

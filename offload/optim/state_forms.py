@@ -92,9 +92,9 @@ class StateForm(ABC):
     def keys(self, state: Mapping[str, Any], parameter: Tensor) -> list[str]:
         """The names of the states of a parameter that are stored in this form."""
 
-    @abstractmethod
     def names(self, key: str) -> list[str]:
         """The names of the tensors that store a state."""
+        return [key]
 
     def decoded(self, key: str, state: Mapping[str, Any], part: slice, dtype: torch.dtype) -> Tensor:
         """The elements ``part``, flat; valid until the thread decodes a state of this name again."""
@@ -122,28 +122,38 @@ class StateForm(ABC):
         state.update(known)
 
 
-class _Bfloat16(StateForm):
-    """States rounded to the nearest bfloat16."""
+class _OneTensor(StateForm):
+    """States in one tensor, as torch makes them."""
 
-    name, element_bytes = "bfloat16", 2
+    name, element_bytes = "full", math.inf
+    #: Of the tensor; None: the parameter's own.
+    dtype: torch.dtype | None = None
 
     def allocate(self, key: str, like: Tensor) -> dict[str, Tensor]:
-        return {key: torch.empty(like.shape, dtype=torch.bfloat16)}
+        return {key: torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)}
 
     def keys(self, state: Mapping[str, Any], parameter: Tensor) -> list[str]:
-        if parameter.dtype == torch.bfloat16:
-            return []  # states in full have this type
-        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        return [k for k, v in tensors.items() if v.dtype == torch.bfloat16 and v.shape == parameter.shape and v.dim()]
-
-    def names(self, key: str) -> list[str]:
-        return [key]
-
-    def write(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
-        state[key].view(-1)[part] = values
+        return [key for key, value in state.items() if is_full(value, parameter, self.dtype)]
 
     def read(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
-        values.copy_(state[key].view(-1)[part])
+        values.copy_(in_order(state[key])[part])
+
+    def write(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
+        place = in_order(state[key])[part]
+        if place.data_ptr() != values.data_ptr():
+            place.copy_(values)
+
+
+class _Bfloat16(_OneTensor):
+    """States rounded to the nearest bfloat16."""
+
+    name, element_bytes, dtype = "bfloat16", 2, torch.bfloat16
+
+    def allocate(self, key: str, like: Tensor) -> dict[str, Tensor]:
+        return {key: torch.empty(like.shape, dtype=self.dtype)}
+
+    def keys(self, state: Mapping[str, Any], parameter: Tensor) -> list[str]:
+        return [] if parameter.dtype == self.dtype else super().keys(state, parameter)  # those in full have this type
 
 
 class _EightBits(StateForm):
@@ -172,30 +182,11 @@ class _EightBits(StateForm):
         return codes.view(-1)[part], scales[part.start // BLOCK : _scales_of(part.stop)]
 
 
-class _Full(StateForm):
-    """States as torch makes them: in the parameter's own type and layout; pieces of them are views."""
-
-    name, element_bytes = "full", math.inf
-
-    def allocate(self, key: str, like: Tensor) -> dict[str, Tensor]:
-        return {key: torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)}
-
-    def keys(self, state: Mapping[str, Any], parameter: Tensor) -> list[str]:
-        return [key for key, value in state.items() if is_full(value, parameter)]
-
-    def names(self, key: str) -> list[str]:
-        return [key]
+class _Full(_OneTensor):
+    """States in full, of which pieces are views."""
 
     def decoded(self, key: str, state: Mapping[str, Any], part: slice, dtype: torch.dtype) -> Tensor:
         return in_order(state[key])[part]
-
-    def read(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
-        values.copy_(in_order(state[key])[part])
-
-    def write(self, key: str, state: Mapping[str, Any], part: slice, values: Tensor) -> None:
-        place = in_order(state[key])[part]
-        if place.data_ptr() != values.data_ptr():
-            place.copy_(values)
 
 
 #: States of parameters that are updated in pieces, and not encoded.
@@ -215,10 +206,10 @@ def form_of(states: Any) -> StateForm | None:
     return _FORMS[states]
 
 
-def is_full(value: Any, parameter: Tensor) -> bool:
-    """Whether a state has the type of its parameter, and an element for each of its elements."""
+def is_full(value: Any, parameter: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether a state has the type of its parameter, or the given one, and an element for each of its elements."""
     whole = isinstance(value, Tensor) and value.layout is torch.strided and value.shape == parameter.shape
-    return whole and value.dtype == parameter.dtype
+    return whole and value.dtype == (dtype or parameter.dtype)
 
 
 def in_full(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:

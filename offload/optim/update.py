@@ -256,8 +256,7 @@ class StepDecision:
         self._at_once = at_once
         self._thread = thread
         self._finished = finished
-        #: The number of this step, from 1 on.
-        self.number = optimizer.steps + 1
+        self._number = optimizer.steps + 1
         self.options = options
         self._backwards = self._backwards_now
         #: Those of all parameters when the step raised; weakly, since zero_grad() frees them.
@@ -267,11 +266,6 @@ class StepDecision:
     def begun(self) -> bool:
         """Whether anything is applied yet."""
         return any(job.done or job.scaled or job.param_block.stopped for job in self._at_once)
-
-    @property
-    def done(self) -> bool:
-        """Whether all of it is applied."""
-        return all(job.done for job in self._at_once) and all(update.done for _, update in self._updates)
 
     def run_at_once(self) -> None:
         """Runs the updates on the device that are not done. After an interrupt the thread may still run one."""
@@ -305,7 +299,7 @@ class StepDecision:
         # The next forward loads the shards in their order.
         for (_, update), (_, following) in itertools.pairwise(self._updates):
             update.following = following
-        self._optimizer.count_step(self.number)
+        self._optimizer.count_step(self._number)
 
     @property
     def _backwards_now(self) -> int:

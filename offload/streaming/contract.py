@@ -60,14 +60,12 @@ class ModelOptimizer(Protocol):
     max_norm: float | None
     update_in_backward: bool
     gradient_bytes: int
+    #: So far.
+    steps: int
 
     @property
     def state(self) -> Mapping[Any, Any]:
         """Of each parameter."""
-
-    @property
-    def steps(self) -> int:
-        """Steps so far."""
 
     @property
     def in_backward(self) -> UpdaterInBackward | None:
