@@ -152,7 +152,7 @@ class ModelHomes:
             apart=layers_apart,
         )
         lenders = [] if self.resident is None else [self.resident]
-        self.assigned_data = AssignedData(self.shards, self.streamer.gradient_offload.optimizers.views, lenders)
+        self.assigned_data = AssignedData(self.shards, lenders)
         #: The parameters that users see; with a mesh, layers hold them from now on.
         self.public = PublicParameters() if sharding is None else sharding.public(self.shards)
         self.row_units = RowUnits()

@@ -310,11 +310,10 @@ class MeshParameters(PublicParameters):
         assert stored is not None
         return sys.getrefcount(stored), storage_uses(stored), *self._references([shown]).values()
 
-    def held_elsewhere(self, known: Counter[nn.Parameter], views: Counter[int]) -> bool:
+    def held_elsewhere(self, known: Counter[nn.Parameter]) -> bool:
         """Whether other code holds DTensors, their gradients or views of homes, and may read them at any time.
 
-        ``known``: the parameters to check, and how often optimizers hold each. ``views``: number of tensors of
-        optimizers on the home of each shard, by its index.
+        ``known``: the parameters to check, and how often optimizers hold each.
         """
         now = self._references(known)
         # A graph, such as that of a loss which is still there, has a leaf but not its value: one more owner in C++. A
@@ -330,7 +329,7 @@ class MeshParameters(PublicParameters):
             ):
                 return True
         return any(
-            shard.home is not None and shard.count_home_owners() != uses + views[shard.index]
+            shard.home is not None and shard.count_home_owners() != uses
             for shard, uses in zip(self._shards, self._known_homes, strict=True)
         )
 

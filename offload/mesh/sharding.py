@@ -20,7 +20,6 @@ from offload.mesh.sharded import MeshParameters, resident_parts
 from offload.storage import DiskHome, HomeError, PersistentTier, Tier, open_tier
 from offload.storage.persistent import RANKS, homes_in
 from offload.streaming.lane import CopyLanes, ThreadCopyLane
-from offload.streaming.layer_homes import LayerLayout
 from offload.streaming.materialize import Values
 from offload.streaming.shard import Shard
 from offload.telemetry.statistics import Meter

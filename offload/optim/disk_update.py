@@ -20,9 +20,10 @@ Guarantees
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.optim.dynamic_map import BLOCK
-from offload.optim.io_buffers import IOBuffer, IOBufferPool, Read, UpdateBlock, Write, contiguous, write_together
+from offload.optim.io_buffers import Blocks, IOBuffer, IOBufferPool, Read, UpdateBlock, Write
 from offload.optim.param_block import ELEMENTWISE, OptimizerFactory, ParamBlock, UpdateJob
 from offload.optim.state_forms import EncodedWeights, elements_per_entry
 from offload.planning.partition import aligned
@@ -67,9 +68,10 @@ def copy_unstored(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class StateFile(NamedTuple):
-    """Where a state is stored: a part of a block, and a tensor on it."""
+    """Where a state is stored: from an offset of a block on, and a tensor on it."""
 
     block: Block
+    offset: int
     view: Tensor
 
     @classmethod
@@ -79,12 +81,7 @@ class StateFile(NamedTuple):
         begin = (block.tensor.storage_offset() + offset) // like.dtype.itemsize
         with outside_inference_mode():
             view = torch.empty(0, dtype=like.dtype)
-            return cls(block, view.set_(block.tensor.untyped_storage(), begin, like.shape, like.stride()))
-
-    @property
-    def offset(self) -> int:
-        """Of the state in its block, in bytes."""
-        return int(self.view.storage_offset()) * self.view.element_size() - int(self.block.tensor.storage_offset())
+            return cls(block, offset, view.set_(block.tensor.untyped_storage(), begin, like.shape, like.stride()))
 
     def span(self, key: str, update_block: UpdateBlock) -> tuple[int, int]:
         """Offset and size of what belongs to a block of the parameter; the state is named ``key``."""
@@ -198,7 +195,7 @@ class DiskParamBlock(ParamBlock):
         buffer_pool: IOBufferPool,
         max_bytes: int,
     ) -> None:
-        super().__init__(shard, slices, group, factory)
+        super().__init__(shard, slices, group, factory, torch.device("cpu"))
         self._max_bytes = max_bytes
         self._buffer_pool = buffer_pool
         self.state_files = StateFiles(shard, self.slices, tier, factory.kind)
@@ -238,7 +235,7 @@ class DiskParamBlock(ParamBlock):
             self._store_all_states()
         return optimizer
 
-    def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]] = tuple) -> None:
+    def run(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Blocks] = tuple) -> None:
         """Updates block by block, from where an earlier attempt failed, and begins to read the jobs in ``upcoming``."""
         self.prepare(job.options, sparse=job.sparse)
         self._begin(job)
@@ -261,22 +258,11 @@ class DiskParamBlock(ParamBlock):
                     gradient.mul_(coefficient)  # it stays clipped as well, as one in its file does already
         job.group_changes = self.group_changes()
 
-    def prefetch(self, job: UpdateJob) -> bool:
-        """Begins to read the blocks that are still to be updated into idle I/O buffers; True if one is left over."""
+    def to_read(self, job: UpdateJob, skip: int = 0) -> Blocks:
+        """The blocks that are still to be updated, but the first to ``skip``."""
         self._begin(job)
-        return self._prefetch_from(job.blocks_done, job)
-
-    def flush(self, job: UpdateJob) -> None:
-        """Returns when everything computed is in its file; failed writes are repeated."""
-        self._buffer_pool.wait_idle()
-        for group in contiguous(job.unwritten):
-            write_together(group)
-            job.mark_written(group)
-
-    def cancel_prefetch(self) -> None:
-        """Returns when no transfer is running, successful or not: each job knows which of its writes are missing."""
-        with contextlib.suppress(Exception):
-            self._buffer_pool.wait_idle()
+        for index in range(job.blocks_done + skip, len(job.update_blocks)):
+            yield (job, index), partial(self._requests, job, index)
 
     def _begin(self, job: UpdateJob) -> None:
         """Cuts the job into blocks and records the states before it, on its first use."""
@@ -297,8 +283,8 @@ class DiskParamBlock(ParamBlock):
             step = max(step // BLOCK, 1) * BLOCK  # elements that share a scale, or random bits, are not separated
         job.update_blocks = [UpdateBlock(begin, min(begin + step, count)) for begin in range(0, count, step)]
 
-    def _requests(self, job: UpdateJob, index: int) -> tuple[Hashable, list[Read], int]:
-        """Key of a block of a job, reads of its parts that are in files, and bytes for its other parts."""
+    def _requests(self, job: UpdateJob, index: int) -> tuple[list[Read], int]:
+        """Reads of the parts of a block that are in files, and bytes for its other parts."""
         update_block, reads, spare_bytes = job.update_blocks[index], [], 0
         for k, gradient in enumerate(job.gradients):
             if gradient is None:
@@ -316,7 +302,7 @@ class DiskParamBlock(ParamBlock):
                 spare_bytes += update_block.span(s.full_nbytes, s.full_dtype.itemsize)[1] + PAGE_BYTES
             if job.states_before[k] is not None:  # else the optimizer makes new states, for each block
                 reads += self.state_files.reads(k, update_block)
-        return (job, index), reads, spare_bytes
+        return reads, spare_bytes
 
     def _gradient_file_offset(self, s: Slice, gradient: Tensor) -> tuple[Block, int] | None:
         """Block and offset of a gradient in the file of the shard's gradients; None if it is stored elsewhere."""
@@ -326,12 +312,10 @@ class DiskParamBlock(ParamBlock):
         block, place = region.block, region.offsets[id(s.parameter)]
         return (block, place) if gradient.data_ptr() == block.tensor.data_ptr() + place else None
 
-    def _run_update_block(
-        self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Iterable[UpdateJob]]
-    ) -> None:
+    def _run_update_block(self, job: UpdateJob, slot: Tensor | None, upcoming: Callable[[], Blocks]) -> None:
         optimizer, update_block = self.optimizer, job.update_blocks[job.blocks_done]
         assert optimizer is not None
-        io_buffer = self._buffer_pool.prepare(*self._requests(job, job.blocks_done))
+        io_buffer = self._buffer_pool.prepare(*next(iter(self.to_read(job))))
         chosen = [k for k, gradient in enumerate(job.gradients) if gradient is not None]
         writes: list[Write] = []
         weights: dict[int, EncodedWeights] = {}
@@ -343,7 +327,7 @@ class DiskParamBlock(ParamBlock):
                 writes += back
                 self._bind_states(job, k, update_block, io_buffer)
             job.bytes_read += io_buffer.bytes_read
-            self._prefetch_next(job.blocks_done + 1, job, upcoming)
+            self._buffer_pool.prefetch(itertools.chain(self.to_read(job, 1), upcoming()))
             self._step(weights)
             states = self.states()
             self.state_files.allocate(states, chosen, update_block)
@@ -358,26 +342,11 @@ class DiskParamBlock(ParamBlock):
             raise
         for k in chosen:
             self._restore_views(k)
-        job.unwritten += writes
+        job.writes += writes
+        job.bytes_written += sum(write.nbytes for write in writes)
         job.blocks_done += 1
-        self._buffer_pool.write_back(writes, job.mark_written)
-        self._prefetch_next(job.blocks_done, job, upcoming)
-
-    def _prefetch_next(self, first: int, job: UpdateJob, upcoming: Callable[[], Iterable[UpdateJob]]) -> None:
-        """Begins to read blocks: those of this job from ``first`` on, then those of ``upcoming`` jobs."""
-        if self._prefetch_from(first, job):
-            for other in upcoming():
-                if not other.param_block.prefetch(other):
-                    return
-
-    def _prefetch_from(self, first: int, job: UpdateJob) -> bool:
-        for index in range(first, len(job.update_blocks)):
-            if self._buffer_pool.is_prefetching((job, index)):
-                continue
-            if not self._buffer_pool.has_idle_buffer():
-                return False
-            self._buffer_pool.prefetch(*self._requests(job, index))
-        return self._buffer_pool.has_idle_buffer()
+        self._buffer_pool.write_back(writes)
+        self._buffer_pool.prefetch(itertools.chain(self.to_read(job), upcoming()))
 
     def _bind_weights(
         self,
@@ -454,10 +423,9 @@ class DiskParamBlock(ParamBlock):
     def _restore_views(self, k: int) -> None:
         """Parameter and states are views of their files again; states that only an I/O buffer holds are dropped."""
         assert self.optimizer is not None
-        proxy, state = self.proxies[k], self.optimizer.state[self.proxies[k]]
-        proxy.grad = None
-        proxy.data = self.at_rest(self.slices[k])
-        self.state_files.show(k, state)
+        self.proxies[k].grad = None
+        self.proxies[k].data = self._blank[k]
+        self.state_files.show(k, self.optimizer.state[self.proxies[k]])
 
     def _store_all_states(self) -> None:
         """Writes all states to files, in one block."""
@@ -465,6 +433,6 @@ class DiskParamBlock(ParamBlock):
         self.state_files.allocate(states, range(len(states)), UpdateBlock())
         for k, state in enumerate(states):
             for write in self.state_files.writes(k, state, UpdateBlock()):
-                write_together([write])
+                write.run()
             if state:
                 self._restore_views(k)

@@ -101,8 +101,8 @@ def move_homes(
 
 def _is_in_use(shard: Shard, optimizers: Optimizers) -> bool:
     """Whether other code refers to the memory of a shard's weights or states."""
-    held = 0 if shard.home is None else shard.count_home_owners() - shard.home_uses - optimizers.views()[shard.index]
-    return held > 0 or any(o.states_in_use(shard) for o in optimizers)
+    held = shard.home is not None and shard.count_home_owners() > shard.home_uses
+    return held or any(o.states_in_use(shard) for o in optimizers)
 
 
 def prepare_move(shard: Shard, tier: Tier, homes: Tier, optimizers: Optimizers) -> Move:
@@ -122,7 +122,7 @@ def prepare_move(shard: Shard, tier: Tier, homes: Tier, optimizers: Optimizers) 
     tensors += moved
     commits = []
     for optimizer in optimizers:
-        states, commit = optimizer.prepare_move(shard, tier, home)
+        states, commit = optimizer.prepare_move(shard, tier)
         tensors += states
         commits.append(commit)
     return Move(shard, places, tensors, commits)

@@ -67,19 +67,11 @@ class Optimizers:
         pending = frozenset[int]().union(*(o.updated_shards for o in self if not o.update_in_backward))
         return Updates(pending, any(o.update_in_backward for o in self))
 
-    def references(self, optimizer: ModelOptimizer) -> tuple[Counter[nn.Parameter], Counter[int]]:
-        """References of all optimizers to the parameters of one of them, and to the home of each shard by index."""
+    def references(self, optimizer: ModelOptimizer) -> Counter[nn.Parameter]:
+        """References of all optimizers to the parameters of one of them."""
         known = Counter(p for group in optimizer.param_groups for p in group["params"])
         for other in self:
             if other is not optimizer:
                 known.update(p for group in other.param_groups for p in group["params"] if p in known)
             known.update(p for p in other.state if p in known)
-        return known, self.views()
-
-    def views(self) -> Counter[int]:
-        """The number of tensors of all optimizers on the home of each shard, by its index."""
-        views: Counter[int] = Counter()
-        for optimizer in self:
-            for shard, param_blocks in optimizer.param_blocks.items():
-                views[shard.index] += sum(param_block.home_views for param_block in param_blocks)
-        return views
+        return known

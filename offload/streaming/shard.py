@@ -217,6 +217,10 @@ class Shard:
 
     def point_home(self, s: Slice) -> None:
         """Points an own parameter to its stored values."""
+        s.point_to(self.memory_of(s))
+
+    def memory_of(self, s: Slice) -> Tensor:
+        """The stored values of an own parameter, on a storage of their own."""
         assert self.home is not None
         memory = self.own_memory.get(s.offset)
         # Code that shares the storage with another process moves it to other memory.
@@ -224,7 +228,7 @@ class Shard:
             memory = s.own_view(self.home.tensor)
             if s.nbytes:
                 self.own_memory[s.offset] = memory
-        s.point_to(memory)
+        return memory
 
     def move_home(self, s: Slice) -> None:
         """Points an own parameter to its stored values, and moves its gradient to where these are."""

@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -288,16 +289,27 @@ def test_one_save_at_a_time_writes_to_a_folder(tmp_path: Path, monkeypatch: pyte
     load_checkpoint(tmp_path / "c", layers)
 
 
-@pytest.mark.parametrize("kind", ["pretrained", "damaged"])
+PRETRAINED = json.dumps({"weight_map": {"0.weight": "model-00001-of-00001.safetensors"}})
+NO_INDEX: dict[str, Callable[[Path], object]] = {
+    "pretrained": lambda path: path.write_text(PRETRAINED),
+    "damaged": lambda path: path.write_text("{"),
+    "a FIFO": os.mkfifo,
+    "a directory": Path.mkdir,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a loop of links": lambda path: path.symlink_to(path),
+}
+
+
+@pytest.mark.parametrize("kind", NO_INDEX)
 def test_an_index_that_is_not_of_a_checkpoint_is_not_replaced(tmp_path: Path, kind: str) -> None:
     layers = build(["linear"])
-    text = json.dumps({"weight_map": {"0.weight": "model-00001-of-00001.safetensors"}}) if kind == "pretrained" else "{"
-    (tmp_path / INDEX).write_text(text)
+    NO_INDEX[kind](tmp_path / INDEX)
+    mode = (tmp_path / INDEX).lstat()
     (tmp_path / "model-00001-of-00001.safetensors").write_bytes(b"weights")
     with pytest.raises(ValueError, match=r"nothing was changed.*ass another folder"):
         save_checkpoint(tmp_path, layers)
     assert names_in(tmp_path) == {INDEX, "model-00001-of-00001.safetensors"}
-    assert (tmp_path / INDEX).read_text() == text
+    assert (tmp_path / INDEX).lstat() == mode
 
 
 def test_a_save_beside_training_sums_what_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

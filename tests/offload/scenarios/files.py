@@ -6,8 +6,7 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.optim.disk_update import DiskParamBlock
 from offload.optim.io_buffers import IOBufferPool, Read, Write
 from offload.storage import DiskTier
 from offload.storage.buffer import host_buffer
@@ -66,7 +64,7 @@ class Begun(Future[Any]):
 def late_threads(monkeypatch: pytest.MonkeyPatch) -> list[LateThreads]:
     made: list[LateThreads] = []
 
-    def threads(*_: object) -> LateThreads:
+    def threads(*_: object, **__: object) -> LateThreads:
         made.append(LateThreads())
         return made[-1]
 
@@ -260,15 +258,15 @@ def _buffer_pool(
 @fails_with("an I/O buffer was handed out before its bytes")
 def an_io_buffer_holds_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     with _buffer_pool(monkeypatch, path) as (_, buffer_pool, fives, _):
-        io_buffer = buffer_pool.prepare("update_block", [Read("moment", fives, 0, PIECE)], 0)
+        io_buffer = buffer_pool.prepare("update_block", lambda: ([Read("moment", fives, 0, PIECE)], 0))
         assert (io_buffer.part("moment") == 5).all(), "an I/O buffer was handed out before its bytes"
 
 
 @fails_with("a discarded prefetch landed")
 def a_discarded_prefetch_never_lands(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     with _buffer_pool(monkeypatch, path) as (threads, buffer_pool, fives, sixes):
-        buffer_pool.prefetch("unused", [Read("moment", fives, 0, PIECE)], 0)
-        io_buffer = buffer_pool.prepare("update_block", [Read("moment", sixes, 0, PIECE)], 0)
+        buffer_pool.prefetch([("unused", lambda: ([Read("moment", fives, 0, PIECE)], 0))])
+        io_buffer = buffer_pool.prepare("update_block", lambda: ([Read("moment", sixes, 0, PIECE)], 0))
         for io_threads in threads:
             io_threads.end()
         assert (io_buffer.part("moment") == 6).all(), "a discarded prefetch landed"
@@ -285,18 +283,15 @@ def what_fails_to_be_written_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, pa
 
         monkeypatch.setattr(fives, "write", fails)
         source = torch.full((PIECE,), 9, dtype=torch.uint8)
-        moves: list[Write] = [Write(source, fives, 0), Write(source, sixes, 0)]
-        buffer_pool.prepare("update_block", [], 0)
-        buffer_pool.write_back(moves, partial(_take_out, moves))
+        writes = [Write(source, fives, 0), Write(source, sixes, 0)]
+        buffer_pool.prepare("update_block", lambda: ([], 0))
+        buffer_pool.write_back(writes)
         with pytest.raises(OSError, match="full"):
             buffer_pool.wait_idle()
         assert sum(io_threads.under_way() for io_threads in threads) == 0, "a write goes on after its failure"
         source.fill_(11)
-        assert all((move.source == 9).all() for move in moves)
-
-
-def _take_out(moves: list[Write], done: Sequence[Write]) -> None:
-    moves[:] = [move for move in moves if move not in done]
+        assert [write.written for write in writes] == [False, True]
+        assert (writes[0].source == 9).all()
 
 
 # --- updates whose writes are on their way --------------------------------------------------------------------------
@@ -340,7 +335,7 @@ def an_update_that_failed_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, path:
     for fatal in range(0, 12, 2):
         _fails_once(monkeypatch, path, DiskBlock, "write", OSError("full"), fatal)
         _fails_once(monkeypatch, path, DiskBlock, "read_into", OSError("broken"), fatal)
-    _fails_once(monkeypatch, path, DiskParamBlock, "prefetch", MemoryError(), 0)
+    _fails_once(monkeypatch, path, IOBufferPool, "prefetch", MemoryError(), 0)
 
 
 def _fails_once(
@@ -361,9 +356,9 @@ def _fails_once(
             assert not pair.ours.buffer_pool._writing, "transfers go on after a failure"
             filling = pair.ours._filler.under_way()  # type: ignore[attr-defined]
             assert filling == 0, "transfers go on after a failure"
-        for task in pair.model._homes.shards[0].pending.tasks:
-            task.param_block.flush(task)
-            assert not task.unwritten, "bytes are left unwritten"
+        update: Any = pair.model._homes.shards[0].pending
+        update.flush()
+        assert not any(task.unwritten for task in update.tasks), "bytes are left unwritten"
         pair.eval()
         pair.assert_equal()
         pair.assert_equal_states()

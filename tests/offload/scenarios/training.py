@@ -51,12 +51,13 @@ def shards_move_after_their_updates(monkeypatch: pytest.MonkeyPatch, path: Path)
     for seed in SEEDS:
         run_late(monkeypatch, seed)
         update_on(monkeypatch, LateLane(seed))
-        pair = Pair("sgd", f"{path}/")
+        pair = Pair("adamw", f"{path}/")
         pair.model._homes.keep_in_memory([1, 2])
         for action in ("backward", "step", "zero"):
             pair.do(action)
         pair.model._homes.keep_in_memory([])
-        pair.do("eval")
+        for action in ("backward", "step", "zero", "eval"):
+            pair.do(action)
 
 
 @fails_with("Tensor-likes are not")

@@ -21,11 +21,10 @@ from tests.waits import Scenario, Site, find_sites, is_value_used, take_out
 #: Each scenario, and the waits without any of which it fails: by module, function and text.
 NEEDS: dict[Scenario, list[str]] = {
     blocks.a_step_that_is_interrupted_while_a_thread_updates_is_whole: [
-        "optim.optimizer OffloadOptimizer._step: self._resident.wait_idle()",
-        "optim.resident ResidentParameters.wait_idle: self._thread.wait_idle()",
+        "optim.optimizer OffloadOptimizer._step: self._thread_at_once.wait_idle()",
     ],
     blocks.parameters_outside_of_blocks_are_updated_by_the_step: [
-        "optim.resident ResidentParameters.run: future.wait()",
+        "optim.update StepDecision.run_at_once: future.wait()",
     ],
     blocks.suspended_forwards_end_when_one_fails: [
         "engine.chunks run_chunks: each.cancel()",
@@ -44,7 +43,7 @@ NEEDS: dict[Scenario, list[str]] = {
         "storage.transfer Staging.acquire_buffer: fence()",
     ],
     files.a_discarded_prefetch_never_lands: [
-        "optim.io_buffers IOBuffer._cancel: job.cancel()",
+        "optim.io_buffers IOBuffer.clear: job.cancel()",
     ],
     files.a_lane_waits_for_a_buffer_of_another: [
         "storage.transfer Staging.nbytes: with self._changed",
@@ -67,11 +66,10 @@ NEEDS: dict[Scenario, list[str]] = {
         "optim.io_buffers IOBufferPool.prepare: self._current.wait()",
     ],
     files.an_update_has_arrived_when_it_is_done: [
-        "optim.disk_update DiskParamBlock.flush: self._buffer_pool.wait_idle()",
+        "optim.update Update.flush: self._buffer_pool.wait_idle()",
     ],
     files.an_update_that_failed_goes_on_nowhere: [
-        "optim.update Update._run: job.param_block.cancel_prefetch()",
-        "optim.disk_update DiskParamBlock.cancel_prefetch: self._buffer_pool.wait_idle()",
+        "optim.update Update._run: self._buffer_pool.wait_idle()",
     ],
     files.one_thread_at_a_time_writes_a_trace: [
         "telemetry.trace Tracer.span: with self._lock",
