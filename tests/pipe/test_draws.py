@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipe import Pipe
-from pipe.recompute.generators import generators_among, places_of_generators
+from pipe.recompute.generators import generators_in
 from pipe.recompute.replay import Replay
 
 WIDTH = 4
@@ -153,10 +153,7 @@ def test_each_generator_is_found_once_and_what_has_no_state_is_left_alone() -> N
     layer.first = layer.second = generator = torch.Generator()
     layer.system = random.SystemRandom()
     layer.pair = {"a": generator, "b": random.Random(0)}
-    assert generators_among(value for _, _, value in places_of_generators([layer, layer])) == [
-        generator,
-        layer.pair["b"],
-    ]
+    assert generators_in([layer, layer]) == [generator, layer.pair["b"]]
 
 
 def test_a_rewound_replay_leaves_generators_as_they_were() -> None:
