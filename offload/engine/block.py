@@ -25,13 +25,11 @@ RUNS_NOTED = 2
 class Known:
     """What is known of a block in one combination of modes."""
 
-    __slots__ = ("draws", "inputs_seen", "modes", "runs", "spares_input")
+    __slots__ = ("draws", "modes", "runs")
 
     def __init__(self, modes: Modes) -> None:
         self.modes = modes
         self.runs = 0
-        #: Runs of which it was seen whether they write into their input; and whether none does.
-        self.inputs_seen, self.spares_input = 0, False
         #: Whether a run drew random numbers; None if there was none with a graph yet.
         self.draws: bool | None = None
 
@@ -75,7 +73,7 @@ class Block:
     def protected(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Arguments of the user, or copies where the block may write into them in place."""
         # Tensors that are made in inference mode count no writes.
-        if torch.is_inference_mode_enabled() or not self.known().spares_input:
+        if torch.is_inference_mode_enabled() or self.inputs.copies(self.known().modes):
             return self.inputs.copy((args, kwargs))
         return args, kwargs
 

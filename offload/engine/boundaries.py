@@ -58,15 +58,6 @@ class _Boundary:
         self.fetching: tuple[Arrival, list[Tensor]] | None = None
 
 
-class _Saved:
-    """What the graph of a cell holds of a boundary."""
-
-    __slots__ = ("boundary", "life")
-
-    def __init__(self, boundary: _Boundary, life: WhenFreed) -> None:
-        self.boundary, self.life = boundary, life
-
-
 class Boundaries:
     """The boundaries of one forward.
 
@@ -118,7 +109,7 @@ class Boundaries:
             self._meter.hold(boundary.nbytes)
             self._hold(boundary)
         boundary.uses += 1
-        saved = _Saved(boundary, WhenFreed(partial(self._unused, boundary)))
+        saved = boundary, WhenFreed(partial(self._unused, boundary))  # the graph of the cell holds both
         while self._held_bytes > self._budget - MOVING * self._largest and self._write_earliest():
             pass
         return saved
@@ -179,9 +170,8 @@ class Boundaries:
         if boundary.uses:
             self._away[boundary.order] = boundary
 
-    def _load(self, saved: Any) -> Tensor:
-        assert isinstance(saved, _Saved)
-        boundary = saved.boundary
+    def _load(self, saved: tuple[_Boundary, WhenFreed]) -> Tensor:
+        boundary, _ = saved
         while self._writing:
             self._end_write(self._writing[0])
         if boundary.tensor is None:

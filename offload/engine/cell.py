@@ -143,10 +143,10 @@ class Cell:
         state = block.region.begin_in(known.modes)
         written = len(visit.written)
 
-        selected = Selected(block.select) if block.select else None
         call_first = call_again = self._call
+        selected = Selected(block.select) if block.select else None
         if selected is not None:
-            call_first, call_again = selected.first(call_first), selected.again(call_again)
+            call_first, call_again = [partial(_within, each, self._call) for each in selected.contexts]
 
         def first(*args: Any, **kwargs: Any) -> Any:
             return self._noted(call_first, enter(visit, views, self.token), args, kwargs)
@@ -164,7 +164,7 @@ class Cell:
                     block.weights.shard.written = True  # an update in backward must not take them from there
 
         # A second run starts from what the first one was given, which that may write in place.
-        copied = not known.spares_input
+        copied = block.inputs.copies(known.modes)
         places = SavedWeights(visit, views[0]) if views else None
         recomputed = Call(
             block.name,
@@ -200,19 +200,18 @@ class Cell:
 
     def _noted(self, call: Run, weights: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A run of which it is noted what the block writes into its input and its weights."""
-        known = self._known
+        known, inputs = self._known, self.block.inputs
         known.runs += 1
         if torch.is_inference_mode_enabled():
             return self._run(call, weights, args, kwargs)
-        tensors = [x for x in args if type(x) is Tensor] if known.spares_input else tensors_in((args, kwargs))
+        seen = not inputs.copies(known.modes)
+        tensors = [x for x in args if type(x) is Tensor] if seen else tensors_in((args, kwargs))
         before = _versions(tensors)
         output = self._run(call, weights, args, kwargs)
         if before != (now := _versions(tensors)):
-            known.spares_input = False
-            self.block.inputs.note(known.modes, tensors, [a != b for a, b in zip(before, now, strict=True)])
-        elif not known.spares_input:
-            known.inputs_seen += 1
-            known.spares_input = known.inputs_seen >= RUNS_NOTED and not self.block.inputs.writes(known.modes)
+            inputs.note(known.modes, tensors, [a != b for a, b in zip(before, now, strict=True)])
+        elif not seen:
+            inputs.note_none(known.modes)
         return output
 
     def _run(self, call: Run, weights: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -287,6 +286,11 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _within(context: contextlib.AbstractContextManager[None], call: Run, *args: Any, **kwargs: Any) -> Any:
+    with context:
+        return call(*args, **kwargs)
 
 
 def _same(value: Any) -> Any:

@@ -149,17 +149,14 @@ class MeshGradientOffload(GradientOffload):
 
     def begin(self, *args: Any, **kwargs: Any) -> bool:
         """See :meth:`GradientOffload.begin`."""
+        self._sums.check_trained()
         updates = super().begin(*args, **kwargs)
-        try:
-            self._sums.check_trained()
-            if updates and self._sums.keeps:
-                raise RuntimeError(
-                    "update_in_backward uses the gradients of this backward, which keeps them on each rank, inside of "
-                    "the model's accumulate(); enter the optimizer's accumulate() as well"
-                )
-        except RuntimeError:
+        if updates and self._sums.keeps:
             self._end_backward(failed=True)
-            raise
+            raise RuntimeError(
+                "update_in_backward uses the gradients of this backward, which keeps them on each rank, inside of the "
+                "model's accumulate(); enter the optimizer's accumulate() as well"
+            )
         return updates
 
     def drain(self, shard: Shard, gradients: list[Tensor | None]) -> None:

@@ -209,7 +209,7 @@ class Ranks:
         self.lane = CollectiveLane(transport.device)
         self._meter = meter
         self._members = everybody
-        self._mesh = mesh
+        self._mesh, self.dimensions = mesh, mesh.ndim
         #: What ranks tell each other about failures.
         self.notices = Notices.of_this_process(dist.get_rank())
         self._pass = ("the construction of a model", 0)
@@ -218,16 +218,16 @@ class Ranks:
         def new_group(members: Sequence[int], backend: str) -> Any:
             return dist.new_group([*members], backend=backend, timeout=timeout, use_local_synchronization=True)
 
-        dimensions = [dist.get_process_group_ranks(mesh.get_group(k)) for k in range(mesh.ndim)]
+        rows = [dist.get_process_group_ranks(mesh.get_group(k)) for k in range(mesh.ndim)]
         #: Those of the lane; and one for messages, which are exchanged while the lane may be waiting.
-        self._group = new_group(dimensions[last], transport.backend)
-        self._rows = new_group(dimensions[0], transport.backend) if self.replicas > 1 else None
+        self._group = new_group(rows[last], transport.backend)
+        self._rows = new_group(rows[0], transport.backend) if self.replicas > 1 else None
         #: All ranks, on the thread that runs the model.
         self.everybody = new_group(everybody, "gloo")
         #: The mesh of what is at home.
         self._host_mesh = mesh
         if transport is not HOST:
-            self._host_mesh = _mesh_on_host(mesh, [new_group(members, transport.backend) for members in dimensions])
+            self._host_mesh = _mesh_on_host(mesh, [new_group(members, transport.backend) for members in rows])
         self._staging = torch.empty(0)
 
     def staging(self, nbytes: int) -> Tensor:
@@ -240,11 +240,6 @@ class Ranks:
     def mesh_of(self, local: Tensor) -> DeviceMesh:
         """The mesh of a DTensor whose local part is ``local``: DTensors have theirs on the device of their mesh."""
         return self._host_mesh if local.device.type == "cpu" else self._mesh
-
-    @property
-    def dimensions(self) -> int:
-        """Number of dimensions of the mesh."""
-        return self._mesh.ndim
 
     # --- collectives, on the lane ---------------------------------------------------------------------------------
 

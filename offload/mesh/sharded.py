@@ -135,11 +135,10 @@ class MeshParameters(PublicParameters):
         self._shards, self._sums = shards, sums
         self.ranks = ranks
         self._all: list[ShownParameter] = []
-        self._by_stored: dict[nn.Parameter, ShownParameter] = {}
-        self._by_shown: dict[nn.Parameter, ShownParameter] = {}
-        self._by_whole: dict[nn.Parameter, ShownParameter] = {}
-        #: Where layers hold parameters.
-        self._places: list[tuple[dict[str, Any], str, ShownParameter]] = []
+        #: By each of their three forms.
+        self._forms: dict[nn.Parameter, ShownParameter] = {}
+        #: Where modules hold parameters: a register of theirs, or a list.
+        self._places: list[tuple[Any, Any, ShownParameter]] = []
         modules = dict.fromkeys(m for shard in shards for layer in shard.layers for m in layer.modules())
         stored = [
             (s.parameter, here.parameter, part)
@@ -156,9 +155,7 @@ class MeshParameters(PublicParameters):
         self._show()
         self.recount()
         self._known_homes = [0 if shard.home is None else shard.count_home_owners() for shard in shards]
-        self._outside: dict[int, ShownParameter] = {}
-        #: The model is one of them, and is freed when it is dropped.
-        self._outside_modules: list[weakref.ref[nn.Module]] = []
+        self._outside: list[ShownParameter] = []
         largest = max((sum(p.nbytes for p in shard.parameters) for shard in shards), default=0)
         self.buffer_bytes = bytes_beside_one_process(largest, ranks.count) if ranks.transport is HOST else 0
 
@@ -172,15 +169,14 @@ class MeshParameters(PublicParameters):
         """Shows DTensors of parameters, given as they are stored and as ``modules`` hold them."""
         new = [ShownParameter(one, whole, self._new(one, whole, part), part) for one, whole, part in parameters]
         self._all += new
-        self._by_stored.update((p.stored, p) for p in new)
-        self._by_shown.update((p.shown, p) for p in new)
-        self._by_whole.update((p.whole, p) for p in new)
-        self._places += [
-            (module._parameters, key, self._by_whole[p])
-            for module in modules
-            for key, p in module._parameters.items()
-            if p is not None
-        ]
+        self._forms.update((form, p) for p in new for form in (p.stored, p.shown, p.whole))
+        for module in modules:
+            places: list[Any] = [module._parameters]
+            if isinstance(module, nn.RNNBase):
+                places.append(module._flat_weights)  # with these it computes
+            for place in places:
+                held = place.items() if isinstance(place, dict) else enumerate(place)
+                self._places += [(place, key, self._forms[p]) for key, p in held if p in self._forms]
         return new
 
     def _new(self, stored: nn.Parameter, whole: nn.Parameter, part: Part) -> nn.Parameter:
@@ -212,15 +208,15 @@ class MeshParameters(PublicParameters):
 
     def of(self, s: Slice) -> nn.Parameter:
         """The DTensor of a stored parameter."""
-        return self._by_stored[s.parameter].shown
+        return self._forms[s.parameter].shown
 
     def for_autograd(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
         """The DTensors: else a request for their gradients would find no graph, and pass for "there is none"."""
-        return [self._by_whole[p].shown if p in self._by_whole else p for p in parameters]
+        return [self._forms[p].shown if p in self._forms else p for p in parameters]
 
     def refuse_requests(self, requested: Sequence[nn.Parameter]) -> None:
         """Raises RuntimeError: gradients of DTensors are stored, and never returned."""
-        names = [self._by_whole[p].part.name for p in requested if p in self._by_whole]
+        names = [self._forms[p].part.name for p in requested if p in self._forms]
         if names:
             raise RuntimeError(
                 f"gradients of parameters are requested ({', '.join(names[:3])}), by torch.autograd.grad, inputs= or a "
@@ -239,8 +235,8 @@ class MeshParameters(PublicParameters):
         self._inside += 1
         try:
             if self._inside == 1:
-                for register, key, p in self._places:
-                    register[key] = p.whole
+                for place, key, p in self._places:
+                    place[key] = p.whole
             yield
         finally:
             self._inside -= 1
@@ -260,8 +256,8 @@ class MeshParameters(PublicParameters):
                 raise
 
     def _show(self) -> None:
-        for register, key, p in self._places:
-            register[key] = p.shown
+        for place, key, p in self._places:
+            place[key] = p.shown
         new = []
         for p in self._all:
             gradient = p.stored.grad
@@ -323,7 +319,7 @@ class MeshParameters(PublicParameters):
             count, *others = self._known[key]
             if now[key] != (count + held + in_graphs[key], *others):
                 return True
-        for p in (self._by_shown[shown] for shown in known):
+        for p in (self._forms[shown] for shown in known):
             if p.shown.grad is not None and (
                 self._shown_gradient(p) is None or self._gradient_references(p) != p.gradient_references
             ):
@@ -363,7 +359,7 @@ class MeshParameters(PublicParameters):
 
     def drop_sums(self, parameters: Iterable[nn.Parameter]) -> None:
         """See :meth:`PublicParameters.drop_sums`."""
-        self._sums.drop({self._by_shown[p].stored for p in parameters if p in self._by_shown})
+        self._sums.drop({self._forms[p].stored for p in parameters if p in self._forms})
 
     # --- agreement of ranks ---------------------------------------------------------------------------------------
 
@@ -431,12 +427,12 @@ class MeshParameters(PublicParameters):
 
     def note_step(self, optimizer: ModelOptimizer) -> None:
         """Notes class, options, and how many parameters have gradients: ranks compare them at the next pass."""
-        counts = [sum(self._by_shown[p].stored.grad is not None for p in g["params"]) for g in optimizer.param_groups]
+        counts = [sum(self._forms[p].stored.grad is not None for p in g["params"]) for g in optimizer.param_groups]
         self._steps.append(described_step(optimizer, counts))
 
     def local(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """The stored parameters of DTensors; of those that each rank stores whole, on the first rank of a row only."""
-        found = [self._by_shown[p] for p in parameters]
+        found = [self._forms[p] for p in parameters]
         return [p.stored for p in found if not (isinstance(p.part, WholePart) and self.ranks.rank)]
 
     def total_norm(self, norm: Tensor) -> Tensor:
@@ -446,7 +442,7 @@ class MeshParameters(PublicParameters):
 
     def show_state(self, s: Slice, state: dict[str, Any]) -> dict[str, Any]:
         """The state with a DTensor for each tensor that has an element for each of the parameter."""
-        p = self._by_stored[s.parameter]
+        p = self._forms[s.parameter]
         known, shown = p.states, {}
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim() and value.shape == p.stored.shape:
@@ -459,7 +455,7 @@ class MeshParameters(PublicParameters):
 
     def stored_state(self, s: Slice, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """This rank's part of a state: of DTensors, or of tensors of the whole parameter's shape."""
-        p = self._by_stored[s.parameter]
+        p = self._forms[s.parameter]
         begin, end = p.part.span(self.ranks.rank)
         found = {}
         for key, value in state.items():
@@ -474,63 +470,50 @@ class MeshParameters(PublicParameters):
 
     def stored(self, parameter: nn.Parameter) -> nn.Parameter:
         """The stored parameter of a DTensor."""
-        return self._by_shown[parameter].stored
+        return self._forms[parameter].stored
 
     def replicate(self, named: Mapping[str, nn.Parameter], modules: Iterable[nn.Module]) -> None:
         """Shows DTensors of parameters that each rank stores whole; all get the values of the first rank.
 
         Raises RuntimeError on all ranks if their names or shapes differ.
         """
-        modules = list(modules)
         parts = {name: WholePart.of(name, p, self.ranks.count) for name, p in named.items()}
         self.ranks.agree("what is outside of the blocks", " ".join(map(described, parts.values())))
         for p in named.values():
             gradient, p.grad = p.grad, None
             p.data = self.ranks.copied_from_first(p)
             p.grad = gradient
-        new = self._add([(p, p, parts[name]) for name, p in named.items()], modules)
-        self._outside = {id(p.whole): p for p in new}
-        self._outside_modules = [weakref.ref(module) for module in modules]
+        self._outside = self._add([(p, p, parts[name]) for name, p in named.items()], modules)
         self._show()
         self.recount()
 
     def refuse_leaves(self) -> None:
         """Lets autograd refuse gradients that reach parameters outside of blocks by another way than their modules."""
-        for p in self._outside.values():
+        for p in self._outside:
             if p.stored.requires_grad:
                 p.stored.register_post_accumulate_grad_hook(_refuse_leaf)
 
     @contextlib.contextmanager
     def outside_as(self, values_of: Callable[[list[ShownParameter]], Sequence[Tensor]]) -> Iterator[None]:
         """A context in which modules outside of blocks have ``values_of`` trained parameters in place of these."""
-        trained = [p for p in self._outside.values() if p.whole.requires_grad]
-        values = {id(p.whole): value for p, value in zip(trained, values_of(trained), strict=True)}
-        before: list[tuple[Any, Any, Any]] = []
+        trained = [p for p in self._outside if p.whole.requires_grad]
+        values = dict(zip(trained, values_of(trained), strict=True))
+        places = [(place, key, p) for place, key, p in self._places if p in values]
         try:
-            for module in [ref() for ref in self._outside_modules if values]:
-                if module is None:
-                    continue
-                members: list[Any] = [module._parameters]
-                if isinstance(module, nn.RNNBase):
-                    members.append(module._flat_weights)
-                for each in members:
-                    for key, p in each.items() if isinstance(each, dict) else enumerate(each):
-                        if id(p) in values:
-                            before.append((each, key, p))
-                for each, key, p in before:
-                    each[key] = values[id(p)]
-                    values[id(p)]._is_param = True
+            for place, key, p in places:
+                place[key] = value = values[p]
+                value._is_param = True
             yield
         finally:
-            for each, key, p in before:
-                each[key] = p
+            for place, key, p in places:
+                place[key] = p.whole
 
     def store_replicated(self, gradients: dict[nn.Parameter, Tensor]) -> None:
         """Adds the means over ranks of gradients of what each rank stores whole to the stored ones; empties the dict.
 
         All ranks call it with as many trained parameters. Raises RuntimeError for a sparse gradient.
         """
-        for name in [self._by_stored[p].part.name for p, g in gradients.items() if g.layout is not torch.strided]:
+        for name in [self._forms[p].part.name for p, g in gradients.items() if g.layout is not torch.strided]:
             raise RuntimeError(
                 f"the gradient of {name} is sparse, which is not supported with mesh=; use a layer with sparse=False"
             )

@@ -28,9 +28,13 @@ def _device(device: Device | None) -> torch.device:
     return torch.device(device)
 
 
-def _check(module: nn.Sequential) -> None:
+def _checked(module: nn.Sequential, partitions: int) -> None:
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"expected nn.Sequential to balance, got {type(module).__name__}")
+    if not 1 <= partitions <= len(module):
+        raise ValueError(
+            f"expected from 1 to {len(module)} partitions for {len(module)} layers, got partitions={partitions}"
+        )
 
 
 def balance_cost(cost: Sequence[float], partitions: int) -> list[int]:
@@ -70,7 +74,7 @@ def balance_by_time(
         TypeError: if ``module`` is not ``nn.Sequential``.
         ValueError: if the number of partitions is invalid.
     """
-    _check(module)
+    _checked(module, partitions)
     return balance_cost(profile_times(module, sample, timeout, _device(device)), partitions)
 
 
@@ -103,5 +107,5 @@ def balance_by_size(
         TypeError: if ``module`` is not ``nn.Sequential``.
         ValueError: if the number of partitions is invalid.
     """
-    _check(module)
+    _checked(module, partitions)
     return balance_cost(profile_sizes(module, input, chunks, param_scale, _device(device)), partitions)

@@ -3,7 +3,7 @@
 A layer with its own ``torch.Generator`` (so that its masks do not depend on the draws of other layers) would draw
 other numbers in a recomputation, unless that generator is found and rewound like the global ones.
 
-:func:`places_of_generators` finds ``torch.Generator``, ``random.Random``, ``numpy.random.Generator`` and
+:func:`generators_in` finds ``torch.Generator``, ``random.Random``, ``numpy.random.Generator`` and
 ``numpy.random.RandomState`` as an attribute of a module, or as an element of a list, tuple, set or dict that is an
 attribute; :func:`generators_among` finds those among arguments. Others (an attribute of an attribute) are not.
 """
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,12 +24,11 @@ from torch import nn
 
 __all__ = [
     "Generator",
-    "Place",
     "generator_types",
     "generators_among",
+    "generators_in",
     "generators_of",
     "held_generator",
-    "places_of_generators",
 ]
 
 # The attributes of every module: containers of modules, tensors and hooks.
@@ -81,18 +81,10 @@ def generators_of(devices: Iterable[torch.device], held: Iterable[Any] = ()) -> 
     return found + [held_generator(generator) for generator in held]
 
 
-#: The attributes of a module, the name of one, and its value, which is or holds generators.
-Place = tuple[dict[str, Any], str, Any]
-
-
-def places_of_generators(modules: Iterable[nn.Module]) -> list[Place]:
-    """Where ``modules`` hold generators themselves. Their submodules are not searched."""
-    return [
-        (module.__dict__, name, value)
-        for module in modules
-        for name, value in module.__dict__.items()
-        if type(value) not in _NONE and name not in _OF_EVERY_MODULE and generators_among([value])
-    ]
+def generators_in(modules: Iterable[nn.Module]) -> list[Any]:
+    """The generators that ``modules`` hold themselves, each once. Their submodules are not searched."""
+    held = [[x for n, x in m.__dict__.items() if type(x) not in _NONE and n not in _OF_EVERY_MODULE] for m in modules]
+    return generators_among(chain(*held))
 
 
 def generators_among(values: Iterable[Any]) -> list[Any]:

@@ -53,11 +53,15 @@ class InputWrites:
         yield given
         written = [tensor._version != version for tensor, version in zip(tensors, before, strict=True)]
         if not any(written):
-            self._writes.setdefault(kind, False)
+            self.note_none(kind)
         elif copies:
             self.note(kind, tensors_in(value), written)
         else:
             self.refuse(kind)
+
+    def note_none(self, kind: Hashable) -> None:
+        """Notes that a run has written nothing."""
+        self._writes.setdefault(kind, False)
 
     def note(self, kind: Hashable, tensors: Sequence[Tensor], written: Sequence[bool]) -> None:
         """Notes which tensors of the input a run has written.

@@ -107,7 +107,8 @@ class Call:
     to_the_end: bool = False
     #: Whether the first run has ended. Until then, backwards inside it run the part before them again.
     ended: bool = False
-    #: Shape, type and device of each tensor that the first run saved.
+    #: Number, and shape, type and device, of the tensors that the first run saved.
+    count: int = 0
     kinds: list[tuple[Any, ...]] = field(default_factory=list)
     #: The same tensors of the second run, in the backward of this number; None where used.
     made: list[Any] | None = None
@@ -156,7 +157,8 @@ class Call:
         self.kinds.append((tensor.shape, tensor.dtype, tensor.device))
         if self.on_save is not None:
             self.on_save(tensor)
-        return self, len(self.kinds) - 1
+        self.count += 1
+        return self, self.count - 1
 
     def prepare(self) -> None:
         """Within a backward: runs the call again, unless what this backward needs is there."""
@@ -179,7 +181,7 @@ class Call:
                 leaves[k] = known[x.number]
         args, kwargs = unflatten(leaves, self.spec)
         made: list[Any] = []
-        left = len(self.kinds)
+        left = self.count
         stops = not (self.to_the_end and self.ended)
         refer = None if self.references is None else self.references[0]
 

@@ -47,9 +47,9 @@ from pipe.recompute.contents import Contents
 from pipe.recompute.generators import (
     Generator,
     generators_among,
+    generators_in,
     generators_of,
     held_generator,
-    places_of_generators,
 )
 from pipe.recompute.input_writes import InputWrites
 from pipe.recompute.phase import enable_recomputing, phase
@@ -128,16 +128,12 @@ class Layers:
             for name, b in owner._buffers.items()
             if b is not None
         ]
-        self._find_generators()
+        self.generators = generators_in(self.modules)
         self._begun, self._changes = 0, False
         self._runs: dict[Modes, int] = {}
         #: Those that they may draw from, and those that are compared in every run.
         self._generators: list[Generator] = []
         self._compared: list[Generator] = []
-
-    def _find_generators(self) -> None:
-        self._places = places_of_generators(self.modules)
-        self.generators = generators_among([value for _, _, value in self._places])
 
     @property
     def own_devices(self) -> set[torch.device]:
@@ -187,11 +183,10 @@ class Layers:
         Modules without buffers that changed no attribute in their first runs cost one comparison of each generator.
         """
         stateful = bool(self._buffers) or self._changes or False in [plain for _, plain in modes]
-        if self._places and any(owner.get(name) is not value for owner, name, value in self._places):
-            self._begun, self._changes = 0, True  # each run may have generators of its own
-        if self._begun < RUNS_NOTED:  # generators may be assigned at any time before
+        # Generators may be assigned in the first runs, and where there are some, in each.
+        if self._begun < RUNS_NOTED or self.generators:
             self._begun += 1
-            self._find_generators()
+            self.generators = generators_in(self.modules)
             self._generators = generators_of(self.devices, self.generators)
             # Those of torch, and of the modules themselves, take no time. Of others, those that the first runs used.
             self._compared = [each for each in self._generators if each.name not in ("python", "numpy")]
@@ -456,7 +451,7 @@ class Rewound:
         assert replay._layers is not None
         replay._layers.learn((), held.put())
         for buffer in replay._buffers:
-            buffer.owner._buffers[buffer.name] = buffer.value.read()
+            buffer.owner._buffers[buffer.name] = buffer.read()
 
     def __exit__(self, *raised: Any) -> None:
         self.restore()

@@ -12,8 +12,6 @@ from torch.nn import functional as F
 from tests.offload.fuzz.sizes import ROWS, WIDTH, linear
 from tests.offload.fuzz.trips import Trip
 
-__all__ = ["BLOCKS", "LISTS", "REORDERED"]
-
 
 class Block(nn.Module):
     """A residual block, with a factor and a summand that may enter it as well."""

@@ -7,7 +7,6 @@ import copy
 import gc
 import io
 import pickle
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,24 +16,10 @@ from torch.nn.utils.weight_norm import weight_norm
 
 from offload import OffloadModel, load_checkpoint, save_checkpoint
 from offload.streaming.moves import HomeInUseError
-from tests.offload.fuzz.models import WIDTH, build
+from tests.offload.fuzz.models import build
 from tests.offload.fuzz.program import Statement
+from tests.offload.fuzz.sizes import WIDTH
 from tests.offload.fuzz.world import World, deep_copied
-
-__all__ = [
-    "Average",
-    "Checkpoint",
-    "Copy",
-    "Freeze",
-    "KeepInMemory",
-    "LoadState",
-    "Reopen",
-    "SaveState",
-    "SetBuffer",
-    "SetMode",
-    "Swap",
-    "Write",
-]
 
 
 def values(like: Tensor, seed: int) -> Tensor:
@@ -43,7 +28,6 @@ def values(like: Tensor, seed: int) -> Tensor:
     return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype) * 0.5
 
 
-@dataclass(frozen=True, repr=False)
 class Write(Statement):
     """Weights are written by the user.
 
@@ -93,7 +77,6 @@ class Write(Statement):
                     p.copy_(v)
 
 
-@dataclass(frozen=True, repr=False)
 class Average(Statement):
     """An average of the weights over a list of references: "update" it, or "swap" it with them."""
 
@@ -115,7 +98,6 @@ class Average(Statement):
         return [average.clone() for average in world.average]
 
 
-@dataclass(frozen=True, repr=False)
 class SaveState(Statement):
     """``state_dict()`` of model and optimizer: references, deep copies ("clone") or through a file ("file")."""
 
@@ -134,7 +116,6 @@ class SaveState(Statement):
         world.states.append(saved)
 
 
-@dataclass(frozen=True, repr=False)
 class LoadState(Statement):
     """The latest saved state, or new numbers if there is none."""
 
@@ -154,7 +135,6 @@ class LoadState(Statement):
             world.optimizer.load_state_dict(copy.deepcopy(saved))
 
 
-@dataclass(frozen=True, repr=False)
 class Checkpoint(Statement):
     """``save_checkpoint``, or ``load_checkpoint`` of the latest."""
 
@@ -169,7 +149,6 @@ class Checkpoint(Statement):
             load_checkpoint(folder, world.model, world.optimizer)
 
 
-@dataclass(frozen=True, repr=False)
 class Copy(Statement):
     """A "deepcopy" or "pickle" of the model, which takes its place, or is kept beside it."""
 
@@ -191,7 +170,6 @@ class Copy(Statement):
         world.live.clear()
 
 
-@dataclass(frozen=True, repr=False)
 class Reopen(Statement):
     """The script ends, and another takes its weights up: a home that is kept is closed and adopted."""
 
@@ -228,7 +206,6 @@ class Adapter(nn.Module):
         return self.base(x) + x @ self.down.t() @ self.up.t()
 
 
-@dataclass(frozen=True, repr=False)
 class Swap(Statement):
     """A linear layer is replaced or rebuilt after the model was wrapped.
 
@@ -273,7 +250,6 @@ class Swap(Statement):
         return None
 
 
-@dataclass(frozen=True, repr=False)
 class Freeze(Statement):
     """``requires_grad_`` of one parameter, or of all."""
 
@@ -285,7 +261,6 @@ class Freeze(Statement):
             p.requires_grad_(self.on)
 
 
-@dataclass(frozen=True, repr=False)
 class SetMode(Statement):
     """``train()`` or ``eval()``, of the model or of one layer."""
 
@@ -298,7 +273,6 @@ class SetMode(Statement):
         module.train(self.train)
 
 
-@dataclass(frozen=True, repr=False)
 class SetBuffer(Statement):
     """Buffers are written in place, or replaced."""
 
@@ -315,7 +289,6 @@ class SetBuffer(Statement):
                     buffer.mul_(0.5)
 
 
-@dataclass(frozen=True, repr=False)
 class KeepInMemory(Statement):
     """Other shards rest in memory from now on, and are used in place there."""
 

@@ -10,10 +10,8 @@ from torch import Tensor, nn
 
 from offload import MemoryPolicy, OffloadOptimizer
 from offload.memory import memory_of
-from tests.offload.mesh.blocks_claims import a_limit_of_memory_is_planned_for_by_all_ranks_alike
-from tests.offload.mesh.late import LateLane
-from tests.offload.mesh.models import Large, batch, loss_of
-from tests.offload.mesh.world import World
+from tests.offload.mesh.graph_claims import a_limit_of_memory_is_planned_for_by_all_ranks_alike
+from tests.offload.mesh.world import Large, LateLane, World, batch, loss_of
 from tests.offload.planning.test_peak_memory import Living
 
 __all__ = ["CLAIMS"]

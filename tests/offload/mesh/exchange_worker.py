@@ -18,8 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from offload import OffloadEmbeddingBag, OffloadModel, OffloadOptimizer, RowWiseAdagrad
 from tests.offload.mesh import rows_worker
-from tests.offload.mesh.models import batches, build, loss_of
-from tests.offload.mesh.world import whole
+from tests.offload.mesh.world import batches, build, loss_of, whole
 
 Pair = tuple[nn.Module, Any]
 TABLES = {"adagrad": torch.optim.Adagrad, "rowwise": RowWiseAdagrad}

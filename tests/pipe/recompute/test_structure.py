@@ -190,7 +190,12 @@ def replace_module(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("replace", "message"), [(replace_parameter, "place of parameter '2.0.weight'"), (replace_module, "module '2.0'")]
+    ("replace", "message"),
+    [
+        (replace_parameter, "place of parameter '2.0.weight'"),
+        (replace_module, "module '2.0'"),
+        (lambda model: model[0].weight.detach().add_(1), "'0.weight' was modified"),
+    ],
 )
 @pytest.mark.parametrize("mode", ["always", "except_last"])
 def test_layers_replaced_between_forward_and_backward_are_named(
