@@ -135,6 +135,11 @@ class Call:
                     inputs[id(x)] = _Input(len(tensors), x.requires_grad, kind, dict(own))
                     tensors.append(x)
                 leaves[k] = inputs[id(x)]
+        if any(x.is_nested and x.layout is torch.strided for x in tensors):
+            raise TypeError(
+                f"expected dense, sparse or jagged tensors, got a nested tensor of the strided layout that enters "
+                f"{self.name}, which autograd cannot save; use layout=torch.jagged, or compute without recomputation"
+            )
         # The output, not its node: before torch 2.13 what a node has saved goes with the last tensor that it made.
         self.saved = _Inputs.apply(_PHONY, *tensors)  # type: ignore[no-untyped-call]
         self.leaves = leaves

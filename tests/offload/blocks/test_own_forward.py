@@ -199,7 +199,7 @@ def test_a_change_of_what_entered_a_block_changes_no_gradient_and_is_refused_whe
     x = torch.randn(2, WIDTH)
     bare(x).sum().backward(), model(x).sum().backward()
     assert_equal(bare, model)
-    with pytest.raises(RuntimeError, match="changed in place"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model(x).sum().backward()
 
 
