@@ -215,7 +215,7 @@ def construct(
     shards = [weakref.ref(shard) for shard in homes.shards]
     close = partial(_close, lanes, tier)
     finalizer = finalize_here(homes, leave_pending_updates, shards, close)
-    calls.run_by(engine_of(homes, list(named), apart=calls.apart))
+    calls.run_by(engine_of(homes))
     if memory_limits is not None and recompute:
         plan_memory(homes, memory_limits, resources.policy)
     home.begin()

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload.engine.block import RUNS_NOTED, Block, Known
-from offload.engine.saved_weights import REFERENCES, Reference, SavedWeights
+from offload.engine.saved_weights import REFERENCES, Reference, SavedWeights, keep_casts
 from offload.engine.selected import Selected
 from offload.engine.visit import Visit, enter
 from pipe.nested import map_tensors, tensors_in
@@ -64,7 +64,7 @@ class Cell:
         views: of the slot, by :attr:`.Shard.slices`; empty where weights are used where they rest, or there are none.
     """
 
-    __slots__ = ("_call", "_known", "_saved", "block", "token", "views", "visit", "watch")
+    __slots__ = ("_call", "_known", "block", "token", "views", "visit", "watch")
 
     def __init__(self, block: Block, known: Known, call: Run, views: Sequence[Tensor]) -> None:
         self.block, self._known, self._call, self.views = block, known, call, views
@@ -72,8 +72,6 @@ class Cell:
         self.visit: Visit | None = None
         self.token: Tensor | None = None
         self.watch = UNWATCHED
-        #: What replaces the weights that a kept graph saves.
-        self._saved: SavedWeights | None = None
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output without a graph."""
@@ -96,7 +94,7 @@ class Cell:
     def _keep_by_reference(self, visit: Visit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         block, views, watched = self.block, self.views, self.block.region
         outer, name = lasting_hooks(), block.name
-        weights = self._saved = SavedWeights(visit, views[0]) if views else None
+        weights = SavedWeights(visit, views[0]) if views else None
         refer, resolve = (_same, _same) if weights is None else (weights.refer, weights.resolve)
         saved_by, begins, life = self.watch.saved, self.watch.begins, visit.life()
         changing = {buffer.data_ptr() for buffer in watched.changing()}
@@ -266,8 +264,8 @@ class Cell:
         for k in written:
             owner, s = shard.places[k]
             home = owner.home_view(s)
-            if self._saved is not None:
-                self._saved.preserve(k, home.to(self.views[k].device, self.views[k].dtype))
+            if visit is not None:
+                keep_casts(visit, k, home.to(self.views[k].device, self.views[k].dtype))
             if visit is not None and not block.keeps:  # the run may be undone
                 visit.written.append((k, home.clone()))
             home.copy_(self.views[k].detach())

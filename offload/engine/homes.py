@@ -74,6 +74,8 @@ class ModelHomes:
     structure: Structure | None = None
     #: Whether the model was closed.
     closed = False
+    #: The references of the engine to the parameters, once it is there.
+    references: References
     #: Names of the blocks that the model's own forward calls; none for layers that are called in order.
     blocks: Sequence[str] = ()
     #: Those of them that are blocks because memory is too small for them to stay.
@@ -165,12 +167,11 @@ class ModelHomes:
         self._frozen_weights = 0
         self._engine: Any = lambda: None
         self._backward: Any = lambda: None
-        self.references = References(self.shards)
 
     def run_by(self, engine: Any) -> None:
         """Notes the engine that runs the blocks, and counts the references to parameters."""
-        self._engine, self._backward = weakref.ref(engine), weakref.ref(engine.backward)  # they refer to this object
-        this = weakref.ref(engine)
+        self._engine = this = weakref.ref(engine)  # it refers to this object
+        self._backward = weakref.ref(engine.backward)
 
         def in_pass() -> bool:
             engine = this()

@@ -17,7 +17,7 @@ from offload.engine.visit import Visit
 from pipe.torch_private.dispatch import is_traceable_wrapper_subclass
 from pipe.torch_private.tensors import negative_view
 
-__all__ = ["REFERENCES", "Reference", "SavedWeights", "origin_of_cast"]
+__all__ = ["REFERENCES", "Reference", "SavedWeights", "keep_casts", "origin_of_cast"]
 
 #: Without a call of Python, no tensors of subclasses.
 _PLAIN = Tensor, nn.Parameter
@@ -75,10 +75,10 @@ class SavedWeights:
         view: one of those of the slot.
     """
 
-    __slots__ = ("_begin", "_casts", "_end", "_visit", "running")
+    __slots__ = ("_begin", "_end", "_visit", "running")
 
     def __init__(self, visit: Visit, view: Tensor) -> None:
-        self._visit, self._casts = visit, list[_Cast]()
+        self._visit = visit
         #: While a cell runs that keeps its graph: the views of the slot, and their versions before.
         self.running: Sequence[tuple[Tensor, int]] = ()
         storage = view.untyped_storage()
@@ -126,11 +126,12 @@ class SavedWeights:
         if getattr(node, "visit", None) is not self._visit or tensor._version:
             return None
         k = self._visit.positions[output]
-        view, version = self.running[k]
-        if view._version != version:
+        (view, version), base = self.running[k], tensor if tensor._base is None else tensor._base
+        alike = base.dtype != view.dtype and base.device == view.device and base.stride() == view.stride()
+        if view._version != version or not alike:
             return None
-        self._casts.append(_Cast(k, tensor.dtype))
-        return self._casts[-1]
+        self._visit.casts.append(found := _Cast(k, base.dtype))
+        return found
 
     def _made_again(self, cast: _Cast, weights: Tensor) -> Tensor:
         if cast.tensor is not None:
@@ -139,11 +140,12 @@ class SavedWeights:
         with torch.no_grad():
             return s.view(weights).to(cast.dtype)
 
-    def preserve(self, position: int, weight: Tensor) -> None:
-        """Called with the earlier value of a weight that was written: its casts so far are kept."""
-        for cast in self._casts:
-            if cast.position == position:
-                cast.tensor = weight.to(cast.dtype)
+
+def keep_casts(visit: Visit, position: int, weight: Tensor) -> None:
+    """Called with the earlier value of a weight that a cell has written: the casts of it so far are kept."""
+    for cast in visit.casts:
+        if cast.position == position and cast.tensor is None:
+            cast.tensor = weight.to(cast.dtype)
 
 
 def origin_of_cast(tensor: Tensor) -> tuple[Any, int]:

@@ -47,7 +47,7 @@ class Visit:
     """
 
     __slots__ = (
-        "_owned", "checked", "leave", "life", "number", "place", "positions", "step", "stores", "sums", "uses",
+        "_owned", "casts", "checked", "leave", "life", "number", "place", "positions", "step", "stores", "sums", "uses",
         "versions", "views", "weights", "written", "wrote",
     )  # fmt: skip
 
@@ -74,6 +74,8 @@ class Visit:
         #: The number of a backward, and the gradients of its cells so far.
         self.number, self.sums = -1, list[Tensor | None]()
         self._owned: list[bool] = []
+        #: Casts of weights that kept graphs of its cells have saved.
+        self.casts: list[Any] = []
         #: Weights that blocks have written in this forward: their positions and earlier values.
         self.written: list[tuple[int, Tensor]] = []
         #: Whether a block has written parameters where they rest.

@@ -41,17 +41,10 @@ def forget(world: World, used: list[Live]) -> None:
 def contexts(mode: str, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """What is around a forward of this mode."""
 
-    @contextlib.contextmanager
-    def evaluating() -> Any:
-        model.eval()
-        try:
-            yield
-        finally:
-            model.train()
-
     stack = contextlib.ExitStack()
     if mode.startswith("eval"):
-        stack.enter_context(evaluating())
+        model.eval()
+        stack.callback(model.train)
     if mode in ("no_grad", "eval"):
         stack.enter_context(torch.no_grad())
     if mode == "inference":

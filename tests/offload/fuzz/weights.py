@@ -7,8 +7,10 @@ import copy
 import gc
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, parametrizations, vector_to_parameters
@@ -26,6 +28,17 @@ def values(like: Tensor, seed: int) -> Tensor:
     """New numbers of the shape and type of a tensor, of its own memory."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype) * 0.5
+
+
+#: What a write does with a parameter and new numbers.
+WRITES: dict[str, Callable[[nn.Parameter, Tensor], Any]] = {
+    "data": lambda p, v: setattr(p, "data", v),
+    "data_copy": lambda p, v: p.data.copy_(v),
+    "data_mul": lambda p, v: p.data.mul_(0.9),
+    "numpy": lambda p, v: np.copyto(p.detach().numpy(), v.numpy()),
+    "set": lambda p, v: p.set_(v),  # type: ignore[call-overload]
+    "in_place": lambda p, v: p.copy_(v),
+}
 
 
 class Write(Statement):
@@ -59,22 +72,9 @@ class Write(Statement):
                     p.data, other.data = other.data, p.data
                     return
             return
-        for k, p in enumerate(chosen):
-            v = values(p, self.seed + k)
-            if self.how == "data":
-                p.data = v
-            elif self.how == "data_copy":
-                p.data.copy_(v)
-            elif self.how == "data_mul":
-                p.data *= 0.9
-            elif self.how == "numpy":
-                p.detach().numpy()[...] = v.numpy()
-            elif self.how == "set":
-                with torch.no_grad():
-                    p.set_(v)
-            else:
-                with torch.no_grad():
-                    p.copy_(v)
+        with torch.no_grad():
+            for k, p in enumerate(chosen):
+                WRITES[self.how](p, values(p, self.seed + k))
 
 
 class Average(Statement):
@@ -206,6 +206,13 @@ class Adapter(nn.Module):
         return self.base(x) + x @ self.down.t() @ self.up.t()
 
 
+NORMS: dict[str, Callable[[nn.Module], Any]] = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "old_weight_norm": weight_norm,
+}
+
+
 class Swap(Statement):
     """A linear layer is replaced or rebuilt after the model was wrapped.
 
@@ -227,18 +234,10 @@ class Swap(Statement):
             new = nn.Linear(WIDTH, WIDTH).double()
             new.load_state_dict({key: values(v, self.seed) for key, v in new.state_dict().items()})
             setattr(parent, name, new) if parent is not world.model else parent._modules.update({name: new})
-        elif self.how == "lora":
-            parent._modules[name] = Adapter(layer, self.seed)
-        elif self.how == "remove":
-            parent._modules[name] = nn.Identity()
+        elif self.how in ("lora", "remove"):
+            parent._modules[name] = Adapter(layer, self.seed) if self.how == "lora" else nn.Identity()
         elif self.how == "parameter":
             layer.weight = nn.Parameter(values(layer.weight, self.seed))
-        elif self.how == "weight_norm":
-            parametrizations.weight_norm(layer)
-        elif self.how == "spectral_norm":
-            parametrizations.spectral_norm(layer)
-        elif self.how == "old_weight_norm":
-            weight_norm(layer)
         elif self.how == "tie":
             other, key = found[(self.at + 1) % len(found)]
             layer.weight = other._modules[key].weight  # type: ignore[union-attr]
@@ -247,6 +246,8 @@ class Swap(Statement):
         elif self.how == "forward":
             call = layer.forward
             layer.forward = lambda x: call(x) * 0.5
+        else:
+            NORMS[self.how](layer)
         return None
 
 
