@@ -53,10 +53,10 @@ class Recipe:
             )
 
     @torch.no_grad()
-    def repeat(self, parameter: nn.Parameter) -> None:
+    def repeat(self, parameter: Tensor) -> None:
         """Writes values to a parameter, in the memory that it has."""
         for views, call in self.calls:
-            tensor: Tensor = parameter
+            tensor = parameter
             for view in views:
                 tensor = view.on(tensor)
             call.on(tensor)
