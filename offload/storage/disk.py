@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from offload.machine import file_system
-from offload.storage.buffer import host_buffer, on_own_storage, view_memory, whole_pages
+from offload.storage.buffer import on_own_storage, view_memory, whole_pages
 from offload.storage.contract import Block, Scratch, Tier, bytes_of
 from offload.storage.page_cache import PageCache
 from offload.storage.transfer import Link, Transfers, move_all, open_link
@@ -142,12 +142,6 @@ class DiskBlock(Block):
         """Reads the file, without a copy if ``destination`` is host memory."""
         destination = destination[: self.nbytes - offset]
         self._transfers.move(self.fd, destination, self._begin + offset, self._path, self._usage, write=False)
-
-    def staged(self) -> Tensor:
-        """A copy made by one large read, which is faster than page faults of the mapping."""
-        copy = host_buffer(self.nbytes)
-        self.read_into(copy)
-        return copy
 
     def write(self, source: Tensor, offset: int) -> None:
         """Writes to the file."""

@@ -203,7 +203,7 @@ class Shard:
             self.home.read_into(slot)
         elif self.home is not None:
             places = list(zip(self.own, self.slices, strict=False))
-            read_converted(self.home, places, slot, in_windows=self.blocking_io and slot.device.type == "cpu")
+            read_converted(self.home, places, slot, in_file=self.blocking_io)
 
     def drop(self) -> None:
         """Leaves its slot, if it has one, which is never copied back; once no copy into it is running."""

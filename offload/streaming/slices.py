@@ -128,19 +128,18 @@ def layout(
     return slices, end
 
 
-def read_converted(block: Block, places: Sequence[tuple[Slice, Slice]], to: Tensor, *, in_windows: bool) -> None:
+def read_converted(block: Block, places: Sequence[tuple[Slice, Slice]], to: Tensor, *, in_file: bool) -> None:
     """Copies parameters of a block to other memory (flat, uint8), where they have other types.
 
     Args:
         block: from which they are read.
         places: of each parameter, in the block and in ``to``.
         to: on any device.
-        in_windows: read and convert a part at a time: a copy of the block would take as much memory as half of ``to``.
+        in_file: a part is read and converted at a time: a copy of the block would take half as much memory as ``to``.
     """
-    if not in_windows:
-        source = block.staged()
+    if not in_file:
         for there, here in places:
-            here.view(to).copy_(there.view(source), non_blocking=True)
+            here.view(to).copy_(there.view(block.tensor), non_blocking=True)
         return
     window = host_buffer(min(_WINDOW_BYTES, block.nbytes))
     for begin in range(0, block.nbytes, _WINDOW_BYTES):

@@ -56,6 +56,8 @@ class SlotPool:
         self.slot_bytes = slot_bytes
         self._device = device
         self.streamers = list(streamers)
+        #: Whether models share the pool.
+        self.shared = bool(self.streamers)
         self._recent = list(streamers)  # least recently used first
         self._computing: Streamer | None = None
         #: All slots, once they are allocated, and those that hold no shard.
@@ -66,11 +68,6 @@ class SlotPool:
         self._meter: Meter | None = None
         #: References to each slot that the engine made, by its identity.
         self._views: dict[int, int] = {}
-
-    @property
-    def shared(self) -> bool:
-        """Whether models share the pool."""
-        return bool(self.streamers)
 
     @contextlib.contextmanager
     def turn(self, streamer: Streamer) -> Iterator[None]:

@@ -15,7 +15,7 @@ from offload import DiskHome, HomeError, OffloadEmbeddingBag
 from offload.storage import PersistentTier, Tier
 from offload.storage.buffer import PAGE_BYTES
 from offload.storage.persistent import read_manifest
-from tests.offload.persistent import WIDTH, everything, layers, offloaded, train
+from tests.offload.persistent import WIDTH, everything, layers, offloaded, same, train
 from tests.offload.storage.test_tiers import TierContract
 from tests.programs import run_program
 
@@ -28,10 +28,6 @@ def left(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
     train(model, range(3))
     model.close()
     return folder, everything(model)
-
-
-def the_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 # --- adopted ----------------------------------------------------------------------------------------------------------
@@ -48,7 +44,7 @@ def test_training_continues_in_other_cuts(tmp_path: Path) -> None:
         ours += train(model, range(begin, begin + 3))
         model.close()
     assert ours == losses
-    assert the_same(everything(bare), everything(model))
+    assert same(everything(bare), everything(model))
     assert len(inodes) == 1
 
 
@@ -67,14 +63,14 @@ def test_an_adopted_home_reads_only_its_buffers(
     monkeypatch.setattr(os, "preadv", preadv)
     model = offloaded(layers("meta"), folder)
     assert sum(read) == sum(buffer.nbytes for buffer in model.buffers())
-    assert the_same(everything(model), before)
+    assert same(everything(model), before)
     model.close()
 
 
 def test_overwriting_is_done_when_asked_for(left: tuple[Path, dict[str, Tensor]]) -> None:
     (left[0] / "notes.txt").write_text("mine")
     model = offloaded(layers(), left[0], slices=2, overwrite=True)
-    assert the_same(everything(model), everything(layers()))
+    assert same(everything(model), everything(layers()))
     model.close()
     assert (left[0] / "notes.txt").read_text() == "mine"
     offloaded(layers("meta"), left[0], slices=2).close()
@@ -249,7 +245,7 @@ def test_a_home_of_a_process_that_was_killed_between_steps_is_recovered(closes: 
     model.close()
     for recover in (False, True):  # it is whole again, so there is nothing to warn of
         model = offloaded(layers("meta"), home, recover=recover)
-        assert the_same(everything(model), left)
+        assert same(everything(model), left)
         model.close()
 
 

@@ -81,22 +81,6 @@ class TestStagedTier(TierContract):
         assert tier.transfers.staging.nbytes <= IN_FLIGHT * STAGED
 
 
-def test_lanes_that_share_too_few_buffers_all_get_through(direct_folder: Path) -> None:
-    link = LateLink()
-    tier = DiskTier(direct_folder, CPU, direct=True, link=link)
-    block = tier.allocate(8 * STAGED, "weights")
-    block.tensor.copy_(torch.arange(8 * STAGED) // STAGED)
-    slots = [host_buffer(8 * STAGED) for _ in range(4)]
-    lanes = [threading.Thread(target=block.read_into, args=(slot,)) for slot in slots]
-    for lane in lanes:
-        lane.start()
-    for lane in lanes:
-        lane.join(60)
-        assert not lane.is_alive()
-    link.synchronize()
-    assert all(torch.equal(slot, block.tensor) for slot in slots)
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("direct", [False, True])
