@@ -11,9 +11,8 @@ import torch
 
 from offload.advise.prediction import Situation, bound_of
 from offload.advise.sources import Source
-from offload.planning.budget import shown_bytes
+from offload.planning.budget import shown_bytes, table
 from offload.planning.choose import Prediction
-from offload.planning.shown import table
 from offload.telemetry.memory_report import MemoryReport
 
 __all__ = ["Report"]

@@ -22,8 +22,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from offload.planning.plan import Action, Kind, Plan
-from offload.planning.planner import plan_step
-from offload.planning.simulate import Forecast, simulate
+from offload.planning.planner import Forecast, plan_step, simulate
 from offload.planning.step_bytes import StepBytes, step_bytes
 from offload.planning.step_model import MOVING, Choice, StepModel
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from offload.planning.budget import shown_bytes
-from offload.planning.slot_sizes import slot_sizes
+from offload.planning.partition import slot_sizes
 from offload.storage import Tier
 from offload.streaming.contract import PendingUpdate
 from offload.streaming.gradient_offload import GradientOffload

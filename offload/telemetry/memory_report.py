@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from offload.planning.budget import shown_bytes
+from offload.planning.budget import shown_bytes, shown_seconds, table
 from offload.planning.choose import NothingFitsError, Prediction, choose, moves, predict, seconds_saved
-from offload.planning.shown import shown_seconds, table
 
 __all__ = ["MemoryReport"]
 

@@ -22,16 +22,15 @@ from typing import Any
 
 from offload.engine.homes import ModelHomes
 from offload.engine.layouts import bytes_of_boundary
-from offload.engine.plans.between_steps import (
+from offload.engine.plans.measured import (
     bytes_left,
     holds_gradients,
     in_host_memory,
     shards_that_fit,
-    states_of_others,
+    step_model,
     unowned_gradients,
 )
-from offload.engine.plans.measured import step_model
-from offload.engine.plans.row_units import remember, shown, split
+from offload.engine.plans.rows import remember, shown, split
 from offload.engine.plans.step_memory import StepMemory, bound_of
 from offload.limits import MemoryLimits
 from offload.planning.budget import GAPS_SHARE, shown_bytes
@@ -114,7 +113,7 @@ class MemoryPlanner:
     def microbatches(self, rows: int, units: float) -> int:
         """The least number of micro-batches with which a batch of so many rows fits, of powers of two and the most.
 
-        ``units``: as how many these rows count, see :mod:`.row_units`.
+        ``units``: as how many these rows count, see :mod:`.rows`.
 
         One before a step has run. Sums over micro-batches round differently, so the number follows from bytes that are
         counted: neither from the present plan, which times decide, nor from what a process took beside them.
@@ -425,17 +424,16 @@ class MemoryPlanner:
             )
 
     def _warn_of_others(self) -> None:
-        """Warns if the process has outgrown the limit between two steps by states of an optimizer that is not ours."""
+        """Warns if the process has outgrown the limit between two steps, as by states of an optimizer of torch."""
         steps, ours = self._steps_done, any(self._optimizers)
-        grown = 0 if ours or steps & (steps - 1) else self._memory.grown_bytes()  # a search takes a while
+        grown = 0 if ours or steps & (steps - 1) else self._memory.grown_bytes()
         if grown > bound_of(self.limit_bytes, self._device):
-            for name, nbytes in states_of_others(self._streamer.shards):
-                self._warn(
-                    f"between two steps this process holds {shown_bytes(grown)} more than when the model was made, of "
-                    f"which {shown_bytes(nbytes)} are states of {name}, which memory={shown_bytes(self.limit_bytes)} "
-                    f"does not count; OffloadOptimizer(model, {name}, ...) keeps them within it",
-                    "others",
-                )
+            self._warn(
+                f"between two steps this process holds {shown_bytes(grown)} more than when the model was made. "
+                f"memory={shown_bytes(self.limit_bytes)} does not count the states of optimizers of torch; "
+                f"OffloadOptimizer(model, torch.optim.AdamW, ...) keeps them within it",
+                "others",
+            )
 
     def _warn(self, message: str, trouble: Hashable) -> None:
         """Warns once of the same trouble."""
