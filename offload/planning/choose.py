@@ -71,11 +71,6 @@ class Prediction:
     model: StepModel = field(repr=False, compare=False)
 
     @property
-    def seconds(self) -> float:
-        """Until compute and all copies are done."""
-        return self.forecast.seconds
-
-    @property
     def memory_bytes(self) -> int:
         """In the memory that layers compute in, with what measured steps took more."""
         return self.peak.memory + self.model.margin_bytes
@@ -243,7 +238,9 @@ def seconds_saved(predicted: Prediction) -> Mapping[str, float]:
         "gradients": replace(choice, waiting=frozenset()),
         "boundaries": replace(choice, boundary_bytes=0.0 if model.spills else choice.boundary_bytes),
     }
-    return {use: _seconds(model, other) - predicted.seconds for use, other in without.items() if other != choice}
+    return {
+        use: _seconds(model, other) - predicted.forecast.seconds for use, other in without.items() if other != choice
+    }
 
 
 class Moved(NamedTuple):

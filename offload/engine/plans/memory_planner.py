@@ -16,7 +16,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ from offload.limits import MemoryLimits
 from offload.planning.budget import GAPS_SHARE, shown_bytes
 from offload.planning.choose import NothingFitsError, Prediction, choose, fill, least_bytes, least_limit, predict
 from offload.planning.partition import smallest_shard
-from offload.planning.step_model import Choice, Given, StepModel
+from offload.planning.step_model import Choice, StepModel
 from offload.policy import MemoryPolicy
 from offload.streaming.moves import HomeInUseError
 from offload.telemetry.memory_report import MemoryReport
@@ -61,7 +61,7 @@ class MemoryPlanner:
 
     def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes) -> None:
         self._limits = limits
-        self._given = Given(**{each.name: getattr(policy, each.name) for each in fields(Given)})
+        self._given = policy
         #: Whether bytes decide how often a batch is cut, or which chunks run together, and with that the last bits of
         #: results, which are the same in each process: what fits by counted bytes is not refused for a measured margin.
         self._decided_by_count = policy.activation_bytes is not None
@@ -242,7 +242,7 @@ class MemoryPlanner:
             resting = {j: nbytes for j, nbytes in resting.items() if j not in trained}
             # States of what is in memory already, too: nothing else that stays between steps takes their place.
             resident = 0 if given.resident_bytes is None else given.resident_bytes
-            given = replace(given, slots=self._leanest(model).slots, resident_bytes=resident)
+            given = replace(given, slots=given.slots or model.least_slots, resident_bytes=resident)
         elif not self._memory.on_host:
             given = replace(given, resident_bytes=None)  # of host memory
         return replace(
