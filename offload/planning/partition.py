@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from pipe.balance.blockpartition import solve
 
-__all__ = ["aligned", "cut_layers", "cut_within", "slot_sizes", "slots_in_use", "smallest_shard"]
+__all__ = ["aligned", "cut_layers", "cut_within", "slot_sizes", "slots_in_use"]
 
 #: Every parameter starts at a multiple of this, in homes and in slots: a cache line, and what vector kernels prefer.
 ALIGNMENT_BYTES = 64
@@ -47,7 +47,9 @@ def cut_within(sizes: Sequence[int], limit_bytes: int | None) -> list[int]:
     A layer that is large enough is a shard with the small ones before it. If all together have less, there is one
     shard; small layers at the end belong to the last.
     """
-    cuts, layers, nbytes, least = list[int](), 0, 0, smallest_shard(sum(sizes), limit_bytes)
+    in_memory = sum(sizes) if limit_bytes is None else min(sum(sizes), limit_bytes)
+    least = max(SMALLEST_SHARD_BYTES, in_memory // SHARDS_IN_MEMORY)
+    cuts, layers, nbytes = list[int](), 0, 0
     for size in sizes:
         layers += 1
         nbytes += size
@@ -58,12 +60,6 @@ def cut_within(sizes: Sequence[int], limit_bytes: int | None) -> list[int]:
         return [layers]
     cuts[-1] += layers
     return cuts
-
-
-def smallest_shard(nbytes: int, limit_bytes: int | None) -> int:
-    """Bytes of layers that are a shard by themselves, in a model of so many bytes and a memory as above."""
-    least = nbytes if limit_bytes is None else min(nbytes, limit_bytes)
-    return max(SMALLEST_SHARD_BYTES, least // SHARDS_IN_MEMORY)
 
 
 def slot_sizes(

@@ -35,7 +35,6 @@ from offload.engine.plans.step_memory import StepMemory, bound_of
 from offload.limits import MemoryLimits
 from offload.planning.budget import GAPS_SHARE, shown_bytes
 from offload.planning.choose import NothingFitsError, Prediction, choose, fill, least_bytes, least_limit, predict
-from offload.planning.partition import smallest_shard
 from offload.planning.step_model import Choice, StepModel
 from offload.policy import MemoryPolicy
 from offload.streaming.moves import HomeInUseError
@@ -392,11 +391,9 @@ class MemoryPlanner:
             reserved = optimizers.buffer_bytes(homes.steps.spare_bytes(nbytes)) if buffers else 0
             return least + max(0, reserved - buffers) + max(0, -(-staging * nbytes // limit) - staging)
 
-        works = least_limit(needed, max(least, limit))
         # With more memory, small layers would share a shard, which needs more.
-        sizes = [shard.slot_bytes for shard in homes.shards]
-        merges = len(sizes) > 1 and not homes.layers_apart and min(sizes) < smallest_shard(sum(sizes), works)
-        return f"memory={works}" + (f" and num_slices={len(sizes)}" if merges else "")
+        cuts = "" if homes.layers_apart else f" and num_slices={len(homes.shards)}"
+        return f"memory={least_limit(needed, max(least, limit))}{cuts}"
 
     def _has_run(self, rows: Sequence[float], *, lengths: bool = True) -> bool:
         """Whether a batch that ran was at least as large: in all, and in its largest micro-batch.

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -127,19 +128,19 @@ def looks_across_rows(layers: Sequence[nn.Module]) -> bool:
 
 
 def rows_in(chunk: Any) -> int | None:
-    """Rows of a chunk's tensors if all have the same number; else None."""
-    return _rows_of(tensors_in(chunk))
-
-
-def _rows_of(leaves: Sequence[Any]) -> int | None:
-    sizes = {x.size(0) if x.dim() else -1 for x in leaves if isinstance(x, Tensor)}
+    """Rows of a chunk's tensors if all have the same number, and may be joined; else None."""
+    sizes = {x.size(0) if x.dim() and not x.is_sparse else -1 for x in tensors_in(chunk)}
     return sizes.pop() if len(sizes) == 1 and -1 not in sizes else None
 
 
-def _alike(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and a.device == b.device and a.shape[1:] == b.shape[1:] and not a.is_sparse
-    return type(a) is type(b) and not isinstance(a, Tensor) and (a is b or bool(a == b))
+def kind_of(chunk: Any) -> tuple[Any, ...]:
+    """What chunks have in common that may be joined, or measured by one of them; its ``repr`` is a key."""
+    leaves, spec = flatten(chunk)
+    kinds = [
+        (x.dtype, x.device, x.dim(), x.shape[1:], x.requires_grad) if isinstance(x, Tensor) else (type(x), x)
+        for x in leaves
+    ]
+    return spec, kinds, rows_in(chunk) is None
 
 
 def runs_together(chunks: Sequence[Any], most_rows: Callable[[Any], int]) -> list[list[int]]:
@@ -149,30 +150,21 @@ def runs_together(chunks: Sequence[Any], most_rows: Callable[[Any], int]) -> lis
     ``most_rows``: of the first of several chunks that are alike, the most rows that may run together; 0: none do.
     """
     runs: list[list[int]] = []
-    before: tuple[Any, Any] | None = None
-    first, most, rows = 0, -1, 0  # the first of chunks that are alike, of which ``most`` is asked
-    for i, chunk in enumerate(chunks):
-        leaves, spec = flatten(chunk)
-        count = _rows_of(leaves)
-        if before is None or count is None or spec != before[1] or not all(map(_alike, leaves, before[0])):
-            first, most = i, -1
-        elif most < 0:
+    for _, alike in groupby(range(len(chunks)), key=lambda i: kind_of(chunks[i])):
+        first, *others = alike
+        runs.append([first])
+        rows, most = rows_in(chunks[first]), 0
+        if others and rows is not None:
             most = most_rows(chunks[first])
-        if i > first and rows + (count or 0) <= most:
-            runs[-1].append(i)
-            rows += count or 0
-        else:
-            runs.append([i])
-            rows = count or 0
-        before = None if count is None else (leaves, spec)
+        for i in others:
+            count = rows_in(chunks[i])
+            if rows is not None and count is not None and rows + count <= most:
+                runs[-1].append(i)
+                rows += count
+            else:
+                runs.append([i])
+                rows = count
     return runs
-
-
-def kind_of(chunk: Any) -> tuple[Any, ...]:
-    """What chunks have in common that may be measured by one of them; its ``repr`` is a key."""
-    leaves, spec = flatten(chunk)
-    kinds = [(x.dtype, x.device, x.dim(), x.shape[1:], x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]
-    return spec, kinds, rows_in(chunk) is None
 
 
 def by_chunk(output_fn: Callable[[Any], Any] | None, rows: Sequence[int]) -> Callable[[Any], list[Any]]:

@@ -19,10 +19,10 @@ from torch.nn import functional
 from offload import OffloadModel, OffloadOptimizer
 from offload.advise.__main__ import _parser, main, report_of
 from offload.advise.prediction import Situation, shard_bytes
+from offload.advise.profile import works_of
 from offload.advise.rates import Rates, measure_rates
 from offload.advise.report import Report
 from offload.advise.sources import Source, source_of
-from offload.advise.works import works_of
 from offload.files.tensor_file import TensorFile
 from offload.planning.choose import moves, predict
 from offload.planning.plan import Kind
