@@ -9,7 +9,7 @@ from typing import Any
 
 from offload.engine.homes import ModelHomes
 from offload.engine.plans.prediction import Estimate, next_plan, predict_step
-from offload.engine.plans.row_units import largest_rows
+from offload.engine.plans.rows import largest_rows
 from offload.planning.plan import Plan
 from offload.telemetry.trace import Event
 from pipe.nested import flatten

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -16,13 +17,12 @@ from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
 from offload.engine.inputs import as_call, refuse_transforms
 from offload.engine.plans.memory_planner import TooLargeError
-from offload.engine.plans.regroup import (
+from offload.engine.plans.rows import (
     by_chunk,
     kind_of,
     looks_across_rows,
     rows_in,
     runs_together,
-    split_output,
 )
 from offload.engine.sequential import measured_activations, run_layers
 from offload.engine.structure import Structure
@@ -144,9 +144,7 @@ class LayersInOrder:
         """
         groups = [gather_nested([calls[i] for i in run]) for run in runs]
         rows = [[rows_in(calls[i]) or 0 for i in run] for run in runs]
-        output_fns = [output_fn and by_chunk(output_fn, sizes) for sizes in rows]
-        outputs = self._run_layers(groups, output_fns)
-        return [piece for output, sizes in zip(outputs, rows, strict=True) for piece in split_output(output, sizes)]
+        return [*chain(*self._run_layers(groups, [by_chunk(output_fn, sizes) for sizes in rows]))]
 
     @property
     def _joins_chunks(self) -> bool:

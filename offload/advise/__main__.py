@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from offload.advise.prediction import Situation, advise, shard_bytes
+from offload.advise.profile import works_of
 from offload.advise.rates import existing_folder, measure_rates
 from offload.advise.report import Report
 from offload.advise.sources import failing, source_of
-from offload.advise.works import works_of
 from offload.arguments import compute_device
 from offload.limits import AUTO_SHARE
 from offload.machine import free_bytes, free_host_bytes

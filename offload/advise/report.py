@@ -11,9 +11,8 @@ import torch
 
 from offload.advise.prediction import Situation, bound_of
 from offload.advise.sources import Source
-from offload.planning.budget import shown_bytes
+from offload.planning.budget import shown_bytes, table
 from offload.planning.choose import Prediction
-from offload.planning.shown import table
 from offload.telemetry.memory_report import MemoryReport
 
 __all__ = ["Report"]
@@ -97,6 +96,9 @@ class Report:
             plan = str(predicted.choice)
             if limit > self.free_bytes:
                 plan += f"; only {shown_bytes(self.free_bytes)} are free here"
-            seconds, speed = f"{predicted.seconds:.3g}", f"{self.given.tokens / predicted.seconds:,.4g}"
+            seconds, speed = (
+                f"{predicted.forecast.seconds:.3g}",
+                f"{self.given.tokens / predicted.forecast.seconds:,.4g}",
+            )
             rows.append((shown_bytes(limit), _NAMES[name], seconds, speed, bound_of(predicted), plan))
         return rows

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.engine.plans.outside import LeafBytes, outside_bytes
-from offload.engine.plans.regroup import looks_across_rows
-from offload.engine.plans.row_units import RowUnits
+from offload.engine.plans.rows import RowUnits, looks_across_rows
 from offload.engine.plans.steps import Steps
 from offload.engine.references import References
 from offload.engine.structure import Structure

@@ -22,8 +22,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from offload.planning.plan import Action, Kind, Plan
-from offload.planning.planner import plan_step
-from offload.planning.simulate import Forecast, simulate
+from offload.planning.planner import Forecast, plan_step, simulate
 from offload.planning.step_bytes import StepBytes, step_bytes
 from offload.planning.step_model import MOVING, Choice, StepModel
 
@@ -70,11 +69,6 @@ class Prediction:
     peak: StepBytes
     #: From which it was made.
     model: StepModel = field(repr=False, compare=False)
-
-    @property
-    def seconds(self) -> float:
-        """Until compute and all copies are done."""
-        return self.forecast.seconds
 
     @property
     def memory_bytes(self) -> int:
@@ -244,7 +238,9 @@ def seconds_saved(predicted: Prediction) -> Mapping[str, float]:
         "gradients": replace(choice, waiting=frozenset()),
         "boundaries": replace(choice, boundary_bytes=0.0 if model.spills else choice.boundary_bytes),
     }
-    return {use: _seconds(model, other) - predicted.seconds for use, other in without.items() if other != choice}
+    return {
+        use: _seconds(model, other) - predicted.forecast.seconds for use, other in without.items() if other != choice
+    }
 
 
 class Moved(NamedTuple):

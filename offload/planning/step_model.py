@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from offload.planning.memory_profile import MemoryProfile
 from offload.planning.plan import Kind
+from offload.policy import MemoryPolicy
 
 __all__ = [
     "MOVING",
     "WRITES_IN_FLIGHT",
     "Choice",
     "Costs",
-    "Given",
     "Key",
     "OutsideBytes",
     "Sizes",
@@ -57,17 +57,6 @@ class Choice:
             f"{self.slots} slots, {len(self.in_memory)} shards in memory, {len(self.kept)} graphs kept, gradients of "
             f"{len(self.waiting)} shards waiting"
         )
-
-
-@dataclass(frozen=True)
-class Given:
-    """Choices that a policy fixes; None: what fits is chosen. Bytes are upper limits."""
-
-    slots: int | None = None
-    resident_bytes: int | None = None
-    graph_bytes: int | None = None
-    boundary_bytes: int | None = None
-    gradient_bytes: int | None = None
 
 
 class Updates(NamedTuple):
@@ -227,8 +216,8 @@ class StepModel:
     updates_fill_slots: bool = False
     #: Added to predicted bytes: what measured steps took more.
     margin_bytes: int = 0
-    #: What is not chosen but given.
-    given: Given = Given()
+    #: Its fields that are not None are not chosen.
+    given: MemoryPolicy = field(default_factory=MemoryPolicy)
 
     @cached_property
     def cells(self) -> Sequence[Sequence[CellBytes]]:

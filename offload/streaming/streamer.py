@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from offload.planning.budget import shown_bytes
-from offload.planning.slot_sizes import slot_sizes
+from offload.planning.partition import slot_sizes
 from offload.storage import Tier
 from offload.storage.buffer import device_buffer
 from offload.streaming.contract import PendingUpdate

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from offload.planning.budget import shown_bytes
+from offload.planning.budget import shown_bytes, shown_seconds, table
 from offload.planning.choose import NothingFitsError, Prediction, choose, moves, predict, seconds_saved
-from offload.planning.shown import shown_seconds, table
 
 __all__ = ["MemoryReport"]
 
@@ -68,11 +67,11 @@ class MemoryReport:
             told = words[each.what + " in a step"].format(each.shards)
             rows.append((each.what, self._shown(each.nbytes), shown_seconds(each.seconds), told))
         waits = f"{shown_seconds(p.forecast.wait_seconds)} of it waiting for copies"
-        rows.append(("predicted", "", shown_seconds(p.seconds), waits))
+        rows.append(("predicted", "", shown_seconds(p.forecast.seconds), waits))
         if (seconds := self.measured_seconds) is not None:
             rows.append(("measured", "", shown_seconds(seconds), "with what runs between forward and backward"))
         if (larger := self.more) is not None:
-            gain = _saved(max(0.0, p.seconds - larger.seconds))
+            gain = _saved(max(0.0, p.forecast.seconds - larger.forecast.seconds))
             rows += [("", "", "", ""), ("another plan", unit, "saves", "")]
             rows.append(("more memory", self._shown(self.more_limit_bytes), gain, str(larger.choice)))
         return table(rows)

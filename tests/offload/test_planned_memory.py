@@ -7,7 +7,6 @@ import re
 import tempfile
 import time
 import warnings
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -446,13 +445,11 @@ def test_states_of_an_optimizer_of_torch_that_outgrow_the_limit_are_told_once(
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         train(model, optimizer, 1)
-        ended = weakref.proxy(nn.Linear(1, 1))  # which the search of optimizers meets
         monkeypatch.setattr(planner_of(model)._memory, "grown_bytes", lambda: 200 * MIB)
         train(model, optimizer, 2)
-    assert type(ended) in weakref.ProxyTypes
-    told = [str(each.message) for each in seen if "OffloadOptimizer(model, AdamW" in str(each.message)]
+    told = [str(each.message) for each in seen if "OffloadOptimizer(model, " in str(each.message)]
     assert len(told) == (not ours)
-    assert all("are states of AdamW, which memory=30.0 MiB does not count" in words for words in told)
+    assert all("memory=30.0 MiB does not count the states of optimizers of torch" in words for words in told)
 
 
 @pytest.mark.parametrize(

@@ -16,28 +16,26 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from offload.engine.homes import ModelHomes
 from offload.engine.layouts import bytes_of_boundary
-from offload.engine.plans.between_steps import (
+from offload.engine.plans.measured import (
     bytes_left,
     holds_gradients,
     in_host_memory,
     shards_that_fit,
-    states_of_others,
+    step_model,
     unowned_gradients,
 )
-from offload.engine.plans.measured import step_model
-from offload.engine.plans.row_units import remember, shown, split
+from offload.engine.plans.rows import remember, shown, split
 from offload.engine.plans.step_memory import StepMemory, bound_of
 from offload.limits import MemoryLimits
 from offload.planning.budget import GAPS_SHARE, shown_bytes
 from offload.planning.choose import NothingFitsError, Prediction, choose, fill, least_bytes, least_limit, predict
-from offload.planning.partition import smallest_shard
-from offload.planning.step_model import Choice, Given, StepModel
+from offload.planning.step_model import Choice, StepModel
 from offload.policy import MemoryPolicy
 from offload.streaming.moves import HomeInUseError
 from offload.telemetry.memory_report import MemoryReport
@@ -62,7 +60,7 @@ class MemoryPlanner:
 
     def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes) -> None:
         self._limits = limits
-        self._given = Given(**{each.name: getattr(policy, each.name) for each in fields(Given)})
+        self._given = policy
         #: Whether bytes decide how often a batch is cut, or which chunks run together, and with that the last bits of
         #: results, which are the same in each process: what fits by counted bytes is not refused for a measured margin.
         self._decided_by_count = policy.activation_bytes is not None
@@ -114,7 +112,7 @@ class MemoryPlanner:
     def microbatches(self, rows: int, units: float) -> int:
         """The least number of micro-batches with which a batch of so many rows fits, of powers of two and the most.
 
-        ``units``: as how many these rows count, see :mod:`.row_units`.
+        ``units``: as how many these rows count, see :mod:`.rows`.
 
         One before a step has run. Sums over micro-batches round differently, so the number follows from bytes that are
         counted: neither from the present plan, which times decide, nor from what a process took beside them.
@@ -243,7 +241,7 @@ class MemoryPlanner:
             resting = {j: nbytes for j, nbytes in resting.items() if j not in trained}
             # States of what is in memory already, too: nothing else that stays between steps takes their place.
             resident = 0 if given.resident_bytes is None else given.resident_bytes
-            given = replace(given, slots=self._leanest(model).slots, resident_bytes=resident)
+            given = replace(given, slots=given.slots or model.least_slots, resident_bytes=resident)
         elif not self._memory.on_host:
             given = replace(given, resident_bytes=None)  # of host memory
         return replace(
@@ -393,11 +391,9 @@ class MemoryPlanner:
             reserved = optimizers.buffer_bytes(homes.steps.spare_bytes(nbytes)) if buffers else 0
             return least + max(0, reserved - buffers) + max(0, -(-staging * nbytes // limit) - staging)
 
-        works = least_limit(needed, max(least, limit))
         # With more memory, small layers would share a shard, which needs more.
-        sizes = [shard.slot_bytes for shard in homes.shards]
-        merges = len(sizes) > 1 and not homes.layers_apart and min(sizes) < smallest_shard(sum(sizes), works)
-        return f"memory={works}" + (f" and num_slices={len(sizes)}" if merges else "")
+        cuts = "" if homes.layers_apart else f" and num_slices={len(homes.shards)}"
+        return f"memory={least_limit(needed, max(least, limit))}{cuts}"
 
     def _has_run(self, rows: Sequence[float], *, lengths: bool = True) -> bool:
         """Whether a batch that ran was at least as large: in all, and in its largest micro-batch.
@@ -425,17 +421,16 @@ class MemoryPlanner:
             )
 
     def _warn_of_others(self) -> None:
-        """Warns if the process has outgrown the limit between two steps by states of an optimizer that is not ours."""
+        """Warns if the process has outgrown the limit between two steps, as by states of an optimizer of torch."""
         steps, ours = self._steps_done, any(self._optimizers)
-        grown = 0 if ours or steps & (steps - 1) else self._memory.grown_bytes()  # a search takes a while
+        grown = 0 if ours or steps & (steps - 1) else self._memory.grown_bytes()
         if grown > bound_of(self.limit_bytes, self._device):
-            for name, nbytes in states_of_others(self._streamer.shards):
-                self._warn(
-                    f"between two steps this process holds {shown_bytes(grown)} more than when the model was made, of "
-                    f"which {shown_bytes(nbytes)} are states of {name}, which memory={shown_bytes(self.limit_bytes)} "
-                    f"does not count; OffloadOptimizer(model, {name}, ...) keeps them within it",
-                    "others",
-                )
+            self._warn(
+                f"between two steps this process holds {shown_bytes(grown)} more than when the model was made. "
+                f"memory={shown_bytes(self.limit_bytes)} does not count the states of optimizers of torch; "
+                f"OffloadOptimizer(model, torch.optim.AdamW, ...) keeps them within it",
+                "others",
+            )
 
     def _warn(self, message: str, trouble: Hashable) -> None:
         """Warns once of the same trouble."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from offload.engine.homes import ModelHomes
 from offload.engine.plans.measured import step_model
+from offload.planning.budget import shown_record
 from offload.planning.choose import predict
 from offload.planning.plan import Kind, Plan
 from offload.planning.planner import plan_step
-from offload.planning.shown import shown_record
 from offload.planning.step_model import Choice, StepModel
 
 __all__ = ["Estimate", "next_plan", "predict_step"]

@@ -19,10 +19,10 @@ from torch.nn import functional
 from offload import OffloadModel, OffloadOptimizer
 from offload.advise.__main__ import _parser, main, report_of
 from offload.advise.prediction import Situation, shard_bytes
+from offload.advise.profile import works_of
 from offload.advise.rates import Rates, measure_rates
 from offload.advise.report import Report
 from offload.advise.sources import Source, source_of
-from offload.advise.works import works_of
 from offload.files.tensor_file import TensorFile
 from offload.planning.choose import moves, predict
 from offload.planning.plan import Kind
@@ -150,7 +150,7 @@ def test_beside_a_device_shards_and_gradients_are_in_host_memory_as_far_as_it_re
     assert part is not None
     assert part.choice.in_memory == frozenset()
     assert whole is not None
-    assert whole.seconds < part.seconds
+    assert whole.forecast.seconds < part.forecast.seconds
     loads = {each.what: each for each in moves(whole)}["loads"]
     assert loads.seconds < 2 * sum(loaded) / 39e9
 
@@ -260,7 +260,7 @@ def test_more_memory_is_not_slower_and_the_least_is_the_least() -> None:
     limits = [least + (most - least) * k // 5 for k in range(6)]
     found = [given.at(limit) for limit in limits]
     assert all(one and one.memory_bytes <= limit for one, limit in zip(found, limits, strict=True))
-    assert all(more.seconds <= less.seconds * 1.01 for less, more in itertools.pairwise(found))
+    assert all(more.forecast.seconds <= less.forecast.seconds * 1.01 for less, more in itertools.pairwise(found))
     assert given.at(least * 98 // 100) is None
 
 
@@ -422,7 +422,7 @@ def test_states_of_fewer_bytes_take_less_of_home_buffers_and_time(builders: str)
     least = [found.advices["least"][1] for found in (full, small)]
     assert least[0] is not None
     assert least[1] is not None
-    assert least[1].seconds <= least[0].seconds
+    assert least[1].forecast.seconds <= least[0].forecast.seconds
     assert 'torch.optim.AdamW, states="8bit", lr=1e-3' in small.lines[-1]
     names: dict[str, Any] = {}
     exec("\n".join(small.lines), names)

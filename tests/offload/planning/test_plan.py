@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.planning.plan import CELLS, Kind, Plan
-from offload.planning.planner import plan_step
-from offload.planning.simulate import simulate
+from offload.planning.planner import plan_step, simulate
 from offload.planning.step_model import MOVING, Choice, Costs, StepModel, Updates
 from tests.offload.planning.proof import PlanError, plan_of, validate
 
