@@ -44,8 +44,6 @@ from pipe.torch_private.autograd import outside_inference_mode
 
 __all__ = ["DiskParamBlock"]
 
-# Optimizer states in files: where each state of a param block is, and what is read and written for an update of it.
-#
 # States of one update are allocated as one block of storage. Only dense states are stored in files: what counts steps,
 # and states that are sparse, stay in memory.
 
@@ -88,96 +86,6 @@ class StateFile(NamedTuple):
         return update_block.span(self.view.nbytes, self.view.element_size(), elements_per_entry(key))
 
 
-class StateFiles:
-    """The states of parameters ``slices`` of ``shard``, in blocks of ``tier``. ``kind``: the class that makes them."""
-
-    def __init__(self, shard: Shard, slices: Sequence[Slice], tier: Tier, kind: type[Optimizer]) -> None:
-        self._shard = shard
-        self._slices = slices
-        self._tier = tier
-        self._kind = kind
-        #: By position of the parameter, and name of the state.
-        self.places: dict[tuple[int, str], StateFile] = {}
-
-    def _of(self, k: int) -> Iterator[tuple[str, StateFile]]:
-        return ((key, place) for (owner, key), place in self.places.items() if owner == k)
-
-    def reads(self, k: int, update_block: UpdateBlock) -> Iterator[Read]:
-        """Reads of the states of parameter ``k``, as far as they belong to a block of it."""
-        for key, place in self._of(k):
-            offset, nbytes = place.span(key, update_block)
-            yield Read((k, key), place.block, place.offset + offset, nbytes)
-
-    def in_buffer(self, k: int, update_block: UpdateBlock, io_buffer: IOBuffer) -> dict[str, Tensor]:
-        """The states of parameter ``k`` as tensors on what :meth:`reads` has read."""
-        return {key: update_block.shape(io_buffer.part((k, key)), place.view) for key, place in self._of(k)}
-
-    def in_memory(self, states: States) -> list[tuple[Tensor, Tensor]]:
-        """All states, each with a copy in memory."""
-        found = []
-        for (k, key), place in self.places.items():
-            copy = torch.empty_strided(place.view.shape, place.view.stride(), dtype=place.view.dtype)
-            place.block.read_into(bytes_of(copy), place.offset)
-            found.append((states[k][key], copy))
-        return found
-
-    def allocate(self, states: States, chosen: Iterable[int], update_block: UpdateBlock) -> None:
-        """Finds places for all states: those that they have, and one new block for others; forgets those of no state.
-
-        Raises OSError if the storage is full, TypeError for states unfit for a file.
-        """
-        found, end = [], 0
-        for k in chosen:
-            for key in [key for key, _ in self._of(k) if not is_stored(states[k].get(key))]:
-                del self.places[k, key]
-            for key, value in states[k].items():
-                if not is_stored(value):
-                    continue
-                if type(value) not in (Tensor, torch.nn.Parameter):
-                    raise TypeError(
-                        f"{self._kind.__name__} keeps state {key!r} of parameter {self._slices[k].name} as "
-                        f"{type(value).__name__}, which cannot be stored in a file; use homes in host memory "
-                        f"(offload_device='cpu'), or a class whose states are plain tensors"
-                    )
-                whole = update_block.end is None
-                like = torch.empty_like(value, device="meta") if whole else self._whole(k, key, value)
-                known = self.places.get((k, key))
-                if known is not None and (known.view.dtype, known.view.shape) == (like.dtype, like.shape):
-                    continue
-                if like.nbytes > PAGE_BYTES:
-                    end = whole_pages(end)  # large states begin on a page, so that a disk can transfer whole pages
-                found.append((k, key, end, like))
-                end += aligned(like.nbytes)
-        if found:
-            block = self._tier.allocate(end, f"shard{self._shard.index}-states", cyclic=True)
-            self.places.update(((k, key), StateFile.at(block, offset, like)) for k, key, offset, like in found)
-
-    def _whole(self, k: int, key: str, part: Tensor) -> Tensor:
-        """Type and layout of the state of which ``part`` belongs to a block of the parameter."""
-        s, per = self._slices[k], elements_per_entry(key)
-        if per == 1:
-            return torch.empty_strided(s.parameter.shape, s.stride, dtype=part.dtype, device="meta")
-        return torch.empty(-(-s.parameter.numel() // per), dtype=part.dtype, device="meta")
-
-    def writes(self, k: int, state: Mapping[str, Any], update_block: UpdateBlock) -> Iterator[Write]:
-        """Writes of the states of parameter ``k``: of all elements, or of those of a block of it."""
-        for key, value in state.items():
-            if is_stored(value):
-                place = self.places[k, key]
-                dense = value
-                if update_block.end is None and value.stride() != place.view.stride():
-                    dense = torch.empty_strided(value.shape, place.view.stride(), dtype=value.dtype).copy_(value)
-                yield Write(bytes_of(dense), place.block, place.offset + place.span(key, update_block)[0])
-
-    def show(self, k: int, state: dict[str, Any]) -> None:
-        """Makes the states of parameter ``k`` views of their files; drops those that only an I/O buffer holds."""
-        for key in [key for key, value in state.items() if is_stored(value)]:
-            if (k, key) in self.places:
-                state[key] = self.places[k, key].view
-            else:
-                del state[key]
-
-
 #: Key of the lower halves of weights, beside those of states.
 _LOWER = object()
 
@@ -198,16 +106,18 @@ class DiskParamBlock(ParamBlock):
         super().__init__(shard, slices, group, factory, torch.device("cpu"))
         self._max_bytes = max_bytes
         self._buffer_pool = buffer_pool
-        self.state_files = StateFiles(shard, self.slices, tier, factory.kind)
+        self._tier = tier
+        #: Where states are, by position of the parameter, and name of the state.
+        self._places: dict[tuple[int, str], StateFile] = {}
 
     def load_states(self, states: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
         """Replaces all states: each given tensor is written to its file without a copy in memory."""
-        previous, self.state_files.places = self.state_files.places, {}
+        previous, self._places = self._places, {}
         try:
             super().load_states(states, options)
             self._store_all_states()
         except BaseException:
-            self.state_files.places = previous
+            self._places = previous
             raise
 
     def adopt_states(
@@ -221,7 +131,12 @@ class DiskParamBlock(ParamBlock):
 
     def states_in_memory(self) -> list[tuple[Tensor, Tensor]]:
         """See :meth:`ParamBlock.states_in_memory`."""
-        return self.state_files.in_memory(self.states())
+        states, found = self.states(), []
+        for (k, key), place in self._places.items():
+            copy = torch.empty_strided(place.view.shape, place.view.stride(), dtype=place.view.dtype)
+            place.block.read_into(bytes_of(copy), place.offset)
+            found.append((states[k][key], copy))
+        return found
 
     @staticmethod
     def _copied(value: Any) -> Any:
@@ -301,7 +216,9 @@ class DiskParamBlock(ParamBlock):
             if gradient.dtype != s.full_dtype:  # it is widened
                 spare_bytes += update_block.span(s.full_nbytes, s.full_dtype.itemsize)[1] + PAGE_BYTES
             if job.states_before[k] is not None:  # else the optimizer makes new states, for each block
-                reads += self.state_files.reads(k, update_block)
+                for key, state in self._states_of(k):
+                    offset, nbytes = state.span(key, update_block)
+                    reads.append(Read((k, key), state.block, state.offset + offset, nbytes))
         return reads, spare_bytes
 
     def _gradient_file_offset(self, s: Slice, gradient: Tensor) -> tuple[Block, int] | None:
@@ -319,7 +236,7 @@ class DiskParamBlock(ParamBlock):
         chosen = [k for k, gradient in enumerate(job.gradients) if gradient is not None]
         writes: list[Write] = []
         weights: dict[int, EncodedWeights] = {}
-        places_before = dict(self.state_files.places)
+        places_before = dict(self._places)
         try:
             for k in chosen:
                 writes += self._bind_weights(job, k, update_block, io_buffer, slot, weights)
@@ -330,12 +247,12 @@ class DiskParamBlock(ParamBlock):
             self._buffer_pool.prefetch(itertools.chain(self.to_read(job, 1), upcoming()))
             self._step(weights)
             states = self.states()
-            self.state_files.allocate(states, chosen, update_block)
+            self._allocate_states(states, chosen, update_block)
             for k in chosen:
-                writes += self.state_files.writes(k, states[k], update_block)
+                writes += self._state_writes(k, states[k], update_block)
         except BaseException:
             # No file has been written yet.
-            self.state_files.places = places_before
+            self._places = places_before
             for k in chosen:
                 self._restore_views(k)
                 optimizer.state[self.proxies[k]].update(copy_unstored(job.states_before[k] or {}))
@@ -346,7 +263,6 @@ class DiskParamBlock(ParamBlock):
         job.bytes_written += sum(write.nbytes for write in writes)
         job.blocks_done += 1
         self._buffer_pool.write_back(writes)
-        self._buffer_pool.prefetch(itertools.chain(self.to_read(job), upcoming()))
 
     def _bind_weights(
         self,
@@ -411,6 +327,9 @@ class DiskParamBlock(ParamBlock):
                 writes.append(Write(source, place[0], place[1] + offset))
         return update_block.shape(values, s.like()), writes
 
+    def _states_of(self, k: int) -> Iterator[tuple[str, StateFile]]:
+        return ((key, place) for (owner, key), place in self._places.items() if owner == k)
+
     def _bind_states(self, job: UpdateJob, k: int, update_block: UpdateBlock, io_buffer: IOBuffer) -> None:
         """Points the states of one parameter at memory; there are none yet before its first update."""
         assert self.optimizer is not None
@@ -418,21 +337,75 @@ class DiskParamBlock(ParamBlock):
         state.clear()
         if before is not None:
             state.update(copy_unstored(before))
-            state.update(self.state_files.in_buffer(k, update_block, io_buffer))
+            for key, place in self._states_of(k):
+                state[key] = update_block.shape(io_buffer.part((k, key)), place.view)
 
     def _restore_views(self, k: int) -> None:
         """Parameter and states are views of their files again; states that only an I/O buffer holds are dropped."""
         assert self.optimizer is not None
         self.proxies[k].grad = None
         self.proxies[k].data = self._blank[k]
-        self.state_files.show(k, self.optimizer.state[self.proxies[k]])
+        state = self.optimizer.state[self.proxies[k]]
+        for key in [key for key, value in state.items() if is_stored(value)]:
+            if (k, key) in self._places:
+                state[key] = self._places[k, key].view
+            else:
+                del state[key]
+
+    def _allocate_states(self, states: States, chosen: Iterable[int], update_block: UpdateBlock) -> None:
+        """Finds places for all states: those that they have, and one new block for others; forgets those of no state.
+
+        Raises OSError if the storage is full, TypeError for states unfit for a file.
+        """
+        found, end = [], 0
+        for k in chosen:
+            for key in [key for key, _ in self._states_of(k) if not is_stored(states[k].get(key))]:
+                del self._places[k, key]
+            for key, value in states[k].items():
+                if not is_stored(value):
+                    continue
+                if type(value) not in (Tensor, torch.nn.Parameter):
+                    raise TypeError(
+                        f"{self.factory.kind.__name__} keeps state {key!r} of parameter {self.slices[k].name} as "
+                        f"{type(value).__name__}, which cannot be stored in a file; use homes in host memory "
+                        f"(offload_device='cpu'), or a class whose states are plain tensors"
+                    )
+                whole = update_block.end is None
+                like = torch.empty_like(value, device="meta") if whole else self._whole_state(k, key, value)
+                known = self._places.get((k, key))
+                if known is not None and (known.view.dtype, known.view.shape) == (like.dtype, like.shape):
+                    continue
+                if like.nbytes > PAGE_BYTES:
+                    end = whole_pages(end)  # large states begin on a page, so that a disk can transfer whole pages
+                found.append((k, key, end, like))
+                end += aligned(like.nbytes)
+        if found:
+            block = self._tier.allocate(end, f"shard{self.shard.index}-states", cyclic=True)
+            self._places.update(((k, key), StateFile.at(block, offset, like)) for k, key, offset, like in found)
+
+    def _whole_state(self, k: int, key: str, part: Tensor) -> Tensor:
+        """Type and layout of the state of which ``part`` belongs to a block of the parameter."""
+        s, per = self.slices[k], elements_per_entry(key)
+        if per == 1:
+            return torch.empty_strided(s.parameter.shape, s.stride, dtype=part.dtype, device="meta")
+        return torch.empty(-(-s.parameter.numel() // per), dtype=part.dtype, device="meta")
+
+    def _state_writes(self, k: int, state: Mapping[str, Any], update_block: UpdateBlock) -> Iterator[Write]:
+        """Writes of the states of parameter ``k``: of all elements, or of those of a block of it."""
+        for key, value in state.items():
+            if is_stored(value):
+                place = self._places[k, key]
+                dense = value
+                if update_block.end is None and value.stride() != place.view.stride():
+                    dense = torch.empty_strided(value.shape, place.view.stride(), dtype=value.dtype).copy_(value)
+                yield Write(bytes_of(dense), place.block, place.offset + place.span(key, update_block)[0])
 
     def _store_all_states(self) -> None:
         """Writes all states to files, in one block."""
         states = self.states()
-        self.state_files.allocate(states, range(len(states)), UpdateBlock())
+        self._allocate_states(states, range(len(states)), UpdateBlock())
         for k, state in enumerate(states):
-            for write in self.state_files.writes(k, state, UpdateBlock()):
+            for write in self._state_writes(k, state, UpdateBlock()):
                 write.run()
             if state:
                 self._restore_views(k)
