@@ -40,7 +40,7 @@ CALLED = {
     *("wait", "finish", "result", "join", "acquire", "synchronize", "wait_event", "wait_stream", "fence", "_fence"),
     *("record", "record_event", "record_stream", "notify", "notify_all", "set", "query"),
     # What the engine builds of these.
-    *("apply_pending_updates", "wait_for_home_reads", "wait_idle", "cancel", "complete", "cancel_prefetch"),
+    *("apply_pending_updates", "wait_for_home_reads", "wait_idle", "cancel", "complete"),
     *("_flush", "_finish", "_synchronize", "_wait_idle", "succeeded", "run_or_wait"),
 }
 #: Names that are handed on as something to call.

@@ -169,7 +169,7 @@ class IOBuffer:
     def __init__(self) -> None:
         self._memory = host_buffer(0)
         self._used = 0
-        self._parts: dict[Hashable, Tensor] = {}
+        self._parts: dict[Hashable, Write] = {}
         #: The running reads; and writes, with what each one moves.
         self._reads: list[Future[None]] = []
         self._writes: list[tuple[list[Write], Future[None]]] = []
@@ -191,7 +191,8 @@ class IOBuffer:
             begin = group[0].offset
             whole = self.take(_span_bytes(group), begin)
             for read in group:
-                self._parts[read.name] = whole[read.offset - begin : read.offset - begin + read.nbytes]
+                part = whole[read.offset - begin : read.offset - begin + read.nbytes]
+                self._parts[read.name] = Write(part, read.block, read.offset)
                 self.bytes_read += read.nbytes
             self._reads.append(io_threads.offer(partial(group[0].block.read_into, whole, begin)))
 
@@ -245,8 +246,8 @@ class IOBuffer:
         """Bytes of its memory."""
         return self._memory.numel()
 
-    def part(self, name: Hashable) -> Tensor:
-        """The bytes of the read of that name; flat, uint8."""
+    def part(self, name: Hashable) -> Write:
+        """The bytes of the read of that name, to be written back where they are from."""
         return self._parts[name]
 
     def read(self, read: Read) -> Tensor:

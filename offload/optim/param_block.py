@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from offload.optim.groups import copied_options, options_of, same_option
 from offload.optim.io_buffers import Blocks, UpdateBlock, Write
 from offload.optim.state_forms import EncodedWeights, StateForm, fitting_form, step_encoded
+from offload.storage import Block
 from offload.storage.buffer import copied_to
 from offload.storage.contract import in_order
 from offload.streaming.quantised import StoredTensor
@@ -101,10 +102,11 @@ class UpdateJob:
     step: int = 0
     #: Whether the gradients are multiplied by the coefficient already.
     scaled: bool = False
-    #: In files: its blocks, empty before its first use; how many of them are computed; the states before the step that
-    #: are not in files; and what it has to write.
+    #: In files: its blocks, empty before its first use; how many of them are computed; where each gradient is, if it is
+    #: in a file; the states before the step that are not in files; and what it has to write.
     update_blocks: list[UpdateBlock] = field(default_factory=list)
     blocks_done: int = 0
+    gradient_places: list[tuple[Block, int] | None] = field(default_factory=list)
     states_before: list[dict[str, Any] | None] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
     #: What the class changed in its group, such as a count of steps; None before it has run.

@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -42,6 +42,7 @@ __all__ = [
     "EncodedWeights",
     "StateForm",
     "check_stored",
+    "copied",
     "elements_per_entry",
     "fitting_form",
     "form_of",
@@ -354,7 +355,7 @@ def _step_in_pieces(
         for part in pieces(whole.numel()):
             proxy.data = in_order(whole)[part] if stored_weights is None else stored_weights.read(part)
             proxy.grad = flat[part]
-            state = optimizer.state[proxy] = _copied(others)
+            state = optimizer.state[proxy] = copied(others)
             for key in keys:
                 state[key] = form.decoded(key, stored, part, whole.dtype)
             optimizer.step()
@@ -398,7 +399,7 @@ def _step_whole(
             gradient, proxies[k].grad = proxies[k].grad, None
             proxies[k].data, proxies[k].grad = values, gradient
         for p, (others, stored) in zip(chosen, split, strict=True):
-            optimizer.state[p] = in_full({**_copied(others), **stored}, p)
+            optimizer.state[p] = in_full({**copied(others), **stored}, p)
         optimizer.step()
         yield
         for p, (_, stored) in zip(chosen, split, strict=True):
@@ -425,5 +426,7 @@ def _split(
     return {n: v for n, v in state.items() if n not in names}, {n: state[n] for n in names}
 
 
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in state.items()}
+def copied(state: Mapping[str, Any], but: Container[str] = ()) -> dict[str, Any]:
+    """A copy of the states of a parameter ``but`` some."""
+    kept = {key: value for key, value in state.items() if key not in but}
+    return {key: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in kept.items()}

@@ -259,7 +259,7 @@ def _buffer_pool(
 def an_io_buffer_holds_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     with _buffer_pool(monkeypatch, path) as (_, buffer_pool, fives, _):
         io_buffer = buffer_pool.prepare("update_block", lambda: ([Read("moment", fives, 0, PIECE)], 0))
-        assert (io_buffer.part("moment") == 5).all(), "an I/O buffer was handed out before its bytes"
+        assert (io_buffer.part("moment").source == 5).all(), "an I/O buffer was handed out before its bytes"
 
 
 @fails_with("a discarded prefetch landed")
@@ -269,7 +269,7 @@ def a_discarded_prefetch_never_lands(monkeypatch: pytest.MonkeyPatch, path: Path
         io_buffer = buffer_pool.prepare("update_block", lambda: ([Read("moment", sixes, 0, PIECE)], 0))
         for io_threads in threads:
             io_threads.end()
-        assert (io_buffer.part("moment") == 6).all(), "a discarded prefetch landed"
+        assert (io_buffer.part("moment").source == 6).all(), "a discarded prefetch landed"
 
 
 @fails_with(
