@@ -112,7 +112,7 @@ def _kind_of(way: list[ast.AST]) -> tuple[str, str] | None:
 
 
 def _is_text_or_set(call: ast.Call) -> bool:
-    """``", ".join(...)``, ``set(...)``, ``variable.set(value)`` do not wait; ``thread.join()`` and ``event.set()`` do."""
+    """``", ".join(...)``, ``set(...)``, ``variable.set(value)`` do not wait; ``thread.join()``, ``event.set()`` do."""
     if isinstance(call.func, ast.Name):
         return call.func.id == "set"
     if not isinstance(call.func, ast.Attribute):

@@ -271,8 +271,6 @@ EXCEPTIONS = {
     "engine.plans.memory_planner MemoryPlanner._plan_again: self._streamer.apply_pending_updates()": (
         "sizes of states are read, not their values"
     ),
-    "identities identities_only: _IDENTITIES_ONLY.set(id(sys._getframe(2)))": "a setting of this thread",
-    "identities values_may_be_read: _IDENTITIES_ONLY.set(None)": "the same setting",
     "loading _EmptyOnHost.__torch_function__: record(func, args, kwargs, result)": "no event",
     "advise.rates _steps: optimizer.synchronize()": "times updates",
     "streaming.moves move_homes: torch.cuda.synchronize(device)": "copies from a device, which needs one",
