@@ -20,7 +20,7 @@ from offload.planning.memory_profile import MemoryProfile
 from offload.planning.partition import aligned
 from offload.planning.step_model import Costs, Key, OutsideBytes, StepModel, Updates
 
-__all__ = ["ShardBytes", "Situation", "advise", "bound_of", "shard_bytes"]
+__all__ = ["UNLIMITED", "ShardBytes", "Situation", "bound_of", "shard_bytes"]
 
 #: More than any memory has.
 UNLIMITED = 1 << 62
@@ -178,14 +178,6 @@ class Situation:
         except ValueError:  # the smallest buffers are more than their share
             return limit_bytes + limit_bytes // BUFFERS_SHARE + 1
         return 0
-
-
-def advise(situation: Situation, limit_bytes: int) -> dict[str, tuple[int, Prediction | None]]:
-    """Plans of the given limit, of the least possible, of the double, and of as much as is of use, with the limits."""
-    least, most = situation.least_bytes(), situation.at(UNLIMITED)
-    assert most is not None
-    limits = {"given": limit_bytes, "least": least, "double": 2 * limit_bytes, "all": max(least, most.memory_bytes)}
-    return {name: (limit, situation.at(limit)) for name, limit in limits.items()}
 
 
 def bound_of(prediction: Prediction) -> str:

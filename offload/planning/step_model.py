@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from offload.planning.memory_profile import MemoryProfile
 from offload.planning.plan import Kind
-from offload.policy import MemoryPolicy
 
 __all__ = [
     "MOVING",
     "WRITES_IN_FLIGHT",
     "Choice",
     "Costs",
+    "Given",
     "Key",
     "OutsideBytes",
     "Sizes",
@@ -57,6 +57,16 @@ class Choice:
             f"{self.slots} slots, {len(self.in_memory)} shards in memory, {len(self.kept)} graphs kept, gradients of "
             f"{len(self.waiting)} shards waiting"
         )
+
+
+class Given(NamedTuple):
+    """Choices that a policy fixes; None: what fits is chosen. Bytes are upper limits."""
+
+    slots: int | None = None
+    resident_bytes: int | None = None
+    graph_bytes: int | None = None
+    boundary_bytes: int | None = None
+    gradient_bytes: int | None = None
 
 
 class Updates(NamedTuple):
@@ -147,7 +157,7 @@ class CellBytes(NamedTuple):
     kept_backward: int
 
 
-_NOTHING, _NO_UPDATES = MemoryProfile(1, ()), Updates()
+_NOTHING, _NO_UPDATES, _NOT_GIVEN = MemoryProfile(1, ()), Updates(), Given()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,8 +226,8 @@ class StepModel:
     updates_fill_slots: bool = False
     #: Added to predicted bytes: what measured steps took more.
     margin_bytes: int = 0
-    #: Its fields that are not None are not chosen.
-    given: MemoryPolicy = field(default_factory=MemoryPolicy)
+    #: What is not chosen but given.
+    given: Given = _NOT_GIVEN
 
     @cached_property
     def cells(self) -> Sequence[Sequence[CellBytes]]:

@@ -35,7 +35,7 @@ from offload.engine.plans.step_memory import StepMemory, bound_of
 from offload.limits import MemoryLimits
 from offload.planning.budget import GAPS_SHARE, shown_bytes
 from offload.planning.choose import NothingFitsError, Prediction, choose, fill, least_bytes, least_limit, predict
-from offload.planning.step_model import Choice, StepModel
+from offload.planning.step_model import Choice, Given, StepModel
 from offload.policy import MemoryPolicy
 from offload.streaming.moves import HomeInUseError
 from offload.telemetry.memory_report import MemoryReport
@@ -60,7 +60,7 @@ class MemoryPlanner:
 
     def __init__(self, limits: MemoryLimits, policy: MemoryPolicy, homes: ModelHomes) -> None:
         self._limits = limits
-        self._given = policy
+        self._given = Given(*(getattr(policy, name) for name in Given._fields))
         #: Whether bytes decide how often a batch is cut, or which chunks run together, and with that the last bits of
         #: results, which are the same in each process: what fits by counted bytes is not refused for a measured margin.
         self._decided_by_count = policy.activation_bytes is not None
@@ -241,9 +241,9 @@ class MemoryPlanner:
             resting = {j: nbytes for j, nbytes in resting.items() if j not in trained}
             # States of what is in memory already, too: nothing else that stays between steps takes their place.
             resident = 0 if given.resident_bytes is None else given.resident_bytes
-            given = replace(given, slots=given.slots or model.least_slots, resident_bytes=resident)
+            given = given._replace(slots=given.slots or model.least_slots, resident_bytes=resident)
         elif not self._memory.on_host:
-            given = replace(given, resident_bytes=None)  # of host memory
+            given = given._replace(resident_bytes=None)  # of host memory
         return replace(
             model,
             resting_bytes=resting,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offload import OffloadModel, OffloadOptimizer
-from offload.advise.__main__ import _parser, main, report_of
+from offload.advise.__main__ import _parser, main
 from offload.advise.prediction import Situation, shard_bytes
 from offload.advise.profile import works_of
 from offload.advise.rates import Rates, measure_rates
@@ -274,11 +274,11 @@ def rates_given(monkeypatch: pytest.MonkeyPatch) -> None:
     def rates(*arguments: Any, states: Any, **more: Any) -> Rates:
         return replace(RATES, state_share=(1 + 4 / 256) / 4 if states == "8bit" else 1.0)
 
-    monkeypatch.setattr("offload.advise.__main__.measure_rates", rates)
+    monkeypatch.setattr("offload.advise.report.measure_rates", rates)
 
 
 def advice(*arguments: str) -> Report:
-    return report_of(_parser().parse_args(arguments))
+    return Report(_parser().parse_args(arguments))
 
 
 @pytest.mark.usefixtures("rates_given")
