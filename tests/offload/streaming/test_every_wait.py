@@ -189,7 +189,7 @@ NEEDS: dict[Scenario, list[str]] = {
         "streaming.streamer Streamer.reset: self.gradient_offload.cancel()",
     ],
     training.an_unused_load_never_lands: [
-        "streaming.streamer Streamer.evict: self._loads.pop(j).wait()",
+        "streaming.streamer Streamer.evict: self.loaded.pop(j).wait()",
     ],
     training.an_update_that_was_cut_off_from_its_load_ends_first: [
         "streaming.streamer Streamer.reset: pending.wait_idle()",
@@ -204,7 +204,7 @@ NEEDS: dict[Scenario, list[str]] = {
         "streaming.gradient_offload GradientOffload._send: self._synchronize()",
     ],
     training.it_trains_like_the_bare_model: [
-        "streaming.streamer Streamer.await_load: self._loads[j].wait()",
+        "streaming.streamer Streamer.await_load: self.loaded[j].wait()",
         "streaming.gradient_offload GradientOffload.settle: self._synchronize(on_host=True)",
         "streaming.gradient_offload GradientOffload._synchronize: arrival.synchronize()",
         "streaming.gradient_offload GradientOffload._synchronize: arrival.wait()",
@@ -275,6 +275,7 @@ EXCEPTIONS = {
     ),
     "identities identities_only: _IDENTITIES_ONLY.set(id(sys._getframe(2)))": "a setting of this thread",
     "identities values_may_be_read: _IDENTITIES_ONLY.set(None)": "the same setting",
+    "streaming.stored_values deferring_values: _deferring.set(True)": "a setting of this thread",
     "loading _EmptyOnHost.__torch_function__: record(func, args, kwargs, result)": "no event",
     "advise.rates _steps: optimizer.synchronize()": "times updates",
     "streaming.moves move_homes: torch.cuda.synchronize(device)": "copies from a device, which needs one",
