@@ -112,8 +112,8 @@ class Materializer:
     def _replace(self, path: str, module: nn.Module) -> bool:
         """Replaces a module's meta tensors; returns whether any has to be initialised by the module."""
         uninitialised = False
-        tensors: dict[str, Any]
-        for tensors in (module._parameters, module._buffers):
+        both: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for tensors in both:
             for key, meta in tensors.items():
                 if meta is None or not meta.is_meta:
                     continue
