@@ -112,7 +112,7 @@ class Materializer:
     def _replace(self, path: str, module: nn.Module) -> bool:
         """Replaces a module's meta tensors; returns whether any has to be initialised by the module."""
         uninitialised = False
-        both: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+        both: list[dict[str, Any]] = [module._parameters, module._buffers]
         for tensors in both:
             for key, meta in tensors.items():
                 if meta is None or not meta.is_meta:

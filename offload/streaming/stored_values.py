@@ -82,6 +82,7 @@ class StoredValues:
         self.device = torch.device("cpu")
         #: That of the values which the form keeps exactly.
         self.dtype = s.full_dtype if s.form.exact else s.dtype
+        self.nbytes = self.shape.numel() * self.dtype.itemsize
 
     def numel(self) -> int:
         """Number of elements."""
@@ -90,11 +91,6 @@ class StoredValues:
     def element_size(self) -> int:
         """Bytes of an element."""
         return self.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return self.numel() * self.element_size()
 
     def data_ptr(self) -> int:
         """Address of what is stored."""

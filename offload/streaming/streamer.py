@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from offload.planning.budget import shown_bytes
 from offload.planning.partition import slot_sizes
 from offload.storage import Tier
 from offload.storage.buffer import device_buffer
-from offload.streaming.contract import PendingUpdate
 from offload.streaming.gradient_offload import GradientOffload
 from offload.streaming.lane import Arrival, CopyLanes, error_context
 from offload.streaming.shard import Shard
@@ -206,7 +205,8 @@ class Streamer:
         self.slot_bytes = self._size_of_slots(self.slots)
         #: The slots, of this model alone or shared with models that compute in turns.
         self.slot_pool = SlotPool(device, self.slots, self.slot_bytes)
-        self._loads: dict[int, Arrival] = {}
+        #: The shards that are in slots, or on the way there, the earliest first, with the copies that fill these.
+        self.loaded: dict[int, Arrival] = {}
         #: True while slots are filled or evicted outside a pass. If an exception leaves it True, call :meth:`cancel`.
         self.must_cancel = False
         #: Returns whether the model is inside a pass.
@@ -272,19 +272,15 @@ class Streamer:
             self.await_load(j)
         self.gradient_offload.update(shard, shard.slot if in_slot else None)
 
-    def _start_update(self, j: int, slot: Tensor | None = None) -> tuple[Tensor, PendingUpdate | None, list[Arrival]]:
-        if slot is None:
-            slot = self.slot_pool.acquire_slot(self._meter, self.shards[j].slot_bytes)
-        pending = self.shards[j].pending  # read once: a thread may reset it at any time
-        free = None if self.gradient_offload.is_updated(slot) else slot
-        return slot, pending, [] if pending is None else [pending.start(free)]
-
     def load(self, j: int) -> None:
         """Starts to copy shard ``j`` into a free slot."""
-        self._fill(j, *self._start_update(j))
+        self._fill(j, self.slot_pool.acquire_slot(self._meter, self.shards[j].slot_bytes))
 
-    def _fill(self, j: int, slot: Tensor, pending: PendingUpdate | None, arrivals: list[Arrival]) -> None:
+    def _fill(self, j: int, slot: Tensor) -> None:
         shard = self.shards[j]
+        pending = shard.pending  # read once: a thread may reset it at any time
+        free = None if self.gradient_offload.is_updated(slot) else slot
+        arrivals = [] if pending is None else [pending.start(free)]
         shard.load(slot)
         self._meter.shard_loads += 1
         nbytes = shard.bytes_at_home
@@ -302,7 +298,7 @@ class Streamer:
         others += self.gradient_offload.pop_update(slot)
         # Update lane -> load lane. Without these, the slot is filled with values from before the optimizer's step, or
         # while the shard that was in it before is updated there.
-        self._loads[j] = self._lanes.load.submit(f"L{j}", fill, arrivals + others)
+        self.loaded[j] = self._lanes.load.submit(f"L{j}", fill, arrivals + others)
 
     def is_unfinished(self, pending: bool) -> bool:
         """Whether updates are to be applied before parameters are read, some of which are ``pending``."""
@@ -333,7 +329,7 @@ class Streamer:
         """Evicts shard ``j``. Its slot is free at once, since copies into it are queued after its readers."""
         shard = self.shards[j]
         # Without this, an unused load may write to the slot after the next one.
-        self._loads.pop(j).wait()
+        self.loaded.pop(j).wait()
         slot = shard.slot
         shard.drop()
         updated = self.gradient_offload.is_updated(slot)
@@ -366,7 +362,7 @@ class Streamer:
             slot = self.slot_pool.acquire_unneeded(self) if fits else None
             if slot is None:
                 break
-            self._fill(j, *self._start_update(j, slot))
+            self._fill(j, slot)
             there.add(j)
         self.must_cancel = False
 
@@ -377,16 +373,11 @@ class Streamer:
             self.evict(j)
         return j is not None
 
-    @property
-    def loaded(self) -> Collection[int]:
-        """The shards that are in slots, or on the way there, the earliest first."""
-        return self._loads
-
     def await_load(self, j: int) -> None:
         """Makes compute wait for the load of shard ``j``."""
         with self._meter.waiting(f"L{j}", f"loading shard {j} from {self._tier.name}"):
             # Load lane -> compute. Without this, layers read a slot that is not filled yet.
-            self._loads[j].wait()
+            self.loaded[j].wait()
 
     def await_update_in_place(self, j: int) -> None:
         """Makes compute wait for the pending update of a shard that layers use where it rests."""
@@ -397,7 +388,7 @@ class Streamer:
 
     def wait_for_home_reads(self, end: int | None = None) -> None:
         """Blocks the host until no load reads stored weights (of the shards before ``end``): they may be written."""
-        for j, arrival in self._loads.items():
+        for j, arrival in self.loaded.items():
             if end is not None and j >= end:
                 continue
             with self._meter.waiting(f"L{j}", f"loading shard {j} from {self._tier.name}"):
@@ -434,7 +425,7 @@ class Streamer:
         self.gradient_offload.cancel()
         for shard in self.shards:
             shard.drop()
-        self._loads.clear()
+        self.loaded.clear()
         self.must_cancel = False
 
 

@@ -187,7 +187,7 @@ NEEDS: dict[Scenario, list[str]] = {
         "streaming.streamer Streamer.reset: self.gradient_offload.cancel()",
     ],
     training.an_unused_load_never_lands: [
-        "streaming.streamer Streamer.evict: self._loads.pop(j).wait()",
+        "streaming.streamer Streamer.evict: self.loaded.pop(j).wait()",
     ],
     training.an_update_that_was_cut_off_from_its_load_ends_first: [
         "streaming.streamer Streamer.reset: pending.wait_idle()",
@@ -202,7 +202,7 @@ NEEDS: dict[Scenario, list[str]] = {
         "streaming.gradient_offload GradientOffload._send: self._synchronize()",
     ],
     training.it_trains_like_the_bare_model: [
-        "streaming.streamer Streamer.await_load: self._loads[j].wait()",
+        "streaming.streamer Streamer.await_load: self.loaded[j].wait()",
         "streaming.gradient_offload GradientOffload.settle: self._synchronize(on_host=True)",
         "streaming.gradient_offload GradientOffload._synchronize: arrival.synchronize()",
         "streaming.gradient_offload GradientOffload._synchronize: arrival.wait()",
