@@ -151,7 +151,7 @@ class Notices:
     def _find(self, others: Sequence[int]) -> str | None:
         """The :attr:`cause` among ``others``, also told to those who ask later; None if all live and none raised."""
         try:
-            self.cause = self._raised_by(others) or self._found_by(others) or self._silent(others)
+            self.cause = self._told_by(others) or self._silent(others)
         except Exception as gone:
             self.cause = (
                 f"the store of the process group does not answer, so the process that holds it (rank 0, or torchrun) "
@@ -166,15 +166,14 @@ class Notices:
         found = {rank: self._read("raised", rank) for rank in ranks}
         return "; ".join(f"rank {rank} {text}" for rank, text in found.items() if text)
 
-    def _found_by(self, ranks: Sequence[int]) -> str:
-        return next(filter(None, (self._read("found", rank) for rank in ranks)), "")
+    def _told_by(self, ranks: Sequence[int]) -> str:
+        return self._raised_by(ranks) or next(filter(None, (self._read("found", rank) for rank in ranks)), "")
 
     def _silent(self, others: Sequence[int]) -> str | None:
         """Names the ranks that do not answer. None if all do."""
         silent, answers = self._ask(others)
         # Those that ended meanwhile may have told why.
-        told = self._raised_by(others) or self._found_by(others)
-        if told:
+        if told := self._told_by(others):
             return told
         if silent:
             which = " and ".join(f"rank {rank}" for rank in silent)

@@ -121,18 +121,6 @@ def count_reduced_elements() -> Callable[[], list[int]]:
     return stop
 
 
-def plain_backward_is_reduced_by_the_wrapper_after_a_step(rank: int) -> None:
-    """The wrappers are left as they were: the user's own backward still averages."""
-    model = tower(1)
-    wrapped = DistributedDataParallel(model)
-    GradCache([wrapped], 2, square)(batch(4, rank))
-    model.zero_grad()
-    wrapped(batch(4, rank)).square().sum().backward()
-    expected = tower(1)
-    (sum(expected(batch(4, k)).square().sum() for k in range(2)) / 2).backward()
-    assert_same([model], [expected])
-
-
 def unused_parameters_and_gradients_of_before(rank: int) -> None:
     """A tower that one process's loss ignores counts 0 there; what was in ``.grad`` is not averaged again."""
     models = [tower(1), tower(2), tower(3)]
@@ -437,7 +425,6 @@ CLAIMS: dict[str, Callable[[int], None]] = {
     "also for a static graph": partial(compare, rows=[4, 4], chunk=3, negatives=0, static=True),
     "also by tiles": partial(compare, rows=[5, 3], chunk=2, negatives=1, tiles=2),
     "also for a learnable temperature": partial(compare, rows=[3, 4], chunk=1, negatives=0, temperature=True),
-    "a wrapper reduces the user's own backward after a step": plain_backward_is_reduced_by_the_wrapper_after_a_step,
     "a tower unused in one process counts zero there": unused_parameters_and_gradients_of_before,
     "a training step begins with the buffers of rank 0": buffers_follow_rank_0,
     "decorators gather over processes of different sizes": functional,

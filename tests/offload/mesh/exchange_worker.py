@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,9 @@ def values_of(states: dict[str, Any]) -> dict[str, Tensor]:
     return values
 
 
-def write(folder: Path, name: str, pair: Pair, *, hurried: bool = False) -> None:
+def write(folder: Path, name: str, make: Callable[[], Pair], *, hurried: bool = False) -> None:
     """Trains one step and saves; ``hurried``: in the background, while two more steps run."""
+    pair = make()
     train(pair, 0)
     states = states_of(pair)
     states["loader"] = {"batches": 1}
@@ -98,8 +99,9 @@ def write(folder: Path, name: str, pair: Pair, *, hurried: bool = False) -> None
         torch.save(expected, folder / f"{name}.pt")
 
 
-def read(folder: Path, name: str, pair: Pair) -> None:
+def read(folder: Path, name: str, make: Callable[[], Pair]) -> None:
     """Loads, and compares with what was written; then the next step must be possible."""
+    pair = make()
     states = states_of(pair)
     state_dict_loader.load(states, checkpoint_id=folder / name)
     set_state_dict(*pair, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
@@ -127,35 +129,22 @@ def written_as_safetensors(folder: Path) -> None:
 
 def stages(folder: Path) -> list[tuple[int, dict[str, Callable[[], None]]]]:
     """By the number of ranks, in their order."""
-    by_one = {"one process": lambda: write(folder, "one", ours(1, 3))}
-    by_two = {
-        "two ranks": lambda: write(folder, "two", ours(1, 4)),
-        "two ranks, with an optimizer of torch": lambda: write(folder, "torch", with_torch(1)),
-        "two ranks, in the background": lambda: write(folder, "hurried", ours(1, 2, folder), hurried=True),
-        "FSDP2": lambda: write(folder, "fsdp", fsdp(1)),
-        "safetensors": lambda: written_as_safetensors(folder),
-        **{f"rows, {name}": partial(_write_rows, folder, name) for name in TABLES},
+    by_one: dict[str, Callable[[], None]] = {"one process": partial(write, folder, "one", partial(ours, 1, 3))}
+    by_two: dict[str, Callable[[], None]] = {
+        "two ranks": partial(write, folder, "two", partial(ours, 1, 4)),
+        "two ranks, with an optimizer of torch": partial(write, folder, "torch", partial(with_torch, 1)),
+        "two ranks, in the background": partial(write, folder, "hurried", partial(ours, 1, 2, folder), hurried=True),
+        "FSDP2": partial(write, folder, "fsdp", partial(fsdp, 1)),
+        "safetensors": partial(written_as_safetensors, folder),
+        **{f"rows, {name}": partial(write, folder, name, partial(table, kind, 1)) for name, kind in TABLES.items()},
     }
     names = ("one", "two", "torch", "hurried", "fsdp")
-    by_three = {f"{name}, read by three": partial(_read_by_ours, folder, name, 2) for name in names}
-    by_three |= {f"{name}, read by FSDP2": partial(_read_by_fsdp, folder, name) for name in names}
-    alone = {f"{name}, read by one process": partial(_read_by_ours, folder, name, 5) for name in names}
-    by_three |= {f"rows, {name}, read by three": partial(_read_rows, folder, name) for name in TABLES}
-    alone |= {f"rows, {name}, read by one process": partial(_read_rows, folder, name) for name in TABLES}
+    rows = {name: partial(table, kind, 7) for name, kind in TABLES.items()}
+
+    def reading(title: str, makers: Mapping[str, Callable[[], Pair]]) -> dict[str, Callable[[], None]]:
+        return {f"{name}, read by {title}": partial(read, folder, name, make) for name, make in makers.items()}
+
+    by_three = reading("three", dict.fromkeys(names, partial(ours, 7, 2, folder)) | rows)
+    by_three |= reading("FSDP2", dict.fromkeys(names, partial(fsdp, 7)))
+    alone = reading("one process", dict.fromkeys(names, partial(ours, 7, 5)) | rows)
     return [(1, by_one), (2, by_two), (3, by_three), (1, alone)]
-
-
-def _read_by_ours(folder: Path, name: str, slices: int) -> None:
-    read(folder, name, ours(7, slices, folder if slices == 2 else "cpu"))
-
-
-def _write_rows(folder: Path, name: str) -> None:
-    write(folder, name, table(TABLES[name], 1))
-
-
-def _read_rows(folder: Path, name: str) -> None:
-    read(folder, name, table(TABLES[name], 7))
-
-
-def _read_by_fsdp(folder: Path, name: str) -> None:
-    read(folder, name, fsdp(7))
