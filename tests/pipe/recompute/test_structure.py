@@ -211,16 +211,6 @@ def test_layers_replaced_between_forward_and_backward_are_named(
     assert model[2][0].weight.grad is not None  # type: ignore[index]
 
 
-def test_without_checkpointing_gradients_accumulate_in_the_parameter_of_the_forward() -> None:
-    model = pipe("never")
-    old = model[2][0].weight  # type: ignore[index]
-    y = model(torch.randn(4, WIDTH))
-    replace_parameter(model)
-    y.sum().backward()
-    assert old.grad is not None
-    assert model[2][0].weight.grad is None  # type: ignore[index]
-
-
 def test_a_layer_that_is_replaced_between_forward_and_backward_runs_again_in_its_own_recomputation() -> None:
     """The stage of an earlier forward keeps the layers that it ran, as a graph would."""
     model = pipe("always")
