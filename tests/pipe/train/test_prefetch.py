@@ -39,9 +39,7 @@ def test_a_module_that_is_called_with_other_objects_than_were_prefetched_is_refu
     pipeline, batches = prefetching(lab, SparseNet(FakeCached, use)), iter(lab.batches(5))
     for _ in range(2):
         pipeline.progress(batches)
-    with pytest.raises(
-        RuntimeError, match="has prefetched rows for other objects.*TrainPipelineSparseDist"
-    ):
+    with pytest.raises(RuntimeError, match=r"has prefetched rows for other objects.*TrainPipelineSparseDist"):
         pipeline.progress(batches)
 
 
