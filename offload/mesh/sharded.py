@@ -137,8 +137,8 @@ class MeshParameters(PublicParameters):
         self._all: list[ShownParameter] = []
         #: By each of their three forms.
         self._forms: dict[nn.Parameter, ShownParameter] = {}
-        #: Where modules hold parameters: a register of theirs, or a list.
-        self._places: list[tuple[Any, Any, ShownParameter]] = []
+        #: Where modules hold parameters. Recurrent layers follow their registers themselves.
+        self._places: list[tuple[dict[str, Any], str, ShownParameter]] = []
         modules = dict.fromkeys(m for shard in shards for layer in shard.layers for m in layer.modules())
         stored = [
             (s.parameter, here.parameter, part)
@@ -170,13 +170,12 @@ class MeshParameters(PublicParameters):
         new = [ShownParameter(one, whole, self._new(one, whole, part), part) for one, whole, part in parameters]
         self._all += new
         self._forms.update((form, p) for p in new for form in (p.stored, p.shown, p.whole))
-        for module in modules:
-            places: list[Any] = [module._parameters]
-            if isinstance(module, nn.RNNBase):
-                places.append(module._flat_weights)  # with these it computes
-            for place in places:
-                held = place.items() if isinstance(place, dict) else enumerate(place)
-                self._places += [(place, key, self._forms[p]) for key, p in held if p in self._forms]
+        self._places += [
+            (module._parameters, key, self._forms[p])
+            for module in modules
+            for key, p in module._parameters.items()
+            if p is not None
+        ]
         return new
 
     def _new(self, stored: nn.Parameter, whole: nn.Parameter, part: Part) -> nn.Parameter:
@@ -235,8 +234,8 @@ class MeshParameters(PublicParameters):
         self._inside += 1
         try:
             if self._inside == 1:
-                for place, key, p in self._places:
-                    place[key] = p.whole
+                for register, key, p in self._places:
+                    register[key] = p.whole
             yield
         finally:
             self._inside -= 1
@@ -256,8 +255,8 @@ class MeshParameters(PublicParameters):
                 raise
 
     def _show(self) -> None:
-        for place, key, p in self._places:
-            place[key] = p.shown
+        for register, key, p in self._places:
+            register[key] = p.shown
         new = []
         for p in self._all:
             gradient = p.stored.grad
@@ -498,15 +497,15 @@ class MeshParameters(PublicParameters):
         """A context in which modules outside of blocks have ``values_of`` trained parameters in place of these."""
         trained = [p for p in self._outside if p.whole.requires_grad]
         values = dict(zip(trained, values_of(trained), strict=True))
-        places = [(place, key, p) for place, key, p in self._places if p in values]
+        places = [(register, key, p) for register, key, p in self._places if p in values]
         try:
-            for place, key, p in places:
-                place[key] = value = values[p]
+            for register, key, p in places:
+                register[key] = value = values[p]
                 value._is_param = True
             yield
         finally:
-            for place, key, p in places:
-                place[key] = p.whole
+            for register, key, p in places:
+                register[key] = p.whole
 
     def store_replicated(self, gradients: dict[nn.Parameter, Tensor]) -> None:
         """Adds the means over ranks of gradients of what each rank stores whole to the stored ones; empties the dict.

@@ -31,18 +31,18 @@ class Recurrent(nn.Module):
         super().__init__()
         self.recurrent = nn.LSTM(WIDTH, WIDTH, batch_first=True)
 
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+    def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
         return x + scale * self.recurrent(x)[0]
 
 
 class Twice(Encoder):
-    """Calls its first block again at the end; its second one is recurrent."""
+    """Calls its first block again at the end; its second one is recurrent, as is what comes between blocks."""
 
     order = (0, 1, 2, 0)
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers[1] = Recurrent()
+        self.layers[1], self.between = Recurrent(), Recurrent()
 
 
 def graphs_of_two_forwards_used_twice_or_with_a_block_called_twice_have_the_gradients_of_one_process(
