@@ -75,13 +75,15 @@ def check_claims(stages: Iterable[tuple[int, Mapping[str, Callable[[], None]]]],
 
 
 def main(folder: str, *workers: str) -> None:
-    """Prints how the claims of the ``stages(folder)`` of these modules are broken, by module."""
+    """Prints how the claims of modules are broken, by module; each one's name, or with those of its stages: "a/b"."""
     torch.set_num_threads(1)
-    modules = {name: importlib.import_module(f"tests.offload.mesh.{name}") for name in workers}
-    places = {name: Path(folder) / name for name in workers}
-    for place in places.values():
+    made: list[tuple[str, Path, Any]] = []
+    for name in workers:
+        module, *titles = name.split("/")
+        place = Path(folder) / module
         place.mkdir()
-    print(json.dumps({name: check_claims(modules[name].stages(place), place) for name, place in places.items()}))
+        made.append((name, place, importlib.import_module(f"tests.offload.mesh.{module}").stages(place, *titles)))
+    print(json.dumps({name: check_claims(stages, place) for name, place, stages in made}))
 
 
 def _how_broken(ranks: int, store: Path, claim: Callable[[], None], rank: int) -> str:

@@ -6,6 +6,7 @@ A claim that fails on one rank only ends the others by the timeout of the group.
 from __future__ import annotations
 
 import copy
+import json
 import math
 import warnings
 import weakref
@@ -53,6 +54,7 @@ from tests.offload.mesh.world import (
     whole,
 )
 from tests.offload.open_files import open_files
+from tests.programs import run_program
 from tests.waits import find_sites, take_out
 
 # --- gradients and training -------------------------------------------------------------------------------------------
@@ -737,8 +739,8 @@ STAGES: dict[str, tuple[int, Sequence[Callable[[World], None]], Transport]] = {
 }
 
 
-def stages(folder: Path) -> Iterator[tuple[int, dict[str, Callable[[], None]]]]:
-    """The claims of each stage, by name; ranks wait for each other after one."""
+def stages(folder: Path, *titles: str) -> Iterator[tuple[int, dict[str, Callable[[], None]]]]:
+    """The claims of these stages, by name; ranks wait for each other after one."""
 
     def check(claim: Callable[[World], None], ranks: int, transport: Transport, folder: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -751,7 +753,8 @@ def stages(folder: Path) -> Iterator[tuple[int, dict[str, Callable[[], None]]]]:
     warnings.filterwarnings("error", category=UserWarning, module="offload")
     distributed: Any = dist  # its annotations leave these out
     levels = distributed.DebugLevel
-    for title, (ranks, claims, transport) in STAGES.items():
+    for title in titles:
+        ranks, claims, transport = STAGES[title]
         # Torch then refuses collectives that are not the same on all ranks, which doubles the time of each.
         distributed.set_debug_level(levels.DETAIL if ranks > 2 else levels.OFF)
         (folder / title / "homes").mkdir(parents=True)
@@ -762,4 +765,15 @@ def name_of(claim: Callable[[World], None], title: str) -> str:
     return f"{claim.__name__}, {title}"
 
 
-NAMES = [name_of(claim, title) for title, (_, claims, _) in STAGES.items() for claim in claims]
+def names_of(*titles: str) -> list[str]:
+    return [name_of(claim, title) for title in titles for claim in STAGES[title][1]]
+
+
+def broken_claims(folder: Path, *titles: str) -> dict[str, str]:
+    """How claims of these stages are broken, by their names."""
+    code = "import sys; from tests.offload.mesh.forked import main; main(*sys.argv[1:])"
+    worker = "/".join(["mesh_worker", *titles])
+    done = run_program(code, folder, worker, seconds=900)  # a claim that hangs is ended by the timeout of its ranks
+    assert done.status == 0, done.errors
+    found: dict[str, str] = json.loads(done.output.splitlines()[-1])[worker]
+    return found

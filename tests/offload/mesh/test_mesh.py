@@ -1,8 +1,7 @@
-"""``OffloadModel(mesh=...)`` in two and four processes: the claims of ``mesh_worker``."""
+"""``OffloadModel(mesh=...)`` in two processes: claims of ``mesh_worker``; those of four are in another file."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.offload.mesh import mesh_worker
-from tests.programs import run_program
+from tests.offload.mesh.mesh_worker import broken_claims, names_of
 
 ROOT = Path(__file__).parents[3]
+STAGES = "two", "device"
 EXAMPLE = ROOT / "docs" / "examples" / "train_on_a_mesh.py"
 
 pytestmark = pytest.mark.skipif(
@@ -24,16 +23,10 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """How claims are broken, by their names."""
-    code = "import sys; from tests.offload.mesh.forked import main; main(*sys.argv[1:])"
-    # A claim that hangs is ended by the timeout of its ranks.
-    done = run_program(code, tmp_path_factory.mktemp("mesh"), "mesh_worker", seconds=900)
-    assert done.status == 0, done.errors
-    found: dict[str, str] = json.loads(done.output.splitlines()[-1])["mesh_worker"]
-    return found
+    return broken_claims(tmp_path_factory.mktemp("mesh"), *STAGES)
 
 
-@pytest.mark.parametrize("claim", mesh_worker.NAMES)
+@pytest.mark.parametrize("claim", names_of(*STAGES))
 def test_claim_about_ranks(broken: dict[str, str], claim: str) -> None:
     assert broken[claim] == ""
 
