@@ -82,11 +82,6 @@ class Settings:
     chunks: tuple[int, ...] = option((1, 4, 16, 64, 256), "numbers of chunks, of the part chunks")
     chunked_dim: int = option(512, "channels of the part chunks", least=64, multiple=64)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step of the part time."""
-        return 2 * self.pairs * self.positions
-
 
 @dataclass(frozen=True)
 class Batch(Texts):
@@ -158,9 +153,9 @@ def report(run: Run) -> list[str]:
         ),
     }
     return [
-        f"## Time\n\n{parameters / 1e6:.0f} M parameters, {settings.tokens:,} tokens in {2 * settings.pairs} "
-        f"rows of {settings.positions}, chunks of {settings.chunk} rows ({settings.chunk * settings.positions} "
-        f"tokens). {REFERENCE!r} is the package over `torch.utils.checkpoint`.",
+        f"## Time\n\n{parameters / 1e6:.0f} M parameters, {2 * settings.pairs * settings.positions:,} tokens in "
+        f"{2 * settings.pairs} rows of {settings.positions}, chunks of {settings.chunk} rows "
+        f"({settings.chunk * settings.positions} tokens). {REFERENCE!r} is the package over `torch.utils.checkpoint`.",
         case_table(groups["time"], times, "method"),
         f"## Largest exact batch in fixed memory\n\nEach process may take {settings.limit} MiB beyond "
         "interpreter, torch and a step of two pairs.",
@@ -225,7 +220,7 @@ def bounds(run: Run) -> list[str]:
 def claims(run: Run) -> list[Claim]:
     """Ours on disk, beside the package over ``torch.utils.checkpoint`` in memory."""
     reference = run.find(REFERENCE, "peaks")
-    tokens, parameters = run.settings.tokens, reference.result["parameters"] / 1e6
+    tokens, parameters = 2 * run.settings.pairs * run.settings.positions, reference.result["parameters"] / 1e6
     batch = f"gradients of a contrastive batch of {tokens:,} tokens, {parameters:.0f} M parameters"
     beside = "all in memory, GradCache over `torch.utils.checkpoint`"
     memory = run.find(FUSED, "peaks").above() / reference.above()

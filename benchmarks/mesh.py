@@ -75,11 +75,6 @@ def _case(method: str, settings: Settings) -> Case:
     return Case(NAMES[method], target, arguments, GIVE_BACK, peer=PEERS.get(method, ""), ranks=ranks)
 
 
-def ratios_to_ours(outcome: Outcome) -> list[float]:
-    """Times of ours on disk to those of a method, step by step."""
-    return [1 / ratio for ratio in outcome.ratios()]
-
-
 def report(run: Run) -> list[str]:
     """A table, and what its columns count."""
     found, settings = run.groups["in turn"], run.settings
@@ -88,7 +83,7 @@ def report(run: Run) -> list[str]:
         "memory a rank": lambda o: mebibytes(o.above()),
         "ours to theirs": lambda o: "-" if o is ours or ours is None else f"{_memory_ratio(ours, o):.2f}",
         "s/step": lambda o: f"{o.median():.2f}",
-        "ours to theirs, time": lambda o: "-" if o is ours else spread(ratios_to_ours(o), 2),
+        "ours to theirs, time": lambda o: "-" if o is ours else spread((1 / ratio for ratio in o.ratios()), 2),
         "CPU s": lambda o: f"{o.median('processor'):.2f}",
         "received": lambda o: mebibytes(o.median("received")) if o.case.ranks > 1 else "-",
         "files, read and written": lambda o: mebibytes(o.median("read") + o.median("written")),
@@ -143,7 +138,7 @@ def claims(run: Run) -> list[Claim]:
     size = run.settings.training.parameters / 1e6
     set_up = f"{run.settings.ranks} ranks train {size:.0f} M parameters with clipping and AdamW, all state on disk"
     return [
-        Claim(set_up, other.title, ratios_to_ours(other), _memory_ratio(ours, other))
+        Claim(set_up, other.title, [1 / ratio for ratio in other.ratios()], _memory_ratio(ours, other))
         for other in found
         if ours is not None and other is not None
     ]

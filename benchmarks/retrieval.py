@@ -34,7 +34,6 @@ from benchmarks.models.methods import DISK, METHODS, RESIDENT, take_turns
 OURS = "gradcache-offload"
 LENGTHS = (12, 28)  # tokens of a description and of a source
 PAIRS_SEEN = 480  # by default: larger batches take fewer steps
-MINIMUM_STEPS = 2
 #: Of each: how it is trained, with which arguments, and how a batch goes through the model.
 WAYS: dict[str, tuple[str, dict[str, Any], str]] = {
     "whole": (RESIDENT, {"checkpointed": False}, WHOLE),
@@ -42,6 +41,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], str]] = {
     OURS: (DISK, {}, GRADCACHE),
 }
 NAMES = {"whole": "whole batch", "gradcache": "GradCache", OURS: "GradCache + offload"}
+WHEN = ("before", "after")
 TOKENS = Path("tokens.pt")  # a case works in the folder of the run
 TOLERANCE = 1e-4  # of losses
 # Freed blocks are returned at once, in every case: else peaks and cap would depend on what each heap keeps.
@@ -74,7 +74,7 @@ class Settings:
     @property
     def training_steps(self) -> int:
         """Training steps of each method."""
-        return max(MINIMUM_STEPS, PAIRS_SEEN // self.batch) if self.steps is None else self.steps
+        return max(2, PAIRS_SEEN // self.batch) if self.steps is None else self.steps
 
 
 def measure(run: Run) -> None:

@@ -72,7 +72,7 @@ def rows_of_micro_batches(value: Any, chunks: int) -> list[int]:
     The tensors of a single micro-batch may differ in dimension 0; its rows are the largest one.
     """
     if chunks == 1:
-        return [max((leaf.size(0) for leaf in flatten(value)[0] if _is_split(leaf)), default=1)]
+        return [max([leaf.size(0) for leaf in flatten(value)[0] if _is_split(leaf)], default=1)]
     rows = rows_of(value)
     count = min(chunks, max(rows, 1))
     return [rows // count + (i < rows % count) for i in range(count)]
@@ -86,7 +86,7 @@ def split_nested(value: Any, chunks: int, device: torch.device | None = None) ->
     """
     if chunks < 1:
         raise ValueError(f"expected at least 1 micro-batch, got chunks={chunks}")
-    count = len(rows_of_micro_batches(value, chunks))
+    count = 1 if chunks == 1 else len(rows_of_micro_batches(value, chunks))
     leaves, spec = flatten(value)
     columns: list[Sequence[Any]] = []
     for leaf in leaves:
@@ -255,7 +255,7 @@ def check_rows(values: Sequence[Any], call: Any) -> None:
 
 def check(input: Any) -> None:
     """Refuses a mini-batch without a tensor."""
-    if not any(isinstance(leaf, (Tensor, NoChunk)) for leaf in flatten(input)[0]):
+    if not isinstance(input, Tensor) and not any(isinstance(leaf, (Tensor, NoChunk)) for leaf in flatten(input)[0]):
         raise TypeError(
             f"expected a tensor or a nested value with tensors, got {type(input).__name__} without any; "
             f"pass the mini-batch as a tensor, or as a tuple or another pytree node of tensors"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from offload.engine.homes import ModelHomes
 from offload.engine.observed import ObservedStep
-from offload.engine.passes import Slots, before
+from offload.engine.passes import Slots
 from offload.engine.visit import Visit
 from offload.engine.weights import Weights
 from offload.planning.plan import Kind
@@ -119,7 +119,7 @@ class Backward:
         return self._visited_views
 
     def _use(self, visit: Visit) -> None:
-        self.slots.use(visit.weights.shard.index, before(visit.uses, visit.place))
+        self.slots.use(visit.weights.shard.index, reversed(visit.uses[: visit.place]))
 
     def check_before_outside(self, outputs: Any, life: weakref.ref[Life]) -> None:
         """Makes a backward from the outputs compare weights before parameters outside of the blocks get gradients."""
@@ -254,8 +254,9 @@ class Backward:
             hooked = [p for weights in self.weights for p in weights.shard.parameters if has_hooks(p)]
         try:
             self._begin()
+            waiting = max(0, sum(1 for _ in self.graphs) - 1)  # forwards that need theirs besides the running one
             self.updates = self.streamer.gradient_offload.begin(
-                self._waiting(), hooked, stores=accumulates_everywhere(), order=uses
+                waiting, hooked, stores=accumulates_everywhere(), order=uses
             )
             shared = self.streamer.slot_pool.shared
             if not (shared or self.homes.weights_are_frozen or self.last is None or self.last is life):
@@ -270,10 +271,6 @@ class Backward:
         except BaseException:
             self.abort()
             raise
-
-    def _waiting(self) -> int:
-        """Forwards that still need their backward, besides the running one."""
-        return max(0, sum(1 for _ in self.graphs) - 1)
 
     def _finish(self, backward: _Running) -> None:
         try:

@@ -52,7 +52,7 @@ class _Boundary:
         self.uses = 0
         #: Of its parts in scratch space, and what puts these together.
         self.tickets: list[Any] = []
-        self.join: Callable[[Sequence[Tensor]], Tensor] | None = None
+        self.join: Callable[..., Tensor] | None = None
         #: Of the write, and of the read that is under way.
         self.arrival: Arrival | None = None
         self.fetching: tuple[Arrival, list[Tensor]] | None = None
@@ -137,7 +137,7 @@ class Boundaries:
     def _write_earliest(self) -> bool:
         """Writes the earliest tensor that is in memory only; False if there is none."""
         held = list(self._held.values())[:-1]  # the last one is used by the cell that runs, and first by backward
-        boundary = next((b for b in held if b.tensor is not None and take_apart(b.tensor).tensors), None)
+        boundary = next((b for b in held if b.tensor is not None and take_apart(b.tensor)[0]), None)
         if boundary is None:
             return False
         while len(self._writing) >= WRITES_IN_FLIGHT:
@@ -145,13 +145,12 @@ class Boundaries:
         tensor, tickets, nbytes = boundary.tensor, boundary.tickets, boundary.nbytes
         assert tensor is not None
         _check(tensor, boundary.version)
-        parts = take_apart(tensor)
-        boundary.join = parts.join
+        parts, boundary.join = take_apart(tensor)
         token = self._done(Kind.SPILL, boundary.cell)
 
         def store() -> None:  # refers to this object, whose end closes the scratch space
             with self._meter.on_lane("boundary", token, nbytes):
-                tickets.extend(self._scratch.store(part) for part in parts.tensors)
+                tickets.extend(self._scratch.store(part) for part in parts)
 
         self._let_go(boundary)
         boundary.arrival = self._lane.submit("spill boundary", store)
@@ -187,7 +186,7 @@ class Boundaries:
                     # Allocated on the lane's stream. Without this, its memory is used again there while cells read it.
                     part.record_stream(torch.cuda.current_stream(part.device))
             boundary.fetching = None
-            boundary.tensor = tensor = boundary.join(parts)
+            boundary.tensor = tensor = boundary.join(*parts)
             boundary.version = tensor._version
             self._away.pop(boundary.order, None)
             self._hold(boundary)

@@ -264,7 +264,7 @@ class Cell:
         for k in written:
             owner, s = shard.places[k]
             home = owner.home_view(s)
-            if visit is not None:
+            if visit is not None and visit.casts:
                 keep_casts(visit, k, home.to(self.views[k].device, self.views[k].dtype))
             if visit is not None and not block.keeps:  # the run may be undone
                 visit.written.append((k, home.clone()))

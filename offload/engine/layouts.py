@@ -7,80 +7,63 @@ tensors (a subclass, an opaque layout) stay in memory, since their parts are unk
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from pipe.nested import COMPRESSED
 
-__all__ = ["Parts", "bytes_of_boundary", "take_apart"]
+__all__ = ["bytes_of_boundary", "take_apart"]
+
+#: Builds a tensor from parts like its own. It does not hold these.
+Join = Callable[..., Tensor]
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a tensor."""
+def take_apart(tensor: Tensor) -> tuple[list[Tensor], Join]:
+    """The parts of a detached tensor, strided and of no subclass, and what builds it; none if they are unknown.
 
-    #: Strided tensors without a graph, of no subclass; empty if the tensor cannot be stored elsewhere.
-    tensors: Sequence[Tensor]
-    #: Builds the tensor from equal parts. It must not hold these.
-    join: Callable[[Sequence[Tensor]], Tensor]
-
-
-def take_apart(tensor: Tensor) -> Parts:
-    """The parts of a detached tensor. Memory is shared, not copied."""
+    Memory is shared, not copied.
+    """
     if type(tensor) in (Tensor, torch.nn.Parameter):
         if tensor.layout is torch.strided:
-            return Parts([tensor], lambda parts: parts[0])
-        if tensor.layout is torch.sparse_coo:
-            return _coo(tensor)
-        if tensor.layout in COMPRESSED:
-            return _compressed(tensor)
+            return [tensor], _same
+        size, layout = tensor.size(), tensor.layout
+        if layout is torch.sparse_coo:
+            parts = [tensor._indices(), tensor._values()]
+            coalesced = tensor.is_coalesced()
+            return parts, partial(torch.sparse_coo_tensor, size=size, is_coalesced=coalesced, check_invariants=False)
+        if layout in COMPRESSED:
+            by_row = layout in (torch.sparse_csr, torch.sparse_bsr)
+            outer = tensor.crow_indices() if by_row else tensor.ccol_indices()
+            inner = tensor.col_indices() if by_row else tensor.row_indices()
+            join = partial(torch.sparse_compressed_tensor, size=size, layout=layout, check_invariants=False)
+            return [outer, inner, tensor.values()], join
     if tensor.is_nested and tensor.layout is torch.jagged:
         return _jagged(tensor)
-    return Parts([], lambda parts: tensor)
+    return [], _same
 
 
-def _coo(tensor: Tensor) -> Parts:
-    size, coalesced = tensor.size(), tensor.is_coalesced()
-
-    def join(parts: Sequence[Tensor]) -> Tensor:
-        indices, values = parts
-        return torch.sparse_coo_tensor(indices, values, size, is_coalesced=coalesced, check_invariants=False)
-
-    return Parts([tensor._indices(), tensor._values()], join)
+def _same(part: Tensor) -> Tensor:
+    return part
 
 
-def _compressed(tensor: Tensor) -> Parts:
-    size, layout = tensor.size(), tensor.layout
-    by_row = layout in (torch.sparse_csr, torch.sparse_bsr)
-    outer, inner = (
-        (tensor.crow_indices(), tensor.col_indices()) if by_row else (tensor.ccol_indices(), tensor.row_indices())
-    )
-
-    def join(parts: Sequence[Tensor]) -> Tensor:
-        outer, inner, values = parts
-        return torch.sparse_compressed_tensor(outer, inner, values, size, layout=layout, check_invariants=False)
-
-    return Parts([outer, inner, tensor.values()], join)
-
-
-def _jagged(tensor: Tensor) -> Parts:
+def _jagged(tensor: Tensor) -> tuple[list[Tensor], Join]:
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     stay = {name: getattr(tensor, name) for name in names if name != "_values"}
     kind, size, stride = type(tensor), tensor.size(), tensor.stride()
 
-    def join(parts: Sequence[Tensor]) -> Tensor:
-        joined: Tensor = kind.__tensor_unflatten__({**stay, "_values": parts[0]}, context, size, stride)  # type: ignore[attr-defined]
+    def join(values: Tensor) -> Tensor:
+        joined: Tensor = kind.__tensor_unflatten__({**stay, "_values": values}, context, size, stride)  # type: ignore[attr-defined]
         return joined
 
-    return Parts([tensor.values()], join)
+    return [tensor.values()], join
 
 
 def bytes_of_boundary(tensor: Tensor) -> int:
     """Bytes of a tensor's elements; of a sparse or nested one, those stored, with their indices."""
     if tensor.layout is torch.strided and not tensor.is_nested:
         return tensor.numel() * tensor.element_size()
-    parts = take_apart(tensor).tensors
+    parts, _ = take_apart(tensor)
     return sum(part.numel() * part.element_size() for part in parts) if parts else int(tensor.numel()) * tensor.itemsize

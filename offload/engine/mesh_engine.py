@@ -28,7 +28,7 @@ from offload.engine.backward import Backward
 from offload.engine.block import Block
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
-from offload.engine.passes import Slots, before
+from offload.engine.passes import Slots
 from offload.engine.visit import Visit
 from offload.engine.weights import Weights
 from offload.mesh.gradients import MeshGradientOffload
@@ -111,7 +111,7 @@ class MeshBackward(Backward):
                 self._public.leave_order(f"shard {j} in backward", way.place)
             else:
                 self._go_on(way, place)
-        self.slots.use(j, before(way.uses, way.place))
+        self.slots.use(j, reversed(way.uses[: way.place]))
 
     def _agree(self, words: Sequence[str], place: int = -1) -> int:
         self._agreed = True
@@ -120,7 +120,7 @@ class MeshBackward(Backward):
     def _go_on(self, way: _Way, place: int) -> None:
         """Takes part in what other ranks do with the shards before that at ``place``."""
         while way.place > place:
-            self.slots.use(way.uses[way.place], before(way.uses, way.place))
+            self.slots.use(way.uses[way.place], reversed(way.uses[: way.place]))
             self._leave_empty(way)
             way.place -= 1
 

@@ -106,8 +106,3 @@ class Forward:
         elif self._returns:
             yield from reversed(rest)
             yield from reversed(self.uses if self._common else self.graphed)
-
-
-def before(uses: Sequence[int], place: int) -> Iterator[int]:
-    """The shards that a backward uses after that at ``place`` of ``uses``, those of its forward with a graph."""
-    return reversed(uses[:place])

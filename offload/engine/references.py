@@ -61,22 +61,15 @@ class References:
         return any(shard.home is not None and shard.count_home_owners() != shard.home_uses for shard in self._shards)
 
 
-def _unheld() -> int:
-    """How many references ``sys.getrefcount`` counts in the loop above besides the known ones, in this Python."""
-    held = {nn.Parameter(torch.empty(0)): 1}
+def _unheld() -> tuple[int, int]:
+    """What ``sys.getrefcount`` counts in the loop above besides the known references, in this Python."""
+    held = {nn.Parameter(torch.ones(1)): 1}
     for parameter, ours in held.items():
-        return sys.getrefcount(parameter) - ours
+        parameter.grad = torch.ones(1)
+        gradient = parameter.grad
+        return sys.getrefcount(parameter) - ours, sys.getrefcount(gradient)
     raise AssertionError
 
 
-def _unheld_gradient() -> int:
-    parameter = nn.Parameter(torch.ones(1))
-    parameter.grad = torch.ones(1)
-    gradient = parameter.grad
-    return sys.getrefcount(gradient)
-
-
-_UNHELD_GRADIENT = _unheld_gradient()
-
-#: The count above without other holders: references of the expressions themselves.
-_UNHELD = _unheld()
+#: Of a parameter, and of its gradient, without other holders: references of the expressions themselves.
+_UNHELD, _UNHELD_GRADIENT = _unheld()

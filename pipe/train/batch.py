@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_, itemgetter, setitem
 from typing import Any
 
 import torch
@@ -52,17 +52,14 @@ def _moved(value: Any, device: torch.device) -> Any:
     moved = {name: move(item, device) for name, item in items.items()}
     if all(map(is_, moved.values(), items.values())):
         return value
-    if isinstance(value, Mapping):
-        if not isinstance(value, MutableMapping):
-            return moved
-        value = copy.copy(value)  # keeps the type
-        value.update(moved)
-        return value
-    # Not dataclasses.replace: it calls __init__ again, which refuses init=False fields and may compute values.
-    value = copy.copy(value)
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return moved
+    # Keeps the type. Not dataclasses.replace: it calls __init__ again, which refuses init=False fields and may compute
+    # values.
+    copied, put = copy.copy(value), setitem if isinstance(value, Mapping) else object.__setattr__
     for name, item in moved.items():
-        object.__setattr__(value, name, item)
-    return value
+        put(copied, name, item)
+    return copied
 
 
 #: Steps from a batch to an object inside it: functions of what was reached.

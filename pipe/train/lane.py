@@ -165,5 +165,4 @@ class Lanes:
     @classmethod
     def serial(cls) -> Lanes:
         """Everything in the caller's thread, in order: a baseline, and for loaders that are bound to that thread."""
-        lane = InlineLane()
-        return cls(load=lane, copy=lane, distribute=lane, prefetch=lane)
+        return cls(*[InlineLane()] * 4)

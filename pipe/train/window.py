@@ -212,11 +212,10 @@ class Window:
         parameters = _parameters(*self.optimizers)
         if state["kind"] != self._kind():
             raise ValueError(f"expected the state of a pipeline with {self._kind()}, got {state['kind']}")
+        self.scaler.load_state_dict(state["scaler"])
         if state["position"]:
             for parameter, grad in zip(parameters, state["gradients"], strict=True):
                 parameter.grad = None if grad is None else grad.to(parameter.device, copy=True)
-        self.scaler.load_state_dict(state["scaler"])
-        if state["position"]:
             # A scaler initializes its scale tensor with the first loss; finish() may step before any loss.
             self.scaler.scale(torch.zeros((), device=parameters[0].device))
         self.position, self.steps = state["position"], state["steps"]

@@ -190,26 +190,14 @@ class Casting(nn.Module):
 # --- autocast ---------------------------------------------------------------------------------------------------------
 
 
-class ByHand(nn.Module):
+def by_hand(layer: nn.Linear, x: Tensor) -> Tensor:
     """Casts by itself, a part of its weight only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH) / WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.double() @ self.weight[:, ::2].double().t()).to(x.dtype)
+    return (x.double() @ layer.weight[:, ::2].double().t()).to(x.dtype)
 
 
-class Conjugate(nn.Module):
+def conjugate(layer: nn.Linear, x: Tensor) -> Tensor:
     """Computes with the conjugate of its weight, which is a view of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64) / WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.to(torch.complex64) * self.weight.conj().sum(0) * self.weight.conj()[0]).abs().to(x.dtype)
+    return (x.to(torch.complex64) * layer.weight.conj().sum(0) * layer.weight.conj()[0]).abs().to(x.dtype)
 
 
 def convolution(layer: Any, x: Tensor) -> Tensor:
@@ -224,8 +212,8 @@ AUTOCAST: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "frozen": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
     "conv": lambda: Call(convolution, nn.Conv2d(6, 6, 3, padding=1).to(memory_format=torch.channels_last)),
-    "by hand": ByHand,
-    "conjugate": Conjugate,
+    "by hand": lambda: Call(by_hand, nn.Linear(2 * WIDTH, WIDTH, bias=False)),
+    "conjugate": lambda: Call(conjugate, nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.complex64)),
     "lstm": lambda: Call(lambda layer, x: layer(x.unsqueeze(1))[0].squeeze(1), nn.LSTM(WIDTH, WIDTH, batch_first=True)),
 }
 
@@ -421,12 +409,6 @@ def test_outputs_of_micro_batches_whose_rows_are_in_dimension_1_are_refused(bloc
 
 
 def test_an_argument_that_later_layers_would_miss_is_refused() -> None:
-    def masked() -> Call:
-        def function(layer: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
-            return layer(x) if mask is None else layer(x) * mask
-
-        return Call(function)
-
     class Masked(nn.Linear):
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
             return super().forward(x) if mask is None else super().forward(x) * mask
@@ -437,7 +419,8 @@ def test_an_argument_that_later_layers_would_miss_is_refused() -> None:
         with pytest.raises(TypeError, match="mask would be missing in later layers"):
             call()
     model(x, None)
-    OffloadModel([masked(), nn.Linear(WIDTH, WIDTH)], "cpu", checkpoint_activation=False)(x, mask=mask)
+    first = Call(lambda layer, x, mask: layer(x) * mask)
+    OffloadModel([first, nn.Linear(WIDTH, WIDTH)], "cpu", checkpoint_activation=False)(x, mask=mask)
 
 
 # --- weights that users write -----------------------------------------------------------------------------------------

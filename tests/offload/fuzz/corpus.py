@@ -13,7 +13,18 @@ from tests.offload.fuzz.passes import (
     Penalty,
 )
 from tests.offload.fuzz.program import Program, Setup, Statement
-from tests.offload.fuzz.weights import Average, Copy, Freeze, LoadState, Reopen, SaveState, SetBuffer, Swap, Write
+from tests.offload.fuzz.weights import (
+    Average,
+    Checkpoint,
+    Copy,
+    Freeze,
+    LoadState,
+    Reopen,
+    SaveState,
+    SetBuffer,
+    Swap,
+    Write,
+)
 
 TRAIN: tuple[Statement, ...] = (Forward(), Backward())
 
@@ -164,6 +175,18 @@ EQUAL: dict[str, Program] = {
         TrainStep(), TrainStep(), SaveState("file"), optimizer="changing", updates="offload", home="disk"
     ),
     "a_state_dict_of_several_types_is_saved_by_torch": program(SaveState("file"), model="mixed", slices=2),
+    **{
+        f"sparse_gradients_update_and_sparse_states_are_checkpointed_with_{optimizer}": program(
+            *(TrainStep(), TrainStep(seed=1), Checkpoint(), TrainStep(seed=2), Checkpoint(load=True), TrainStep()),
+            model="sparse",
+            optimizer=optimizer,
+            updates="offload",
+            home="disk",
+            slices=slices,
+            checkpoint=True,
+        )
+        for optimizer, slices in (("sgd", 1), ("nesterov", 2), ("adagrad", 3))
+    },
     # Interrupts.
     "an_interrupt_in_a_forward_leaves_the_model_usable": program(Interrupt(), *TRAIN, trips=True),
     "weights_that_were_written_before_an_interrupt_stay_written": program(

@@ -240,8 +240,13 @@ MODELS: dict[str, Callable[[], Sequence[nn.Module]]] = {
     "max_norm": lambda: [nn.Embedding(ROWS, WIDTH, max_norm=0.8), linear(), nn.Tanh(), linear()],
 }
 
+#: Models that not every loop can train: a sparse gradient cannot be clipped, for example.
+OTHERS: dict[str, Callable[[], Sequence[nn.Module]]] = {
+    "sparse": lambda: [nn.Embedding(ROWS, WIDTH, sparse=True), linear(), nn.Tanh(), linear()],
+}
+
 #: Models whose input are row numbers of a table.
-IDS = frozenset({"table", "max_norm", "blocks_words"})
+IDS = frozenset({"table", "max_norm", "blocks_words", "sparse"})
 #: Models that compute each row on its own, and none of which keeps anything: micro-batches change nothing.
 ROWWISE = frozenset(
     {"mlp", "inplace", "tied", "frozen", "queries", "residual_inside", "custom", "double", "unused", *BLOCKS}
@@ -262,7 +267,7 @@ def build(name: str, *, trips: bool = False) -> nn.Module:
     if name in BLOCKS:
         return BLOCKS[name](trips).double()
     layers: list[nn.Module] = []
-    for layer in MODELS[name]():
+    for layer in (MODELS | OTHERS)[name]():
         layers += [layer, Trip()] if trips else [layer]
     model = (Residual if name == "residual" else nn.Sequential)(*layers)
     model.double()

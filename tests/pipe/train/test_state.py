@@ -28,28 +28,23 @@ def through_a_file(state: Any) -> Any:
     grad_accum=st.sampled_from([None, 1, 2, 3, 5]),
     count=st.integers(1, 9),
     stop=st.integers(0, 9),
-    sparse=st.booleans(),
     ahead=st.integers(0, 4),
     fp16=st.booleans(),
 )
 def test_a_continued_run_equals_an_uninterrupted_one(
-    lab: Any, grad_accum: Any, count: Any, stop: Any, sparse: Any, ahead: Any, fp16: Any
+    lab: Any, grad_accum: Any, count: Any, stop: Any, ahead: Any, fp16: Any
 ) -> None:
-    make = TrainPipelineBase
     options = {"grad_accum": grad_accum, "ahead": {"load": ahead, "copy": ahead}}
-    if sparse:
-        make = partial(TrainPipelineSparseDist, amp_dtype=torch.float16, enable_amp=fp16)
-    elif fp16:
-        options["amp_dtype"] = torch.float16
-    reference = lab.model()
+    make = partial(TrainPipelineSparseDist, amp_dtype=torch.float16, enable_amp=fp16, **options)
+    reference = lab.sparse_model()
     torch.manual_seed(2)
-    pipeline = make(reference, lab.optimizer(reference), "cpu", **options)
+    pipeline = make(reference, lab.optimizer(reference), "cpu")
     uninterrupted = lab.run(pipeline, iter(lab.batches(count))) + lab.run(pipeline, iter(lab.batches(3, seed=5)))
 
-    model = lab.model()
+    model = lab.sparse_model()
     optimizer = lab.optimizer(model)
     torch.manual_seed(2)
-    pipeline = make(model, optimizer, "cpu", **options)
+    pipeline = make(model, optimizer, "cpu")
     loader = iter(lab.batches(count))
     stop = min(stop, count)
     outputs = [pipeline.progress(loader) for _ in range(stop)]
@@ -57,9 +52,9 @@ def test_a_continued_run_equals_an_uninterrupted_one(
     saved = through_a_file([pipeline.state_dict(), model.state_dict(), optimizer.state_dict()])
     generator_state = torch.get_rng_state()
 
-    model = lab.model(seed=7)
+    model = lab.sparse_model(seed=7)
     optimizer = lab.optimizer(model)
-    continued = make(model, optimizer, "cpu", **options)
+    continued = make(model, optimizer, "cpu")
     model.load_state_dict(saved[1])
     optimizer.load_state_dict(saved[2])
     continued.load_state_dict(saved[0])

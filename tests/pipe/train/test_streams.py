@@ -23,7 +23,6 @@ from pipe.train import (
     TrainPipelineBase,
     TrainPipelineSparseDist,
 )
-from pipe.train.lane import Ticket
 from tests.pipe.train.conftest import FakeCached
 
 
@@ -121,11 +120,7 @@ def test_a_lookup_is_issued_behind_the_rows_and_rows_behind_the_indices(
     bag = OffloadEmbeddingBag(10, 2, "sum")
     bag.lane = ThreadLane("rows", Stream("rows"))
 
-    def fence(device: Any) -> Any:
-        ticket = Ticket()
-        ticket.run(lambda: None, machine.current())
-        return ticket
-
+    fence = lambda device: InlineLane(machine.current()).submit(lambda: None)  # noqa: E731
     monkeypatch.setattr("offload.embedding.bag.fence", fence)
     read = bag._read
 
