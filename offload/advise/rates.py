@@ -44,9 +44,8 @@ class Rates:
     write_bytes: float
     update_bytes: float
     memory_update_bytes: float
-    #: Whether weights, and states, bypass the page cache.
+    #: Whether weights bypass the page cache.
     direct: bool
-    states_direct: bool
     #: States of the optimizer as large as a parameter, and bytes of each for each byte of the parameter.
     states: int
     state_share: float = 1.0
@@ -98,7 +97,6 @@ def measure_rates(
         update_bytes=1 / meters[states_direct].copy_seconds_per_byte("update"),
         memory_update_bytes=1 / memory.copy_seconds_per_byte(UPDATE_IN_MEMORY),
         direct=direct,
-        states_direct=states_direct,
         states=count,
         state_share=share,
         to_device_bytes=_to_device(device) if device.type == "cuda" else None,

@@ -226,7 +226,8 @@ class ObservedStep:
     def record(self, recorder: Recorder, cell: CellPlace, entered: Any, *, keeps: bool, hidden: int) -> None:
         """Called after the forward of a cell with what it saved, and the bytes that its graph holds besides."""
         rows, saved = self.rows[cell.i], recorder.saved_tensors([] if keeps else tensors_in(entered))
-        self._meter.record_memory_profile(cell.j, MemoryProfile(rows, saved), keeps=keeps, continues=cell.k > 0)
+        profiles = self._meter.kept_profiles if keeps else self._meter.memory_profiles
+        profiles.add(cell.j, MemoryProfile(rows, saved), continues=cell.k > 0)
         casts = self._steps.cast_bytes.setdefault(cell.j, {})
         casts[cell.k] = max(casts.get(cell.k, 0), recorder.cast_bytes)
         if not keeps:

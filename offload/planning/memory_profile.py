@@ -60,15 +60,12 @@ class MemoryProfile:
         ``adds``: whether they are added to those of an earlier micro-batch.
         """
         key = rows, gradient_bytes, adds
-        if key not in self._peaks:
-            self._peaks[key] = self._peak_bytes(*key)
-        return self._peaks[key]
-
-    def _peak_bytes(self, rows: float, gradient_bytes: int, adds: bool) -> int:
-        scale = rows / (self.rows or 1)
-        kept = float(self.kept_bytes(rows))
-        weights, new, following = 0.0, 0.0, 0.0  # gradients of weights, the newest of them, of the operation after
-        peak = kept
+        if key in self._peaks:
+            return self._peaks[key]
+        scale, kept = rows / (self.rows or 1), float(self.kept_bytes(rows))
+        # Gradients of weights, the newest of them, of the operation after.
+        weights, new, following = float(gradient_bytes if adds else 0), 0.0, 0.0
+        peak = kept + weights
         for saved_tensor in self.saved_tensors:
             # A gradient to be added exists until its operation has also made the gradient that is passed on.
             new = saved_tensor.stays or (new if adds else 0.0)
@@ -79,9 +76,8 @@ class MemoryProfile:
                 new = 0.0
             following = saved_tensor.flows * scale or following
             kept -= saved_tensor.freed * scale
-        if adds:
-            return int(peak) + gradient_bytes
-        return int(max(peak, gradient_bytes + following))
+        self._peaks[key] = int(max(peak, gradient_bytes + following))
+        return self._peaks[key]
 
 
 class ProfilesBySize:

@@ -160,15 +160,6 @@ class Meter:
         """Predicted seconds of a lane's copies per byte (of updates: of gradients); 0 if none was measured."""
         return self._lane_clocks[lane].seconds_each()
 
-    def record_memory_profile(
-        self, shard: int, memory_profile: MemoryProfile, *, keeps: bool, continues: bool = False
-    ) -> None:
-        """Records the tensors that a cell saves for backward, and whether it keeps its graph.
-
-        ``continues``: it is another step of the cell, whose backward comes first.
-        """
-        (self.kept_profiles if keeps else self.memory_profiles).add(shard, memory_profile, continues=continues)
-
     def profiles(
         self, rows: float, graph_bytes_per_row: Mapping[int, float]
     ) -> tuple[Mapping[int, MemoryProfile], Mapping[int, MemoryProfile]]:

@@ -44,6 +44,12 @@ def stack() -> nn.Sequential:
     )
 
 
+def made(home: Any, memory: Any, kind: Any = torch.optim.SGD, **options: Any) -> tuple[OffloadModel, OffloadOptimizer]:
+    """A model of :func:`stack` that is planned, and its optimizer."""
+    model = OffloadModel(stack(), "cpu", home, memory=memory, **options)
+    return model, OffloadOptimizer(model, kind, **({"lr": 0.1} if kind is torch.optim.SGD else {}))
+
+
 def planner_of(model: OffloadModel) -> MemoryPlanner:
     planner = model._homes.steps.planner
     assert planner is not None
@@ -127,8 +133,7 @@ def test_training_is_that_of_the_plain_model_whatever_memory_allows(
 
 
 def test_a_larger_batch_keeps_fewer_graphs_and_a_smaller_one_more(tmp_path: Path) -> None:
-    model = OffloadModel(stack(), "cpu", tmp_path, memory=MemoryPolicy("96MiB", slots=2, resident_bytes=0))
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = made(tmp_path, MemoryPolicy("96MiB", slots=2, resident_bytes=0))
     kept = []
     for rows in (512, 512, 2048, 128, 512):
         train(model, optimizer, 1, rows)
@@ -140,8 +145,7 @@ def test_a_larger_batch_keeps_fewer_graphs_and_a_smaller_one_more(tmp_path: Path
 
 
 def test_a_batch_that_cannot_fit_is_refused_before_anything_moves(tmp_path: Path) -> None:
-    model = OffloadModel(stack(), "cpu", tmp_path, memory="30MiB")
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = made(tmp_path, "30MiB")
     train(model, optimizer, 2)
     optimizer.synchronize()
     before, loads = copy.deepcopy(model.state_dict()), model.statistics().shard_loads
@@ -155,8 +159,7 @@ def test_a_batch_that_cannot_fit_is_refused_before_anything_moves(tmp_path: Path
 def test_a_step_that_took_more_than_predicted_makes_the_next_plan_smaller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = OffloadModel(stack(), "cpu", tmp_path, memory=MemoryPolicy("64MiB", resident_bytes=0, gradient_bytes=0))
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = made(tmp_path, MemoryPolicy("64MiB", resident_bytes=0, gradient_bytes=0))
     rises = iter([1, 1, 1, 1, 60 * MIB, 1, 1])
     on_a_device(model, 0, monkeypatch)
     monkeypatch.setattr("offload.telemetry.peak.PeakMeter.rise", lambda self: next(rises))
@@ -171,8 +174,7 @@ def test_a_step_that_took_more_than_predicted_makes_the_next_plan_smaller(
 def test_a_size_that_ran_is_not_refused_later_nor_a_smaller_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = OffloadModel(stack(), "cpu", tmp_path, memory="30MiB")
-    optimizer = OffloadOptimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = made(tmp_path, "30MiB")
     on_a_device(model, 500 * MIB, monkeypatch)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*first of longer rows, is not known", RuntimeWarning)
@@ -196,12 +198,11 @@ def test_homes_in_memory_keep_boundaries_whatever_a_choice_says(monkeypatch: pyt
     """There is no file to spill them to: neither for a size that ran and no longer fits, nor for ``boundary_bytes``."""
     plain = stack()
     expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 4)
-    limited = OffloadModel(stack(), "cpu", "cpu", memory=MemoryPolicy("1GiB", boundary_bytes=1024))
-    assert train(limited, OffloadOptimizer(limited, torch.optim.SGD, lr=0.1), 4) == expected
-    small = OffloadModel(stack(), "cpu", "cpu", memory="48MiB")
+    assert train(*made("cpu", MemoryPolicy("1GiB", boundary_bytes=1024)), 4) == expected
+    small, optimizer = made("cpu", "48MiB")
     on_a_device(small, 500 * MIB, monkeypatch)
     with pytest.warns(RuntimeWarning, match="by which earlier steps exceeded their prediction"):
-        assert train(small, OffloadOptimizer(small, torch.optim.SGD, lr=0.1), 4) == expected
+        assert train(small, optimizer, 4) == expected
 
 
 def test_states_that_are_made_with_the_optimizer_leave_memory_for_their_files(tmp_path: Path) -> None:
@@ -214,9 +215,9 @@ def test_states_that_are_made_with_the_optimizer_leave_memory_for_their_files(tm
 
 
 def test_the_report_is_a_table_that_adds_up_to_the_peak_and_says_what_more_memory_would_buy(tmp_path: Path) -> None:
-    model = OffloadModel(stack(), "cpu", tmp_path / "home", memory="40MiB")
+    model, optimizer = made(tmp_path / "home", "40MiB", torch.optim.AdamW)
     assert "when one training step has been measured" in str(model.memory_report())
-    train(model, OffloadOptimizer(model, torch.optim.AdamW), 6)
+    train(model, optimizer, 6)
     report = model.memory_report()
     words, choice = str(report), report.predicted.choice
     parts = [[re.split(r"  +", line.strip()) for line in part.splitlines()[1:]] for part in words.split("\n\n")]
@@ -522,9 +523,8 @@ def test_a_batch_is_not_cut_where_layers_draw_or_look_across_rows(tmp_path: Path
         train(model, optimizer, 2)
         with pytest.raises(ValueError, match="or more micro-batches"):
             train(model, optimizer, 1, rows=100_000)
-    allowed = MemoryPolicy("40MiB", join_chunks=True)
-    model = OffloadModel(stack(), "cpu", tmp_path, num_microbatches=None, memory=allowed)
-    train(model, OffloadOptimizer(model, torch.optim.SGD, lr=0.1), 2)
+    model, optimizer = made(tmp_path, MemoryPolicy("40MiB", join_chunks=True), num_microbatches=None)
+    train(model, optimizer, 2)
     assert model._homes.microbatches(6000) > 1
 
 

@@ -355,18 +355,14 @@ class MemoryPlanner:
         least, limit, margin, homes = error.least_bytes, self.limit_bytes, self._memory.margin(sum(rows)), self._homes
         if least <= limit:
             return  # it fits just so: with the least memory
-        outside = homes.outside_bytes()
-        parts = [
-            (margin, "by which earlier steps exceeded their prediction"),
-            (
-                outside.begins + outside.gradients - outside.held,
-                "for parameters in no shard, their gradients and states",
-            ),
-        ]
-        said = ", ".join(f"{shown_bytes(nbytes)} of them {what}" for nbytes, what in parts if nbytes)
-        as_long, or_shorter = (
-            (" as long as those of the first batch", " or shorter") if homes.row_units.differ else ("", "")
-        )
+        outside, differ = homes.outside_bytes(), homes.row_units.differ
+        parts = {
+            "by which earlier steps exceeded their prediction": margin,
+            "for parameters in no shard, their gradients and states": outside.begins + outside.gradients - outside.held,
+        }
+        said = ", ".join(f"{shown_bytes(nbytes)} of them {what}" for what, nbytes in parts.items() if nbytes)
+        as_long = " as long as those of the first batch" if differ else ""
+        or_shorter = " or shorter" if differ else ""
         message = (
             f"a step of micro-batches of {shown(max(rows))} rows{as_long} takes at least {shown_bytes(least)} on "
             f"{self._device}, {shown_bytes(least - limit)} more than memory={shown_bytes(limit)}"

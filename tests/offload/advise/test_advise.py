@@ -37,7 +37,6 @@ RATES = Rates(
     update_bytes=1e9 / 6,
     memory_update_bytes=1e9,
     direct=True,
-    states_direct=True,
     states=2,
 )
 WIDTH = 64

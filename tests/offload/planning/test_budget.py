@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from offload import MemoryPolicy, OffloadModel
 from offload.planning.budget import parse_bytes
-from tests.offload.zoo import WIDTH
+from tests.offload.zoo import WIDTH, build
 
 
 @pytest.mark.parametrize(
@@ -30,20 +29,19 @@ def test_bytes_are_read_as_people_write_them_and_what_is_none_is_named(value: An
             parse_bytes(value)
 
 
-def model_of(depth: int) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(depth)))
-
-
 def test_slots_for_all_shards_are_a_cache(tmp_path: Path) -> None:
     memory = MemoryPolicy.fixed(slots=6)
-    model = OffloadModel(model_of(6), "cpu", tmp_path, num_slices=6, checkpoint_activation=True, memory=memory)
+    model = OffloadModel(
+        build(["linear"] * 4), "cpu", tmp_path, num_slices=6, checkpoint_activation=True, memory=memory
+    )
     model(torch.randn(3, WIDTH)).sum().backward()
     assert model.statistics().shard_loads == 6
 
 
 def test_an_estimate_counts_what_a_step_then_moves(tmp_path: Path) -> None:
-    model = OffloadModel(model_of(6), "cpu", tmp_path, num_slices=6, checkpoint_activation=True, num_microbatches=3)
+    model = OffloadModel(
+        build(["linear"] * 4), "cpu", tmp_path, num_slices=6, checkpoint_activation=True, num_microbatches=3
+    )
     with pytest.raises(RuntimeError, match="run one training step first"):
         model.estimate(9)
     model(torch.randn(9, WIDTH)).sum().backward()
