@@ -292,8 +292,8 @@ class OffloadModel(nn.Module):
     def memory_report(self) -> MemoryReport:
         """How steps use the memory that they may, and why: ``print(model.memory_report())``.
 
-        It has each use with its bytes, predicted and measured, and what more memory would buy. Raises RuntimeError if
-        there is no ``memory``.
+        It has each use with its bytes, predicted and measured, and what more memory would buy; ``.plot("memory.png")``
+        draws the bytes. Raises RuntimeError if there is no ``memory``.
         """
         return self._homes.memory_report()
 

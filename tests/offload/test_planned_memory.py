@@ -242,6 +242,22 @@ def test_the_report_is_a_table_that_adds_up_to_the_peak_and_says_what_more_memor
     assert "shards in memory" in others[0][3]
 
 
+def test_the_picture_shows_the_uses_beside_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = OffloadModel(stack(), "cpu", tmp_path / "home", memory="40MiB")
+    with pytest.raises(RuntimeError, match="run one training step first"):
+        model.memory_report().plot(tmp_path / "memory.png")
+    train(model, OffloadOptimizer(model, torch.optim.AdamW), 3)
+    report = model.memory_report()
+    report.plot(tmp_path / "memory.svg")
+    picture = (tmp_path / "memory.svg").read_text(encoding="utf-8")
+    comments = re.findall(r"<!-- (.*?) -->", picture)  # of each text that is drawn
+    for words in (r"memory of a step on cpu: [\d.]+ MiB of 40.0 MiB", "limit: 40.0 MiB", "slots: .* MiB", "measured"):
+        assert any(re.fullmatch(words, text) for text in comments), (words, comments)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'gradstream\[bench\]'"):
+        report.plot(tmp_path / "memory.png")
+
+
 def test_two_forwards_before_a_backward_keep_the_plan_of_the_first(tmp_path: Path) -> None:
     plain = stack().eval()
     model = OffloadModel(copy.deepcopy(plain), "cpu", tmp_path, memory="40MiB")
