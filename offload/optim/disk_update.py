@@ -322,10 +322,11 @@ class DiskParamBlock(ParamBlock):
             stored = bytes_of(gradient)[offset : offset + nbytes].view(gradient.dtype)
         else:
             stored = part.source.view(gradient.dtype)
-        values, rounded = stored, gradient.dtype != s.full_dtype
+        values, full = stored, self.proxies[k].dtype
+        rounded = gradient.dtype != full
         if rounded:
             # Clipped in the parameter's type, from what is stored: it is not rounded again before its use.
-            values = io_buffer.take(values.numel() * s.full_dtype.itemsize).view(s.full_dtype).copy_(values)
+            values = io_buffer.take(values.numel() * full.itemsize).view(full).copy_(values)
         if coefficient is not None and (rounded or part is not None):
             values.mul_(coefficient)
             if part is not None and s.parameter.grad is gradient:

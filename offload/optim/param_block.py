@@ -293,10 +293,11 @@ class ParamBlock(ABC):
                 f"after the other: take a class that treats each parameter by itself. Load the last checkpoint"
             )
         group = {} if self.optimizer is None else self.optimizer.param_groups[0]
+        chosen = self._chosen
         return {
             key: value
             for key, value in options_of(group).items()
-            if key not in self._chosen or not same_option(value, self._chosen[key])
+            if key not in chosen or (value is not chosen[key] and not same_option(value, chosen[key]))
         }
 
     def states(self) -> list[dict[str, Any]]:
