@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from offload.engine.homes import ModelHomes
 from offload.storage import Tier
-from offload.streaming.copies import CopiesOfHomes
+from offload.streaming.copies import Copies
 from offload.streaming.stored_values import StoredValues, defers_values, stored_values, values_in_full
 
 __all__ = ["copy_of_bare", "refuse_copies", "refuse_moves", "show_values", "store_values"]
@@ -100,20 +100,14 @@ def refuse_copies(*, formed: bool, sharded: bool) -> None:
 
 
 def copy_of_bare(
-    model: nn.Module,
-    kind: type[nn.Module],
-    own: Mapping[str, Any],
-    homes: ModelHomes,
-    memo: dict[int, Any],
-    *,
-    results: bool = False,
+    model: nn.Module, kind: type[nn.Module], own: Mapping[str, Any], memo: dict[int, Any], *, results: bool = False
 ) -> nn.Module:
     """A deep copy of a model as one of class ``kind`` with the attributes ``own``, which is not offloaded.
 
-    ``results``: for a pickle, see :class:`.CopiesOfHomes`.
+    ``results``: for a pickle, see :class:`.Copies`.
     """
     bare: nn.Module = kind.__new__(kind)
     memo[id(model)] = bare
-    with CopiesOfHomes(homes.shards, results=results):
+    with Copies(results=results):
         vars(bare).update(copy.deepcopy(dict(own), memo))
     return bare

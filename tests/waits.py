@@ -112,10 +112,12 @@ def _kind_of(way: list[ast.AST]) -> tuple[str, str] | None:
 
 
 def _is_text_or_set(call: ast.Call) -> bool:
-    """``", ".join(...)`` and ``set(...)`` do not wait; ``thread.join()`` and ``event.set()`` are meant."""
+    """``", ".join(...)``, ``set(...)``, ``variable.set(value)`` do not wait; ``thread.join()``, ``event.set()`` do."""
     if isinstance(call.func, ast.Name):
         return call.func.id == "set"
-    return isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Constant)
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    return isinstance(call.func.value, ast.Constant) or (call.func.attr == "set" and bool(call.args))
 
 
 def _name(node: ast.expr) -> str | None:

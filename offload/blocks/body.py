@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -127,22 +127,13 @@ def _same(value: Any) -> Any:
 # --- Makes the engine of ``offload.engine`` for an ``OffloadModel`` --------------------------------------------------
 
 
-def engine_of(homes: ModelHomes, names: Sequence[str], *, apart: bool) -> Engine:
-    """The engine that runs the layers of a model with these homes.
-
-    Args:
-        names: the names of the layers.
-        apart: whether each layer is a block that the model's forward calls; else the layers of a shard run together.
-    """
-    shards, public = homes.shards, homes.public
-    layers = [[(names[shard.first + k], layer) for k, layer in enumerate(shard.layers)] for shard in shards]
+def engine_of(homes: ModelHomes) -> Engine:
+    """The engine that runs the layers of a model with these homes."""
+    public = homes.public
+    # Each layer is a block that the model's forward calls, or the layers of a shard run together.
+    calls = [run_of(layer) for shard in homes.shards for layer in shard.layers] if homes.layers_apart else ()
     with public.whole():
-        engine = (MeshEngine if public.sharded else Engine)(
-            homes,
-            [[[layer] for layer in each] if apart else [each] for each in layers],
-            numbers=[(shard.index, k) for shard in shards for k in range(len(shard.layers))] if apart else (),
-            calls=[run_of(layer) for shard in shards for layer in shard.layers] if apart else (),
-        )
+        engine = (MeshEngine if public.sharded else Engine)(homes, calls)
     homes.run_by(engine)
     public.recount()
     return engine

@@ -48,9 +48,10 @@ class References:
         ``known``: the parameters to check, and how often optimizers and graphs of the model hold each.
         """
         for parameter, held in known.items():
-            if parameter not in self._ours:
+            ours = self._ours.get(parameter)
+            if ours is None:
                 continue  # it stays on the compute device, where updates are never pending
-            ours = self._ours[parameter] + held + 1  # ``known`` itself
+            ours += held + 1  # ``known`` itself
             ours += BY_GRAPHS if native_uses(parameter) > 1 else 0
             if sys.getrefcount(parameter) - ours != _UNHELD or weakref.getweakrefcount(parameter):
                 return True

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from offload.streaming.formed_weights import check_seal
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
+from offload.streaming.stored_values import check_seal
 
 __all__ = ["AssignedData"]
 

@@ -93,11 +93,8 @@ class MovableStates(Optimizer):
         ]
 
     def reserve_buffers(self) -> None:
-        """Notes the bytes of buffers of updates in files; frees them if no shard needs them."""
-        if any(shard.blocking_io for shard in self.homes.shards):
-            self.homes.steps.reserve(self, self.stored.buffer_bytes(self.update_block_bytes))
-        else:
-            self.homes.steps.reserve(self, 0)
+        """Frees the buffers of updates in files if no shard needs them."""
+        if not any(shard.blocking_io for shard in self.homes.shards):
             self.buffer_pool.free_memory()
 
     def buffer_bytes(self, spare_bytes: float | None = None) -> int:

@@ -441,7 +441,9 @@ class OffloadOptimizer(MovableStates):
     ) -> list[UpdateJob]:
         jobs = []
         for param_block in param_blocks:
-            gradients: list[Tensor | None] = [kept.get(s, s.parameter.grad) for s in param_block.slices]
+            gradients: list[Tensor | None] = [s.parameter.grad for s in param_block.slices]
+            if kept:
+                gradients = [kept.get(s, stored) for s, stored in zip(param_block.slices, gradients, strict=True)]
             if any(gradient is not None for gradient in gradients):
                 jobs.append(job := UpdateJob(param_block, gradients, options, coefficient, self.steps + 1))
                 if job.sparse:

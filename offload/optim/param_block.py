@@ -25,10 +25,10 @@ from offload.optim.state_forms import EncodedWeights, StateForm, fitting_form, s
 from offload.storage import Block
 from offload.storage.buffer import copied_to
 from offload.storage.contract import in_order
-from offload.streaming.formed_weights import formed_values, lower_part
 from offload.streaming.quantised import StoredTensor
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice, layout
+from offload.streaming.stored_values import StoredValues
 from pipe.torch_private.tensors import multiply_all
 
 __all__ = [
@@ -203,7 +203,7 @@ class ParamBlock(ABC):
             if s.form is None:
                 proxy.data = self.at_rest(s)
             elif decodes:
-                proxy.data = formed_values(self.shard, s)
+                proxy.data = StoredValues(self.shard, s).in_full()
 
     def _unbind(self) -> None:
         """Takes gradients and memory from the proxies: users may replace what parameters have, or move it."""
@@ -404,7 +404,7 @@ class HostParamBlock(ParamBlock):
 
     def _encoded_weights(self, job: UpdateJob) -> dict[int, EncodedWeights]:
         return {
-            k: EncodedWeights(s, in_order(self.shard.home_view(s)), lower_part(self.shard, s), s.like(), job.step)
+            k: EncodedWeights(s, in_order(self.shard.home_view(s)), self.shard.lower_view(s), s.like(), job.step)
             for k, s in enumerate(self.slices)
             if s.form is not None and job.gradients[k] is not None
         }

@@ -27,11 +27,11 @@ from offload.optim.groups import GroupChanges
 from offload.optim.io_buffers import Blocks, IOBufferPool
 from offload.optim.param_block import UpdateJob
 from offload.streaming.contract import ModelOptimizer
-from offload.streaming.formed_weights import seal
 from offload.streaming.grad_norm import detach_norm
 from offload.streaming.lane import Arrival, CopyLane
 from offload.streaming.shard import Shard
 from offload.streaming.slices import Slice
+from offload.streaming.stored_values import seal
 from offload.telemetry.statistics import UPDATE_IN_MEMORY, Meter
 from pipe.stream import current_stream, use_device, use_stream
 from pipe.threads import Future, Threads

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from offload.planning.planner import Updates
+from offload.planning.step_model import Updates
 from offload.streaming.contract import ModelOptimizer, UpdaterInBackward
 
 __all__ = ["Optimizers"]
@@ -63,12 +63,9 @@ class Optimizers:
         return sum(optimizer.buffer_bytes(spare_bytes) for optimizer in self)
 
     def planned(self) -> Updates:
-        """The arguments of :func:`~offload.planning.planner.plan_step` that optimizers decide."""
-        return {
-            "pending": frozenset[int]().union(*(o.updated_shards for o in self if not o.update_in_backward)),
-            "updates": any(o.update_in_backward for o in self),
-            "clips": self.clip,
-        }
+        """What optimizers add to the plan of a step."""
+        pending = frozenset[int]().union(*(o.updated_shards for o in self if not o.update_in_backward))
+        return Updates(pending, any(o.update_in_backward for o in self))
 
     def references(self, optimizer: ModelOptimizer) -> Counter[nn.Parameter]:
         """References of all optimizers to the parameters of one of them."""

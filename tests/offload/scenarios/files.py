@@ -19,7 +19,7 @@ from offload.storage import DiskTier
 from offload.storage.buffer import host_buffer
 from offload.storage.disk import DiskBlock
 from offload.storage.page_cache import PageCache
-from offload.storage.transfer import Link, Staging, TransferLimits
+from offload.storage.transfer import Link, Staging
 from offload.telemetry.trace import Tracer
 from pipe.threads import Future, Threads
 from tests.guarded import Condition, Guarded
@@ -30,7 +30,6 @@ from tests.waits import fails_with
 
 CPU = torch.device("cpu")
 PIECE = 1 << 14
-IN_FLIGHT = 4
 
 
 class LateThreads(Threads):
@@ -76,8 +75,8 @@ def late_threads(monkeypatch: pytest.MonkeyPatch) -> list[LateThreads]:
 
 def _disk(monkeypatch: pytest.MonkeyPatch, path: Path, link: Link) -> tuple[DiskTier, Any, Tensor]:
     """A file of some pieces, full of sevens, and what is to be read into."""
-    for way in ("UNSTAGED", "STAGED"):
-        monkeypatch.setattr(f"offload.storage.transfer.{way}", TransferLimits(PIECE, IN_FLIGHT))
+    for way in ("UNSTAGED_BYTES", "STAGED_BYTES"):
+        monkeypatch.setattr(f"offload.storage.transfer.{way}", PIECE)
     tier = DiskTier(path, CPU, direct=False, link=link)
     block: Any = tier.allocate(6 * PIECE, "weights")
     block.keeps = tier  # whose files go with it

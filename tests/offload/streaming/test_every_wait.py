@@ -53,10 +53,10 @@ NEEDS: dict[Scenario, list[str]] = {
         "storage.transfer Staging.release: self._changed.notify()",
     ],
     files.a_read_is_done_when_it_returns: [
-        "storage.transfer Transfers._move: helpers[-1].run_or_wait()",
+        "storage.transfer Transfers.move: helpers[-1].run_or_wait()",
     ],
     files.a_transfer_that_failed_goes_on_nowhere: [
-        "storage.transfer Transfers._move: helpers.pop().cancel()",
+        "storage.transfer Transfers.move: helpers.pop().cancel()",
     ],
     files.a_write_comes_after_the_copy_from_the_device: [
         "storage.transfer Transfers._move_staged: fence()",
@@ -187,7 +187,7 @@ NEEDS: dict[Scenario, list[str]] = {
         "streaming.streamer Streamer.reset: self.gradient_offload.cancel()",
     ],
     training.an_unused_load_never_lands: [
-        "streaming.streamer Streamer.evict: self._loads.pop(j).wait()",
+        "streaming.streamer Streamer.evict: self.loaded.pop(j).wait()",
     ],
     training.an_update_that_was_cut_off_from_its_load_ends_first: [
         "streaming.streamer Streamer.reset: pending.wait_idle()",
@@ -202,7 +202,7 @@ NEEDS: dict[Scenario, list[str]] = {
         "streaming.gradient_offload GradientOffload._send: self._synchronize()",
     ],
     training.it_trains_like_the_bare_model: [
-        "streaming.streamer Streamer.await_load: self._loads[j].wait()",
+        "streaming.streamer Streamer.await_load: self.loaded[j].wait()",
         "streaming.gradient_offload GradientOffload.settle: self._synchronize(on_host=True)",
         "streaming.gradient_offload GradientOffload._synchronize: arrival.synchronize()",
         "streaming.gradient_offload GradientOffload._synchronize: arrival.wait()",
@@ -271,8 +271,6 @@ EXCEPTIONS = {
     "engine.plans.memory_planner MemoryPlanner._plan_again: self._streamer.apply_pending_updates()": (
         "sizes of states are read, not their values"
     ),
-    "identities identities_only: _IDENTITIES_ONLY.set(id(sys._getframe(2)))": "a setting of this thread",
-    "identities values_may_be_read: _IDENTITIES_ONLY.set(None)": "the same setting",
     "loading _EmptyOnHost.__torch_function__: record(func, args, kwargs, result)": "no event",
     "advise.rates _steps: optimizer.synchronize()": "times updates",
     "streaming.moves move_homes: torch.cuda.synchronize(device)": "copies from a device, which needs one",
