@@ -241,15 +241,13 @@ class DiskParamBlock(ParamBlock):
             self._buffer_pool.prefetch(itertools.chain(self.to_read(job, 1), upcoming()))
             self._step(weights)
             states = self.states()
-            in_place = {
-                k: {
-                    key: part
-                    for key, value in bound[k].items()
-                    if states[k].get(key) is value
-                    and value.data_ptr() == (part := io_buffer.part((k, key))).source.data_ptr()
-                }
-                for k in chosen
-            }
+            in_place: dict[int, dict[str, Write]] = {k: {} for k in chosen}
+            for k in chosen:
+                for key, value in bound[k].items():
+                    part = io_buffer.part((k, key))
+                    # A class may replace the tensor, or its memory.
+                    if states[k].get(key) is value and value.data_ptr() == part.source.data_ptr():
+                        in_place[k][key] = part
             writes += self._state_writes(states, update_block, in_place)
         except BaseException:
             # No file has been written yet.
@@ -285,7 +283,7 @@ class DiskParamBlock(ParamBlock):
         offset, nbytes = update_block.span(s.nbytes, s.dtype.itemsize)
         at = s.offset + offset
         if slot is None:
-            weights = io_buffer.read(Read(k, home, at, nbytes))
+            weights = io_buffer.read(home, at, nbytes)
         else:
             here = self.shard.slot_slice(s)
             begin, count = update_block.span(here.nbytes, here.dtype.itemsize)

@@ -252,11 +252,11 @@ class IOBuffer:
         """The bytes of the read of that name, to be written back where they are from."""
         return self._parts[name]
 
-    def read(self, read: Read) -> Tensor:
+    def read(self, block: Block, offset: int, nbytes: int) -> Tensor:
         """Reads one more range, on the calling thread."""
-        part = self.take(read.nbytes, read.offset)
-        read.block.read_into(part, read.offset)
-        self.bytes_read += read.nbytes
+        part = self.take(nbytes, offset)
+        block.read_into(part, offset)
+        self.bytes_read += nbytes
         return part
 
     def take(self, nbytes: int, offset: int = 0) -> Tensor:

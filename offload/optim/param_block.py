@@ -1,8 +1,8 @@
 """Param blocks: some parameters of one shard, and the ``torch.optim`` optimizer that updates them in their home.
 
 Guarantees
-    * The optimizer is of the user's class, with its lazy states, on views of the homes. Its result is that of the same
-      class on a model that is not sharded.
+    * The optimizer is of the user's class, with its lazy states, on tensors that have the memory of the homes in an
+      update only. Its result is that of the same class on a model that is not sharded.
     * A failed update has either changed nothing of the param block, and may be repeated, or raises
       :class:`PartialUpdateError`.
 """
