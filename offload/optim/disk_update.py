@@ -241,15 +241,13 @@ class DiskParamBlock(ParamBlock):
             self._buffer_pool.prefetch(itertools.chain(self.to_read(job, 1), upcoming()))
             self._step(weights)
             states = self.states()
-            in_place = {
-                k: {
-                    key: part
-                    for key, value in bound[k].items()
-                    if states[k].get(key) is value
-                    and value.data_ptr() == (part := io_buffer.part((k, key))).source.data_ptr()
-                }
-                for k in chosen
-            }
+            in_place: dict[int, dict[str, Write]] = {k: {} for k in chosen}
+            for k in chosen:
+                for key, value in bound[k].items():
+                    part = io_buffer.part((k, key))
+                    # A class may replace the tensor, or its memory.
+                    if states[k].get(key) is value and value.data_ptr() == part.source.data_ptr():
+                        in_place[k][key] = part
             writes += self._state_writes(states, update_block, in_place)
         except BaseException:
             # No file has been written yet.
@@ -285,7 +283,7 @@ class DiskParamBlock(ParamBlock):
         offset, nbytes = update_block.span(s.nbytes, s.dtype.itemsize)
         at = s.offset + offset
         if slot is None:
-            weights = io_buffer.read(Read(k, home, at, nbytes))
+            weights = io_buffer.read(home, at, nbytes)
         else:
             here = self.shard.slot_slice(s)
             begin, count = update_block.span(here.nbytes, here.dtype.itemsize)
@@ -322,10 +320,11 @@ class DiskParamBlock(ParamBlock):
             stored = bytes_of(gradient)[offset : offset + nbytes].view(gradient.dtype)
         else:
             stored = part.source.view(gradient.dtype)
-        values, rounded = stored, gradient.dtype != s.full_dtype
+        values, full = stored, self.proxies[k].dtype
+        rounded = gradient.dtype != full
         if rounded:
             # Clipped in the parameter's type, from what is stored: it is not rounded again before its use.
-            values = io_buffer.take(values.numel() * s.full_dtype.itemsize).view(s.full_dtype).copy_(values)
+            values = io_buffer.take(values.numel() * full.itemsize).view(full).copy_(values)
         if coefficient is not None and (rounded or part is not None):
             values.mul_(coefficient)
             if part is not None and s.parameter.grad is gradient:

@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import TypeVar
 
 from torch import Tensor
@@ -100,21 +101,22 @@ P = TypeVar("P", Read, Write)
 
 
 def _runs(ranges: Sequence[P], belong: Callable[[P, P], bool]) -> Iterator[list[P]]:
-    """Groups ranges, in the order of their blocks, of which neighbours ``belong`` together."""
-    numbers = {block: n for n, block in enumerate(dict.fromkeys(place.block for place in ranges))}
-    run: list[P] = []
-    for place in sorted(ranges, key=lambda place: (numbers[place.block], place.offset)):
-        if run and not belong(run[-1], place):
-            yield run
-            run = []
-        run.append(place)
-    if run:
-        yield run
+    """Groups ranges of each block, of which neighbours ``belong`` together."""
+    blocks: dict[Block, list[P]] = {}
+    for place in ranges:
+        blocks.setdefault(place.block, []).append(place)
+    for places in blocks.values():
+        places.sort(key=attrgetter("offset"))
+        begin = 0
+        for end in range(1, len(places) + 1):
+            if end == len(places) or not belong(places[end - 1], places[end]):
+                yield places[begin:end]
+                begin = end
 
 
 def _adjacent(first: Read | Write, second: Read | Write) -> bool:
-    """Whether two ranges are in one block, with nothing but padding in between."""
-    return first.block is second.block and second.offset == aligned(first.offset + first.nbytes)
+    """Whether there is nothing but padding between two ranges of a block."""
+    return second.offset == aligned(first.offset + first.nbytes)
 
 
 def _contiguous(first: Write, second: Write) -> bool:
@@ -250,11 +252,11 @@ class IOBuffer:
         """The bytes of the read of that name, to be written back where they are from."""
         return self._parts[name]
 
-    def read(self, read: Read) -> Tensor:
+    def read(self, block: Block, offset: int, nbytes: int) -> Tensor:
         """Reads one more range, on the calling thread."""
-        part = self.take(read.nbytes, read.offset)
-        read.block.read_into(part, read.offset)
-        self.bytes_read += read.nbytes
+        part = self.take(nbytes, offset)
+        block.read_into(part, offset)
+        self.bytes_read += nbytes
         return part
 
     def take(self, nbytes: int, offset: int = 0) -> Tensor:

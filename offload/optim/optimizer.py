@@ -119,7 +119,7 @@ class OffloadOptimizer(MovableStates):
         check_choices(optimizer_class, max_norm, update_in_backward)
         self.max_norm = max_norm
         self.update_in_backward = update_in_backward
-        #: Number of steps.
+        #: Number of steps. One that raised counts if it is sure to be applied.
         self.steps = 0
         #: A step whose call has raised although it is decided: repeating the call only ends it.
         self._raised: StepDecision | None = None

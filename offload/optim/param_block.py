@@ -1,8 +1,8 @@
 """Param blocks: some parameters of one shard, and the ``torch.optim`` optimizer that updates them in their home.
 
 Guarantees
-    * The optimizer is of the user's class, with its lazy states, on views of the homes. Its result is that of the same
-      class on a model that is not sharded.
+    * The optimizer is of the user's class, with its lazy states, on tensors that have the memory of the homes in an
+      update only. Its result is that of the same class on a model that is not sharded.
     * A failed update has either changed nothing of the param block, and may be repeated, or raises
       :class:`PartialUpdateError`.
 """
@@ -293,10 +293,11 @@ class ParamBlock(ABC):
                 f"after the other: take a class that treats each parameter by itself. Load the last checkpoint"
             )
         group = {} if self.optimizer is None else self.optimizer.param_groups[0]
+        chosen = self._chosen
         return {
             key: value
             for key, value in options_of(group).items()
-            if key not in self._chosen or not same_option(value, self._chosen[key])
+            if key not in chosen or (value is not chosen[key] and not same_option(value, chosen[key]))
         }
 
     def states(self) -> list[dict[str, Any]]:

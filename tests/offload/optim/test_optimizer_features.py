@@ -110,6 +110,16 @@ class Packing(Simple):
         p.add_(gradient, alpha=-lr)
 
 
+class Replacing(Simple):
+    """Gives a state another tensor in each step, and another one other memory."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], lr: float) -> None:
+        state["mean"] = state.get("mean", 0.0) * 0.9 + gradient
+        total = state.setdefault("total", torch.ones_like(p))
+        total.data = total.data + gradient.abs()
+        p.addcdiv_(state["mean"], total, value=-lr)
+
+
 class Shared(Simple):
     """Keeps a state that belongs to no parameter."""
 
@@ -271,13 +281,14 @@ def test_what_no_home_or_no_order_of_updates_can_do_is_refused(home: str, kind: 
             assert torch.equal(parameter, before[name])
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
-def test_sixteen_bit_parameters_are_updated_as_the_plain_class_does(
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Replacing])
+def test_sixteen_bit_parameters_and_replaced_states_are_updated_as_the_plain_class_does(
     home: str, kind: type[torch.optim.Optimizer]
 ) -> None:
-    bare, plain, model, ours = pair_of(home, kind, torch.bfloat16, lr=0.05)
+    dtype = torch.float32 if kind is Replacing else torch.bfloat16
+    bare, plain, model, ours = pair_of(home, kind, dtype, lr=0.05)
     for step in range(6):
-        backward(step, torch.bfloat16, bare, model)
+        backward(step, dtype, bare, model)
         for optimizer in (plain, ours):
             optimizer.step()
             optimizer.zero_grad()
