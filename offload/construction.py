@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from offload.arguments import check_choices, check_gradient_dtype, check_separate, compute_device
-from offload.blocks.body import engine_of
 from offload.blocks.find import BlockNames, Blocks
 from offload.blocks.own_forward import OwnForward
+from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
+from offload.engine.mesh_engine import MeshEngine
 from offload.engine.plans.mesh_planner import plan_memory
 from offload.engine.plans.outside import bytes_staying
 from offload.files.pretrained import Pretrained
@@ -215,12 +216,15 @@ def construct(
     shards = [weakref.ref(shard) for shard in homes.shards]
     close = partial(_close, lanes, tier)
     finalizer = finalize_here(homes, leave_pending_updates, shards, close)
-    calls.run_by(engine_of(homes, list(named), apart=calls.apart))
+    with homes.public.whole():
+        calls.engine = (MeshEngine if homes.public.sharded else Engine)(homes, calls.forwards)
+    homes.run_by(calls.engine)
+    homes.public.recount()
     if memory_limits is not None and recompute:
         plan_memory(homes, memory_limits, resources.policy)
     home.begin()
     micro_batches = MicroBatches(given.num_microbatches, homes)
-    calls.policy, calls.micro_batches = policy, micro_batches
+    calls.micro_batches = micro_batches
     return Offloaded(
         kind=type(model),
         arguments=copied,

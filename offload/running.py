@@ -27,7 +27,6 @@ from offload.engine.sequential import measured_activations, run_layers
 from offload.engine.structure import Structure
 from offload.limits import cell_bytes
 from offload.planning.residency import TooLargeError
-from offload.policy import MemoryPolicy
 from offload.reports import MicroBatches
 from pipe.interception import offered
 from pipe.microbatch import check_rows, gather_nested, split_nested
@@ -47,6 +46,8 @@ class LayersInOrder:
 
     #: Whether each layer is a shard, and its calls are planned one by one.
     apart = False
+    #: Own forwards of blocks: layers have none beside their calls.
+    forwards: Sequence[Callable[..., Any]] = ()
     #: The ``blocks=`` of a copy.
     blocks: Any = None
     #: The forward of the instance, which has none beside its class's.
@@ -57,7 +58,6 @@ class LayersInOrder:
     homes: ModelHomes
     #: Runs the layers while autograd drives.
     engine: Engine
-    policy: MemoryPolicy
     micro_batches: MicroBatches
 
     def __init__(self, model: nn.Module) -> None:
@@ -89,10 +89,6 @@ class LayersInOrder:
         check_rows(outputs, (inputs, kwargs))
         return gather_nested(outputs)
 
-    def run_by(self, engine: Engine) -> None:
-        """Notes what runs the layers."""
-        self.engine = engine
-
     def _check_arguments(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raises TypeError for an argument that later layers also have: only the first layer would get it."""
         if len(inputs) > 1 or kwargs:
@@ -115,7 +111,7 @@ class LayersInOrder:
         self.homes.check_open()
         output_fns = [output_fn] * len(chunks)
         if input_fn is not None:
-            return self._run_layers(chunks, output_fns, partial(_made, input_fn))
+            return self._run_layers(chunks, output_fns, lambda chunk: as_call(0, input_fn(chunk)))
         calls = [as_call(i, chunk) for i, chunk in enumerate(chunks)]
         runs = runs_together(calls, partial(self._most_rows_together, model)) if self._joins_chunks else []
         if any(len(run) > 1 for run in runs):
@@ -156,7 +152,7 @@ class LayersInOrder:
     @property
     def _joins_chunks(self) -> bool:
         """Whether chunks may run together. Not over a mesh: ranks with other chunks would measure other ones."""
-        policy = self.policy
+        policy = self.homes.policy
         may = policy.activation_bytes is not None and policy.join_chunks is not False
         return may and not self.homes.public.sharded and not looks_across_rows([*self.named.values()])
 
@@ -166,9 +162,9 @@ class LayersInOrder:
         if kind not in self._rows_together:
             if len(self._rows_together) >= KINDS_REMEMBERED:
                 self._rows_together.clear()
-            nbytes, given = self.activation_bytes(call, None), self.policy.activation_bytes or 0
-            joins = nbytes and (self.policy.join_chunks or not self.engine.draws)
-            most = min(given, cell_bytes(self.policy, self.homes.device) or given)
+            nbytes, given = self.activation_bytes(call, None), self.homes.policy.activation_bytes or 0
+            joins = nbytes and (self.homes.policy.join_chunks or not self.engine.draws)
+            most = min(given, cell_bytes(self.homes.policy, self.homes.device) or given)
             self._rows_together[kind] = most * (rows_in(call) or 0) // nbytes if joins else 0
         return self._rows_together[kind]
 
@@ -186,7 +182,3 @@ class LayersInOrder:
         layers = [shard.layers for shard in self.homes.shards]
         dtype = self.homes.layer_homes.dtype
         return measured_activations(self.engine, layers, call, output_fn=output_fn, dtype=dtype)
-
-
-def _made(input_fn: Callable[[Any], Any], chunk: Any) -> Any:
-    return as_call(0, input_fn(chunk))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.blocks.body import Body, StreamedForward
+from offload.blocks.body import StreamedForward, own_forward
 from offload.blocks.find import BlockNames, Blocks, find_blocks, modules_outside, parameters_outside, with_rest
 from offload.engine.chunks import run_chunks
 from offload.engine.engine import Engine
@@ -23,7 +23,6 @@ from offload.engine.plans.outside import bytes_staying
 from offload.engine.structure import Structure
 from offload.memory import MemoryArguments, Needs
 from offload.planning.budget import GAPS_SHARE
-from offload.policy import MemoryPolicy
 from offload.reports import MicroBatches
 from offload.storage import DiskHome, home_of
 from offload.streaming.materialize import Materializer, Values
@@ -135,7 +134,6 @@ class OwnForward:
     homes: ModelHomes
     #: Runs the blocks while autograd drives.
     engine: Engine
-    policy: MemoryPolicy
     micro_batches: MicroBatches
 
     def __init__(
@@ -147,11 +145,13 @@ class OwnForward:
         rest: Sequence[str] = (),
     ) -> None:
         self.device, self._rest = device, rest
-        self._blocks = found = find_blocks(model, blocks)
+        found = find_blocks(model, blocks)
         quantised = [(name, p) for name, p in parameters_outside(model, found).items() if is_taken_apart(p)]
         check_storable(quantised, [model], device)
         #: The layers that stream, by their names in the model.
-        self.named: dict[str, nn.Module] = {name: Body(block) for name, block in found.items()}
+        self.named = found
+        #: Their own forwards.
+        self.forwards = [own_forward(block) for block in found.values()]
         #: Modules that do not stream, by name, each without its children; the model is one of them.
         self.around: Mapping[str, nn.Module] = weakref.WeakValueDictionary(modules_outside(model, found))
         #: The parameters outside of the blocks in the type of ``param_dtype``, if that is given.
@@ -165,7 +165,7 @@ class OwnForward:
 
     def names_outside(self, model: nn.Module) -> Collection[str]:
         """Names of the parameters that do not stream."""
-        return list(parameters_outside(model, self._blocks))
+        return list(parameters_outside(model, self.named))
 
     def with_more(
         self,
@@ -198,10 +198,10 @@ class OwnForward:
 
         patterns = [resident] if isinstance(resident, str) else resident or ()
         room = limit - limit // GAPS_SHARE
-        found = with_rest(model, self._blocks, room, needed, patterns)
-        rest = [name for name in found if name not in self._blocks]
+        found = with_rest(model, self.named, room, needed, patterns)
+        rest = [name for name in found if name not in self.named]
         # Without states, as the limit is checked, what stays may take less.
-        if not rest or needed(found, 0) > max(limit, needed(self._blocks, 0) - 1):
+        if not rest or needed(found, 0) > max(limit, needed(self.named, 0) - 1):
             return None
         return OwnForward(model, BlockNames(tuple(found)), self.device, param_dtype, rest)
 
@@ -214,7 +214,7 @@ class OwnForward:
         """
         self.homes = homes
         place_outside(self.around, self.device, values)
-        outside = parameters_outside(model, self._blocks)
+        outside = parameters_outside(model, self.named)
         homes.public.replicate(outside, self.around.values())
         staying = set(outside.values())
         # With a mesh, no parameter is taken apart.
@@ -225,25 +225,12 @@ class OwnForward:
                 tensor.data = tensor.data.to(self.device)
             assert each.part_of is not None
             refresh(each.part_of)
-        homes.outside, homes.blocks, homes.rest = list(outside.values()), list(self._blocks), self._rest
+        homes.outside, homes.blocks, homes.rest = list(outside.values()), list(self.named), self._rest
         homes.quantised.update((each.part_of, each.name) for each in parts if each.part_of is not None)
-        homes.around = [weakref.ref(module) for module in modules_outside(model, self._blocks).values()]
-        self._forwards = forwards = list[StreamedForward]()
-
-        def remove() -> None:
-            for each in forwards:
-                each.remove()
-
-        undo(remove)
-        for j, block in enumerate(self._blocks.values()):
-            forwards.append(StreamedForward(j, block))
+        homes.around = [weakref.ref(module) for module in modules_outside(model, self.named).values()]
+        for j, block in enumerate(self.named.values()):
+            undo(StreamedForward(j, block, self).remove)
         homes.structure = Structure(model._modules)
-
-    def run_by(self, engine: Engine) -> None:
-        """Notes what runs the blocks."""
-        self.engine = engine
-        for each in self._forwards:
-            each.run_by(engine)
 
     def _forward(self, model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         args, kwargs = call

@@ -17,6 +17,7 @@ After an exception in either pass no copy is running, and the model can be used 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import sys
@@ -84,17 +85,11 @@ class Engine:
 
     Args:
         homes: where the weights of the blocks rest, and what streams them.
-        blocks: for each shard, its blocks: named layers that run one by one, or consecutive ones that run together.
-        numbers: shard, and place in it, of the blocks that the model calls by number; ``calls``: their own forwards.
+        calls: the own forwards of the blocks that the model calls by number, in order: each layer is one then. Else the
+            layers of a shard run together.
     """
 
-    def __init__(
-        self,
-        homes: ModelHomes,
-        blocks: Sequence[Sequence[Sequence[tuple[str, nn.Module]]]],
-        numbers: Sequence[tuple[int, int]] = (),
-        calls: Sequence[Callable[..., Any]] = (),
-    ) -> None:
+    def __init__(self, homes: ModelHomes, calls: Sequence[Callable[..., Any]] = ()) -> None:
         self._homes, self.streamer, self.device = homes, homes.streamer, homes.device
         #: Forwards so far, with a backward and without, of which the first are observed.
         self._observed = {True: 0, False: 0}
@@ -104,25 +99,26 @@ class Engine:
         self._weights = [Weights(shard, homes.device, homes.public) for shard in homes.shards]
         self._slots = Slots(homes.streamer)
         self.backward = self.backward_kind(homes, self._weights, self._slots)
+        parts = [[[layer] for layer in shard.layers] if calls else [shard.layers] for shard in homes.shards]
         self.blocks = [
             [
                 Block(
                     self._weights[j],
-                    Layers(*[layer for _, layer in layers], devices=[homes.device], name=f"shard {j}"),
+                    Layers(*layers, devices=[homes.device], name=f"shard {j}"),
                     f"shard {j}",
                     place=(k, len(several)),
                     select=homes.policy.keep,
                 )
                 for k, layers in enumerate(several)
             ]
-            for j, several in enumerate(blocks)
+            for j, several in enumerate(parts)
         ]
         #: Blocks by the number that the model calls them by.
-        self.numbered = [self.blocks[j][k] for j, k in numbers]
+        self.numbered = [*itertools.chain(*self.blocks)] if calls else []
         self._calls = calls
         self._local = threading.local()
         #: The shards that the last forward used, in order, with gradients and without.
-        self._orders: dict[bool, Sequence[int]] = dict.fromkeys((True, False), range(len(blocks)))
+        self._orders: dict[bool, Sequence[int]] = dict.fromkeys((True, False), range(len(self.blocks)))
 
     backward_kind: type[Backward] = Backward
     #: Whether ranks of a mesh run the same passes.
