@@ -397,8 +397,8 @@ class OffloadModel(nn.Module):
         if calls.forward_of_instance is not None:
             own["forward"] = calls.forward_of_instance
         bare = copy_of_bare(self, offloaded.kind, own, offloaded.homes, memo, results=results)
-        arguments = replace(offloaded.arguments, blocks=calls.blocks)
-        if calls.apart:
+        arguments = offloaded.arguments
+        if offloaded.homes.layers_apart:
             for name in calls.named:
                 block = bare.get_submodule(name)
                 if getattr(block.forward, "__func__", None) is type(block).forward:  # none of its own

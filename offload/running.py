@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from offload.arguments import layers_of, names_given, names_taken
+from offload.arguments import names_given, names_taken
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
 from offload.engine.inputs import as_call, refuse_transforms
@@ -44,32 +43,22 @@ class LayersInOrder:
     It holds the layers, and not the model: a model that is dropped is freed at once.
     """
 
-    #: Whether each layer is a shard, and its calls are planned one by one.
-    apart = False
     #: Own forwards of blocks: layers have none beside their calls.
     forwards: Sequence[Callable[..., Any]] = ()
-    #: The ``blocks=`` of a copy.
-    blocks: Any = None
     #: The forward of the instance, which has none beside its class's.
     forward_of_instance: Callable[..., Any] | None = None
-    #: Modules that do not stream, by name.
-    around: Mapping[str, nn.Module] = MappingProxyType({})
 
     homes: ModelHomes
     #: Runs the layers while autograd drives.
     engine: Engine
     micro_batches: MicroBatches
 
-    def __init__(self, model: nn.Module) -> None:
-        #: The layers that stream, by their names in the model.
-        self.named = layers_of(model)
+    def __init__(self, named: Mapping[str, nn.Module]) -> None:
+        #: The layers by their names in the model.
+        self.named = named
         self._taken_later = {name for layer in [*self.named.values()][1:] for name in names_taken(layer)}
         #: Kind of a chunk -> the most rows of such chunks that run together; 0: none do.
         self._rows_together: dict[str, int] = {}
-
-    def names_outside(self, model: nn.Module) -> Collection[str]:
-        """Names of the parameters that do not stream."""
-        return ()
 
     def join(self, model: nn.Module, homes: ModelHomes, values: Any, undo: Any) -> None:
         """Connects the model with the homes of its layers."""
