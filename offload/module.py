@@ -29,20 +29,16 @@ def show_values(homes: ModelHomes, found: dict[str, Any]) -> None:
     formed = [(shard, s) for shard in homes.shards for s in shard.formed]
     if not formed:
         return
-    views = {
-        k: v
-        for k, v in found.items()
-        if isinstance(v, Tensor) and not isinstance(v, nn.Parameter) and v.dtype == torch.bfloat16
-    }
     if defers_values():
         by_address: dict[int, Any] = {s.parameter.data_ptr(): StoredValues(shard, s) for shard, s in formed}
     else:
         exact = [shard for shard in homes.shards if any(s.form and s.form.exact for s in shard.formed)]
         by_address = dict(values_in_full(exact, homes.tier))
-    for name, view in views.items():
-        values = by_address.get(view.data_ptr())
-        if values is not None and values.shape == view.shape:
-            found[name] = values
+    for name, view in found.items():
+        if isinstance(view, Tensor) and not isinstance(view, nn.Parameter) and view.dtype == torch.bfloat16:
+            values = by_address.get(view.data_ptr())
+            if values is not None and values.shape == view.shape:
+                found[name] = values
 
 
 def store_values(homes: ModelHomes, model: nn.Module, state_dict: Any, prefix: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.arguments import names_given, names_taken
+from offload.arguments import names_taken
 from offload.engine.engine import Engine
 from offload.engine.homes import ModelHomes
 from offload.engine.inputs import as_call, refuse_transforms
@@ -81,7 +81,9 @@ class LayersInOrder:
     def _check_arguments(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raises TypeError for an argument that later layers also have: only the first layer would get it."""
         if len(inputs) > 1 or kwargs:
-            shared = names_given(next(iter(self.named.values())), inputs, kwargs) & self._taken_later
+            positional = zip(names_taken(next(iter(self.named.values()))), inputs[1:], strict=False)
+            given = {name for name, value in (*positional, *kwargs.items()) if value is not None}
+            shared = given & self._taken_later
             if shared:
                 raise TypeError(
                     f"only the first layer gets the arguments of the call, each further one the result of the one "
@@ -131,12 +133,9 @@ class LayersInOrder:
         groups = [gather_nested([calls[i] for i in run]) for run in runs]
         rows = [[rows_in(calls[i]) or 0 for i in run] for run in runs]
         output_fns = [output_fn and by_chunk(output_fn, sizes) for sizes in rows]
-
-        def apart(outputs: Sequence[Any]) -> list[Any]:
-            return [piece for output, sizes in zip(outputs, rows, strict=True) for piece in split_output(output, sizes)]
-
         with contextlib.nullcontext() if planner is None else planner.by_count():
-            return apart(self._run_layers(groups, output_fns))
+            outputs = self._run_layers(groups, output_fns)
+        return [piece for output, sizes in zip(outputs, rows, strict=True) for piece in split_output(output, sizes)]
 
     @property
     def _joins_chunks(self) -> bool:
