@@ -27,6 +27,7 @@ from pipe.threads import Future, Threads
 from tests.guarded import Condition, Guarded
 from tests.offload.late import LateLane, run_late
 from tests.offload.pair import Pair
+from tests.offload.scenarios.lanes import LateThread
 from tests.offload.storage.test_staging import LateLink
 from tests.waits import fails_with
 
@@ -35,40 +36,11 @@ PIECE = 1 << 14
 IN_FLIGHT = 4
 
 
-class LateThreads(Threads):
-    """Threads that began all of their work at once, and end it when it is waited for."""
+def late_threads(monkeypatch: pytest.MonkeyPatch) -> list[LateThread]:
+    made: list[LateThread] = []
 
-    def __init__(self, *_: object) -> None:
-        self.begun: list[Begun] = []
-
-    def offer(self, work: Callable[[], Any]) -> Begun:
-        self.begun.append(Begun(work))
-        return self.begun[-1]
-
-    def end(self) -> None:
-        for future in self.begun:
-            future.wait_idle()
-
-    wait_idle = end
-
-    def under_way(self) -> int:
-        return sum(not future.done for future in self.begun)
-
-
-class Begun(Future[Any]):
-    def withdraw(self) -> bool:
-        return False
-
-    def wait_idle(self) -> None:
-        if not self.done:
-            self.run()
-
-
-def late_threads(monkeypatch: pytest.MonkeyPatch) -> list[LateThreads]:
-    made: list[LateThreads] = []
-
-    def threads(*_: object) -> LateThreads:
-        made.append(LateThreads())
+    def threads(*_: object) -> LateThread:
+        made.append(LateThread())
         return made[-1]
 
     for user in ("optim.io_buffers", "optim.optimizer"):
@@ -240,14 +212,13 @@ def one_thread_at_a_time_writes_a_trace(monkeypatch: pytest.MonkeyPatch, path: P
             pass
 
 
-# --- the I/O buffers of an optimizer
-# ---------------------------------------------------------------------------------------
+# --- the I/O buffers of an optimizer -------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _buffer_pool(
     monkeypatch: pytest.MonkeyPatch, path: Path
-) -> Iterator[tuple[list[LateThreads], IOBufferPool, Any, Any]]:
+) -> Iterator[tuple[list[LateThread], IOBufferPool, Any, Any]]:
     """An I/O buffers, and two files: of fives and of sixes."""
     threads = late_threads(monkeypatch)
     tier = DiskTier(path, CPU, direct=False)
@@ -271,7 +242,7 @@ def a_discarded_prefetch_never_lands(monkeypatch: pytest.MonkeyPatch, path: Path
         buffer_pool.prefetch("unused", [Read("moment", fives, 0, PIECE)], 0)
         io_buffer = buffer_pool.prepare("update_block", [Read("moment", sixes, 0, PIECE)], 0)
         for io_threads in threads:
-            io_threads.end()
+            io_threads.wait_idle()
         assert (io_buffer.part("moment") == 6).all(), "a discarded prefetch landed"
 
 
@@ -291,7 +262,7 @@ def what_fails_to_be_written_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, pa
         buffer_pool.write_back(moves, partial(_take_out, moves))
         with pytest.raises(OSError, match="full"):
             buffer_pool.wait_idle()
-        assert sum(io_threads.under_way() for io_threads in threads) == 0, "a write goes on after its failure"
+        assert not any(io_threads.waiting for io_threads in threads), "a write goes on after its failure"
         source.fill_(11)
         assert all((move.source == 9).all() for move in moves)
 
@@ -304,7 +275,7 @@ def _take_out(moves: list[Write], done: Sequence[Write]) -> None:
 
 
 @contextlib.contextmanager
-def _pending(monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[tuple[list[LateThreads], Pair]]:
+def _pending(monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[tuple[list[LateThread], Pair]]:
     """A step of AdamW to be done, in several blocks, by threads that end when they are waited for."""
     with monkeypatch.context() as patch:
         patch.setattr("offload.optim.update_blocks.MAX_BLOCK_BYTES", 16)
@@ -328,7 +299,7 @@ def an_update_has_arrived_when_it_is_done(monkeypatch: pytest.MonkeyPatch, path:
         updated = sum(task.nbytes for shard in pair.model._homes.shards for task in shard.pending.tasks)
         before = pair.model.statistics().update_bytes_written
         pair.ours.synchronize()
-        assert sum(io_threads.under_way() for io_threads in threads) == 0, "an update is done before its writes"
+        assert not any(io_threads.waiting for io_threads in threads), "an update is done before its writes"
         written = pair.model.statistics().update_bytes_written - before
         assert written == 3 * updated, "written twice or not at all"
         pair.assert_equal()
@@ -360,8 +331,7 @@ def _fails_once(
             with pytest.raises(type(error)):
                 pair.eval()
             assert not pair.ours.buffer_pool._writing, "transfers go on after a failure"
-            filling = pair.ours._filler.under_way()  # type: ignore[attr-defined]
-            assert filling == 0, "transfers go on after a failure"
+            assert not pair.ours._filler.waiting, "transfers go on after a failure"  # type: ignore[attr-defined]
         for task in pair.model._homes.shards[0].pending.tasks:
             task.param_block.flush(task)
             assert not task.unwritten, "bytes are left unwritten"

@@ -40,7 +40,7 @@ class LateThread(Threads):
 
     def wait_idle(self) -> None:
         for future in self._futures:
-            future.wait()
+            future.wait_idle()
 
     def close(self, *, wait: bool = False) -> None:
         """What was submitted still runs."""
