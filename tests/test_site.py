@@ -59,21 +59,10 @@ def docstrings() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(
-    ("role", "code"),
-    [
-        ("a :class:`~offload.OffloadModel` trains", "a `OffloadModel` trains"),
-        (":meth:`step`", "`step`"),
-        (":mod:`pipe.turn`", "`pipe.turn`"),
-        (":meth:`OffloadModel.trace <offload.OffloadModel.trace>`", "`OffloadModel.trace`"),
-        ("``plain``", "``plain``"),
-    ],
-)
-def test_a_role_becomes_code(role: str, code: str) -> None:
-    assert docstrings().without_roles(role) == code
-
-
-def test_a_literal_block_becomes_a_fenced_one() -> None:
+def test_roles_become_code_and_literal_blocks_are_fenced() -> None:
+    module = docstrings()
+    roles = "a :class:`~offload.OffloadModel`, :mod:`pipe.turn`, :meth:`OffloadModel.trace <offload.trace>`, ``plain``"
+    assert module.without_roles(roles) == "a `OffloadModel`, `pipe.turn`, `OffloadModel.trace`, ``plain``"
     text = "Usage::\n\n    x = 1\n\n    y = 2\n\n::\n\n    a -> b\n\nThe end."
     expected = "Usage:\n\n```python\nx = 1\n\ny = 2\n```\n\n```text\na -> b\n```\n\nThe end."
-    assert docstrings().fenced(text) == expected
+    assert module.fenced(text) == expected
