@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import inspect
 import os
 import weakref
@@ -23,17 +24,12 @@ from offload.engine.homes import ModelHomes
 from offload.files.pretrained import KeyMap, Pretrained
 from offload.identities import identities_only
 from offload.loading import adapted, build_model, names_of_transformers
-from offload.module import (
-    copy_of_bare,
-    refuse_copies,
-    refuse_moves,
-    show_values,
-    store_values,
-)
+from offload.module import refuse_copies, refuse_moves, show_values, store_values
 from offload.planning.budget import shown_bytes
 from offload.planning.estimate import Estimate
 from offload.planning.plan import Plan
 from offload.policy import MemoryPolicy
+from offload.streaming.copies import CopiesOfHomes
 from offload.streaming.heap import return_freed_memory
 from offload.streaming.slot_pool import share_slots
 from offload.telemetry.memory_report import MemoryReport
@@ -396,7 +392,9 @@ class OffloadModel(nn.Module):
         own = {key: value for key, value in vars(self).items() if key not in ("_offloaded", "forward")}
         if calls.forward_of_instance is not None:
             own["forward"] = calls.forward_of_instance
-        bare = copy_of_bare(self, offloaded.kind, own, offloaded.homes, memo, results=results)
+        bare = memo[id(self)] = offloaded.kind.__new__(offloaded.kind)
+        with CopiesOfHomes(offloaded.homes.shards, results=results):
+            vars(bare).update(copy.deepcopy(own, memo))
         arguments = offloaded.arguments
         if offloaded.homes.layers_apart:
             for name in calls.named:
