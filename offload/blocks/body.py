@@ -34,10 +34,9 @@ class StreamedForward:
         self._j = j
         self._own = vars(block).get("forward")
         #: Of a block that was compiled in place: its own forward runs compiled, and what calls the engine does not.
-        self._compiled, block._compiled_call_impl = block._compiled_call_impl, None
+        self._compiled = block._compiled_call_impl
         #: For code that looks at the arguments that a block takes.
         self.__signature__ = inspect.signature(block.forward)
-        block.forward = self
 
     @breaks_compiled_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,6 +57,11 @@ class StreamedForward:
         """Pickles as the block's own forward, which does not stream."""
         # A block that is loaded has no attributes yet when it is asked for its forward: that of its class.
         return (getattr, (self._block(), "forward")) if self._own is None else (_same, (self._own,))
+
+    def put(self, block: nn.Module) -> None:
+        """Makes this the forward of the block, until :meth:`remove` is called, after an interrupt as well."""
+        block.forward = self
+        block._compiled_call_impl = None
 
     def remove(self) -> None:
         """Gives the block its own forward back."""

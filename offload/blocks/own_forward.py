@@ -118,7 +118,9 @@ class OwnForward:
         homes.outside, homes.blocks, homes.around = list(outside.values()), list(self.named), self.around
         homes.quantised.update((each.part_of, each.name) for each in parts if each.part_of is not None)
         for j, block in enumerate(self.named.values()):
-            undo(StreamedForward(j, block, self).remove)
+            forward = StreamedForward(j, block, self)
+            undo(forward.remove)
+            forward.put(block)
         homes.structure = Structure(model._modules)
 
     def _forward(self, model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:

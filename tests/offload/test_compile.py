@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from offload import MemoryPolicy, OffloadModel
+from tests.offload.zoo import OwnForward
 
 WIDTH = 6
 
@@ -86,23 +87,12 @@ def test_a_compiled_module_around_a_model_has_a_break_in_its_graph(recompute: bo
     assert backend.graphs == 2
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers())
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
-
-
 @pytest.mark.parametrize(("blocks", "how"), [(None, "in place"), ("layers", "in place"), ("layers", "wrapped")])
 @pytest.mark.parametrize("mode", ["recompute", "graphs", "kept"])
 def test_compiled_layers_stay_compiled_and_hooks_of_blocks_run_once(
     mode: str, blocks: str | None, how: str, tmp_path: Any
 ) -> None:
-    bare, counted = Blocks() if blocks else layers(), Backend("aot_eager")
+    bare, counted = OwnForward([*layers()]) if blocks else layers(), Backend("aot_eager")
     expected = step(bare, list(bare.parameters()))
     compiled: Any = copy.deepcopy(bare)
     parts = compiled.layers if blocks else compiled

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from offload import DiskHome, OffloadModel, OffloadOptimizer, init_empty_weights
 from tests.offload.blocks.towers import WIDTH, Model, assert_equal, loss_of, make, step, words
+from tests.offload.persistent import everything
 from tests.programs import run_program
 
 
@@ -259,10 +260,6 @@ def test_construction_takes_less_memory_than_one_shard(tmp_path: Path) -> None:
 
 
 # --- a home that is kept ----------------------------------------------------------------------------------------------
-
-
-def everything(model: nn.Module) -> dict[str, Tensor]:
-    return {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
 
 
 @pytest.mark.parametrize("build", [on_meta, empty])
