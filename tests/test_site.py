@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from tests.examples import DOCS, load_script
+
 ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs"
 PUBLIC = [
     "offload/__init__.py",
     "gradcache/__init__.py",
@@ -48,19 +47,9 @@ def test_the_navigation_has_every_page() -> None:
     assert [page for page in sorted(listed) if not (DOCS / page).is_file()] == []
 
 
-def docstrings() -> ModuleType:
-    """The extension that turns docstrings into Markdown."""
-    pytest.importorskip("griffe", reason="needs the extra docs")
-    spec = importlib.util.spec_from_file_location("docstrings", DOCS / "tools" / "docstrings.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_roles_become_code_and_literal_blocks_are_fenced() -> None:
-    module = docstrings()
+    pytest.importorskip("griffe", reason="needs the extra docs")
+    module = load_script(DOCS / "tools" / "docstrings.py")
     roles = "a :class:`~offload.OffloadModel`, :mod:`pipe.turn`, :meth:`OffloadModel.trace <offload.trace>`, ``plain``"
     assert module.without_roles(roles) == "a `OffloadModel`, `pipe.turn`, `OffloadModel.trace`, ``plain``"
     text = "Usage::\n\n    x = 1\n\n    y = 2\n\n::\n\n    a -> b\n\nThe end."
