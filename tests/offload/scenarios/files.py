@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,6 @@ from offload.storage.page_cache import PageCache
 from offload.storage.transfer import Link, Staging, TransferLimits
 from offload.telemetry.trace import Tracer
 from pipe.threads import Future, Threads
-from tests.guarded import Condition, Guarded
 from tests.offload.late import LateLane, run_late
 from tests.offload.pair import Pair
 from tests.offload.scenarios.lanes import LateThread
@@ -127,6 +127,72 @@ def a_transfer_that_failed_goes_on_nowhere(monkeypatch: pytest.MonkeyPatch, path
 
 
 # --- buffers that lanes share ---------------------------------------------------------------------------------------
+
+
+class Condition:
+    """A lock, or a condition. A thread that waits for it is helped by ``helper``, once, and then waits for ever."""
+
+    def __init__(self) -> None:
+        self.held = False
+        self.notified = 0
+        self.helper: Callable[[], None] | None = None
+
+    def __enter__(self) -> None:
+        assert not self.held, "a thread would wait for itself"
+        self.held = True
+
+    def __exit__(self, *_: object) -> None:
+        self.held = False
+
+    def wait(self) -> None:
+        assert self.held, "waited for without the lock"
+        helper, self.helper = self.helper, None
+        assert helper is not None, "it would wait for ever"
+        self.held = False
+        helper()
+        self.held = True
+
+    def notify(self) -> None:
+        assert self.held, "notified without the lock"
+        self.notified += 1
+
+
+class Guarded(deque[Any]):
+    """Is looked at only by who holds ``condition``, and not for ever."""
+
+    def __init__(self, condition: Condition) -> None:
+        super().__init__()
+        self.condition = condition
+        self.looks = 0
+
+    def _look(self) -> None:
+        assert self.condition.held, "the queue was read without its lock"
+        self.looks += 1
+        assert self.looks < 100, "the queue was polled instead of waited for"
+
+    def __len__(self) -> int:
+        self._look()
+        return super().__len__()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._look()
+        return super().__iter__()
+
+    def popleft(self) -> Any:
+        self._look()
+        return super().popleft()
+
+    def append(self, item: Any) -> None:
+        self._look()
+        super().append(item)
+
+    def appendleft(self, item: Any) -> None:
+        self._look()
+        super().appendleft(item)
+
+    def clear(self) -> None:
+        self._look()
+        super().clear()
 
 
 def _staging(link: Link, count: int = 1) -> tuple[Staging, Condition]:
